@@ -1,0 +1,92 @@
+# Every target makes its own environment when there is none; all it needs is Python 3.11 or newer and a package index.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.ready
+INSTALLED := $(CURDIR)/build/installed
+NOTEBOOKS := $(sort $(wildcard nbs/[0-9][0-9]_*.ipynb nbs/*/[0-9][0-9]_*.ipynb))
+WORKERS ?= 2
+FLAGS ?=
+
+# Parallel workers share the cores, so each keeps to one; no test draws on a screen.
+ONE_CORE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=agg
+
+# The stages of `make test`, cheap ones first.
+STAGES := lint types exported book executed tested
+
+.PHONY: help run test $(STAGES) export notebooks site preview bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/make \1 @\2/' | column -t -s @
+
+run: $(READY) ## fine-tune a model on real handwritten digits: a table and a figure under quickstart/
+	@$(BIN)/python -m dpft quickstart
+
+test: $(READY) ## everything that must hold before a change lands
+	@set -euo pipefail; mkdir -p build; report=""; \
+	for stage in $(STAGES); do \
+	  echo "-- $$stage"; began=$$SECONDS; \
+	  $(MAKE) --no-print-directory $$stage 2>&1 | tee build/$$stage.log; \
+	  report+="$$stage $$((SECONDS - began)) s, "; \
+	done; \
+	echo "$${report}in all $$SECONDS s"; \
+	tail -n 1 build/tested.log
+
+export: $(READY) ## notebooks to package, then clean the notebooks
+	@$(BIN)/python nbs/_book.py export
+
+notebooks: $(READY) ## run every notebook from a fresh process and store its outputs (FLAGS="gpu slow": those cells too)
+	@set -e; for notebook in $(NOTEBOOKS); do echo "$$notebook"; $(BIN)/python nbs/_book.py run "$$notebook" $(FLAGS); done
+	@$(BIN)/python nbs/_book.py export
+
+site: $(READY) ## the book as a site under _docs/, with Quarto
+	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org; make preview does without it." >&2; exit 1; }
+	@set -o pipefail; mkdir -p build; PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
+	@if grep "Unable to resolve" build/site.log || grep -rno --include='*.html' '?@[a-z]*-[a-z-]*' _docs; then exit 1; fi
+
+preview: $(READY) ## every chapter as HTML under _preview/, without Quarto
+	@$(BIN)/python nbs/_preview.py
+
+bench: $(READY) ## time and memory; the only place where a clock decides
+	@$(BIN)/python -m dpft bench
+
+clean: ## remove what the targets made, apart from the environment
+	@rm -rf build dist *.egg-info _docs _preview _proc .quarto quickstart bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find dpft nbs tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The environment: pinned by constraints.txt, with the checkout installed for development.
+$(READY): settings.ini setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("dpft needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable '.[dev,text,minilm]'
+	@rm -rf build *.egg-info; touch $@
+
+lint:
+	@$(BIN)/ruff check .
+
+types:
+	@$(BIN)/mypy dpft --ignore-missing-imports --disallow-untyped-defs --check-untyped-defs
+
+exported:
+	@$(BIN)/python nbs/_book.py exported
+
+book:
+	@$(BIN)/python -P -m pytest -q tests/test_book.py
+
+# One process for each notebook, so nothing leaks from one into the next; cells marked gpu or slow are left out.
+executed:
+	@printf '%s\n' $(NOTEBOOKS) | $(ONE_CORE) xargs -P $(WORKERS) -I{} bash -c \
+	  'log=$$($(BIN)/nbdev_test --path {} 2>&1) || { echo "$$log"; exit 1; }; echo "{} $$SECONDS s"'
+
+# The package is built and installed as a user has it, not editable, and stands before the checkout on the path.
+tested:
+	@rm -rf build/lib build/bdist* $(INSTALLED) *.egg-info
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(INSTALLED) .
+	@rm -rf build/lib build/bdist* *.egg-info
+	@$(ONE_CORE) PYTHONSAFEPATH=1 PYTHONPATH=$(INSTALLED) DPFT_INSTALLED=$(INSTALLED) \
+	  $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests

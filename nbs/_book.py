@@ -1,0 +1,348 @@
+"""The book as a whole: its chapters and labels, whether it is consistent (`check`, `exported`), and how it is run (`run`)."""
+
+import ast
+import hashlib
+import html
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+BIBLIOGRAPHY = ROOT / "nbs" / "references.bib"
+
+THEOREMS = {"lem": "Lemma", "thm": "Theorem", "def": "Definition", "cor": "Corollary", "prp": "Proposition", "exm": "Example"}
+KINDS = THEOREMS | {"fig": "Figure", "tbl": "Table", "eq": "Equation", "sec": "Section"}
+HIDDEN = {"default_exp", "export", "exporti", "hide"}
+
+CODE = re.compile(r"(?ms)^(`{3,})[^\n]*\n.*?^\1[ \t]*$|(?<!`)`[^`\n]+`(?!`)")
+REFERENCE = re.compile(rf"(?<![\w@])@((?:{'|'.join(KINDS)})-[\w-]*\w)")
+CITATION = re.compile(rf"(?<![\w@./])@(?!(?:{'|'.join(KINDS)})-)([a-zA-Z][\w:-]*\w)")
+HEADING = re.compile(r"^(#{1,3}) (.+?)(?:\s*\{([^{}]*)\})?\s*$")
+OPEN = re.compile(r"^(:{3,})\s*(?:\{(.*)\}|(\w+))\s*$")
+CLOSE = re.compile(r"^:{3,}\s*$")
+EQUATION = re.compile(r"(\$\$(?:(?!\$\$).)+\$\$)(?:[ \t]*\{#(eq-[\w-]+)\})?", re.DOTALL)
+CAPTION = re.compile(r"^: (.*?)\s*\{#(tbl-[\w-]+)[^}]*\}\s*$")
+MACHINE_PATH = re.compile(r"(?<![\w.:/])/[\w.-]+/[\w.-]+/|/tmp/|site-packages")
+
+
+@dataclass
+class Label:
+    "A thing that can be referred to: how it is called and where it stands."
+
+    name: str  # Lemma 3.1
+    page: str  # 03_clipping.html
+
+
+@dataclass
+class Chapter:
+    "One chapter: a notebook, or a page of text."
+
+    path: Path
+    part: str
+    number: str = ""  # 3, A, or nothing
+    title: str = ""
+    labels: dict[str, Label] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
+    sections: list[tuple[str, str]] = field(default_factory=list)  # anchor, title
+
+    @property
+    def page(self) -> str:
+        return f"{self.path.stem}.html"
+
+    @property
+    def cells(self) -> list[dict]:
+        if self.path.suffix == ".ipynb":
+            return json.loads(self.path.read_text(encoding="utf-8"))["cells"]
+        text = re.sub(r"\{\{< include (\S+) >\}\}", self._included, self.path.read_text(encoding="utf-8"))
+        return [{"cell_type": "markdown", "source": text}]
+
+    def _included(self, match: re.Match) -> str:
+        "The text of an included file; the page's own title stands for the file's."
+        path = self.path.parent / match[1]
+        return re.sub(r"\A# .*\n", "", path.read_text(encoding="utf-8")) if path.exists() else ""
+
+
+def chapters() -> list[Chapter]:
+    "Every chapter of _quarto.yml in order, numbered as Quarto numbers them."
+    book = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["book"]
+    listed: list[tuple[str, str]] = []
+    for entry in book["chapters"]:
+        listed += [(entry["part"], name) for name in entry["chapters"]] if isinstance(entry, dict) else [("", entry)]
+    found = [Chapter(ROOT / name, part) for part, name in listed]
+    for count, chapter in enumerate((chapter for chapter in found if chapter.path.suffix == ".ipynb"), start=1):
+        chapter.number = str(count)
+    appendices = [Chapter(ROOT / name, "Appendices", number=chr(ord("A") + i)) for i, name in enumerate(book.get("appendices", []))]
+    return found + appendices
+
+
+def source(cell: dict) -> str:
+    "A cell's text, stored as a string or as lines."
+    return "".join(cell["source"])
+
+
+def directives(text: str) -> tuple[dict[str, str], str]:
+    "The `#| name: value` lines at the top of a code cell, and the code below them."
+    lines, found = text.splitlines(), {}
+    while lines and (lines[0].startswith("#|") or not lines[0].strip()):
+        name, _, value = lines.pop(0).removeprefix("#|").strip().partition(" ")
+        found[name.rstrip(":")] = value.strip().strip("\"'").replace("\\\\", "\\")
+    return found, "\n".join(lines)
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    "Apply `change` to what is neither a fenced block nor inline code."
+    pieces, end = [], 0
+    for match in CODE.finditer(text):
+        pieces += [change(text[end : match.start()]), match.group()]
+        end = match.end()
+    return "".join([*pieces, change(text[end:])])
+
+
+class Writer:
+    "One chapter as Pandoc Markdown: numbers what Quarto numbers, and notes the labels on the way."
+
+    def __init__(self, chapter: Chapter):
+        self.chapter, self.count, self.depth, self.head = chapter, Counter(), 0, ""
+
+    def text(self) -> str:
+        "The whole chapter; references are still to be resolved."
+        return "\n\n".join(self.markdown(source(c)) if c["cell_type"] == "markdown" else self.code(c) for c in self.chapter.cells)
+
+    def number(self, kind: str) -> str:
+        "The next number of its kind: 3.1, or 1 in a chapter without a number."
+        self.count[kind] += 1
+        return ".".join(filter(None, [self.chapter.number, str(self.count[kind])]))
+
+    def label(self, identifier: str, name: str) -> None:
+        if identifier in self.chapter.labels:
+            self.chapter.repeated.append(identifier)
+        self.chapter.labels[identifier] = Label(name, self.chapter.page)
+
+    def markdown(self, text: str) -> str:
+        "A Markdown cell: headings, theorems, callouts and captions by line, then equations."
+        lines, fenced = [], False
+        for line in text.splitlines():
+            fenced ^= line.lstrip().startswith("```")
+            lines.append(line if fenced else self.line(line))
+        return outside_code("\n".join(lines), lambda piece: EQUATION.sub(self.equation, piece))
+
+    def line(self, line: str) -> str:
+        heading = HEADING.match(line)
+        if self.head and line.strip():
+            head, self.head = self.head, ""
+            return f"[{head} ({heading[2]})]{{.head}}\n" if heading else f"[{head}]{{.head}}\n\n{self.line(line)}"
+        if heading and not self.depth:
+            return self.heading(*heading.groups(default=""))
+        if CLOSE.match(line):
+            self.depth -= 1
+        elif opened := OPEN.match(line):
+            self.depth += 1
+            return self.opened(line, opened[2] or opened[3])
+        elif caption := CAPTION.match(line):
+            name = f"Table {self.number('tbl')}"
+            self.label(caption[2], name)
+            return f": [{name}]{{#{caption[2]} .label}} {caption[1]}"
+        return line
+
+    def heading(self, marks: str, title: str, attributes: str) -> str:
+        level = len(marks)
+        identifier = re.search(r"#([\w-]+)", attributes)
+        anchor = identifier[1] if identifier else re.sub(r"\W+", "-", title.lower()).strip("-")
+        if level == 1:
+            self.chapter.title, number = title, self.chapter.number if ".unnumbered" not in attributes else ""
+        else:
+            if level == 2:
+                self.count["subsection"] = 0
+                self.chapter.sections.append((anchor, title))
+            self.count["section" if level == 2 else "subsection"] += 1
+            parts = [self.chapter.number, str(self.count["section"]), str(self.count["subsection"]) if level == 3 else ""]
+            number = ".".join(filter(None, parts)) if self.chapter.number and ".unnumbered" not in attributes else ""
+        if identifier:
+            kind = "Section" if level > 1 else "Appendix" if number.isalpha() else "Chapter"
+            self.label(anchor, f"{kind} {number}" if number else title)
+        prefix = f"[{number}]{{.number}} " if number else ""
+        return f"{marks} {prefix}{title} {{#{anchor}}}"
+
+    def opened(self, line: str, attributes: str) -> str:
+        "The first line of a div; a theorem or a callout gets a head."
+        title = re.search(r'(?:title|name)="([^"]*)"', attributes)
+        if theorem := re.match(rf"#(({'|'.join(THEOREMS)})-[\w-]+)", attributes):
+            name = f"{THEOREMS[theorem[2]]} {self.number(theorem[2])}"
+            self.label(theorem[1], name)
+            self.head = f"**{name}**" + (f" ({title[1]})" if title else "")
+            return f"::: {{#{theorem[1]} .theorem .{theorem[2]}}}"
+        if callout := re.search(r"\.callout-(\w+)", attributes):
+            self.head = f"**{title[1] if title else callout[1].capitalize()}**"
+            return f"::: {{.callout .callout-{callout[1]}}}"
+        if figure := re.match(r"#(fig-[\w-]+)", attributes):
+            self.label(figure[1], f"Figure {self.number('fig')}")
+        return line
+
+    def equation(self, match: re.Match) -> str:
+        if not match[2]:
+            return match[0]
+        number = self.number("eq")
+        self.label(match[2], f"Equation {number}")
+        return f"[{match[1]}[({number})]{{.number}}]{{#{match[2]} .equation}}"
+
+    def code(self, cell: dict) -> str:
+        "A code cell: its source unless hidden, then its outputs, captioned when it has a label."
+        options, body = directives(source(cell))
+        if "hide" in options or options.get("include") == "false":
+            return ""
+        shown = body.strip() and not HIDDEN & options.keys() and options.get("echo") != "false"
+        results = "\n\n".join(filter(None, map(output, cell["outputs"]))) if options.get("output") != "false" else ""
+        if identifier := options.get("label", ""):
+            kind = "tbl" if identifier.startswith("tbl-") else "fig"
+            name = f"{KINDS[kind]} {self.number(kind)}"
+            self.label(identifier, name)
+            caption = f"[{name}]{{.label}} {options.get(f'{kind}-cap', '')}"
+            results = f"::: {{#{identifier} .figure}}\n{results}\n\n::: {{.caption}}\n{caption}\n:::\n:::"
+        return "\n\n".join(filter(None, [f"```python\n{body}\n```" if shown else "", results]))
+
+
+def output(result: dict) -> str:
+    "One stored output as Markdown: a picture, a table, or text."
+    data = {kind: "".join(value) for kind, value in result.get("data", {}).items() if isinstance(value, str | list)}
+    if "text/markdown" in data:
+        return data["text/markdown"]
+    if "image/svg+xml" in data:
+        body = data["image/svg+xml"]
+    elif "image/png" in data:
+        width = result.get("metadata", {}).get("image/png", {}).get("width", "")
+        body = f'<img alt="" width="{width}" src="data:image/png;base64,{data["image/png"].strip()}">'
+    elif "text/html" in data:
+        body = f'<div class="table">{data["text/html"]}</div>'
+    else:
+        text = data.get("text/plain", "".join(result.get("text", [])))
+        body = f'<pre class="output">{html.escape(text)}</pre>'
+    return f"``````{{=html}}\n{body}\n``````"
+
+
+def docstrings(text: str) -> Iterator[str]:
+    "The docstrings of one code cell."
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a magic
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield ast.get_docstring(node) or ""
+
+
+def prose(chapter: Chapter) -> Iterator[str]:
+    "Everything in a chapter that may refer: text without its code, captions, docstrings."
+    for cell in chapter.cells:
+        if cell["cell_type"] == "markdown":
+            yield CODE.sub("", source(cell))
+        else:
+            options, body = directives(source(cell))
+            yield from (value for name, value in options.items() if name.endswith("-cap"))
+            yield from docstrings(body)
+
+
+def problems() -> list[str]:
+    "What is wrong with the book, one sentence each; an empty list when nothing is."
+    book = chapters()
+    listed = [chapter.path for chapter in book]
+    found = [f"_quarto.yml lists {path.relative_to(ROOT)}, which does not exist" for path in listed if not path.exists()]
+    found += [f"{path.relative_to(ROOT)} is listed twice in _quarto.yml" for path, times in Counter(listed).items() if times > 1]
+    notebooks = sorted((ROOT / "nbs").glob("**/[0-9][0-9]_*.ipynb"))
+    found += [f"{path.relative_to(ROOT)} is no chapter of _quarto.yml" for path in notebooks if path not in listed]
+    book = [chapter for chapter in book if chapter.path.exists()]
+    for chapter in book:
+        Writer(chapter).text()
+        found += [f"{chapter.path.name}: two things have the label {name}" for name in chapter.repeated]
+    labels = Counter(name for chapter in book for name in chapter.labels)
+    found += [f"the label {name} stands in more than one chapter" for name, times in labels.items() if times > 1]
+    keys = set(re.findall(r"(?m)^@\w+\{([^,\s]+),", BIBLIOGRAPHY.read_text(encoding="utf-8")))
+    for chapter in book:
+        for text in prose(chapter):
+            found += [f"{chapter.path.name}: @{name} is no label of the book" for name in REFERENCE.findall(text) if name not in labels]
+            found += [f"{chapter.path.name}: @{key} is not in references.bib" for key in CITATION.findall(text) if key not in keys]
+        found += notebook_problems(chapter)
+    return found
+
+
+def notebook_problems(chapter: Chapter) -> Iterator[str]:
+    "What must not be in a notebook: repeated or missing cell ids, stored errors, paths of a machine."
+    if chapter.path.suffix != ".ipynb":
+        return
+    identifiers = Counter(cell.get("id") for cell in chapter.cells)
+    yield from (f"{chapter.path.name}: {times} cells have the id {name}" for name, times in identifiers.items() if times > 1 or not name)
+    for cell in chapter.cells:
+        stored = cell.get("outputs", [])
+        if any(result["output_type"] == "error" for result in stored):
+            yield f"{chapter.path.name}: the stored output of cell {cell['id']} is an error"
+        for result in stored:
+            shown = json.dumps(result.get("text", [])) + json.dumps(result.get("data", {}).get("text/plain", []))
+            if path := MACHINE_PATH.search(shown):
+                yield f"{chapter.path.name}: the output of cell {cell['id']} shows a path of the machine ({path[0]})"
+
+
+def digests() -> dict[str, str]:
+    "A hash of every notebook and every module."
+    files = [*(ROOT / "nbs").glob("**/*.ipynb"), *(ROOT / "dpft").glob("**/*.py")]
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if "checkpoint" not in str(path)}
+
+
+def export() -> list[str]:
+    "Notebooks to package, then strip from the notebooks what does not belong there; nothing to say."
+    from nbdev.clean import nbdev_clean
+    from nbdev.doclinks import nbdev_export
+
+    os.chdir(ROOT)
+    nbdev_export()
+    nbdev_clean()
+    return []
+
+
+def exported() -> list[str]:
+    "Files that exporting and cleaning changed: the package was not what the notebooks say."
+    before = digests()
+    export()
+    after = digests()
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    return [f"{name} was not what `make export` writes; it is now, so look at the change and keep it" for name in changed]
+
+
+def run(path: Path, flags: set[str]) -> list[str]:
+    "Run a notebook in this process and store its outputs; cells marked `gpu` or `slow` keep theirs unless named in `flags`."
+    from execnb.nbio import read_nb, write_nb
+    from execnb.shell import CaptureShell
+
+    notebook, shell = read_nb(path), CaptureShell(path)
+    os.chdir(path.parent)
+    skipped = {"gpu", "slow"} - flags
+
+    def skip(cell: dict) -> bool:
+        return cell["cell_type"] != "code" or bool(skipped & directives(source(cell))[0].keys())
+
+    try:
+        shell.run_all(notebook, exc_stop=True, preproc=skip)
+    except Exception:
+        return [shell.prettytb(fname=path.name)]
+    write_nb(notebook, path)
+    return []
+
+
+def main(command: str, *arguments: str) -> int:
+    "check | export | exported | run NOTEBOOK [FLAG …]"
+    if command == "run":
+        found = run(Path(arguments[0]).resolve(), set(arguments[1:]))
+    else:
+        found = {"check": problems, "export": export, "exported": exported}[command]()
+    for sentence in found:
+        print(sentence, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
