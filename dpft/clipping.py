@@ -13,11 +13,11 @@ from torch import Tensor
 STABILISER = 0.01  # gamma of AUTO-S
 
 def clip_factor(
-    norms: Tensor,       # (B,) or (B, K) norm of each example's gradient, in any one norm
+    norms: Tensor,         # (B,) or (B, K) norm of each example's gradient, in any one norm
     clip: float | Tensor,  # bound C; a (K,) tensor bounds K blocks
     style: str = "flat",   # "flat": min(1, C / norm); "automatic": C / (norm + 0.01)
-) -> Tensor:             # same shape as `norms`: what each gradient is multiplied with
-    """Factors after which no gradient is longer than `clip`; exactly 0 for a gradient that is zero or not finite.
+) -> Tensor:               # same shape as `norms`: what each gradient is multiplied with
+    """Factors after which no gradient is longer than `clip`; exactly 0 for a gradient that is zero, not finite, or beyond precise scaling.
 
     Raises ValueError on another style or a bound that is not positive.
     Definition 3 of DP-FROST and Section 2 of DP-BiTFiT; @lem-flat-clipping, @lem-automatic-clipping.
@@ -28,7 +28,8 @@ def clip_factor(
     if style not in ("flat", "automatic"):
         raise ValueError(f"clipping={style!r}: choose 'flat' or 'automatic'")
     factors = (bound / norms).clamp(max=1.0) if style == "flat" else bound / (norms + STABILISER)
-    return torch.where(norms.isfinite() & (norms > 0), factors, 0.0)
+    precise = factors >= torch.finfo(norms.dtype).tiny  # a subnormal factor may be rounded up by half of itself
+    return torch.where(norms.isfinite() & (norms > 0) & precise, factors, 0.0)
 
 # %% ../nbs/03_clipping.ipynb #clipping-effective-noise
 def effective_noise_multiplier(

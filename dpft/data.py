@@ -127,15 +127,17 @@ class Public:
 
 # %% ../nbs/05_data.ipynb #data-labels
 def check_labels(
-    labels: Any,                           # (N,) class numbers, or a data set that carries them
-    classes: int | Sequence[str],          # how many classes, or their names
-    column: str = "label",                 # where a table keeps them
+    labels: Any,                                # (N,) class numbers, or a data set that carries them
+    classes: int | Sequence[str] | None = None, # how many classes, or their names; None: any class number will do
+    column: str = "label",                      # where a table keeps them
 ) -> None:
     "Refuse labels that are no class number; the error names the first row."
-    count = classes if isinstance(classes, int) else len(classes)
+    count = classes if isinstance(classes, int) or classes is None else len(classes)
     values = labels if isinstance(labels, (Tensor, np.ndarray, list, tuple)) else _labels(labels, column)
     for row, value in enumerate(values.tolist() if isinstance(values, (Tensor, np.ndarray)) else values):
-        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 0 <= value < count:
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"label {value!r} of row {row} is no class number; drop such rows or map the labels to 0, 1, 2, ...")
+        if count is not None and value >= count:
             raise ValueError(f"label {value!r} of row {row} is outside the {count} classes 0 to {count - 1}; "
                              "drop such rows, map them to class numbers, or give the right number of classes")
 
@@ -188,7 +190,9 @@ def _absorb(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = value.detach().cpu().numpy()
     if hasattr(value, "__array__"):
-        value = np.ascontiguousarray(value)
+        value = np.asarray(value)
+        if value.dtype.hasobject:  # its bytes are addresses
+            return _absorb(digest, ["objects", list(value.shape), value.ravel().tolist()])
         head, body = f"array {value.dtype.str} {value.shape}", value.tobytes()
     elif isinstance(value, (str, bytes)):
         head, body = type(value).__name__, value if isinstance(value, bytes) else value.encode()
@@ -395,8 +399,13 @@ def from_hub(
     elif first in COLLECTIONS and rest:
         path, configuration = COLLECTIONS[first], rest
     parts = load_dataset(path, configuration) if configuration else load_dataset(path)
+    if "train" not in parts:
+        raise ValueError(f"{name} has the splits {', '.join(parts)}; one named train is needed")
     train = parts["train"]
     columns = columns or _guess_columns(train)
+    for column in columns:
+        if column not in train.column_names:
+            raise ValueError(f"no column {column!r}; {name} has {', '.join(map(repr, train.column_names))}")
     dev = next((parts[part] for part in ("validation", "dev", "validation_matched", "test") if part in parts), None)
     test = parts["test"] if "test" in parts and parts["test"] is not dev else None
     if dev is None:
@@ -525,7 +534,7 @@ def encode(
     columns: Sequence[str],                        # text columns, then the label column ("causal": prompts, then the completion)
     max_length: int = 128,                         # tokens kept of each text
     kind: str = "text",                            # "text": one label each; "causal": predict the completion's tokens
-    classes: int | Sequence[str] | None = None,    # check that labels are class numbers
+    classes: int | Sequence[str] | None = None,    # the labels' classes; None: any class number will do
 ) -> EncodedData:
     "Tokenise a data set once; refuses a missing column, a text of zero tokens and a label that is no class."
     *texts, last = columns
@@ -534,8 +543,7 @@ def encode(
     if kind == "causal":
         return _encode_completions(parts, tokenizer, max_length, pad_id)
     labels = _column(data, last)
-    if classes is not None:
-        check_labels(labels, classes)
+    check_labels(labels, classes)
     encoded = tokenizer(*parts, truncation=True, max_length=max_length, return_special_tokens_mask=True, return_attention_mask=False)
     for row, special in enumerate(encoded.pop("special_tokens_mask")):
         if sum(special) == len(special):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.privacy import Ledger, LedgerError, SampledGaussian, epsilon
+from dpft.privacy import Ledger, LedgerError, SampledGaussian, _row_hash, epsilon
 
 PLAN = {
     "mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10},
@@ -207,6 +207,21 @@ def test_every_text_is_protected(original, tmp_path_factory, row, column, text):
             Ledger(path)
 
 
+@pytest.mark.parametrize("row", range(1, ROWS))
+def test_rewriting_one_row_with_its_own_hash_breaks_the_next(original, tmp_path, row):
+    path = tmp_path / "l.db"
+    path.write_bytes(original)
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT * FROM ledger ORDER BY number").fetchall()
+    changed = [*rows[row - 1][:-2], '{"batch":8}']
+    new_hash = _row_hash(rows[row - 2][-1] if row > 1 else "", tuple(changed))
+    with connection:
+        connection.execute("UPDATE ledger SET content = ?, hash = ? WHERE number = ?", (changed[-1], new_hash, row))
+    connection.close()
+    with pytest.raises(LedgerError, match=f"row {row + 1} was"):
+        Ledger(path)
+
+
 def test_appending_by_hand_is_caught(original, tmp_path):
     check_refused(original, tmp_path / "l.db", "INSERT INTO ledger (kind, run, mechanism, step, digest, content, hash) "
                                                "VALUES ('spend', 'a', 'train', 9, 'x', '{}', 'y')")
@@ -271,6 +286,14 @@ def test_a_locked_ledger_says_so(tmp_path):
         assert ledger.spend("a", "train", 5, "x")
 
 
+def test_a_transaction_excludes_other_writers_from_its_start(tmp_path):
+    path = filled(tmp_path / "l.db")
+    with Ledger(path) as one, Ledger(path, timeout=0.1) as two:
+        with one._writing(), pytest.raises(LedgerError, match="locked"):
+            two.spend("a", "train", 5, "x")
+        assert two.spend("a", "train", 5, "x")
+
+
 def test_a_full_disk_loses_nothing(tmp_path):
     path = filled(tmp_path / "l.db")
     with Ledger(path) as ledger:
@@ -315,9 +338,10 @@ def test_kill_does_not_unspend(tmp_path):
             assert steps(ledger.spent("a"))["train"] == len(rows)
 
 
-def write_rows(path: str, name: str, count: int) -> None:
+def write_rows(path: str, name: str, count: int, together) -> None:
     with Ledger(path, timeout=60) as ledger:
         ledger.begin(name, PLAN)
+        together.wait()
         for t in range(count):
             ledger.spend(name, "train", t, "x")
             ledger.spend("shared", "train", t, name)
@@ -328,7 +352,8 @@ def test_two_processes_share_a_ledger(tmp_path):
     with Ledger(path) as ledger:
         ledger.begin("shared", PLAN)
     context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=write_rows, args=(str(path), name, 40)) for name in ("one", "two")]
+    together = context.Barrier(2)
+    writers = [context.Process(target=write_rows, args=(str(path), name, 40, together)) for name in ("one", "two")]
     for writer in writers:
         writer.start()
     for writer in writers:

@@ -68,8 +68,7 @@ def test_reference_numbers(row):
     assert epsilon(plan, row["delta"], "prv") == pytest.approx(row["eps_prv"], abs=0.01)
 
 
-@pytest.mark.parametrize("history", PLANS, ids=str)
-@pytest.mark.parametrize("delta", [1e-5, 1e-8])
+@pytest.mark.parametrize("history, delta", [*((plan, 1e-5) for plan in PLANS), (PLANS[0], 1e-8), (PLANS[4], 1e-9)], ids=str)
 def test_prv_agrees_with_an_independent_pld(history, delta):
     reference = pld_epsilon(history, delta)
     assert epsilon(mechanisms(history), delta) == pytest.approx(reference, abs=0.02)
@@ -158,7 +157,7 @@ def test_prv_names_rdp_where_it_cannot_be_trusted(plan, delta):
 
 
 @given(st.floats(0.3, 8), rates, counts)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_noise_multiplier_meets_the_target_and_is_tight(target, q, steps):
     sigma = noise_multiplier(target, 1e-5, q, steps, accountant="rdp")
     assert epsilon(SampledGaussian(sigma, q, steps), 1e-5, "rdp") <= target
@@ -231,7 +230,7 @@ def test_rate_one_and_the_additive_split_waste_noise():
     assert epsilon(SampledGaussian(whole, 1.0, 5), SST2_DELTA, "rdp") > 14
 
 
-@pytest.mark.parametrize("requests", [[], [Request(0.02, 5, 0.1)], [Request(0.02, 5, 0.1), Request(0.1, 1, 0.05, "relevance")]])
+@pytest.mark.parametrize("requests", [[], [Request(0.02, 5, 0.1), Request(0.1, 1, 0.05, "relevance")]])
 @pytest.mark.parametrize("target", [0.5, 4.0])
 def test_plan_budget_spends_the_whole_target(target, requests):
     plan = plan_budget(target, SST2_DELTA, (SST2_RATE, SST2_STEPS), requests, accountant="rdp")

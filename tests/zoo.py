@@ -8,6 +8,8 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
     ViTConfig,
@@ -17,7 +19,7 @@ from transformers import (
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=40,
              max_position_embeddings=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
 GPT = dict(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=24, pad_token_id=1, num_labels=3,
-           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+           resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
 
 
 class ConvNet(nn.Module):
@@ -74,7 +76,12 @@ def build(name, rows=5, seed=0):
     if name == "gpt2":
         return GPT2ForSequenceClassification(GPT2Config(**GPT)).double(), classifier_loss, text
     if name == "gpt2-lm":
-        return GPT2LMHeadModel(GPT2Config(**GPT)).double(), language_loss, {"input_ids": torch.randint(2, 40, (rows, 7), generator=generator)}
+        tokens = torch.randint(2, 40, (rows, 7), generator=generator)
+        return GPT2LMHeadModel(GPT2Config(**GPT)).double(), language_loss, {"input_ids": tokens}
+    if name == "llama":
+        config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                             vocab_size=40, max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+        return LlamaForCausalLM(config).double(), language_loss, {"input_ids": torch.randint(2, 40, (rows, 7), generator=generator)}
     if name == "vit":
         config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
                            num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

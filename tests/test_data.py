@@ -1,0 +1,530 @@
+"""Data: sources, identity, tokens, and the cut of a draw into physical batches."""
+
+import io
+import lzma
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import tensor
+
+from dpft.data import (
+    CIFAR10_CLASSES,
+    EncodedData,
+    Public,
+    TableData,
+    TensorData,
+    check_labels,
+    collate_for,
+    digits,
+    encode,
+    fingerprint,
+    font_digits,
+    gather,
+    load_data,
+    physical_batches,
+    poisson_draw,
+)
+from dpft.privacy import Keystream
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    raw.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+
+
+def images(size=7, channels=3, side=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (size, channels, side, side), generator=generator, dtype=torch.uint8)
+    return TensorData(pixels, torch.arange(size) % 3, 255.0, [0.1] * channels, [0.5] * channels)
+
+
+# Data sets
+
+
+def test_tensor_data_batch_is_its_items():
+    data = images()
+    x, y = data.batch([5, 0, 5])
+    for row, index in enumerate([5, 0, 5]):
+        image, label = data[index]
+        assert torch.equal(x[row], image) and y[row] == label
+        assert torch.allclose(image, (data.images[index].float() / 255 - 0.1) / 0.5)
+    assert all(torch.equal(a, b) for a, (b, _) in zip(x, data.__getitems__([5, 0, 5])))
+    assert image.dtype == torch.float32 and isinstance(label, int)
+    with pytest.raises(IndexError):
+        data[7]
+    with pytest.raises(ValueError, match="7 images but 6 labels"):
+        TensorData(data.images, data.labels[:6])
+
+
+def test_tensor_data_serves_a_torch_loader():
+    data = images(10)
+    batches = list(torch.utils.data.DataLoader(data, batch_size=4))
+    assert torch.equal(torch.cat([x for x, _ in batches]), data.batch(range(10))[0])
+    assert torch.equal(torch.cat([y for _, y in batches]), data.labels)
+
+
+def test_public_passes_through():
+    data = images()
+    public = Public(data, "nowhere")
+    assert len(public) == 7 and public.source == "nowhere" and torch.equal(public.batch([1])[0], data.batch([1])[0])
+    assert torch.equal(public[2][0], data[2][0]) and fingerprint(public) == fingerprint(data)
+    assert not hasattr(Public([1], "list"), "batch")
+    import copy
+    import pickle
+
+    assert len(copy.deepcopy(public)) == len(pickle.loads(pickle.dumps(public))) == 7
+
+
+@given(st.lists(st.integers(-3, 6), min_size=1, max_size=12), st.integers(1, 5))
+def test_check_labels_names_the_first_bad_row(labels, classes):
+    bad = [row for row, label in enumerate(labels) if not 0 <= label < classes]
+    for given_labels in (labels, tensor(labels), np.array(labels), TableData({"label": labels})):
+        if bad:
+            with pytest.raises(ValueError, match=f"label {labels[bad[0]]} of row {bad[0]} "):
+                check_labels(given_labels, classes)
+        else:
+            check_labels(given_labels, [str(number) for number in range(classes)])
+
+
+@pytest.mark.parametrize("label", ["good", 1.0, None, True])
+def test_check_labels_refuses_what_is_no_number(label):
+    with pytest.raises(ValueError, match="row 1 is no class number"):
+        check_labels([0, label], 2)
+
+
+# Identity
+
+SAMPLE = """
+from dpft.data import TableData, digits, fingerprint
+print(fingerprint(TableData({"t": ["ä", "b"], "label": [0, 1]})), fingerprint(digits().train))
+"""
+
+
+def test_fingerprint_is_the_same_in_every_process():
+    here = [fingerprint(TableData({"t": ["ä", "b"], "label": [0, 1]})), fingerprint(digits().train)]
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run([sys.executable, "-c", SAMPLE], capture_output=True, text=True, env=environment, check=True)
+        assert run.stdout.split() == here
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.integers(0, 9)), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_fingerprint_changes_with_any_row(rows, chance):
+    def table(rows):
+        return TableData({"text": [text for text, _ in rows], "label": [label for _, label in rows]})
+
+    before = fingerprint(table(rows))
+    assert before == fingerprint(table(list(rows)))
+    place = chance.randrange(len(rows))
+    text, label = rows[place]
+    for changed in ((text + "x", label), (text, label + 1), (text, str(label)), (text, float(label))):
+        assert fingerprint(table([*rows[:place], changed, *rows[place + 1 :]])) != before
+    assert fingerprint(table(rows[:place] + rows[place + 1 :]) if len(rows) > 1 else []) != before
+    assert fingerprint(table([*rows, rows[0]])) != before
+    shuffled = rows[:]
+    chance.shuffle(shuffled)
+    assert (fingerprint(table(shuffled)) == before) == (shuffled == rows)
+
+
+def test_fingerprint_sees_bytes_shapes_types_and_scaling():
+    data = images()
+    seen = {fingerprint(data)}
+    for row in range(7):
+        changed = data.images.clone()
+        changed[row, 0, 0, 0] ^= 1
+        seen.add(fingerprint(TensorData(changed, data.labels, data.scale, data.mean, data.std)))
+    seen.add(fingerprint(TensorData(data.images, data.labels, 1.0, data.mean, data.std)))
+    seen.add(fingerprint(TensorData(data.images.view(7, 3, 2, 8), data.labels, data.scale, data.mean, data.std)))
+    seen.add(fingerprint(data.subset(list(reversed(range(7))))))
+    assert len(seen) == 11
+    items = [
+        [],
+        [[]],
+        [""],
+        [b""],
+        [None],
+        ["ab", "c"],
+        ["a", "bc"],
+        [("a", "b"), "c"],
+        [("a", ("b", "c"))],
+        [{"a": 1}],
+        [("a", 1)],
+        [1],
+        [1.0],
+        [True],
+        ["1"],
+        [np.array(["a", None], dtype=object)],
+        [np.array(["a", 1], dtype=object)],
+        [tensor(1)],
+        [tensor([1])],
+        ["xstr;y", "z"],
+        ["x", "ystr;z"],  # a text that looks like the head of the next
+        [tensor([1], dtype=torch.int32)],
+    ]
+    assert len({fingerprint(item) for item in items}) == len(items)
+    with pytest.raises(ValueError, match="cannot fingerprint a set"):
+        fingerprint([{1, 2}])
+
+
+def test_fingerprint_of_a_table_and_of_a_datasets_dataset_agree():
+    from datasets import Dataset
+
+    columns = {"text": ["one", "two", "three"], "label": [0, 1, 1]}
+    assert fingerprint(Dataset.from_dict(columns)) == fingerprint(TableData(columns))
+
+
+# Sources
+
+
+def test_digits_are_split_without_overlap_and_by_class():
+    task = load_data("digits")
+    assert (len(task.train), len(task.dev), task.image_shape, task.classes) == (1437, 360, (1, 8, 8), tuple("0123456789"))
+    shares = [torch.bincount(part.labels, minlength=10) / len(part) for part in (task.train, task.dev)]
+    assert (shares[0] - shares[1]).abs().max() < 0.003
+    from sklearn.datasets import load_digits
+
+    both = torch.cat([task.train.images, task.dev.images]).flatten(1).tolist()
+    assert sorted(both) == sorted(load_digits().data.astype(int).tolist())
+    assert isinstance(task.public, Public) and task.assumed_public
+
+
+def test_font_digits_follow_the_seed_and_look_like_digits():
+    a, b, c = (font_digits.__wrapped__(500, seed) for seed in (3, 3, 4))
+    assert fingerprint(a) == fingerprint(b) != fingerprint(c)
+    assert a.images.shape == (500, 1, 8, 8) and a.images.max() == 16 and torch.equal(torch.bincount(a.labels), torch.full((10,), 50))
+    ink = (a.images.float() / 16).mean((1, 2, 3))
+    assert (ink > 0.05).all() and (ink < 0.8).all()
+    from sklearn.neighbors import KNeighborsClassifier
+
+    train, public = digits().train, font_digits(3000)
+    neighbours = KNeighborsClassifier(5).fit(public.images.flatten(1), public.labels)
+    assert neighbours.score(train.images.flatten(1), train.labels) > 0.6  # transfer; chance is 0.1
+
+
+@pytest.mark.parametrize("name, near", [("digit", "digits"), ("sst-2", "sst2"), ("cifar", "cifar10"), ("fashion-mnist", "fashion_mnist")])
+def test_unknown_name_gets_the_nearest(name, near):
+    with pytest.raises(ValueError, match=f"unknown data set '{name}'; did you mean .*{near}"):
+        load_data(name)
+
+
+def test_missing_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("DPFT_DATA", raising=False)
+    with pytest.raises(ValueError, match="set DPFT_DATA to their folder"):
+        load_data("sst2")
+    with pytest.raises(ValueError, match=r"cifar10_train_0.webp does not exist; give root=, or set DPFT_DATA"):
+        load_data("cifar10", root=tmp_path)
+    monkeypatch.setenv("DPFT_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match="e2e_nlg_train.parquet does not exist"):
+        load_data("e2e")
+
+
+def parquet(path, columns):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path)
+
+
+def test_local_tables(tmp_path):
+    for part, size in (("train", 9), ("dev", 4), ("test", 5)):
+        parquet(
+            tmp_path / f"sst2_{part}.parquet",
+            {"sentence": [f"{part} {row}" for row in range(size)], "label": np.array([row % 2 for row in range(size)], dtype=np.int8)},
+        )
+        parquet(tmp_path / f"e2e_nlg_{part}.parquet", {"mr": [f"name[{row}]" for row in range(size)], "ref": ["It is."] * size})
+    task = load_data("sst2", root=tmp_path)
+    assert (task.kind, task.columns, task.classes) == ("text", ("sentence", "label"), ("negative", "positive"))
+    assert (len(task.train), len(task.dev), len(task.test), task.train[3]) == (9, 4, 5, {"sentence": "train 3", "label": 1})
+    check_labels(task.train, task.classes)
+    task = load_data("e2e", root=tmp_path, limit=6)
+    assert (task.kind, task.columns, task.classes, len(task.train), len(task.dev)) == ("causal", ("mr", "ref"), (), 6, 4)
+    assert fingerprint(task.train) == fingerprint(load_data("e2e", root=tmp_path, limit=6).train)
+    with pytest.raises(ValueError, match="limit must be at least 1, not 0"):
+        load_data("e2e", root=tmp_path, limit=0)
+
+
+def test_local_fashion_mnist(tmp_path):
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for part, size in (("train", 6), ("test", 3)):
+        arrays[f"x_{part}"], arrays[f"y_{part}"] = (
+            generator.integers(0, 256, (size, 28, 28), np.uint8),
+            generator.integers(0, 10, size, np.uint8),
+        )
+    with io.BytesIO() as buffer:
+        np.savez(buffer, **arrays)
+        (tmp_path / "fashion_mnist.npz.xz").write_bytes(lzma.compress(buffer.getvalue()))
+    task = load_data("fashion_mnist", root=tmp_path)
+    assert (len(task.train), len(task.dev), task.test, task.image_shape, len(task.classes)) == (6, 3, None, (1, 28, 28), 10)
+    image, label = task.train[4]
+    assert label == arrays["y_train"][4]
+    assert np.allclose(image[0], (arrays["x_train"][4] / 255 - 0.2860) / 0.3530, atol=1e-5)
+
+
+def sheet_of(pixels):
+    """100 small pictures a row, as one picture; built picture by picture."""
+    from PIL import Image
+
+    sheet = Image.new("RGB", (3200, 32 * (len(pixels) // 100)))
+    for place, picture in enumerate(pixels):
+        sheet.paste(Image.fromarray(picture), (32 * (place % 100), 32 * (place // 100)))
+    return sheet
+
+
+def test_local_cifar(tmp_path):
+    generator = np.random.default_rng(0)
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar100").mkdir()
+    parts = [generator.integers(0, 256, (200, 32, 32, 3), np.uint8) for _ in range(10)]
+    held = generator.integers(0, 256, (100, 32, 32, 3), np.uint8)
+    for label, pixels in enumerate(parts):
+        sheet_of(pixels).save(tmp_path / f"cifar10/cifar10_train_{label}.webp", lossless=True)
+        grey = np.repeat(np.arange(10 * label, 10 * label + 10, dtype=np.uint8), 100)[:, None, None, None]
+        sheet_of(np.tile(grey, (1, 32, 32, 3))).save(tmp_path / f"cifar100/cifar100_train_{label}.jpg", quality=95, subsampling=0)
+    sheet_of(held).save(tmp_path / "cifar10/cifar10_test.webp", lossless=True)
+    task = load_data("cifar10", root=tmp_path)
+    assert task.classes == CIFAR10_CLASSES and task.image_shape == (3, 32, 32)
+    assert torch.equal(task.train.images.permute(0, 2, 3, 1), torch.from_numpy(np.concatenate(parts)))
+    assert torch.equal(task.train.labels, torch.arange(10).repeat_interleave(200))
+    assert torch.equal(task.dev.images.permute(0, 2, 3, 1), torch.from_numpy(held)) and task.dev.labels.tolist() == [
+        row // 10 for row in range(100)
+    ]
+    assert len(load_data("cifar10", root=tmp_path, limit=50).train.labels.unique()) > 5  # not the first fifty, which are all airplanes
+    task = load_data("cifar100", root=tmp_path)
+    assert (len(task.train), len(task.dev)) == (9000, 1000)
+    for part in (task.train, task.dev):  # a picture's grey value was its class
+        assert (part.images.float().mean((1, 2, 3)) - part.labels).abs().max() < 2
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "hub"
+
+
+def test_hub_text_layout(hub_cache, tokenizer):
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    hub_cache.mkdir()
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["bad", "good"]), "idx": Value("int32")})
+    for part, size in (("train", 8), ("validation", 4), ("test", 3)):
+        columns = {
+            "sentence": [f"{'a b' if row % 2 else 'c'} d" for row in range(size)],
+            "label": [row % 2 for row in range(size)],
+            "idx": list(range(size)),
+        }
+        Dataset.from_dict(columns, features=features).to_parquet(hub_cache / f"{part}.parquet")
+    task = load_data(f"hub:{hub_cache}", limit=5)
+    assert (task.kind, task.columns, task.classes) == ("text", ("sentence", "label"), ("bad", "good"))
+    assert (len(task.train), len(task.dev), len(task.test)) == (5, 4, 3)
+    encoded = encode(task.dev, tokenizer, task.columns, classes=task.classes)
+    assert encoded.lengths.tolist() == [4, 5, 4, 5] and encoded.labels.tolist() == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="no column 'stars'.*'sentence', 'label', 'idx'"):
+        load_data(str(hub_cache), columns=("sentence", "stars"))
+
+
+def test_hub_json_pairs_and_causal(hub_cache):
+    import json
+
+    for kind, rows in {
+        "pairs": [{"question": "q", "context": "c", "label": row % 3} for row in range(6)],
+        "causal": [{"meaning_representation": "name[A]", "human_reference": "A is."} for _ in range(6)],
+    }.items():
+        folder = hub_cache / kind
+        folder.mkdir(parents=True)
+        for part in ("train", "test"):
+            (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = load_data(str(hub_cache / "pairs"))
+    assert (task.kind, task.columns, task.classes, task.test) == ("text", ("question", "context", "label"), ("0", "1", "2"), None)
+    task = load_data(str(hub_cache / "causal"))
+    assert (task.kind, task.columns, task.classes) == ("causal", ("meaning_representation", "human_reference"), ())
+
+
+def test_hub_images(hub_cache):
+    from datasets import ClassLabel, Dataset, Features, Image
+    from PIL import Image as Picture
+
+    hub_cache.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 6), np.uint8)
+    features = Features({"image": Image(), "label": ClassLabel(names=["x", "y"])})
+    for part in ("train", "test"):
+        pictures = [Picture.fromarray(picture) for picture in pixels]
+        Dataset.from_dict({"image": pictures, "label": [0, 1, 0, 1, 1]}, features=features).to_parquet(hub_cache / f"{part}.parquet")
+    task = load_data(str(hub_cache))
+    assert (task.kind, task.columns, task.classes, task.image_shape, task.test) == (
+        "image",
+        ("image", "label"),
+        ("x", "y"),
+        (1, 6, 6),
+        None,
+    )
+    assert torch.equal(task.train.images[:, 0], torch.from_numpy(pixels)) and task.dev.labels.tolist() == [0, 1, 0, 1, 1]
+
+
+REAL = {
+    "sst2": (67349, 872, 1821),
+    "e2e": (42061, 4672, 4693),
+    "fashion_mnist": (60000, 10000, 0),
+    "cifar10": (50000, 10000, 0),
+    "cifar100": (45000, 5000, 0),
+}
+
+
+@pytest.mark.skipif("DPFT_DATA" not in os.environ, reason="DPFT_DATA names no folder with the real files")
+@pytest.mark.parametrize("name", REAL)
+def test_real_files(name):
+    task = load_data(name)
+    assert (len(task.train), len(task.dev), len(task.test or [])) == REAL[name]
+    if task.kind == "image":
+        check_labels(task.train, task.classes)
+        assert torch.bincount(task.train.labels).unique().numel() == 1
+        if name != "cifar100":
+            x, _ = task.train.batch(random.Random(0).sample(range(len(task.train)), 4000))
+            assert x.mean().abs() < 0.05 and (x.std() - 1).abs() < 0.05
+    elif name == "sst2":
+        assert abs(sum(task.train["label"]) / 67349 - 0.5578) < 1e-4 and abs(sum(task.dev["label"]) / 872 - 0.5092) < 1e-4
+
+
+# Tokens
+
+ragged = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=9), min_size=1, max_size=10)
+
+
+@given(ragged, st.integers(0, 7), st.randoms(use_true_random=False))
+def test_encoded_batches_are_padded_items(rows, pad_id, chance):
+    tokens = tensor([token for row in rows for token in row], dtype=torch.int32)
+    lengths = tensor([len(row) for row in rows])
+    for causal in (False, True):
+        fields = {"input_ids": tokens, **({"labels": tokens + 1} if causal else {"token_type_ids": tokens % 2})}
+        data = EncodedData(fields, lengths, None if causal else torch.arange(len(rows)), pad_id)
+        chosen = [chance.randrange(len(rows)) for _ in range(4)]
+        longest = max(len(rows[row]) for row in chosen)
+        batch = data.batch(chosen)
+        assert batch["input_ids"].tolist() == [rows[row] + [pad_id] * (longest - len(rows[row])) for row in chosen]
+        assert batch["attention_mask"].tolist() == [[1] * len(rows[row]) + [0] * (longest - len(rows[row])) for row in chosen]
+        if causal:
+            assert batch["labels"].tolist() == [[token + 1 for token in rows[row]] + [-100] * (longest - len(rows[row])) for row in chosen]
+        else:
+            assert batch["labels"].tolist() == chosen
+        collated = collate_for(data)([data[row] for row in chosen])
+        assert collated.keys() == batch.keys() and all(torch.equal(collated[name], batch[name]) for name in batch)
+        assert len(list(data)) == len(rows)
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12), min_size=1, max_size=8), st.integers(3, 10))
+@settings(max_examples=30)
+def test_encode_is_the_tokenizer_row_by_row(tokenizer, rows, max_length):
+    texts = [" ".join(row) for row in rows]
+    data = encode(TableData({"text": texts, "y": [row % 2 for row in range(len(rows))]}), tokenizer, ("text", "y"), max_length, classes=2)
+    for row, text in enumerate(texts):
+        assert data[row]["input_ids"].tolist() == tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        assert data.lengths[row] == len(data[row]["input_ids"]) <= max_length
+    pairs = encode(TableData({"one": texts, "two": texts[::-1], "y": [0] * len(rows)}), tokenizer, ("one", "two", "y"), 64)
+    want = tokenizer(texts[0], texts[-1])
+    assert all(pairs[0][name].tolist() == want[name] for name in want)
+
+
+@given(
+    st.lists(st.tuples(*[st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6)] * 2), min_size=1, max_size=6), st.integers(8, 14)
+)
+@settings(max_examples=30)
+def test_encode_completions_counts_the_completion_only(tokenizer, rows, max_length):
+    table = TableData({"mr": [" ".join(head) for head, _ in rows], "ref": [" ".join(tail) for _, tail in rows]})
+    tokenizer.eos_token = "z"
+    try:
+        data = encode(table, tokenizer, ("mr", "ref"), max_length, kind="causal")
+    finally:
+        tokenizer.eos_token = None
+    ids = tokenizer.convert_tokens_to_ids
+    for row, (head, tail) in enumerate(rows):
+        whole = [*ids(head), 3, *ids(tail), ids("z")][:max_length]
+        assert data[row]["input_ids"].tolist() == whole
+        assert data[row]["labels"].tolist() == [-100] * (len(head) + 1) + whole[len(head) + 1 :]
+
+
+def test_encode_refuses_bad_rows(tokenizer):
+    table = {"text": ["a", "b"], "label": [0, 1]}
+    for columns, message in (
+        ({"text": ["a", "  "]}, r"row 1 has a text of zero tokens \('  '\)"),
+        ({"text": ["a", None]}, "row 1 of column 'text' is None"),
+        ({"label": [0, 2]}, "label 2 of row 1 is outside the 2 classes"),
+        ({"label": [0, "x"]}, "label 'x' of row 1 is no class number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode(TableData({**table, **columns}), tokenizer, ("text", "label"), classes=2)
+    for rows in (TableData(table), [{"text": "a", "label": 0}]):
+        with pytest.raises(ValueError, match="no column 'sentence'; the data has 'text', 'label'"):
+            encode(rows, tokenizer, ("sentence", "label"))
+    pairs = TableData({"mr": ["a b c d e f g h", "a"], "ref": ["a", ""]})
+    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens; raise max_length above 9"):
+        encode(pairs, tokenizer, ("mr", "ref"), 5, kind="causal")
+    with pytest.raises(ValueError, match="row 1 has a text of zero tokens"):
+        encode(pairs, tokenizer, ("mr", "ref"), 50, kind="causal")
+
+
+def test_gather_takes_either_way_to_the_same_batch(tokenizer):
+    data = images()
+    plain = [data[row] for row in range(7)]
+    for rows in ([3, 1, 1], tensor([3, 1, 1])):
+        assert all(torch.equal(a, b) for a, b in zip(gather(data, rows), gather(plain, rows)))
+    with pytest.raises(ValueError, match="tokenise them first"):
+        collate_for(TableData({"text": ["a"], "label": [0]}))
+    with pytest.raises(ValueError, match="no items to collate"):
+        collate_for(data)([])
+    raw = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
+    assert collate_for(raw, tokenizer)(raw)["input_ids"].tolist() == [[5, 6], [7, 0]]
+
+
+# Draws
+
+
+def test_poisson_draw_is_the_keystream_of_its_context():
+    draw = poisson_draw(400, 0.2, Keystream(0), "train", 3)
+    assert torch.equal(draw, poisson_draw(400, 0.2, Keystream(0), "train", 3)) and torch.equal(draw, draw.unique())
+    assert not torch.equal(draw, poisson_draw(400, 0.2, Keystream(0), "train", 4))
+    assert not torch.equal(draw, poisson_draw(400, 0.2, Keystream(0), "select", 3))
+    assert torch.equal(poisson_draw(9, 1.0, Keystream(0), 0), torch.arange(9))
+    for rate in (0.0, -0.1, 1.5):
+        with pytest.raises(ValueError, match="sampling rate must be above 0 and at most 1"):
+            poisson_draw(9, rate, Keystream(0), 0)
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(1, 9), st.booleans(), st.randoms(use_true_random=False))
+def test_physical_batches_partition_the_draw(draw, size, by_length, chance):
+    indices = sorted(draw)
+    lengths = [chance.randint(1, 5) for _ in range(61)] if by_length else None
+    batches = physical_batches(indices, size, lengths)
+    assert sorted(row for batch in batches for row in batch.tolist()) == indices
+    assert all(len(batch) == size for batch in batches[:-1]) and all(0 < len(batch) <= size for batch in batches)
+    flat = [row for batch in batches for row in batch.tolist()]
+    assert flat == (sorted(indices, key=lambda row: -lengths[row]) if by_length else indices)
+    assert all(batch.dtype == torch.long for batch in batches)
+
+
+def test_physical_batches_refuse_no_room():
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        physical_batches([1, 2], 0)

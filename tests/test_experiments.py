@@ -1,0 +1,50 @@
+"""Records, the first experiment, and figures as pure functions of records."""
+
+import json
+import math
+
+import pytest
+
+from dpft import experiments, figures
+
+
+@pytest.fixture(scope="module")
+def records():
+    return list(experiments.quickstart(epsilons=[4.0, math.inf], seeds=[0], epochs=0.5))
+
+
+def test_a_record_says_all_that_is_needed(records, tmp_path):
+    assert len(records) == 6 and {r["method"] for r in records} == {"Full", "LastLayer", "BiTFiT"}
+    for entry in records:
+        assert {"experiment", "data", "model", "seed", "epsilon", "delta", "accountant", "mechanisms", "metrics", "seconds", "device",
+                "versions", "data_hash", "learning_rate", "batch_size", "epochs", "clip"} <= set(entry)
+        assert entry["epsilon"] == "inf" or entry["epsilon"] <= 4.0
+    experiments.write_records(tmp_path / "r.jsonl", records)
+    assert experiments.read_records(tmp_path / "r.jsonl") == json.loads(json.dumps(records))
+    with open(tmp_path / "r.jsonl", "a") as file:
+        file.write("{broken\n")
+    with pytest.raises(ValueError, match="line 7"):
+        experiments.read_records(tmp_path / "r.jsonl")
+
+
+def test_the_same_seed_gives_the_same_record(records):
+    again = next(iter(experiments.quickstart(epsilons=[4.0], seeds=[0], epochs=0.5)))
+    drop = {"seconds"}
+    assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in records[0].items() if k not in drop}
+
+
+def test_figures_are_deterministic_files_and_tables_hold_every_cell(records, tmp_path):
+    for name in ("a.svg", "b.svg"):
+        figures.save_figure(figures.tradeoff(records), str(tmp_path / name))
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    table = figures.text_table(records).splitlines()
+    assert len(table) == 5 and "ε = 4" in table[0] and "not private" in table[0]
+    assert all(line.count("|") == table[0].count("|") for line in table)
+
+
+def test_student_intervals_cover():
+    import torch
+    torch.manual_seed(0)
+    draws = torch.randn(4000, 3, dtype=torch.float64)
+    covered = [abs(centre) <= half for centre, half in (figures.interval(row) for row in draws.tolist())]
+    assert abs(sum(covered) / len(covered) - 0.95) < 0.015

