@@ -45,7 +45,7 @@ def root(
     "Differentially private fine-tuning by freezing."
 
 # %% ../nbs/80_command_line.ipynb #cli-method
-METHODS = {"full": ("Full", 5e-4), "last-layer": ("LastLayer", 1e-2), "bitfit": ("BiTFiT", 5e-4)}  # class, learning rate
+METHODS = {"full": ("Full", 5e-4), "last-layer": ("LastLayer", 1e-2), "bitfit": ("BiTFiT", 2e-3)}  # class, learning rate
 
 def method_named(name: str) -> tuple[Any, float]:
     "A method and its default learning rate; ValueError with the nearest names."
