@@ -1,8 +1,10 @@
 """The commands as a user types them: what they print, and how they fail."""
 
+import json
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 
@@ -62,12 +64,29 @@ def test_bad_input_ends_in_one_sentence(run, words, message):
     assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in err + out
 
 
-@pytest.mark.parametrize("command", ["train", "account", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "account", "quickstart", "bench"])
 def test_every_flag_has_help(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0 and "--" in out
-    options = [parameter for parameter in vars(getattr(cli, command))["__annotations__"].values() if hasattr(parameter, "__metadata__")]
+    options = [hint for name, hint in get_type_hints(getattr(cli, command), include_extras=True).items() if name != "return"]
     assert options and all(option.__metadata__[0].help for option in options)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--lengths", "a"], "lengths='a'"), (["--width", "30"], "multiple of 32"), (["--rows", "0"], "at least 1")])
+def test_bench_refuses_what_it_cannot_measure(run, words, message):
+    status, _, err = run("bench", *words)
+    assert status == 1 and message in err
+
+
+def test_bench_measures_all_contenders(run, tmp_path):
+    small = ["--lengths", "16", "--rows", "2", "--repeats", "2", "--width", "32", "--layers", "1"]
+    status, out, _ = run("bench", *small, "--output", tmp_path)
+    found = [json.loads(line) for line in (tmp_path / "costs.jsonl").read_text().splitlines()]
+    assert status == 0 and "held / plain" in out
+    assert [(entry["trains"], entry["who"]) for entry in found] == [(t, w) for t in ("biases", "full") for w in ("plain", "opacus", "dpft")]
+    held = {(entry["trains"], entry["who"]): entry["held_ratio"] for entry in found}
+    assert held["biases", "dpft"] <= 1.02 < held["biases", "opacus"]
 
 
 def test_account_refuses_what_is_no_ledger(run, tmp_path):

@@ -1,0 +1,315 @@
+"""Biases are found by what they do, have the gradient that the chapter says, and are all that DP-BiTFiT trains besides a head."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from dpft.baselines import Full, LastLayer
+from dpft.bitfit import BiTFiT, biases
+from dpft.clipping import clip_factor
+from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
+from dpft.privacy import Ledger
+from dpft.training import Context, Engine, fine_tune
+
+SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+SWIN = dict(image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2)
+
+
+class OwnNames(nn.Module):
+    "Parameters under names that are, and names that are not, those of biases."
+
+    def __init__(self):
+        super().__init__()
+        self.q_bias = nn.Parameter(torch.zeros(1, 1, 6))         # as LayoutLMv2 has it
+        self.output_bias = nn.Parameter(torch.zeros([]))         # a scalar
+        self.relative_attention_bias = nn.Parameter(torch.zeros(9, 6))
+        self.biased = nn.Parameter(torch.zeros(6))
+        self.debias = nn.Parameter(torch.zeros(6))
+        self.bias_scale = nn.Parameter(torch.zeros(6))
+        self.unbiased = nn.Linear(6, 6, bias=False)
+        self.register_buffer("bias", torch.zeros(6))
+
+
+FAMILIES = {  # name -> (model, endings that must be among its biases, parts of names that must not)
+    "t5": lambda: (hf.T5ForConditionalGeneration(hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=40)),
+                   [], ["relative_attention_bias"]),
+    "beit": lambda: (hf.BeitForImageClassification(hf.BeitConfig(**SMALL, image_size=16, patch_size=8, use_relative_position_bias=True)),
+                     ["layernorm_before.bias"], ["relative_position_bias_table", "cls_token", "lambda"]),
+    "swin": lambda: (hf.SwinForImageClassification(hf.SwinConfig(**SWIN)), ["layernorm_before.bias", "classifier.bias"],
+                     ["relative_position_bias_table"]),
+    "swinv2": lambda: (hf.Swinv2ForImageClassification(hf.Swinv2Config(**SWIN)), ["continuous_position_bias_mlp.0.bias"],
+                       ["continuous_position_bias_mlp.0.weight", "continuous_position_bias_mlp.2.weight", "logit_scale"]),
+    "roberta-mlm": lambda: (hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL, vocab_size=40)), ["lm_head.bias", "lm_head.dense.bias"],
+                            ["lm_head.decoder"]),
+    "bert-mlm": lambda: (hf.BertForMaskedLM(hf.BertConfig(**SMALL, vocab_size=40)), ["cls.predictions.bias"], ["decoder.weight"]),
+    "deberta": lambda: (hf.DebertaForSequenceClassification(hf.DebertaConfig(**SMALL, vocab_size=40)), ["q_bias", "v_bias"],
+                        ["embeddings.weight"]),
+    "xlnet": lambda: (hf.XLNetModel(hf.XLNetConfig(d_model=16, n_layer=1, n_head=2, d_inner=24, vocab_size=40)), ["layer_1.bias"],
+                      ["r_w_bias", "r_r_bias", "r_s_bias"]),
+    "gpt2": lambda: (hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40)), ["attn.c_attn.bias"],
+                     ["lm_head", "wte"]),
+    "vit": lambda: (zoo.build("vit")[0], ["patch_embeddings.projection.bias", "classifier.bias"], ["cls_token", "position"]),
+    "cnn": lambda: (zoo.build("cnn")[0], ["stem.bias", "norm.bias", "twice.bias"], ["grouped"]),
+    "llama": lambda: (hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, vocab_size=40)), [], ["norm"]),
+    "attention": lambda: (nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4, vdim=4), ["in_proj_bias", "out_proj.bias"],
+                          ["bias_k", "bias_v", "proj_weight"]),
+    "lstm": lambda: (nn.LSTM(3, 4, 2, bidirectional=True, proj_size=2), ["bias_ih_l0", "bias_hh_l1_reverse"], ["weight"]),
+    "gru cell": lambda: (nn.GRUCell(3, 4), ["bias_ih", "bias_hh"], ["weight"]),
+    "own names": lambda: (OwnNames(), ["q_bias", "output_bias"],
+                          ["relative_attention_bias", "biased", "debias", "bias_scale", "unbiased"]),
+}
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm, Conv1D)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_biases_are_what_they_must_be(family):
+    model, wanted, unwanted = FAMILIES[family]()
+    found = biases(model)
+    assert all(any(name.endswith(ending) for name in found) for ending in wanted), sorted(found)
+    assert not [name for name in found for part in unwanted if part in name]
+    plain = {id(layer.bias) for layer in model.modules() if isinstance(layer, PLAIN) and isinstance(layer.bias, nn.Parameter)}
+    assert plain <= {id(parameter) for parameter in found.values()}, "a plain layer's bias is missing"
+    assert len({id(parameter) for parameter in found.values()}) == len(found), "a tied bias counts twice"
+    tables = [name for name, p in found.items() if name.endswith("_bias") and sum(size > 1 for size in p.shape) > 1]
+    assert not tables and (wanted or not found)
+
+
+def test_a_position_table_that_shares_a_bias_name_is_no_reason_to_train_it():
+    model, _, _ = FAMILIES["beit"]()
+    assert any("relative_position_bias" in name for name, _ in model.named_parameters())
+    assert not any("table" in name for name in biases(model))
+
+
+# ---- what a bias is, and what its gradient is
+
+
+CHANNELS = 6
+LAYERS = {  # name -> (layer, shape of one example's input, whether channels come first)
+    "linear": (lambda: nn.Linear(4, CHANNELS), lambda t: (t, 4), False),
+    "transposed": (lambda: Conv1D(CHANNELS, 4), lambda t: (t, 4), False),
+    "flat linear": (lambda: nn.Linear(4, CHANNELS), lambda t: (4,), False),
+    "layer norm": (lambda: nn.LayerNorm(CHANNELS), lambda t: (t, CHANNELS), False),
+    "group norm": (lambda: nn.GroupNorm(2, CHANNELS), lambda t: (CHANNELS, t), True),
+    "convolution 1d": (lambda: nn.Conv1d(3, CHANNELS, 3, padding=1, groups=3), lambda t: (3, t), True),
+    "convolution 2d": (lambda: nn.Conv2d(3, CHANNELS, 3, padding=1, stride=2), lambda t: (3, t, 3), True),
+    "convolution 3d": (lambda: nn.Conv3d(2, CHANNELS, 1), lambda t: (2, t, 2, 2), True),
+}
+
+
+def randomised(layer, seed):
+    torch.manual_seed(seed)
+    for parameter in layer.double().parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_bias_shifts_its_layers_output_by_itself_everywhere(kind):
+    make, shape, channels_first = LAYERS[kind]
+    layer = randomised(make(), 0)
+    inputs = torch.randn(3, *shape(5), dtype=torch.float64)
+    (parameter,) = biases(layer).values()
+    before, shift = layer(inputs), torch.randn(CHANNELS, dtype=torch.float64)
+    with torch.no_grad():
+        parameter += shift
+    moved = layer(inputs) - before
+    moved = moved.movedim(1, -1) if channels_first else moved
+    assert (moved - shift).abs().max() < 1e-12
+
+
+class Around(nn.Module):
+    "A layer between others, used once or several times in one pass."
+
+    def __init__(self, layer, first, uses):
+        super().__init__()
+        self.layer, self.first, self.uses = layer, nn.Parameter(torch.ones(first).double()), uses
+        self.head = nn.Linear(CHANNELS, 3).double()
+
+    def forward(self, inputs):
+        self.outputs = []
+        for use in range(self.uses):
+            output = self.layer(torch.tanh(inputs * (use + 1)) * self.first)
+            if output.requires_grad:
+                output.retain_grad()
+            self.outputs.append(output)
+        hidden = torch.tanh(sum(output * (use + 1) for use, output in enumerate(self.outputs)))
+        channels_last = hidden if hidden.shape[-1] == CHANNELS and hidden.ndim < 4 and not self.channels_first else hidden.movedim(1, -1)
+        return self.head(channels_last.flatten(1, -2).mean(1) if channels_last.ndim > 2 else channels_last)
+
+
+@given(kind=st.sampled_from(sorted(LAYERS)), rows=st.integers(1, 4), positions=st.integers(3, 7), uses=st.integers(1, 3),
+       seed=st.integers(0, 99))
+@settings(max_examples=40)
+def test_the_gradient_of_a_bias_is_the_sum_of_its_outputs_gradients(kind, rows, positions, uses, seed):
+    make, shape, channels_first = LAYERS[kind]
+    model = Around(randomised(make(), seed), (1,), uses)
+    model.channels_first = channels_first
+    batch = torch.randn(rows, *shape(positions), dtype=torch.float64), torch.randint(0, 3, (rows,))
+
+    zoo.image_loss(model, batch).sum().backward()
+    total = torch.zeros(rows, CHANNELS, dtype=torch.float64)
+    for output in model.outputs:
+        gradient = output.grad.movedim(1, -1) if channels_first else output.grad
+        total += gradient.reshape(rows, -1, CHANNELS).sum(1)
+
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "layer.bias")
+    oracle = per_example_gradients(model, zoo.image_loss, batch)["layer.bias"]
+    factors = torch.rand(rows, dtype=torch.float64)
+    fast = weighted_sum(model, zoo.image_loss, batch, factors)["layer.bias"]
+    scale = oracle.abs().max().clamp(min=1e-12)
+    assert (total - oracle).abs().max() < 1e-10 * scale
+    assert (fast - factors @ total).abs().max() < 1e-10 * scale
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_the_lemma_holds_for_every_bias_of_every_model(name):
+    model, loss_fn, batch = zoo.build(name, rows=3)
+    outputs = {}
+    def watch(layer, inputs, output):
+        output.retain_grad()
+        outputs.setdefault(layer, []).append(output)
+        return output.clone()                                    # an activation in place would change what is watched
+    layers = {layer: path for path, layer in model.named_modules() if isinstance(getattr(layer, "bias", None), nn.Parameter)}
+    handles = [layer.register_forward_hook(watch) for layer in layers if isinstance(layer, PLAIN)]
+    found = {id(parameter) for parameter in biases(model).values()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in found)
+    loss_fn(model, batch).sum().backward()
+    for handle in handles:
+        handle.remove()
+    oracle = per_example_gradients(model, loss_fn, batch)
+    largest = max(value.abs().max() for value in oracle.values())
+    assert outputs
+    for layer, uses in outputs.items():
+        total = 0
+        for output in uses:
+            channels_first = isinstance(layer, nn.Conv2d | nn.GroupNorm)
+            gradient = torch.zeros_like(output) if output.grad is None else output.grad
+            gradient = gradient.movedim(1, -1) if channels_first else gradient
+            total = total + gradient.reshape(3, -1, gradient.shape[-1]).sum(1)
+        assert (total - oracle[f"{layers[layer]}.bias"]).abs().max() < 1e-12 * largest
+
+
+@pytest.mark.parametrize("style", ["flat", "automatic"])
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_layers_without_a_rule_are_bounded_too(kind, style):
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.LSTM(4, 4, batch_first=True) if kind == "lstm" else nn.MultiheadAttention(4, 2, batch_first=True)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head((self.inner(x) if kind == "lstm" else self.inner(x, x, x))[0].mean(1))
+
+    torch.manual_seed(0)
+    model, clip = Sequence().double(), 0.05
+    BiTFiT().start(Context(model, zoo.image_loss, 1, 1, 1))
+    batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.arange(5) % 3
+    rows = per_example_gradients(model, zoo.image_loss, batch)
+    norms = torch.cat([value.flatten(1) for value in rows.values()], dim=1).norm(dim=1)
+    factors = clip_factor(norms, clip, style)
+    with pytest.warns(UserWarning, match="no fast rule"):
+        sums = clipped_sum(model, zoo.image_loss, batch, clip, style)
+    assert set(sums) == set(rows) and any(name.endswith("in_proj_bias") or "bias_ih" in name for name in sums)
+    for name, value in sums.items():
+        assert torch.allclose(value, torch.tensordot(factors, rows[name], dims=1), rtol=1e-10, atol=1e-14), name
+
+
+# ---- the method
+
+
+HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "gpt2-lm": None, "vit": "classifier.", "cnn": "head."}
+
+
+def rows_of(batch):
+    "The examples of a batch as a data set, and how they are put together again."
+    if isinstance(batch, dict):
+        size = len(next(iter(batch.values())))
+        return ([{name: value[i] for name, value in batch.items()} for i in range(size)],
+                lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
+    return list(zip(*batch, strict=True)), lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))
+
+
+def tune(name, method, **settings):
+    "A short noisy run with weight decay; the model before, and the run."
+    model, loss_fn, batch = zoo.build(name, rows=8)
+    data, collate = rows_of(batch)
+    before = copy.deepcopy(model)
+    settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": 4, "learning_rate": 0.01, "weight_decay": 0.1, "clip": 0.5, **settings}
+    run = fine_tune(model, data, method, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False,
+                    **settings)
+    return before, run
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_only_biases_and_a_fresh_head_move(name, clipping):
+    before, run = tune(name, BiTFiT(), clipping=clipping)
+    head = HEAD[name]
+    wanted = {key for key, _ in before.named_parameters() if key.endswith(".bias") or (head and key.startswith(head))}
+    state, after = before.state_dict(), run.model.state_dict()
+    moved = {key for key, _ in before.named_parameters() if not torch.equal(state[key], after[key])}
+    assert moved == wanted == set(run.trained)
+    buffers = set(state) - {key for key, _ in before.named_parameters(remove_duplicate=False)}
+    assert all(torch.equal(state[key], after[key]) for key in buffers)
+    for key in wanted:
+        assert bool((state[key] != after[key]).all()), f"{key}: an entry got no noise"
+
+
+def test_flat_and_automatic_clipping_are_different_runs():
+    (_, flat), (_, automatic) = (tune("cnn", BiTFiT(), clipping=clipping) for clipping in ("flat", "automatic"))
+    assert not torch.equal(flat.model.stem.bias, automatic.model.stem.bias)
+    assert flat.epsilon == automatic.epsilon
+
+
+def test_one_noiseless_step_moves_the_biases_along_their_mean_gradient():
+    model, loss_fn, batch = zoo.build("cnn", rows=6)
+    data, collate = rows_of(batch)
+    tuned = copy.deepcopy(model)
+    fine_tune(tuned, data, BiTFiT(), epsilon=float("inf"), steps=1, batch_size=6, learning_rate=1.0, optimizer="sgd", loss_fn=loss_fn,
+              collate_fn=collate, delta=0.01, seed=0, progress=False)
+    BiTFiT().start(Context(model, loss_fn, 1, 1, 1))
+    for name, value in per_example_gradients(model, loss_fn, batch).items():
+        assert torch.allclose(model.get_parameter(name) - tuned.get_parameter(name), value.mean(0), rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("make", [
+    lambda: hf.T5ForSequenceClassification(hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=40)),
+    lambda: hf.LlamaForSequenceClassification(hf.LlamaConfig(**SMALL, vocab_size=40)),
+    lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, vocab_size=40)),
+    lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)),
+    lambda: nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.Flatten(), nn.Linear(8, 3, bias=False)),
+])
+def test_a_model_without_biases_is_refused_and_left_as_it_was(make):
+    model = make()
+    next(model.parameters()).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(ValueError) as error:
+        BiTFiT().start(Context(model, zoo.image_loss, 1, 1, 1))
+    assert flags == [parameter.requires_grad for parameter in model.parameters()]
+    assert all(part in str(error.value) for part in (type(model).__name__, "LastLayer()", "Full()"))
+
+
+def test_the_ways_out_that_the_refusal_names_work():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = [(torch.randn(4, dtype=torch.float64), torch.tensor(i % 3)) for i in range(6)]
+    for method in (LastLayer(), Full()):
+        engine = Engine(model, zoo.image_loss, method, data, noise_multiplier=1.0, batch_size=3, accountant="rdp", ledger=Ledger(None))
+        assert engine.parameters()
+
+
+def test_a_tied_output_bias_is_one_parameter_and_the_embedding_stays():
+    model = hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL, vocab_size=40))
+    BiTFiT().start(Context(model, zoo.language_loss, 1, 1, 1))
+    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert set(trains) == set(biases(model)) and trains.count("lm_head.bias") == 1
+    assert model.lm_head.decoder.bias.requires_grad and not model.lm_head.decoder.weight.requires_grad
