@@ -8,7 +8,7 @@ __all__ = ['Batch', 'LossFunction', 'CHUNK', 'ROUNDING', 'Convolution', 'RULES',
            'Outer', 'Rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight',
            'transposed_weight', 'last_bias', 'unfolded', 'convolution_weight', 'channel_bias', 'embedding_weight',
            'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
-           'Partition', 'Block', 'Gradients', 'NotByExample', 'Recorder', 'evaluating', 'only_training',
+           'Partition', 'Block', 'members', 'Gradients', 'NotByExample', 'Recorder', 'evaluating', 'only_training',
            'nothing_hidden', 'different_rows', 'check_uncoupled', 'tolerance', 'taps_see', 'record', 'unseen',
            'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum']
 
@@ -424,6 +424,11 @@ class Block:
     clip: float = 1.0                      # bound on an example's 2-norm, relative to the other blocks
     noise: float = 1.0                     # standard deviation of the noise, relative to the other blocks
 
+def members(part: Partition | Block) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+    "The parameters of a part, each with its mask, or None for all of it."
+    masks = getattr(part, "masks", None) or [None] * len(part.parameters)
+    yield from zip(part.parameters, masks, strict=True)
+
 # %% ../nbs/04_gradients.ipynb #gradients-class
 class Gradients:
     "The per-example gradients of one batch, never written out: norms and weighted sums of them."
@@ -504,8 +509,7 @@ class Gradients:
 
     def _named(self, part: Partition | Block) -> list[tuple[str, Tensor | None]]:
         "Names and masks of those parameters of a part that train."
-        masks = getattr(part, "masks", None) or [None] * len(part.parameters)
-        return [(self.names[id(p)], mask) for p, mask in zip(part.parameters, masks, strict=True) if id(p) in self.names]
+        return [(self.names[id(p)], mask) for p, mask in members(part) if id(p) in self.names]
 
     def weighted_sum(
         self,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPTIMIZERS', 'SCHEDULES', 'Plan', 'check_sizes', 'make_plan', 'Method', 'Context', 'CheckpointError', 'Store',
-           'set_modes', 'scaled_blocks', 'members', 'noise_spread', 'check_disjoint', 'Engine', 'check_supported',
+           'set_modes', 'scaled_blocks', 'noise_spread', 'check_disjoint', 'Engine', 'check_supported',
            'with_precision', 'model_fingerprint', 'Step', 'make_optimizer', 'make_schedule', 'Average', 'Prepared',
            'holds_texts', 'prepare', 'as_task', 'Run', 'load', 'fine_tune', 'progress_is_due', 'Loop']
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Public, Task, check_labels, collate_for, encode, fingerprint, gather, physical_batches, poisson_draw
-from .gradients import Batch, Block, LossFunction, batch_rows, full, gradients, per_example_losses, trainable
+from .gradients import Batch, Block, LossFunction, batch_rows, full, gradients, members, per_example_losses, trainable
 from .guarantee import Guarantee
 from .models import accuracy, default_loss, head_parameters, load_model, load_tokenizer, perplexity, to_device, validate
 from .privacy import Keystream, Ledger, LedgerError, Request, SampledGaussian, epsilon, plan_budget
@@ -287,10 +287,6 @@ def scaled_blocks(
     check_disjoint(blocks, parameters)
     scale = sigma * math.sqrt(sum((block.clip / block.noise) ** 2 for block in blocks))
     return [Block(block.parameters, block.masks, clip * block.clip, clip * scale * block.noise) for block in blocks]
-
-def members(block: Block) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-    "The parameters of a block with the mask of each, None for all of it."
-    yield from zip(block.parameters, block.masks or [None] * len(block.parameters), strict=True)  # type: ignore[list-item]
 
 def noise_spread(
     blocks: Sequence[Block],        # with absolute standard deviations
@@ -643,7 +639,8 @@ def prepare(
             raise ValueError("the data holds texts and the model names no tokenizer; pass tokenizer=")
         ready.tokenizer = tokenizer or load_tokenizer(name)
         ready.train = encode(task.train, ready.tokenizer, columns, kind=task.kind, classes=task.classes or None)
-        ready.assumed_public.append("the tokenizer")
+        if "the tokenizer's vocabulary" not in ready.assumed_public:
+            ready.assumed_public.append("the tokenizer's vocabulary")
     elif hasattr(task.train, "labels") and isinstance(task.train.labels, Tensor) and task.classes:
         check_labels(task.train.labels, task.classes)
     return ready

@@ -16,8 +16,8 @@ from dpft.models import BUILT, load_model, mean_pooled_classifier
 from dpft.training import Context, Engine, fine_tune
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "gpt2-lm": "transformer.wte.", "vit": "classifier.", "cnn": "head.",
-        "mean-pooled": "classifier."}
+HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "gpt2-lm": "transformer.wte.", "vit": "classifier.",
+        "cnn": "head.", "mean-pooled": "classifier."}
 
 
 def build(name):
@@ -92,7 +92,8 @@ def test_a_probe_is_logistic_regression_on_fixed_features():
     body, head = nn.Sequential(nn.Linear(6, 9), nn.Tanh()).double(), nn.Linear(9, 3).double()
     inputs, labels = torch.randn(20, 6, dtype=torch.float64), torch.arange(20) % 3
     regression, model = nn.Sequential(copy.deepcopy(head)), nn.Sequential(body, head)
-    settings = dict(epsilon=math.inf, steps=5, batch_size=8, learning_rate=0.5, optimizer="sgd", loss_fn=zoo.image_loss, seed=3, progress=False)
+    settings = dict(epsilon=math.inf, steps=5, batch_size=8, learning_rate=0.5, optimizer="sgd", loss_fn=zoo.image_loss, seed=3,
+                    progress=False)
     fine_tune(model, list(zip(inputs, labels, strict=True)), LastLayer(), **settings)
     with torch.no_grad():
         features = body(inputs)
@@ -101,15 +102,16 @@ def test_a_probe_is_logistic_regression_on_fixed_features():
     assert torch.allclose(model[1].bias, regression[0].bias, rtol=1e-10)
 
 
-@given(width=st.integers(1, 60), sigma=st.sampled_from([0.5, 4.0]), clip=st.floats(1e-3, 10), probe=st.booleans(), seed=st.integers(0, 2**20))
+@given(width=st.integers(1, 60), sigma=st.sampled_from([0.5, 4.0]), clip=st.floats(1e-3, 10), probe=st.booleans(),
+       seed=st.integers(0, 2**20))
 @settings(max_examples=25)
 def test_noise_is_as_long_as_the_lemma_says_and_the_gradient_is_bounded(width, sigma, clip, probe, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)).double()
     data = [(3 * torch.randn(5, dtype=torch.float64), torch.tensor(i % 4)) for i in range(12)]
     size = 6
-    engine = Engine(model, zoo.image_loss, LastLayer() if probe else Full(), data, noise_multiplier=sigma, batch_size=size, steps=1, clip=clip,
-                    accountant="rdp", delta=0.01, seed=seed)
+    engine = Engine(model, zoo.image_loss, LastLayer() if probe else Full(), data, noise_multiplier=sigma, batch_size=size, steps=1,
+                    clip=clip, accountant="rdp", delta=0.01, seed=seed)
     for step in engine:
         for batch in step:
             step.add(batch)
@@ -120,4 +122,5 @@ def test_noise_is_as_long_as_the_lemma_says_and_the_gradient_is_bounded(width, s
     signal = math.sqrt(sum((value / size).square().sum().item() for value in sums.values()))
     entries = sum(parameter.numel() for parameter in engine.parameters())
     assert signal <= step.examples * clip / size * (1 + 1e-9)
-    assert abs(square / (sigma * clip / size) ** 2 - entries) < 7 * math.sqrt(2 * entries) + 25  # chi-square with `entries` degrees of freedom
+    excess = square / (sigma * clip / size) ** 2 - entries                    # chi-square with `entries` degrees of freedom
+    assert abs(excess) < 7 * math.sqrt(2 * entries) + 25

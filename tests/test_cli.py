@@ -8,7 +8,9 @@ from typing import get_type_hints
 
 import pytest
 
+import dpft as dpft_package
 from dpft import cli
+from dpft.models import load_tokenizer
 from dpft.privacy import Ledger
 
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
@@ -44,6 +46,16 @@ def test_train_then_account(run, tmp_path):
     assert max(each) < together < sum(each)
     with Ledger(tmp_path / "l.sqlite") as ledger:
         assert len(ledger.runs()) == 2
+
+
+@pytest.mark.skipif("DPFT_DATA" not in os.environ, reason="needs the SST-2 files: set DPFT_DATA to their folder")
+def test_the_main_job_on_a_slice_of_real_text(run, tmp_path):
+    status, out, _ = run("train", "--data", "sst2", "--model", "minilm", "--method", "bitfit", "--epsilon", "2", "--limit", "2000",
+                         "--epochs", "1", "--batch-size", "250", "--clip", "1", "--no-progress", "--output", tmp_path)
+    assert status == 0 and "(2.00, 2.50e-04)-differentially private" in out and "accuracy on dev: 0." in out
+    saved = dpft_package.load(tmp_path)
+    tokens = load_tokenizer(str(tmp_path))(["a delight", "a mess"], return_tensors="pt", padding=True)
+    assert saved(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).logits.shape == (2, 2)
 
 
 def test_without_privacy_it_says_so(run):

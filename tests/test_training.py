@@ -38,8 +38,8 @@ def engine(model=None, method=None, data=None, **settings):
     return dpft.Engine(model or net(), zoo.image_loss, method or dpft.Full(), data or toy(), **settings)
 
 
-def run_all(e, learning_rate=0.1):
-    optimizer = torch.optim.SGD(e.parameters(), learning_rate)
+def run_all(e, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(e.parameters(), 0.1)
     for step in e:
         for batch in step:
             step.add(batch)
@@ -188,13 +188,7 @@ def test_masked_entries_stay_where_they_are_under_momentum_and_decay():
     model = net()
     before = model[1].weight.detach().clone()
     e = engine(model, Half())
-    optimizer = torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.5)
-    for step in e:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+    run_all(e, torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.5))
     moved = (model[1].weight != before).flatten()
     assert moved[::2].all() and not moved[1::2].any()
 
