@@ -367,19 +367,31 @@ class Engine:
                 "plan": asdict(self.plan)}
 
     def _open_ledger(self, ledger: Ledger | str | Path | None) -> None:
-        "Record the plan before anything is drawn, and refuse a ledger that knows less than the checkpoint."
+        "Open the ledger; a run that it knows goes on with the same plan, and it may not know less than the checkpoint."
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger or self.store.ledger_path)
-        if not self.plan.private:
+        self.begun = False
+        if self.store.run in self.ledger.runs():
+            self._begin()
+        done = sum(m.steps for m in self.spent if m.name == "train")
+        if self.plan.private and self.store.step > done:
+            raise LedgerError(f"the checkpoint is at step {self.store.step} but its ledger has only {done} steps: "
+                              "rows are missing; bring back the ledger that belongs to it")
+
+    def _begin(self) -> None:
+        "Record the plan, before the first draw and not sooner: a run that was refused at its start has spent nothing."
+        if self.begun or not self.plan.private:
             return
         self.ledger.begin(self.store.run, {
             "mechanisms": [{"name": m.name, "noise_multiplier": m.noise_multiplier, "sample_rate": m.sample_rate, "steps": m.steps}
                            for m in self.plan.mechanisms],
             "delta": self.plan.delta, "epsilon": self.plan.epsilon(), "accountant": self.plan.accountant, "size": self.plan.size,
             "data": self.store.identity["data"], "method": repr(self.method), "clip": self.plan.clip, "clipping": self.plan.clipping})
-        spent = {m.name: m.steps for m in self.ledger.spent(self.store.run)}
-        if self.store.step > spent.get("train", 0):
-            raise LedgerError(f"the checkpoint is at step {self.store.step} but its ledger has only {spent.get('train', 0)} steps: "
-                              "rows are missing; bring back the ledger that belongs to it")
+        self.begun = True
+
+    @property
+    def spent(self) -> list[SampledGaussian]:
+        "What this run has been charged so far."
+        return self.ledger.spent(self.store.run) if self.begun else []
 
     def _refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks, in which mode."
@@ -400,12 +412,14 @@ class Engine:
 
     def batches(self, sample_rate: float, *context: str | int) -> Iterator[Batch]:
         "One Poisson draw in physical batches on the model's device; no batch at all when nobody was drawn."
+        self._begin()
         drawn = poisson_draw(len(self.train), sample_rate, self.keystream, "draw", *context)
         for rows in physical_batches(drawn, self.physical_batch_size, getattr(self.train, "lengths", None)):
             yield to_device(gather(self.train, rows, self.collate_fn), self.device)
 
     def charge(self, name: str, number: int, sums: dict[str, Tensor]) -> str:
         "Write the release of these sums into the ledger, and return the digest that keys their noise."
+        self._begin()
         digest = self.keystream.key("sums", name, number, *(self.keystream.digest(value, key) for key, value in sums.items())).hex()
         self.ledger.spend(self.store.run, name, number, digest)
         return digest
@@ -427,8 +441,7 @@ class Engine:
     @property
     def guarantee(self) -> Guarantee:
         "What has been promised so far."
-        done = self.ledger.spent(self.store.run) if self.plan.private else []
-        return Guarantee(done, target_delta=self.plan.delta, spent=done, planned=list(self.plan.mechanisms), unit="example",
+        return Guarantee(self.spent, target_delta=self.plan.delta, spent=self.spent, planned=list(self.plan.mechanisms), unit="example",
                          accountant=self.plan.accountant, assumed_public=list(self.assumed_public), uncharged=list(self.uncharged),
                          reproducible=self.keystream.reproducible, clip=self.plan.clip, clipping=self.plan.clipping,
                          private=self.plan.private)

@@ -225,6 +225,17 @@ def test_a_method_may_spend_what_it_asked_for_and_no_more():
         e.context.release(torch.zeros(1), 1.0)
 
 
+def test_a_run_that_is_refused_at_its_start_has_spent_nothing():
+    ledger = Ledger()
+    with pytest.raises(ValueError, match="nothing to train"):
+        engine(method=Unlabelled(), ledger=ledger)
+    assert ledger.charged() == []
+    e = engine(ledger=ledger)
+    assert ledger.charged() == [] and e.guarantee.epsilon() == 0.0
+    next(iter(next(iter(e))), None)                          # the first draw
+    assert ledger.charged() == e.plan.mechanisms
+
+
 def test_noise_multiplier_cannot_be_shared_with_a_request():
     with pytest.raises(ValueError, match="give epsilon"):
         engine(method=Selecting(), epsilon=None, noise_multiplier=1.0)
