@@ -258,6 +258,9 @@ def example_losses(
     scores = logits(model, batch)
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     if labels.dim() == 1:
+        if bool(((labels < 0) | (labels >= scores.shape[1])).any()):
+            wrong = labels[(labels < 0) | (labels >= scores.shape[1])][0].item()
+            raise ValueError(f"label {wrong} is outside the {scores.shape[1]} classes of the model; correct it or load a model with more")
         return F.cross_entropy(scores, labels, reduction="none")
     total, count = token_losses(scores, labels)
     return total / count.clamp(min=1)

@@ -483,6 +483,7 @@ class Step:
         self.engine, self.t = engine, engine.t
         self.sums = {name: torch.zeros_like(full(p.detach())) for name, p in engine.trains.items()}
         self.examples, self.loss_sum, self.batch_number = 0, 0.0, 0
+        self.not_finite = 0                      # examples whose gradient was not finite: they contributed nothing
         self.privatized = self.finished = False
         self._kept = {name: p.detach().clone() for name, p in engine.trains.items() if isinstance(engine.spread[id(p)], Tensor)}
 
@@ -505,7 +506,8 @@ class Step:
 
     def _add_private(self, batch: Batch) -> Tensor:
         taken = gradients(self.engine.model, self.engine.loss_fn, batch)
-        sums, _ = taken.clipped_sum(self.engine.blocks, self.engine.plan.clipping)
+        sums, norms = taken.clipped_sum(self.engine.blocks, self.engine.plan.clipping)
+        self.not_finite += int((~norms.isfinite()).any(1).sum())
         for name, value in sums.items():
             self.sums[name] += value
         return taken.losses
@@ -816,7 +818,7 @@ class Loop:
         from tqdm.auto import tqdm
         engine, started = self.engine, time.perf_counter()
         if progress:
-            engine.uncharged.append("the training loss, in the progress bar and in run.history")
+            engine.uncharged.append("the training loss and the number of gradients that were not finite, shown and in run.history")
         drawn = 0
         with tqdm(total=engine.plan.steps, initial=engine.t, disable=not progress, unit="step") as bar:
             for step in engine:
@@ -840,7 +842,7 @@ class Loop:
         self.touched |= set(self.engine.trains)
         if self.average is not None:
             self.average.update(self.engine.trains)
-        seen = {"loss": step.loss} if progress else {}
+        seen = {"loss": step.loss, "not_finite": step.not_finite} if progress else {}
         self.history.append({"step": self.engine.t, "learning_rate": self.schedule.get_last_lr()[0], **seen})
 
     def _shown(self, step: Step, speed: float) -> dict[str, str]:

@@ -122,6 +122,28 @@ def test_physical_batches_do_not_change_the_step():
     assert torch.allclose(*grads, atol=1e-5)
 
 
+def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
+    data = toy()
+    sums = []
+    for value in (math.nan, 1e38):
+        data.images[7] = value                               # the second overflows in the norm
+        step = next(iter(engine(data=data, batch_size=60)))
+        for batch in step:
+            step.add(batch)
+        sums.append(torch.cat([total.flatten() for total in step.sums.values()]))
+        assert step.not_finite == 1
+    assert torch.isfinite(sums[0]).all() and torch.allclose(*sums, atol=1e-6)
+    run = dpft.fine_tune(net(), data, dpft.Full(), epsilon=3.0, steps=2, batch_size=60, accountant="rdp", progress=True)
+    assert [entry["not_finite"] for entry in run.history] == [1, 1] and "not finite" in run.report()
+
+
+def test_labels_outside_the_models_classes_are_refused():
+    data = toy()
+    data.labels[3] = 5
+    with pytest.raises(ValueError, match="label 5 is outside the 3 classes"):
+        tune(data=data, batch_size=60)
+
+
 def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same():
     a, b, c, d, f = (weights(run_all(engine(seed=s)).model) for s in (0, 0, 1, None, None))
     assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(d, f)
@@ -305,7 +327,7 @@ def test_fine_tune_learns_and_reports():
     assert run.scores["accuracy"] > 0.9
     assert run.epsilon <= 8.0 and run.delta == 1 / 800
     report = run.report()
-    for part in ("add/remove", "Poisson", "the number of examples, 400", "training loss", "scores on 200 examples", "seed"):
+    for part in ("add/remove", "Poisson", "the number of examples, 400", "the training loss", "scores on 200 examples", "seed"):
         assert part in report
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
 
