@@ -28,19 +28,10 @@ def build(name):
     return mean_pooled_classifier()(BertConfig(**SMALL, vocab_size=40, num_labels=3)).double(), loss_fn, batch
 
 
-def as_data(batch):
-    "The examples of a batch as a data set, and how they are put together again."
-    if isinstance(batch, dict):
-        size = len(next(iter(batch.values())))
-        return ([{name: value[i] for name, value in batch.items()} for i in range(size)],
-                lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
-    return list(zip(*batch, strict=True)), lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))
-
-
 def moved(name, method):
     "Names of the parameters, and of the buffers, that a short noisy run with weight decay changes; and all names."
     model, loss_fn, batch = build(name)
-    data, collate = as_data(batch)
+    data, collate = zoo.as_data(batch)
     before = copy.deepcopy(model)
     run = fine_tune(model, data, method, noise_multiplier=1.0, steps=3, batch_size=4, learning_rate=0.01, weight_decay=0.1, clip=0.5,
                     loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False)

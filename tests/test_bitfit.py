@@ -233,19 +233,10 @@ def test_layers_without_a_rule_are_bounded_too(kind, style):
 HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "gpt2-lm": None, "vit": "classifier.", "cnn": "head."}
 
 
-def rows_of(batch):
-    "The examples of a batch as a data set, and how they are put together again."
-    if isinstance(batch, dict):
-        size = len(next(iter(batch.values())))
-        return ([{name: value[i] for name, value in batch.items()} for i in range(size)],
-                lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
-    return list(zip(*batch, strict=True)), lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))
-
-
 def tune(name, method, **settings):
     "A short noisy run with weight decay; the model before, and the run."
     model, loss_fn, batch = zoo.build(name, rows=8)
-    data, collate = rows_of(batch)
+    data, collate = zoo.as_data(batch)
     before = copy.deepcopy(model)
     settings = {"noise_multiplier": 1.0, "steps": 3, "batch_size": 4, "learning_rate": 0.01, "weight_decay": 0.1, "clip": 0.5, **settings}
     run = fine_tune(model, data, method, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False,
@@ -276,7 +267,7 @@ def test_flat_and_automatic_clipping_are_different_runs():
 
 def test_one_noiseless_step_moves_the_biases_along_their_mean_gradient():
     model, loss_fn, batch = zoo.build("cnn", rows=6)
-    data, collate = rows_of(batch)
+    data, collate = zoo.as_data(batch)
     tuned = copy.deepcopy(model)
     fine_tune(tuned, data, BiTFiT(), epsilon=float("inf"), steps=1, batch_size=6, learning_rate=1.0, optimizer="sgd", loss_fn=loss_fn,
               collate_fn=collate, delta=0.01, seed=0, progress=False)

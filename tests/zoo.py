@@ -107,3 +107,12 @@ def freeze(model, which):
     """Let train what the freeze set names."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(FREEZE_SETS[which](name))
+
+
+def as_data(batch):
+    """The examples of a batch as a data set, and how they are put together again."""
+    if isinstance(batch, dict):
+        size = len(next(iter(batch.values())))
+        return ([{name: value[i] for name, value in batch.items()} for i in range(size)],
+                lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
+    return list(zip(*batch, strict=True)), lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))
