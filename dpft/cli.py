@@ -195,6 +195,7 @@ def bench(
 ) -> None:
     "Time and held bytes of a private step beside a plain one and Opacus."
     from dpft import bench as bench_room
+    from dpft.experiments import write_records
 
     try:
         sizes = [int(part) for part in lengths.split(",")]
@@ -204,4 +205,6 @@ def bench(
         raise ValueError("lengths, rows, repeats and layers must be at least 1, and width a multiple of 32")
     found = bench_room.compare(sizes, rows, repeats, width, layers)
     print(bench_room.cost_table(found))
-    print(f"The records are in {bench_room.write_costs(found, output)}.")
+    output.mkdir(parents=True, exist_ok=True)
+    write_records(output / "costs.jsonl", found)
+    print(f"The records are in {output / 'costs.jsonl'}.")

@@ -258,9 +258,10 @@ def example_losses(
     scores = logits(model, batch)
     labels = batch["labels"] if isinstance(batch, dict) else batch[1]
     if labels.dim() == 1:
-        if bool(((labels < 0) | (labels >= scores.shape[1])).any()):
-            wrong = labels[(labels < 0) | (labels >= scores.shape[1])][0].item()
-            raise ValueError(f"label {wrong} is outside the {scores.shape[1]} classes of the model; correct it or load a model with more")
+        wrong = labels[(labels < 0) | (labels >= scores.shape[1])]
+        if len(wrong):
+            raise ValueError(f"label {wrong[0].item()} is outside the {scores.shape[1]} classes of the model; "
+                             "correct it or load a model with more")
         return F.cross_entropy(scores, labels, reduction="none")
     total, count = token_losses(scores, labels)
     return total / count.clamp(min=1)

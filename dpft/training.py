@@ -193,7 +193,7 @@ class CheckpointError(ValueError):
 class Store:
     """The folder of an unfinished run: who it is, its secret, its ledger, and its last good state; all for the owner's eyes only.
 
-    With the secret anyone can take the noise off again, so the folder is removed when the run ends.
+    With the secret anyone can take the noise off again, so secret and state are removed when the run ends.
     """
 
     def __init__(
@@ -441,7 +441,8 @@ class Engine:
     @property
     def guarantee(self) -> Guarantee:
         "What has been promised so far."
-        return Guarantee(self.spent, target_delta=self.plan.delta, spent=self.spent, planned=list(self.plan.mechanisms), unit="example",
+        spent = self.spent
+        return Guarantee(spent, target_delta=self.plan.delta, spent=spent, planned=list(self.plan.mechanisms), unit="example",
                          accountant=self.plan.accountant, assumed_public=list(self.assumed_public), uncharged=list(self.uncharged),
                          reproducible=self.keystream.reproducible, clip=self.plan.clip, clipping=self.plan.clipping,
                          private=self.plan.private)
