@@ -20,9 +20,11 @@ from dpft.gradients import (
     check_uncoupled,
     clipped_sum,
     gradients,
+    mapped_gradients,
     per_example_gradients,
     per_example_losses,
     per_example_norms,
+    reuse_memory,
     weighted_sum,
 )
 
@@ -75,14 +77,14 @@ def exact(model, loss_fn, batch, **settings):
         assert worst_error(model, loss_fn, batch, **settings) <= 1e-9
 
 
-def slow_but_exact(model, loss_fn, batch, *names):
-    "The engine agrees with the oracle, with one warning that names the parameters."
+def slow_but_exact(model, loss_fn, batch, *names, way="written out with vmap"):
+    "The engine agrees with the oracle, with one warning that names the parameters and the way they take."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert worst_error(model, loss_fn, batch) <= 1e-9
     assert len(seen) == 1, [str(one.message) for one in seen]
-    named = str(seen[0].message).split(":")[0].split(", ")
-    assert sorted(named) == sorted(names)
+    named, text = str(seen[0].message).split(":")
+    assert sorted(named.split(", ")) == sorted(names) and text.endswith(way)
 
 
 class Net(nn.Module):
@@ -415,6 +417,31 @@ def test_multi_head_attention_falls_back_and_stays_exact():
     slow_but_exact(Attention(), wave, (noise(5, 3, 4),), *names)
 
 
+class Deciding(Net):
+    "A weight in odd use, and a decision by a value, which vmap cannot follow."
+
+    def forward(self, x):
+        y = F.linear(x, self.inner.weight)
+        return y.sin() if x.isfinite().all() else y
+
+
+def test_what_vmap_cannot_follow_is_taken_one_by_one():
+    slow_but_exact(Deciding(inner=nn.Linear(4, 4, bias=False)), wave, (noise(5, 3, 4),), "inner.weight", way="taken one example at a time")
+
+
+def test_vmap_under_dropout_and_in_chunks_bounds_every_example(monkeypatch):
+    monkeypatch.setattr("dpft.gradients.CHUNK", 40)
+    model, batch = Odd(), (noise(7, 3, 4),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert worst_error(model, wave, batch) <= 1e-9
+    rows, found = per_example_gradients(model, wave, batch), mapped_gradients(model, wave, batch)
+    assert all(torch.allclose(found[name], values, rtol=1e-12, atol=1e-12) for name, values in rows.items())
+    model.dropout = nn.Dropout(0.5)
+    noisy = mapped_gradients(model, lambda m, b: wave(m, (m.dropout(b[0]),)), batch)
+    assert all(values.isfinite().all() for values in noisy.values())
+
+
 class ZeroGate(Net):
     "A weight in odd use behind a gate that starts at zero, as LoRA's and adapters' do."
 
@@ -684,3 +711,25 @@ def test_bias_contributions_hold_one_vector_for_each_example():
     assert isinstance(taken, Gradients)
     held = sum(use.values.numel() for uses in taken.uses.values() for use in uses)
     assert held == len(batch["labels"]) * sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("freeze_set", ["full", "biases", "last layer"])
+def test_compiled_layers_are_exact_and_no_hook_is_compiled(freeze_set):
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model, loss_fn, batch = zoo.build("bert", rows=3)
+    zoo.freeze(model.eval(), freeze_set)
+    for layer in model.bert.encoder.layer:
+        layer.compile(backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        clipped_sum(model, loss_fn, batch, 1.0)
+    assert worst_error(model, loss_fn, batch) <= 1e-9
+    torch._dynamo.reset()
+
+
+def test_memory_is_reused_where_the_c_library_can_be_asked():
+    import platform
+
+    assert reuse_memory() == (platform.libc_ver()[0] == "glibc")
