@@ -9,7 +9,7 @@ import hashlib
 import io
 import lzma
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['CIFAR10_MEAN', 'CIFAR10_STD', 'CIFAR10_CLASSES', 'HUB', 'COLLECTIONS', 'PAIRS', 'LOCAL', 'TensorData', 'TableData',
            'Public', 'check_labels', 'fingerprint', 'Task', 'digits', 'font_digits', 'sst2', 'e2e', 'fashion_mnist',
-           'cifar10', 'cifar100', 'from_hub', 'load_data', 'EncodedData', 'encode', 'collate_for', 'gather',
-           'poisson_draw', 'physical_batches']
+           'cifar10', 'cifar100', 'from_hub', 'load_data', 'EncodedData', 'encode', 'row_hashes', 'shared_rows',
+           'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw', 'physical_batches', 'Units', 'units_of']
 
 # %% ../nbs/05_data.ipynb #data-tensordata
 class TensorData:
@@ -154,9 +154,11 @@ def _labels(data: Any, column: str) -> Any:
 
 def _column(data: Any, name: str) -> list[Any]:
     "A column as a list; a missing one is refused with those that exist."
-    names = list(getattr(data, "column_names", None) or data[0])
+    data = getattr(data, "table", None) or data
+    first = None if hasattr(data, "column_names") else data[0]
+    names = list(data.column_names if first is None else first if isinstance(first, dict) else ())
     if name not in names:
-        raise ValueError(f"no column {name!r}; the data has {', '.join(map(repr, names))}")
+        raise ValueError(f"no column {name!r}; the data has {', '.join(map(repr, names)) or 'items without names'}")
     return list(data[name]) if hasattr(data, "column_names") else [data[row][name] for row in range(len(data))]
 
 # %% ../nbs/05_data.ipynb #data-fingerprint
@@ -493,8 +495,9 @@ class EncodedData:
         lengths: Tensor,               # (N,) tokens of each text
         labels: Tensor | None = None,  # (N,) class numbers; None: the labels are a field
         pad_id: int = 0,               # token that fills short rows
+        table: Any = None,             # what was tokenised, for its other columns, such as that of the unit
     ):
-        self.fields, self.lengths, self.labels, self.pad_id = fields, lengths, labels, pad_id
+        self.fields, self.lengths, self.labels, self.pad_id, self.table = fields, lengths, labels, pad_id, table
         self.starts = F.pad(lengths.cumsum(0), (1, 0))
 
     def __len__(self) -> int:
@@ -541,7 +544,9 @@ def encode(
     parts = [_texts(data, name) for name in (columns if kind == "causal" else texts)]
     pad_id = _first(tokenizer, "pad_token_id", "eos_token_id") or 0
     if kind == "causal":
-        return _encode_completions(parts, tokenizer, max_length, pad_id)
+        whole = _encode_completions(parts, tokenizer, max_length, pad_id)
+        whole.table = data
+        return whole
     labels = _column(data, last)
     check_labels(labels, classes)
     encoded = tokenizer(*parts, truncation=True, max_length=max_length, return_special_tokens_mask=True, return_attention_mask=False)
@@ -549,7 +554,7 @@ def encode(
         if sum(special) == len(special):
             raise ValueError(f"row {row} has a text of zero tokens ({parts[0][row]!r}); drop it or give it a text")
     fields = {name: torch.from_numpy(np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])) for name, rows in encoded.items()}
-    return EncodedData(fields, torch.tensor([len(row) for row in encoded["input_ids"]]), torch.tensor(labels).long(), pad_id)
+    return EncodedData(fields, torch.tensor([len(row) for row in encoded["input_ids"]]), torch.tensor(labels).long(), pad_id, data)
 
 
 def _first(tokenizer: Any, *names: str) -> int | None:
@@ -594,6 +599,74 @@ def _encode_completions(
         lengths.append(min(len(start) + len(end), max_length))
     fields = {"input_ids": torch.tensor(ids, dtype=torch.int32), "labels": torch.tensor(labels, dtype=torch.int32)}
     return EncodedData(fields, torch.tensor(lengths), None, pad_id)
+
+# %% ../nbs/05_data.ipynb #data-shared
+def row_hashes(
+    data: Any,              # a data set
+) -> list[tuple[str, bytes]]:  # what was compared, and its hash, for each row
+    "A hash of each row's texts, tokens, picture or other numbers, without its label."
+    while isinstance(data, Public):
+        data = data.data
+    if isinstance(data, TensorData):
+        return [("images", found) for part in torch.arange(len(data)).split(4096) for found in _image_hashes(data.images[part], data.scale)]
+    if isinstance(data, EncodedData):
+        tokens = data.fields["input_ids"].numpy().astype(np.int64)
+        return [("tokens", _hash(row)) for row in np.split(tokens, data.starts[1:-1].numpy())] if len(data) else []
+    if hasattr(data, "column_names"):
+        columns = [list(data[name]) for name in data.column_names]
+        return [_row_hash(dict(zip(data.column_names, values, strict=True))) for values in zip(*columns, strict=True)]
+    return [_row_hash(data[row]) for row in range(len(data))]
+
+
+def _hash(row: np.ndarray) -> bytes:
+    "Of a row's shape and numbers."
+    return hashlib.blake2b(repr(row.shape).encode() + row.tobytes(), digest_size=16).digest()
+
+
+def _image_hashes(images: Tensor, scale: float) -> list[bytes]:
+    "Of each picture's intensities, to within 1/65535 of full intensity."
+    levels = (images.double() / scale * 65535).round().to(torch.int32).numpy()
+    return [_hash(row) for row in levels]
+
+
+def _row_hash(item: Any) -> tuple[str, bytes]:
+    "Of one item: its texts if it has any, else its tokens without padding, else its other numbers."
+    if not isinstance(item, dict):
+        item = {"input": item[0] if isinstance(item, (tuple, list)) else item}
+    if texts := [value.strip() for _, value in sorted(item.items()) if isinstance(value, str)]:
+        return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
+    if "input_ids" in item:
+        tokens = torch.as_tensor(item["input_ids"])
+        real = torch.as_tensor(item.get("attention_mask", torch.ones_like(tokens))) > 0
+        return "tokens", _hash(tokens[real].long().numpy())
+    values = [np.ravel(np.asarray(value, dtype=np.float64)) for name, value in sorted(item.items()) if name not in ("label", "labels")]
+    return "numbers", _hash(np.concatenate(values).astype(np.float32))
+
+
+def shared_rows(
+    public: Any,   # a data set
+    private: Any,  # another, of the same form
+) -> list[int]:    # rows of the first that are in the second too
+    "Which public rows are private as well; refuses to compare different forms, such as texts with tokens."
+    first, second = row_hashes(public), row_hashes(private)
+    forms = [sorted({form for form, _ in rows}) for rows in (first, second)]
+    if first and second and forms[0] != forms[1]:
+        raise ValueError(f"{' and '.join(forms[0])} cannot be compared with {' and '.join(forms[1])}; "
+                         "give both sets in one form, texts before they are tokenised")
+    known = set(second)
+    return [row for row, found in enumerate(first) if found in known]
+
+
+def check_disjoint_rows(
+    public: Any,   # said to be public, or otherwise apart from the private data
+    private: Any,  # the private training data
+    name: str = "public",  # what the first set is called in the error
+) -> None:
+    "Refuse a set that shares rows with the private one."
+    if shared := shared_rows(public, private):
+        source = f" ({public.source})" if isinstance(public, Public) else ""
+        raise ValueError(f"{len(shared)} of the {len(public)} rows of the {name} data{source} are in the private data too, "
+                         f"the first is row {shared[0]}; drop the rows that dpft.data.shared_rows(public, private) lists")
 
 # %% ../nbs/05_data.ipynb #data-collate
 def collate_for(
@@ -660,3 +733,81 @@ def physical_batches(
     if lengths is not None:
         rows = rows[torch.as_tensor(lengths)[rows].argsort(descending=True, stable=True)]
     return list(rows.split(physical_batch_size)) if len(rows) else []
+
+# %% ../nbs/05_data.ipynb #data-units
+class Units:
+    "Which rows belong to the same unit of privacy, such as a person; @lem-units."
+
+    def __init__(
+        self,
+        labels: Sequence[Hashable] | Tensor,  # (N,) the unit of each row, by any name
+        name: str = "unit",                   # of the column, for errors and the guarantee
+        cap: int | None = None,               # most rows that a unit brings to a draw, chosen at random; None: all
+    ):
+        if cap is not None and cap < 1:
+            raise ValueError(f"unit_cap={cap}: a unit must bring at least one row")
+        values = labels.tolist() if isinstance(labels, Tensor) else list(labels)
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        if len(numbers) == len(values):
+            raise ValueError(f"unit {name!r} has one row each, so it is the same as an example; leave unit out")
+        self.name, self.cap = name, cap
+        self.index = torch.tensor([numbers[value] for value in values])            # (N,) number of each row's unit
+        self.counts = torch.bincount(self.index)                                   # (U,) rows of each unit
+        self.order = self.index.argsort(stable=True)                               # rows, unit by unit
+        self.starts = F.pad(self.counts.cumsum(0), (1, 0))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def lengths(self, rows: Tensor) -> Tensor:
+        "The length of each unit's longest row, (U,), from those of the rows, (N,)."
+        return torch.zeros(len(self), dtype=rows.dtype).scatter_reduce_(0, self.index, rows, "amax")
+
+    def rows(
+        self,
+        unit: int,
+        generator: torch.Generator,  # chooses among too many
+    ) -> Tensor:                     # (n,) with n <= cap
+        "The rows that a unit brings to a draw."
+        mine = self.order[self.starts[unit]:self.starts[unit + 1]]
+        return mine if self.cap is None or len(mine) <= self.cap else mine[torch.randperm(len(mine), generator=generator)[:self.cap]]
+
+    def batches(
+        self,
+        units: Tensor,             # (n,) drawn ones, in the order to take them
+        physical_batch_size: int,  # most rows in memory at once; a unit with more comes alone
+        seed: int,                 # of the choice under the cap
+    ) -> Iterator[tuple[Tensor, Tensor]]:  # rows (B,), and the number of each one's unit within the batch (B,)
+        "Whole units packed into physical batches."
+        generator = torch.Generator().manual_seed(seed)
+        packed: list[Tensor] = []
+        for unit in units.tolist():
+            rows = self.rows(unit, generator)
+            if packed and sum(map(len, packed)) + len(rows) > physical_batch_size:
+                yield _numbered(packed)
+                packed = []
+            packed.append(rows)
+        if packed:
+            yield _numbered(packed)
+
+
+def _numbered(packed: list[Tensor]) -> tuple[Tensor, Tensor]:
+    "Rows end to end, with the number of the group that each came in."
+    return torch.cat(packed), torch.arange(len(packed)).repeat_interleave(torch.tensor([len(rows) for rows in packed]))
+
+
+def units_of(
+    data: Any,                                       # a data set
+    unit: str | Sequence[Hashable] | Tensor | None,  # a column, or each row's unit; None or "example": every row is one
+    cap: int | None = None,                          # most rows that a unit brings to a draw
+) -> Units | None:
+    "The units of a data set; ValueError when the column is missing, when there is one row each, or when the numbers differ."
+    if unit is None or isinstance(unit, str) and unit == "example":
+        if cap is not None:
+            raise ValueError(f"unit_cap={cap} needs a unit with several rows; name its column with unit=")
+        return None
+    if isinstance(unit, str):
+        return Units(_column(data, unit), unit, cap)
+    if len(unit) != len(data):
+        raise ValueError(f"unit names {len(unit)} rows and the data has {len(data)}; give the unit of every row")
+    return Units(unit, "unit", cap)

@@ -20,6 +20,7 @@ from dpft.data import (
     Public,
     TableData,
     TensorData,
+    check_disjoint_rows,
     check_labels,
     collate_for,
     digits,
@@ -30,6 +31,7 @@ from dpft.data import (
     load_data,
     physical_batches,
     poisson_draw,
+    shared_rows,
 )
 from dpft.privacy import Keystream
 
@@ -528,3 +530,64 @@ def test_physical_batches_partition_the_draw(draw, size, by_length, chance):
 def test_physical_batches_refuse_no_room():
     with pytest.raises(ValueError, match="at least 1, not 0"):
         physical_batches([1, 2], 0)
+
+
+# Rows on both sides
+
+
+def flipped(data):
+    return TensorData(data.images, 1 - data.labels.clamp(max=1), data.scale, data.mean, data.std)
+
+
+def as_items(data):
+    return [data[row] for row in range(len(data))]
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
+@settings(max_examples=30)
+def test_shared_rows_are_those_in_both(first, second):
+    """Of texts, pictures, tuples and padded tokens alike; the order, the label and blanks around a text make no difference."""
+    first, second = sorted(first), sorted(second, reverse=True)
+    expected = [place for place, row in enumerate(first) if row in second]
+    texts = [f"text {row}" for row in range(12)]
+    pictures = images(12)
+    pairs = [(TableData({"sentence": [f" {texts[row]}\n" for row in first], "label": [0] * len(first)}),
+              TableData({"sentence": [texts[row] for row in second], "label": [1] * len(second)})),
+             (flipped(pictures.subset(first)), pictures.subset(second)),
+             (as_items(flipped(pictures.subset(first))), as_items(pictures.subset(second))),
+             ([{"input_ids": tensor([row, 7]), "attention_mask": tensor([1, 1]), "labels": 1} for row in first],
+              [{"input_ids": tensor([row, 7, 0]), "attention_mask": tensor([1, 1, 0]), "labels": 0} for row in second])]
+    for public, private in pairs:
+        assert shared_rows(Public(public, "elsewhere"), private) == expected
+        if expected:
+            with pytest.raises(ValueError, match=rf"^{len(expected)} of the {len(first)} rows .*\(elsewhere\).*row {expected[0]};"):
+                check_disjoint_rows(Public(public, "elsewhere"), private)
+        else:
+            check_disjoint_rows(Public(public, "elsewhere"), private)
+
+
+def test_a_picture_is_known_under_another_scale_and_normalisation():
+    stored = images()
+    floats = TensorData(stored.images.float() / 255, stored.labels)
+    assert shared_rows(floats, stored) == list(range(7))
+    brighter = TensorData(stored.images, stored.labels, 128.0)
+    assert shared_rows(brighter, stored) == [] and shared_rows(images(seed=1), stored) == []
+
+
+def test_encoded_texts_compare_with_encoded_texts_only(tokenizer):
+    table = TableData({"text": ["a b c", "d", "e f"], "label": [0, 1, 0]})
+    other = TableData({"text": ["d", "a b", "e f"], "label": [0, 1, 0]})
+    first, second = (encode(data, tokenizer, ("text", "label")) for data in (table, other))
+    assert shared_rows(first, second) == [1, 2] == shared_rows(as_items(first), second)
+    with pytest.raises(ValueError, match="texts cannot be compared with tokens; .* before they are tokenised"):
+        shared_rows(table, second)
+    with pytest.raises(ValueError, match="images cannot be compared with numbers"):
+        shared_rows(images(), as_items(images()))
+    assert shared_rows(TableData({"text": [], "label": []}), table) == [] == shared_rows(table, first.__class__({"input_ids": tensor([])},
+                                                                                                           tensor([], dtype=int)))
+
+
+def test_two_texts_are_not_one():
+    """Neither columns nor rows run into each other."""
+    one, other = TableData({"a": ["x"], "b": ["y z"]}), TableData({"a": ["x y"], "b": ["z"]})
+    assert shared_rows(one, other) == [] and shared_rows(one, one) == [0]
