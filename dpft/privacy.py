@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['History', 'PRV_ERROR', 'PRV_POINTS', 'PRV_DELTA', 'NOISE_CAP', 'Context', 'BudgetError', 'LedgerError',
-           'SampledGaussian', 'epsilon', 'noise_multiplier', 'Request', 'plan_budget', 'split_budget', 'Ledger',
-           'Keystream']
+           'SampledGaussian', 'epsilon', 'noise_multiplier', 'Request', 'plan_budget', 'split_budget', 'Budget',
+           'Ledger', 'Keystream']
 
 # %% ../nbs/01_privacy.ipynb #privacy-imports
 import hashlib
@@ -16,7 +16,7 @@ import sqlite3
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,60 @@ def _difference(
         return None if old == new else f"{name} is {old!r} in the ledger and {new!r} now"
     return next((text for field_name, a, b in pairs if (text := _difference(a, b, field_name))), None)
 
+# %% ../nbs/01_privacy.ipynb #privacy-budget
+def _conversion(
+    order: float, # alpha > 1
+    delta: float, # in (0, 1)
+) -> float:       # what @lem-rdp adds to the divergence
+    return math.log((order - 1) / order) - (math.log(delta) + math.log(order)) / (order - 1)
+
+
+@dataclass(frozen=True)
+class Budget:
+    "What all runs on one data set may spend together, held at one Rényi order; @thm-filter."
+    epsilon: float      # > 0
+    delta: float        # in (0, 1)
+    order: float = 0.0  # alpha, one of Opacus' orders; 0: the best for what is priced
+    reason: str = ""    # why it was set, for the ledger
+
+    def __post_init__(self) -> None:
+        from opacus.accountants import RDPAccountant
+        _check(0 < self.epsilon < math.inf, f"budget epsilon={self.epsilon}: it must be positive and finite")
+        _check(0 < self.delta < 1, f"budget delta={self.delta}: it must lie strictly between 0 and 1")
+        known = RDPAccountant.DEFAULT_ALPHAS
+        _check(not self.order or self.order in known, f"budget order={self.order}: choose one of Opacus' orders, 1.1 to 63")
+        floor = _conversion(self.order or known[-1], self.delta)
+        _check(self.epsilon > floor, f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent before the first run; "
+                                     f"ask for more than {floor:.3f}, or another order")
+
+    def _shares(self, mechanisms: Iterable[SampledGaussian]) -> dict[float, float]:
+        "Part of the budget that these cost at each order at which there is one."
+        from opacus.accountants import RDPAccountant
+        orders = RDPAccountant.DEFAULT_ALPHAS
+        total = sum((m.steps * _moments(m.noise_multiplier, m.sample_rate) for m in mechanisms), np.zeros(len(orders)))
+        budgets = {order: self.epsilon - _conversion(order, self.delta) for order in orders}
+        return {order: float(cost) / budgets[order] for order, cost in zip(orders, total) if budgets[order] > 0}
+
+    def share(
+        self,
+        mechanisms: Iterable[SampledGaussian],
+    ) -> float: # 1: the whole budget; at a fixed order the parts of several runs add up
+        "The part of the budget that these mechanisms cost."
+        shares = self._shares(mechanisms)
+        return shares[self.order] if self.order else min(shares.values())
+
+    def best_order(
+        self,
+        mechanisms: Iterable[SampledGaussian],
+    ) -> float:
+        "The order at which these mechanisms, once or often, cost the smallest part of the budget."
+        shares = self._shares(mechanisms)
+        return min(shares, key=lambda order: shares[order])
+
+    def looser_than(self, other: "Budget") -> bool:
+        "Whether it may allow what the other does not."
+        return self.epsilon > other.epsilon or self.delta > other.delta or self.order != other.order
+
 # %% ../nbs/01_privacy.ipynb #privacy-ledger
 class Ledger:
     "What has been planned and spent: committed to disk before a noisy result exists, in rows chained by hash."
@@ -276,13 +330,18 @@ class Ledger:
         self,
         path: str | Path | None = None, # a file, made for its owner only; None: in memory, gone with the process
         timeout: float = 10.0,          # seconds to wait for another process that writes
+        who: str | None = None,         # recorded with the runs that begin here
+        read_only: bool = False,        # for an auditor: nothing is made or changed
     ):
         self.path = None if path is None else Path(path)
-        self.timeout = timeout
-        if self.path is not None:
+        self.timeout, self.who = timeout, who
+        if self.path is not None and not read_only:
             self._prepare_file(self.path)
+        elif self.path is None or not self.path.is_file():
+            _check(not read_only, f"there is no ledger at {self.path}")
+        place = f"{self.path.absolute().as_uri()}?mode=ro" if self.path and read_only else self.path or ":memory:"
         with self._errors():
-            self._connection = sqlite3.connect(self.path or ":memory:", timeout=timeout, isolation_level=None)
+            self._connection = sqlite3.connect(place, timeout=timeout, isolation_level=None, uri=read_only)
             self._connection.execute("PRAGMA synchronous = EXTRA") # FULL, and the directory too
             self._open_schema()
         self.verify()
@@ -346,13 +405,17 @@ class Ledger:
         run: str,             # the name of a run, unique in this ledger
         plan: dict[str, Any], # JSON; "mechanisms" lists dicts of name, noise_multiplier, sample_rate, steps
     ) -> None:
-        "Record the plan of a run before its first draw; the same plan again resumes it, another is refused."
+        "Record the plan of a run before its first draw; the same plan again resumes it, another, or one beyond the budget, is refused."
         text = _canonical(plan)
         _planned(json.loads(text), run)
         with self._writing():
             recorded = self._query("SELECT content FROM ledger WHERE kind = 'begin' AND run = ?", run)
             if not recorded:
+                self._check_data(run, plan)
                 self._append("begin", run, content=text)
+                if self.who:
+                    self._append("who", run, content=self.who)
+                self._check_budget(run)
             elif recorded[0][0] != text:
                 difference = _difference(json.loads(recorded[0][0]), json.loads(text))
                 raise LedgerError(f'run "{run}" has another plan: {difference}; resume with the recorded plan or name a new run')
@@ -366,15 +429,23 @@ class Ledger:
         attributes: dict[str, Any] | None = None, # anything else worth keeping; JSON
     ) -> bool:          # whether it was charged: False for an identical replay
         "Charge one step, on disk when this returns; call it before the noisy sum is formed."
-        names = [m.name for m in _planned(self.plan(run), run)]
-        if mechanism not in names:
-            raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan has {names}')
+        planned = {m.name: m.steps for m in _planned(self.plan(run), run)}
+        if mechanism not in planned:
+            raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan has {list(planned)}')
         with self._writing():
             if self._query("SELECT 1 FROM ledger WHERE kind = 'spend' AND run = ? AND mechanism = ? AND step = ? AND digest = ?",
                            run, mechanism, step, digest):
                                return False
+            reserved = not self.budgets() or self._reserved(run, mechanism, step, planned[mechanism])
             self._append("spend", run, mechanism, int(step), digest, _canonical(attributes or {}))
+            if not reserved:
+                self._check_budget(run)
         return True
+
+    def _reserved(self, run: str, mechanism: str, step: int, steps: int) -> bool:
+        "Whether a row for this step is already part of what an unfinished run is charged; a replay with another sum is not."
+        again = self._query("SELECT 1 FROM ledger WHERE kind = 'spend' AND run = ? AND mechanism = ? AND step = ?", run, mechanism, step)
+        return not again and not self.finished(run) and self._counts(run, mechanism)[1] < steps
 
     def finish(
         self,
@@ -385,6 +456,122 @@ class Ledger:
         with self._writing():
             if not self.finished(run):
                 self._append("finish", run)
+
+    def _check_data(self, run: str, plan: dict[str, Any]) -> None:
+        "One ledger holds the runs on one data set; `LedgerError` names the run that was here before."
+        for other in self.runs():
+            before, now = self.plan(other).get("data"), plan.get("data")
+            if before and now and before != now:
+                raise LedgerError(f'ledger {self.path} belongs to another data set: run "{other}" recorded {before[:12]}…, '
+                                  f'run "{run}" has {now[:12]}…; give each data set a ledger of its own')
+            before, now = self.plan(other).get("unit"), plan.get("unit")
+            if before and now and before != now:
+                raise LedgerError(f'ledger {self.path} protects one {before}: run "{run}" protects one {now}, and their costs do not '
+                                  "add up; give each unit of privacy a ledger of its own")
+
+    def set_budget(
+        self,
+        epsilon: float,        # for all runs on this data set together, > 0
+        delta: float,          # in (0, 1)
+        order: float = 0.0,    # Rényi order at which it is held; 0: as before, or the best for the first run's plan
+        reason: str = "",      # recorded and shown; needed for a looser budget
+    ) -> Budget:
+        "Hold all runs, begun and to come, to one total; a looser budget is another row, never a change; @thm-filter."
+        with self._writing():
+            old = self.budget
+            order = order or (old.order if old else 0.0)
+            budget = self._held(Budget(epsilon, delta, order, reason))
+            if old is not None and budget.looser_than(old) and not reason:
+                raise BudgetError(f"ledger {self.path} holds a budget of epsilon={old.epsilon:g} at delta={old.delta:g}, "
+                                  f"order {old.order or 'of the first run'}; to loosen it, give a reason, which is recorded")
+            self._append_budget({"epsilon": epsilon, "delta": delta, "order": order, "reason": reason})
+            self._check_budget("")
+        return budget
+
+    def _held(self, budget: Budget) -> Budget:
+        "The budget at the order at which it is held: its own, or that of the first run."
+        if budget.order or not self.runs():
+            return budget
+        first = self.runs()[0]
+        return replace(budget, order=budget.best_order(_planned(self.plan(first), first)))
+
+    def remove_budget(
+        self,
+        reason: str, # recorded and shown
+    ) -> None:
+        "From now on nothing is refused; the removal is a row like any other."
+        _check(bool(reason), "to remove a budget, give a reason, which is recorded")
+        with self._writing():
+            self._append_budget({"epsilon": None, "reason": reason})
+
+    def _append_budget(self, content: dict[str, Any]) -> None:
+        self._append("budget", "", step=len(self.budgets()) + 1, content=_canonical(content | {"who": self.who}))
+
+    def budgets(self) -> list[dict[str, Any]]:
+        "Every budget that was set and, with epsilon None, every removal, in order."
+        return [json.loads(text) for text, in self._query("SELECT content FROM ledger WHERE kind = 'budget' ORDER BY number")]
+
+    @property
+    def budget(self) -> Budget | None:
+        "The budget that holds now."
+        last = (self.budgets() or [{"epsilon": None}])[-1]
+        return None if last["epsilon"] is None else self._held(Budget(last["epsilon"], last["delta"], last["order"], last["reason"]))
+
+    def _check_budget(self, asking: str) -> None:
+        "`BudgetError` that says who spent what, unless everything charged fits; within the transaction that would charge it."
+        budget = self.budget
+        if budget is None or budget.share(self.charged()) <= 1 + 1e-9:
+            return
+        shares = {run: budget.share(self.charged(run)) for run in self.runs()}
+        asks = f'run "{asking}" asks for {shares.pop(asking):.0%} and {1 - sum(shares.values()):.0%} is left; ' if asking else ""
+        spent = ", ".join(f'"{run}"{self._by(run)} {share:.0%}' for run, share in shares.items()) or "no other run"
+        raise BudgetError(f"ledger {self.path}: the data set's budget of epsilon={budget.epsilon:g} at delta={budget.delta:g} "
+                          f"would be passed: {asks}spent by {spent}; ask for less, or loosen the budget with a reason")
+
+    def _by(self, run: str) -> str:
+        return f" ({self.owner(run)})" if self.owner(run) else ""
+
+    def owner(self, run: str) -> str:
+        "Who began a run, as they said; empty if they did not."
+        return next((who for who, in self._query("SELECT content FROM ledger WHERE kind = 'who' AND run = ?", run)), "")
+
+    @property
+    def head(self) -> str:
+        "Hash of the last row: it stands for all rows so far; empty for a new ledger."
+        return next((last for last, in self._query("SELECT hash FROM ledger ORDER BY number DESC LIMIT 1")), "")
+
+    def knows(self, head: str) -> bool:
+        "Whether this was its head at some time."
+        return bool(self._query("SELECT 1 FROM ledger WHERE hash = ?", head))
+
+    def seal(
+        self,
+        run: str,    # begun before
+        digest: str, # of what was said about it
+    ) -> None:
+        "Record the digest of a statement about a run, so that a changed statement shows; the same again is recorded once."
+        self.plan(run)
+        with self._writing():
+            if not self.sealed(run, digest):
+                self._append("seal", run, digest=digest)
+
+    def sealed(self, run: str, digest: str | None = None) -> bool:
+        "Whether this statement, or any, was recorded about a run."
+        found = [seal for seal, in self._query("SELECT digest FROM ledger WHERE kind = 'seal' AND run = ?", run)]
+        return bool(found) if digest is None else digest in found
+
+    def copy(
+        self,
+        path: str | Path, # replaced if it exists
+    ) -> None:
+        "A copy of all rows, to publish beside a model: plans and keyed digests, no secret."
+        part = Path(f"{path}.part")
+        part.unlink(missing_ok=True)
+        with self._errors():
+            copied = sqlite3.connect(part)
+            self._connection.backup(copied)
+            copied.close()
+        part.replace(path)
 
     def runs(self) -> list[str]:
         "All runs, in the order in which they began."

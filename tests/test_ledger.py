@@ -1,6 +1,7 @@
 """The ledger: nothing that was spent is forgotten, nothing that was written can be changed, two writers do not mix."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.privacy import Ledger, LedgerError, SampledGaussian, _row_hash, epsilon
+from dpft.privacy import Budget, BudgetError, Ledger, LedgerError, SampledGaussian, _row_hash, epsilon
 
 PLAN = {
     "mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10},
@@ -362,3 +363,216 @@ def test_two_processes_share_a_ledger(tmp_path):
     with Ledger(path) as ledger:  # opening verifies the chain
         assert {run: steps(ledger.spent(run)) for run in ("one", "two", "shared")} == \
             {"one": {"train": 40}, "two": {"train": 40}, "shared": {"train": 80}}
+
+
+# --- the data set's budget -------------------------------------------------------------------------------------------
+
+ONE = SampledGaussian(1.0, 0.01, 100, "train")
+RUN = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 100}], "data": "ab" * 32}
+TWO_RUNS = 1.02 * epsilon([ONE, ONE], 1e-5, "rdp")  # epsilon of a budget that two such runs fit into, and three do not
+
+
+def test_a_plan_of_the_budgets_epsilon_takes_all_of_it():
+    for value in (0.8, 2.0, 8.0):
+        sigma_low, sigma_high = 0.3, 20.0
+        for _ in range(40):
+            middle = (sigma_low + sigma_high) / 2
+            enough = epsilon([SampledGaussian(middle, 0.01, 100)], 1e-5, "rdp") <= value
+            sigma_low, sigma_high = (sigma_low, middle) if enough else (middle, sigma_high)
+        plan = [SampledGaussian(sigma_high, 0.01, 100)]
+        budget = Budget(value, 1e-5)
+        assert budget.share(plan) == pytest.approx(1, abs=1e-6)
+        assert Budget(value, 1e-5, budget.best_order(plan)).share(plan) == budget.share(plan)
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 5), st.floats(0.001, 1), st.integers(1, 200)), max_size=4), st.floats(0.5, 10))
+@settings(max_examples=30, deadline=None)
+def test_what_a_budget_lets_in_is_within_epsilon(runs, value):
+    """At a fixed order parts add up, and a sum of at most 1 is at most the budget's epsilon, whatever the runs."""
+    budget = Budget(value, 1e-5, 4.0 if value > 4 else 16.0 if value > 1 else 63.0)
+    plans = [SampledGaussian(*run) for run in runs]
+    share = budget.share(plans)
+    assert share == pytest.approx(sum(budget.share([m]) for m in plans))
+    if share <= 1:
+        assert epsilon(plans, 1e-5, "rdp") <= value + 1e-9
+    assert Budget(value, 1e-5).share(plans) <= share + 1e-12
+
+
+def test_a_run_beyond_the_budget_is_refused_by_name_and_leaves_no_row(tmp_path):
+    with Ledger(tmp_path / "l.db", who="Anna") as anna, Ledger(tmp_path / "l.db") as other:
+        anna.set_budget(TWO_RUNS, 1e-5)
+        anna.begin("one", RUN)
+        other.begin("two", RUN)
+        head = anna.head
+        spent = r'run "three" asks for \d+% and \d+% is left; spent by "one" \(Anna\) \d+%, "two" \d+%; ask'
+        with pytest.raises(BudgetError, match=spent):
+            other.begin("three", RUN)
+        assert anna.runs() == ["one", "two"] and anna.head == head
+        other.begin("two", RUN)  # resuming is no new run
+        small = {"mechanisms": [RUN["mechanisms"][0] | {"steps": 1}]}
+        other.begin("small", small)
+        assert anna.owner("one") == "Anna" and anna.owner("two") == ""
+
+
+def test_what_a_finished_run_left_may_be_used():
+    with Ledger() as ledger:
+        ledger.set_budget(TWO_RUNS, 1e-5)
+        ledger.begin("one", RUN)
+        ledger.begin("two", RUN)
+        for t in range(100):
+            ledger.spend("one", "train", t, "x")
+        ledger.spend("two", "train", 0, "x")
+        ledger.finish("two")  # after one step of a hundred
+        assert ledger.budget.share(ledger.charged()) == pytest.approx(101 / 100 * ledger.budget.share([ONE]))
+        ledger.begin("three", RUN | {"mechanisms": [RUN["mechanisms"][0] | {"steps": 98}]})
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_steps_beyond_the_plan_pass_the_same_filter(finish):
+    """Another sum at the same step, or a step after the end, is a further release."""
+    with Ledger() as ledger:
+        ledger.begin("one", RUN)
+        for t in range(100):
+            assert ledger.spend("one", "train", t, "x")
+        ledger.set_budget(1.0001 * epsilon([ONE], 1e-5, "rdp"), 1e-5)
+        if finish:
+            ledger.finish("one")
+        assert not ledger.spend("one", "train", 5, "x")  # an identical replay costs nothing
+        with pytest.raises(BudgetError, match='"one"'):
+            for t in range(5):
+                ledger.spend("one", "train", 5, f"another sum {t}")
+        assert ledger.budget.share(ledger.charged()) <= 1
+
+
+def test_a_budget_is_loosened_only_with_a_reason_and_never_silently(tmp_path):
+    path = tmp_path / "l.db"
+    with Ledger(path, who="Anna") as ledger:
+        ledger.set_budget(2.0, 1e-5)
+        ledger.set_budget(1.5, 1e-5)  # tighter: no reason needed
+        for looser in ((3.0, 1e-5), (1.5, 1e-4), (1.0, 1e-5, 12.0)):
+            with pytest.raises(BudgetError, match="epsilon=1.5 at delta=1e-05.*give a reason"):
+                ledger.set_budget(*looser)
+        with pytest.raises(ValueError, match="give a reason"):
+            ledger.remove_budget("")
+        ledger.set_budget(3.0, 1e-5, reason="a second paper")
+        ledger.remove_budget("the data are public now")
+        assert ledger.budget is None
+        ledger.begin("one", RUN | {"mechanisms": [RUN["mechanisms"][0] | {"noise_multiplier": 0.3}]})
+    with Ledger(path) as ledger:
+        assert [entry["epsilon"] for entry in ledger.budgets()] == [2.0, 1.5, 3.0, None]
+        assert [entry["reason"] for entry in ledger.budgets()][2:] == ["a second paper", "the data are public now"]
+        assert {entry["who"] for entry in ledger.budgets()} == {"Anna"}
+        with pytest.raises(BudgetError, match='spent by "one"'):
+            ledger.set_budget(1.0, 1e-5)
+        assert len(ledger.budgets()) == 4
+    change(path, "UPDATE ledger SET content = replace(content, '1.5', '9.5') WHERE kind = 'budget'")
+    with pytest.raises(LedgerError, match="row 2 was changed"):
+        Ledger(path)
+
+
+def test_the_order_is_the_first_runs_and_does_not_move():
+    with Ledger() as ledger:
+        ledger.set_budget(4.0, 1e-5)
+        assert ledger.budget.order == 0
+        ledger.begin("one", RUN)
+        order = ledger.budget.order
+        assert order == Budget(4.0, 1e-5).best_order([ONE])
+        ledger.begin("other kind", {"mechanisms": [{"name": "train", "noise_multiplier": 30.0, "sample_rate": 1.0, "steps": 20}]})
+        assert ledger.budget.order == order != Budget(4.0, 1e-5).best_order(ledger.charged("other kind"))
+        ledger.set_budget(4.0, 1e-5, order=order)  # what holds already is not looser
+        ledger.set_budget(3.5, 1e-5)  # tighter, and still at the same order
+        ledger.set_budget(5.0, 1e-5, reason="more work")
+        assert ledger.budget == Budget(5.0, 1e-5, order, "more work")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ((0, 1e-5), "budget epsilon=0"), ((math.inf, 1e-5), "epsilon=inf"), ((1.0, 0.0), "delta=0"), ((1.0, 1e-5, 5.05), "order=5.05"),
+    ((0.05, 1e-5), "spent before the first run"), ((0.5, 1e-5, 4.0), "another order")])
+def test_budgets_that_cannot_be(arguments, message):
+    with Ledger() as ledger, pytest.raises(ValueError, match=message):
+        ledger.set_budget(*arguments)
+
+
+def test_a_ledger_of_another_data_set_is_refused(tmp_path):
+    with Ledger(tmp_path / "l.db") as ledger:
+        ledger.begin("one", RUN)
+        with pytest.raises(LedgerError, match='l.db belongs to another data set: run "one" recorded abababababab….*a ledger of its own'):
+            ledger.begin("two", RUN | {"data": "cd" * 32})
+        assert ledger.runs() == ["one"]
+
+
+def test_a_ledger_of_another_unit_is_refused():
+    with Ledger() as ledger:
+        ledger.begin("one", RUN | {"unit": "example"})
+        with pytest.raises(LedgerError, match='protects one example: run "two" protects one person'):
+            ledger.begin("two", RUN | {"unit": "person"})
+        ledger.begin("of an older version", RUN)
+
+
+def begin_together(path: str, name: str, together, results) -> None:
+    with Ledger(path, timeout=60) as ledger:
+        together.wait()
+        try:
+            ledger.begin(name, RUN)
+            results.put((name, "let in"))
+        except BudgetError:
+            results.put((name, "refused"))
+
+
+def test_of_two_processes_that_start_at_once_one_is_refused(tmp_path):
+    path = tmp_path / "l.db"
+    context = multiprocessing.get_context("spawn")
+    together, results = context.Barrier(2), context.Queue()
+    with Ledger(path) as ledger:
+        ledger.set_budget(TWO_RUNS, 1e-5)
+        ledger.begin("first", RUN)
+    starters = [context.Process(target=begin_together, args=(str(path), name, together, results)) for name in ("one", "two")]
+    for starter in starters:
+        starter.start()
+    found = sorted(results.get(timeout=120)[1] for _ in starters)
+    for starter in starters:
+        starter.join()
+    assert found == ["let in", "refused"]
+    with Ledger(path) as ledger:
+        assert len(ledger.runs()) == 2 and ledger.budget.share(ledger.charged()) <= 1
+
+
+# --- for an auditor --------------------------------------------------------------------------------------------------
+
+
+def test_reading_changes_nothing(tmp_path):
+    path = filled(tmp_path / "l.db")
+    path.chmod(0o444)
+    content = path.read_bytes()
+    with Ledger(path, read_only=True) as ledger:
+        assert ledger.runs() == ["a", "b"]
+        with pytest.raises(LedgerError, match="readonly"):
+            ledger.begin("c", PLAN)
+    assert path.read_bytes() == content and path.stat().st_mode & 0o777 == 0o444
+    with pytest.raises(ValueError, match="no ledger at"):
+        Ledger(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_seals_and_heads(tmp_path):
+    with Ledger(filled(tmp_path / "l.db")) as ledger:
+        before = ledger.head
+        ledger.seal("a", "digest of a statement")
+        ledger.seal("a", "digest of a statement")
+        assert ledger.sealed("a") and ledger.sealed("a", "digest of a statement") and not ledger.sealed("a", "x") and not ledger.sealed("b")
+        assert ledger.knows(before) and ledger.knows(ledger.head) and ledger.head != before and not ledger.knows("x")
+        assert len(ledger._query("SELECT 1 FROM ledger WHERE kind = 'seal'")) == 1
+        with pytest.raises(LedgerError, match="not in the ledger"):
+            ledger.seal("z", "x")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_copy_is_the_whole_ledger(tmp_path, in_memory):
+    with Ledger(None if in_memory else tmp_path / "l.db") as ledger:
+        ledger.begin("a", PLAN)
+        ledger.spend("a", "train", 0, "x")
+        ledger.copy(tmp_path / "copy.db")
+        ledger.copy(tmp_path / "copy.db")  # replaces
+        head = ledger.head
+    with Ledger(tmp_path / "copy.db", read_only=True) as copy:
+        assert copy.head == head and steps(copy.spent("a")) == {"train": 1}
