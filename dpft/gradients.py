@@ -10,7 +10,7 @@ __all__ = ['Batch', 'LossFunction', 'CHUNK', 'ROUNDING', 'Convolution', 'RULES',
            'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
            'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'Gradients', 'NotByExample', 'untraced',
            'Recorder', 'evaluating', 'only_training', 'nothing_hidden', 'different_rows', 'check_uncoupled',
-           'tolerance', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'unseen', 'gradients',
+           'tolerance', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'unseen', 'gradients',
            'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/04_gradients.ipynb #gradients-imports
@@ -591,7 +591,6 @@ class Recorder:
         self.uses: dict[nn.Parameter, list[Contribution]] = {}
         self.rows = 0
         self.anchors: dict[torch.device, Tensor] = {}
-        self._tap_layer, self._tap_bare = untraced(self._watch_layer), untraced(self._watch_bare)
 
     def run(self, loss_fn: LossFunction, batch: Batch) -> Tensor:
         "The (B,) losses, detached; `uses` is filled on the way."
@@ -607,27 +606,28 @@ class Recorder:
     def _tapped(self) -> Iterator[None]:
         "Hooks on every layer that has something to train; autograd itself is told that nothing does."
         with ExitStack() as stack:
+            layer, bare = untraced(self._tap_layer), untraced(self._tap_bare)
             for module in self.model.modules():
-                for handle in self._hooks(module):
+                for handle in self._hooks(module, layer, bare):
                     stack.callback(handle.remove)
             for parameter in trainable(self.model).values():
                 stack.callback(parameter.requires_grad_, True)
                 parameter.requires_grad_(False)
             yield
 
-    def _hooks(self, module: nn.Module) -> Iterator[RemovableHandle]:
+    def _hooks(self, module: nn.Module, layer: Callable, bare: Callable) -> Iterator[RemovableHandle]:
         own = self._own(module)
         if own and (rule := rule_for(module)):
-            yield module.register_forward_hook(partial(self._tap_layer, rule), with_kwargs=True)
+            yield module.register_forward_hook(partial(layer, rule), with_kwargs=True)
         elif own:
-            yield module.register_forward_pre_hook(self._tap_bare, with_kwargs=True)
+            yield module.register_forward_pre_hook(bare, with_kwargs=True)
             yield module.register_forward_hook(self._untap_bare, always_call=True)
 
     def _own(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         "What trains in a module itself, not in its children."
         return [(name, p) for name, p in module.named_parameters(recurse=False) if id(p) in self.trains]
 
-    def _watch_layer(self, rule: Rule, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+    def _tap_layer(self, rule: Rule, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         "Watch the output of a layer with a rule; keep its input only if the weight trains."
         own = dict(self._own(module))
         weight, bias = own.get("weight"), own.get("bias")
@@ -646,7 +646,7 @@ class Recorder:
                 self._add(weight, rule.weight(module, gradient, self._by_example(saved[0])))
         return Tap.apply(output, self._anchor(output), receive, *([] if weight is None else [inputs.detach()]))
 
-    def _watch_bare(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _tap_bare(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         "Give a module its bare parameters once for each example, for the length of one call."
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         for name, parameter in self._own(module):
@@ -860,6 +860,15 @@ def record(model: nn.Module, loss_fn: LossFunction, batch: Batch, groups: Groups
     losses = recorder.run(loss_fn, batch)
     return Gradients(losses, trainable(model), recorder.uses, groups.units if groups else len(losses))
 
+def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch, skip: Sequence[nn.Parameter]) -> bool:
+    "Whether a pass works when these parameters have no taps; some stop it with their neighbours' taps alone."
+    try:
+        with evaluating(model), nothing_hidden(model):
+            record(model, loss_fn, batch, skip=skip)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        return False
+    return True
+
 SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]
 _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss function -> parameter -> None for the taps, or a slow way
 
@@ -876,6 +885,8 @@ def unseen(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> dict[nn.Par
         small = select_rows(batch, different_rows(batch))
         check_uncoupled(model, exact, small)
         found = taps_see(model, exact, small, fresh)
+        if not all(found.values()) and not can_skip(model, exact, small, [parameter for parameter, sees in found.items() if not sees]):
+            found = dict.fromkeys(found, False)
         known.update({parameter: None for parameter, sees in found.items() if sees})
         if slow := {name: parameter for name, parameter in parameters.items() if not found.get(parameter, True)}:
             mapped = mapping_works(model, exact, small, list(slow.values()))

@@ -733,3 +733,28 @@ def test_memory_is_reused_where_the_c_library_can_be_asked():
     import platform
 
     assert reuse_memory() == (platform.libc_ver()[0] == "glibc")
+
+
+class Packed(Net):
+    "A bidirectional network over packed sequences: its steps have fewer and fewer rows."
+
+    def __init__(self):
+        super().__init__(rnn=nn.GRU(4, 3, bidirectional=True, batch_first=True), head=nn.Linear(6, 2))
+
+    def forward(self, x):
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+
+def test_packed_sequences_fall_back_and_stay_exact():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert worst_error(Packed(), wave, (noise(5, 3, 4),)) <= 1e-9
+
+
+def test_a_pass_that_stops_when_some_taps_are_missing_leaves_all_to_the_slow_way(monkeypatch):
+    monkeypatch.setattr("dpft.gradients.can_skip", lambda *_: False)
+    model, batch = Attention(), (noise(5, 3, 4),)
+    with pytest.warns(UserWarning, match="head.weight"):
+        assert worst_error(model, wave, batch) <= 1e-9
