@@ -515,7 +515,7 @@ BAD = [
     (dict(batch_size=0), "batch_size=0"), (dict(steps=0, epochs=0), "steps=0"), (dict(clip=0.0), "clip=0"),
     (dict(clip=math.inf), "clip=inf"),
     (dict(clipping="round"), "clipping='round'"), (dict(accountant="gdp"), "gdp"), (dict(optimizer="adagrad"), "optimizer='adagrad'"),
-    (dict(schedule="steps"), "schedule='steps'"), (dict(unit="user"), "unit='user'"), (dict(precision="fp16"), "precision='fp16'"),
+    (dict(schedule="steps"), "schedule='steps'"), (dict(unit="user"), "no column 'user'"), (dict(precision="fp16"), "precision='fp16'"),
     (dict(noise_multiplier=1.0), "only one of them"), (dict(epsilon=None), "either epsilon or"), (dict(average=1.5), "average=1.5"),
     (dict(method=Unlabelled()), "nothing to train"),
     (dict(model=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3))), "BatchNorm"),
@@ -560,3 +560,35 @@ def test_epsilon_of_a_plan_in_progress_grows_to_the_whole():
     values = [plan.epsilon(steps) for steps in (1, 10, 50)]
     assert values == sorted(values) and values[-1] == plan.epsilon() <= 2.0
     assert plan.epsilon() == pytest.approx(epsilon(plan.mechanisms, plan.delta))
+
+
+# ---- the frozen prefix
+
+
+class OnlyTheHead(Method):
+    "Everything, and from step 2 on the last layer alone."
+
+    def start(self, context):
+        context.train_only(context.model.parameters())
+
+    def step(self, context, t):
+        if t == 2:
+            context.train_only(context.model[-1].parameters())
+
+
+def test_a_cached_prefix_changes_nothing_but_the_work():
+    cached, plain = (run_all(engine(method=OnlyTheHead(), batch_size=30, steps=12, cache=cache)) for cache in (1.0, 0))
+    assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
+    assert plain.prefix is None and cached.prefix.hits > 0 and cached.prefix.bytes == 0        # nothing stays after the run
+
+
+def test_a_prefix_that_is_visited_once_is_not_cached():
+    e = run_all(engine(method=dpft.LastLayer(), batch_size=2, steps=2))
+    assert not e.prefix.enabled and e.prefix.hits == e.prefix.misses == 0
+
+
+def test_public_rows_that_are_private_too_are_refused():
+    data = toy()
+    with pytest.raises(ValueError, match="row"):
+        dpft.fine_tune(net(), data, dpft.Full(), epsilon=2.0, batch_size=20, steps=1, accountant="rdp", progress=False,
+                       evaluate=dpft.Public(TensorData(data.images[:5], data.labels[:5]), "the same rows"))

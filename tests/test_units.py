@@ -1,0 +1,206 @@
+"""People as the unit of privacy: drawn whole, summed, then bounded."""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_training import engine, net, run_all, toy, weights
+
+import dpft
+from dpft.data import TableData, TensorData, Units, encode, units_of
+from dpft.gradients import gradients, per_example_gradients
+from dpft.privacy import Request
+from dpft.training import CheckpointError, Method
+
+
+def owners(size=60, people=17, seed=1):
+    return torch.randint(0, people, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def exact_sum(model, data, unit, clip):
+    "Sum over people of their clipped summed gradients, by the slow oracle; flat."
+    rows = per_example_gradients(model, zoo.image_loss, data.batch(range(len(data))))
+    flat = torch.cat([value.flatten(1) for value in rows.values()], dim=1).double()
+    names = {name: number for number, name in enumerate(dict.fromkeys(unit))}
+    people = torch.zeros(len(names), flat.shape[1], dtype=flat.dtype).index_add_(0, torch.tensor([names[name] for name in unit]), flat)
+    return ((clip / people.norm(dim=1)).clamp(max=1.0)[:, None] * people).sum(0), people
+
+
+def one_sum(e):
+    "The engine's sum for one step, before noise; flat."
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    return torch.cat([value.flatten() for value in step.sums.values()]).double()
+
+
+# ---- units of a data set
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=40).filter(lambda labels: len(set(labels)) < len(labels)),
+       st.integers(1, 12), st.integers(1, 5) | st.none(), st.integers(0, 3))
+def test_batches_hold_whole_units_each_once_and_no_more_rows_than_the_cap(labels, most, cap, seed):
+    units = Units(labels, cap=cap)
+    drawn = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))[: max(1, len(units) - 1)]
+    seen = Counter()
+    met = []
+    for rows, numbers in units.batches(drawn, most, seed):
+        owners = [units.index[rows[numbers == number]].unique() for number in range(int(numbers.max()) + 1)]
+        assert all(len(owner) == 1 for owner in owners)
+        met += [int(owner) for owner in owners]
+        assert len(rows) <= most or len(owners) == 1
+        seen.update(rows.tolist())
+    assert met == drawn.tolist() and max(seen.values()) == 1
+    for unit in drawn.tolist():
+        brought = sum(units.index[row] == unit for row in seen)
+        assert brought == min(int(units.counts[unit]), cap or 1000)
+
+
+def test_which_rows_come_under_the_cap_is_random_and_keyed():
+    units = Units([0] * 30 + [1], cap=3)
+    drawn = [next(iter(units.batches(torch.tensor([0]), 64, seed)))[0].tolist() for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_unit_may_be_named_by_column_by_list_or_by_tensor():
+    table = TableData({"sentence": ["a", "b", "c"], "label": [0, 1, 0], "who": ["x", "y", "x"]})
+    by_name = units_of(table, "who")
+    for labels in (["x", "y", "x"], torch.tensor([4, 2, 4])):
+        assert units_of(table, labels).index.tolist() == by_name.index.tolist() == [0, 1, 0]
+    assert by_name.name == "who" and units_of(table, None) is None and units_of(table, "example") is None
+
+
+@pytest.mark.parametrize("unit, cap, words", [
+    ("nobody", None, "no column 'nobody'"), (["a", "b"], None, "names 2 rows and the data has 3"),
+    ("label2", None, "one row each"), ("who", 0, "at least one row"), (None, 2, "needs a unit")])
+def test_bad_units_are_refused(unit, cap, words):
+    table = TableData({"sentence": ["a", "b", "c"], "label": [0, 1, 0], "who": ["x", "y", "x"], "label2": [1, 2, 3]})
+    with pytest.raises(ValueError, match=words):
+        units_of(table, unit, cap)
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize("physical", [64, 7, 1])
+def test_the_sum_is_that_of_people_bounded_whole(physical):
+    data, unit, model = toy(), owners(), net()
+    wanted, _ = exact_sum(model, data, unit, 0.5)
+    e = engine(model, data=data, unit=unit, batch_size=len(set(unit)), physical_batch_size=physical)
+    assert (one_sum(e) - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_one_person_moves_the_sum_by_no_more_than_the_bound_however_many_rows_she_has():
+    data, model = toy(), net()
+    unit = [0 if row < 40 else row // 2 for row in range(60)]
+    e = engine(model, data=data, unit=unit, batch_size=len(set(unit)))
+    with_her = one_sum(e)
+    left = TensorData(data.images[40:], data.labels[40:])
+    without = one_sum(engine(net(), data=left, unit=unit[40:], batch_size=len(set(unit[40:]))))
+    assert 0.45 < (with_her - without).norm() < 0.5 + 1e-5
+    rows = one_sum(engine(net(), data=data, batch_size=60)) - one_sum(engine(net(), data=left, batch_size=20))
+    assert rows.norm() > 2                                   # as examples she moves it by many bounds
+
+
+def test_people_are_drawn_not_rows():
+    data, unit = toy(), owners()
+    people = len(set(unit))
+    e = engine(data=data, unit=unit, batch_size=6, steps=400, epsilon=None, noise_multiplier=1.0, delta=1e-3)
+    assert e.plan.size == people and e.plan.sample_rate == 6 / people
+    drawn = []
+    for t in range(400):
+        rows = [row for batch in e.batches(e.plan.sample_rate, "train", t) for row in batch[0].flatten(1).sum(1).tolist()]
+        drawn.append(rows)
+    value = {round(v, 4): unit[row] for row, v in enumerate(data.batch(range(60))[0].flatten(1).sum(1).tolist())}
+    size = Counter(unit)
+    for rows in drawn:
+        met = Counter(value[round(v, 4)] for v in rows)
+        assert all(met[person] == size[person] for person in met)
+    mean = sum(len({value[round(v, 4)] for v in rows}) for rows in drawn) / 400
+    assert abs(mean - 6) < 5 * (6 / 400) ** 0.5
+
+
+def test_a_cap_bounds_rows_and_the_guarantee_names_the_unit():
+    unit = [0] * 50 + [1, 1] + list(range(2, 10))
+    e = engine(data=toy(), unit=unit, unit_cap=3, batch_size=10, steps=3)
+    rows = sum(len(batch[1]) for batch in e.batches(1.0, "train", 0))
+    assert rows == 3 + 2 + 8
+    run_all(engine(data=toy(), unit=unit, unit_cap=3, batch_size=5, steps=3))
+    assert e.guarantee.unit == "unit" and "number of units, 10" in e.guarantee.assumed_public[0]
+
+
+def test_a_batch_that_the_step_did_not_give_is_refused():
+    e = engine(data=toy(), unit=owners(), batch_size=5)
+    step = next(iter(e))
+    batch = next(iter(step))
+    with pytest.raises(ValueError, match="only the batches that it yields"):
+        step.add((batch[0].clone(), batch[1]))
+
+
+def test_a_method_that_draws_must_ask_for_the_units():
+    class Looks(Method):
+        def __init__(self, asks):
+            self.asks = asks
+
+        def requests(self, context):
+            return [Request(0.5, 1, 0.1, "look")]
+
+        def start(self, context):
+            context.train_only(context.model.parameters())
+            total = torch.zeros(1)
+            for batch in context.draw(0.5):
+                groups = context.groups(batch) if self.asks else None
+                norms = gradients(context.model, context.loss_fn, batch, groups).norms()
+                total += (norms.clamp(max=1.0)).sum()
+            context.release(total, 1.0)
+
+    engine(method=Looks(True), data=toy(), unit=owners(), batch_size=5)
+    with pytest.raises(ValueError, match="context.groups"):
+        engine(method=Looks(False), data=toy(), unit=owners(), batch_size=5)
+    engine(method=Looks(False), data=toy(), batch_size=5)
+
+
+def test_a_run_resumes_and_another_division_into_units_is_refused(tmp_path):
+    settings = dict(data=toy(), unit=owners(), batch_size=5, checkpoint=tmp_path)
+    first = engine(**settings)
+    run_all(first)
+    assert torch.equal(weights(run_all(engine(data=toy(), unit=owners(), batch_size=5)).model), weights(first.model))
+    with pytest.raises(CheckpointError, match="units"):
+        engine(**{**settings, "unit": owners(seed=2)})
+
+
+def test_without_privacy_the_mean_divides_by_people():
+    data, unit, model = toy(), owners(), net()
+    e = engine(model, data=data, unit=unit, batch_size=len(set(unit)), epsilon=float("inf"))
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    step.privatize()
+    losses = zoo.image_loss(model, data.batch(range(60)))
+    wanted = torch.autograd.grad(losses.sum() / len(set(unit)), list(model.parameters()))
+    assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), wanted, strict=True))
+
+
+def test_fine_tune_takes_the_column_of_a_table_of_texts():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", *"abcdefgh"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+    table = TableData({"sentence": [" ".join("abcdefgh"[: 1 + i % 5]) for i in range(24)], "label": [i % 3 for i in range(24)],
+                       "writer": [f"w{i // 3}" for i in range(24)]})
+    assert len(units_of(encode(table, tokenizer, ("sentence", "label")), "writer")) == 8
+    model = zoo.build("bert")[0].float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = dpft.fine_tune(model, table, dpft.BiTFiT(), epsilon=4.0, batch_size=4, steps=2, tokenizer=tokenizer, unit="writer",
+                             columns=("sentence", "label"), accountant="rdp", delta=1e-2, progress=False)
+    assert run.guarantee.unit == "writer" and run.guarantee.mechanisms[0].sample_rate == 0.5
+    assert "writer" in run.report()
