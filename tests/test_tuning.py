@@ -1,0 +1,593 @@
+"""Tuning: prices against brute force, noise against its target, searches against their ledger; planning against single solves."""
+
+import math
+import os
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+from scipy.special import logsumexp
+
+from dpft import cli, tuning
+from dpft.bitfit import BiTFiT
+from dpft.data import Public, TensorData, load_data
+from dpft.guarantee import Guarantee, verify
+from dpft.models import accuracy, load_model
+from dpft.privacy import BudgetError, Keystream, Ledger, SampledGaussian, epsilon, noise_multiplier
+from dpft.training import Method, make_plan
+from dpft.tuning import (
+    CHARGES,
+    LAWS,
+    ORDERS,
+    NoisyAccuracy,
+    TrialLaw,
+    TunedGuarantee,
+    count_trainable,
+    data_shape,
+    grouped,
+    model_shape,
+    noisy_accuracy,
+    plan_figure,
+    plan_table,
+    plan_text,
+    price,
+    probe_seconds,
+    recommended,
+    selected_renyi,
+    selection_epsilon,
+    settle,
+    trial_leaks,
+    trial_noise,
+    tune,
+)
+
+SST2 = SampledGaussian(0.88, 1024 / 67349, 197)
+DELTA = 1 / (2 * 67349)
+laws = st.sampled_from(sorted(LAWS))
+
+
+def generating(law, x):
+    "E x^K in closed form."
+    g = law.parameter
+    if law.name == "poisson":
+        return np.expm1(g * x) / np.expm1(g)
+    return np.log1p((g - 1) * x) / np.log(g) if law.name == "logarithmic" else g * x / (1 - (1 - g) * x)
+
+
+# The number of trials
+
+
+@given(laws, st.floats(1.01, 60))
+@settings(max_examples=40)
+def test_the_law_has_its_mean_and_its_slope(name, mean):
+    law = TrialLaw(name, mean)
+    probabilities, k = np.array([law.probability(n) for n in range(1, 120)]), np.arange(1, 120)
+    assert law.slope(1.0) == pytest.approx(mean)
+    for x in (0.2, 0.6, 0.8):
+        assert generating(law, x) == pytest.approx(probabilities @ x**k, abs=1e-9)
+        assert law.slope(x) == pytest.approx((generating(law, x + 1e-5) - generating(law, x - 1e-5)) / 2e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(LAWS))
+def test_numbers_of_trials_follow_the_law(name):
+    "Chi-square over 20,000 seeded draws, and the mean within four standard errors."
+    law, keystream = TrialLaw(name, 6.0), Keystream(3)
+    drawn = [law.draw(int.from_bytes(keystream.key("k", i)[:6], "little") / 2**48) for i in range(20_000)]
+    assert min(drawn) >= 1
+    edges = range(1, 16)
+    expected = np.array([law.probability(k) for k in edges])
+    expected = 20_000 * np.append(expected, 1 - expected.sum())
+    counts = Counter(min(k, 16) for k in drawn)
+    assert stats.chisquare([counts[k] for k in range(1, 17)], expected).pvalue > 1e-3
+    assert abs(np.mean(drawn) - 6) < 4 * np.std(drawn) / math.sqrt(len(drawn))
+
+
+@given(laws, st.floats(1.1, 300), st.floats(0, 1, exclude_max=True))
+@settings(max_examples=60)
+def test_draw_inverts_the_distribution(name, mean, uniform):
+    law = TrialLaw(name, mean)
+    k = law.draw(uniform)
+    if k < 600:
+        below = sum(law.probability(j) for j in range(1, k))
+        assert below <= uniform + 1e-9 and uniform < below + law.probability(k) + 1e-9
+
+
+def test_geometric_and_poisson_by_their_textbook_forms():
+    geometric, poisson = TrialLaw("geometric", 8.0), TrialLaw("poisson", 8.0)
+    for k in (1, 2, 7, 20):
+        assert geometric.probability(k) == pytest.approx(stats.geom.pmf(k, 1 / 8))
+        assert poisson.probability(k) == pytest.approx(stats.poisson.pmf(k, poisson.parameter) / -math.expm1(-poisson.parameter))
+    logarithmic = TrialLaw("logarithmic", 8.0)
+    assert logarithmic.probability(3) == pytest.approx(stats.logser.pmf(3, 1 - logarithmic.parameter))
+
+
+# The bound
+
+
+def divergence(p, q, order):
+    return logsumexp(order * np.log(p) + (1 - order) * np.log(q)) / (order - 1)
+
+
+def best_of(p, law):
+    "The exact output distribution of selection, the last output being the best."
+    return np.diff(np.append(0.0, generating(law, np.cumsum(p))))
+
+
+def bound_of(p, q, law):
+    "The theorem with everything about one trial computed exactly, in both directions."
+    renyi = np.array([max(divergence(p, q, order), divergence(q, p, order)) for order in ORDERS])
+    small = np.exp(np.log1p(1 / (ORDERS - 1)))[:, None]
+    leaks = np.maximum(np.maximum(q - small * p, 0).sum(1), np.maximum(p - small * q, 0).sum(1))
+    return selected_renyi(renyi, law, leaks)
+
+
+weights = st.lists(st.floats(0.02, 1.0), min_size=4, max_size=4).map(lambda values: np.array(values) / sum(values))
+
+
+@given(weights, weights, laws, st.floats(1.2, 12))
+@settings(max_examples=40)
+def test_the_bound_covers_selection_exactly_computed(p, q, name, mean):
+    law = TrialLaw(name, mean)
+    bound, first, second = bound_of(p, q, law), best_of(p, law), best_of(q, law)
+    for place in range(0, len(ORDERS), 8):
+        exact = max(divergence(first, second, ORDERS[place]), divergence(second, first, ORDERS[place]))
+        assert exact <= bound[place] + 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(LAWS))
+@pytest.mark.parametrize("sigma", [1.0, 3.0])
+def test_the_bound_covers_selection_among_gaussians(name, sigma):
+    "One output is a normal number, the largest is published: densities f'(Phi) phi, divergence by numerical integration."
+    law = TrialLaw(name, 10.0)
+    renyi = ORDERS / (2 * sigma**2)
+    small, mu = np.log1p(1 / (ORDERS - 1)), 1 / sigma
+    leaks = stats.norm.cdf(mu / 2 - small / mu) - np.exp(small) * stats.norm.cdf(-mu / 2 - small / mu)
+    bound = selected_renyi(renyi, law, leaks)
+
+    def density(x, mean):
+        return law.slope(stats.norm.cdf(x, mean, sigma)) * stats.norm.pdf(x, mean, sigma)
+
+    def moment(x, order, first, second):
+        return density(x, first) ** order * density(x, second) ** (1 - order)
+    for order in (2.0, 4.0):
+        for pair in ((0.0, 1.0), (1.0, 0.0)):
+            whole = integrate.quad(moment, -8 * sigma, 8 * sigma, args=(order, *pair), limit=400)[0]
+            assert math.log(whole) / (order - 1) <= bound[np.argmin(abs(ORDERS - order))] + 1e-6
+
+
+@pytest.mark.parametrize("name", ["geometric", "logarithmic"])
+@pytest.mark.parametrize("mean", [2.0, 16.0, 100.0])
+def test_the_bound_is_that_of_an_independent_implementation(name, mean):
+    dp = pytest.importorskip("dp_accounting.rdp.rdp_privacy_accountant")
+    renyi = 197 * tuning._step_renyi(0.88, 1024 / 67349)
+    theirs = np.asarray(dp._compute_rdp_repeat_and_select(ORDERS, renyi, mean, LAWS[name]))
+    ours = np.minimum.accumulate(selected_renyi(renyi, TrialLaw(name, mean))[::-1])[::-1] # theirs uses that divergences grow with the order
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+@pytest.mark.parametrize("sigma", [1.0, 4.0])
+def test_leaks_cover_the_gaussian_mechanism(accountant, sigma):
+    small, mu = np.log1p(1 / (ORDERS - 1)), 1 / sigma
+    exact = stats.norm.cdf(mu / 2 - small / mu) - np.exp(small) * stats.norm.cdf(-mu / 2 - small / mu)
+    found = trial_leaks([SampledGaussian(sigma, 1.0, 1)], tuning._step_renyi(sigma, 1.0), accountant)
+    assert (found >= exact - 1e-12).all() and (found <= 1).all()
+    assert accountant == "rdp" or np.allclose(found, exact, atol=1e-3)
+
+
+def test_leaks_of_a_sampled_mechanism_are_those_of_an_independent_accountant():
+    "Of removing and adding a unit the worse, at every order."
+    dp, pld = pytest.importorskip("dp_accounting"), pytest.importorskip("dp_accounting.pld")
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+    accountant.compose(dp.PoissonSampledDpEvent(0.2, dp.GaussianDpEvent(1.0)), 3)
+    found = trial_leaks([SampledGaussian(1.0, 0.2, 3)], 3 * tuning._step_renyi(1.0, 0.2), "prv")
+    for place in range(5, len(ORDERS), 20):
+        assert found[place] == pytest.approx(accountant.get_delta(math.log1p(1 / (ORDERS[place] - 1))), abs=2e-3)
+
+
+# The price
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_composition_is_one_run_of_all_steps(accountant):
+    both = price(SST2, DELTA, 5, "logarithmic", accountant)
+    assert both.composition == epsilon(SampledGaussian(0.88, 1024 / 67349, 5 * 197), DELTA, accountant)
+    assert price(SST2, DELTA, 5, "logarithmic", accountant, different=3).composition < both.composition
+    assert both.cheaper == ("composition" if both.composition <= both.selection else "selection")
+
+
+def test_sixteen_trials_on_sst2():
+    "The numbers of the chapter."
+    both = price(SST2, DELTA, 16)
+    assert both.composition == pytest.approx(6.99, abs=0.02) and both.selection == pytest.approx(4.19, abs=0.02)
+    assert price(SST2, DELTA, 16, "geometric").selection == pytest.approx(4.85, abs=0.02)
+    assert price(SST2, DELTA, 2, accountant="rdp").cheaper in ("composition", "selection")
+
+
+@given(laws, st.floats(2, 40), st.floats(0.7, 5), st.integers(1, 300))
+@settings(max_examples=30)
+def test_selection_costs_more_than_one_trial_and_grows(name, mean, sigma, steps):
+    one = SampledGaussian(sigma, 0.01, steps)
+    value = selection_epsilon(one, 1e-5, TrialLaw(name, mean), "rdp")
+    assert value >= selection_epsilon(one, 1e-5, TrialLaw(name, 1 + (mean - 1) / 2), "rdp") - 1e-9
+    assert value <= selection_epsilon(SampledGaussian(sigma, 0.01, steps + 10), 1e-5, TrialLaw(name, mean), "rdp") + 1e-9
+    assert value <= selection_epsilon(one, 1e-6, TrialLaw(name, mean), "rdp")
+    assert value >= epsilon(one, 1e-5, "rdp") - 0.05 # the grid of orders is another
+
+
+@pytest.mark.parametrize("way, law, accountant", [
+    ("composition", "poisson", "rdp"), ("none", "poisson", "rdp"), ("selection", "poisson", "rdp"), ("selection", "geometric", "rdp"),
+    ("selection", "logarithmic", "prv"), ("selection", "poisson", "prv")])
+def test_the_solved_noise_meets_the_target_and_less_does_not(way, law, accountant):
+    sigma = trial_noise(2.0, DELTA, 1024 / 67349, 50, 8, way, law, accountant)
+
+    def cost(value):
+        one = SampledGaussian(value, 1024 / 67349, 50)
+        both = price(one, DELTA, 8, law, accountant)
+        return epsilon(one, DELTA, accountant) if way == "none" else getattr(both, way)
+    assert cost(sigma) <= 2.0 < cost(sigma - 2e-3)
+
+
+def test_settle_takes_the_smaller_noise():
+    ways = [settle(1.0, 1e-4, 0.1, 20, 12, 12, way, "geometric", "rdp") for way in CHARGES]
+    assert ways[0].noise_multiplier == min(ways[1].noise_multiplier, ways[2].noise_multiplier) and ways[0].way == "selection"
+    few = settle(1.0, 1e-4, 0.1, 20, 12, 1, "cheapest", "geometric", "rdp")
+    assert few.way == "composition" and few.trials == 1 and few.noise_multiplier == pytest.approx(ways[3].noise_multiplier)
+    with pytest.raises(BudgetError, match="cannot be met by a selection"):
+        settle(0.02, 1e-5, 0.1, 20, 16, 16, "selection", "geometric", "prv")
+
+
+# Scores
+
+
+def test_noisy_accuracy_is_accuracy_plus_normal_noise():
+    model = torch.nn.Linear(2, 2)
+    rows = [(torch.eye(2)[i % 2], 0) for i in range(50)]
+    count = accuracy(model, rows) * 50
+    keystream = Keystream(5)
+    values = [noisy_accuracy(model, rows, 3.0, keystream, number) for number in range(400)]
+    assert stats.kstest([(50 * value - count) / 3 for value in values], "norm").pvalue > 1e-3
+    assert values[0] == noisy_accuracy(model, rows, 3.0, keystream, 0) != values[1]
+    assert noisy_accuracy(model, rows, 3.0, Keystream(), 0) != noisy_accuracy(model, rows, 3.0, Keystream(), 0)
+
+
+# Searches
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_data("digits", limit=300)
+
+
+def search(digits, charge="composition", score=None, choices=None, **changes):
+    arguments = {"epsilon": 4.0, "trials": 3, "charge": charge, "law": "geometric", "steps": 2, "batch_size": 60, "accountant": "rdp",
+                 "seed": 1, "progress": False, "clip": 1.0} | changes
+    score = NoisyAccuracy(digits.dev) if score is None else score
+    return tune("mlp", digits, BiTFiT(), choices or {"learning_rate": [1e-4, 1e-1, 1e-2]}, score, **arguments)
+
+
+def test_composition_charges_every_trial(digits, tmp_path):
+    found = search(digits, ledger=tmp_path / "l.sqlite")
+    assert len(found.trials) == 3 and sorted(trial.settings["learning_rate"] for trial in found.trials) == [1e-4, 1e-2, 1e-1]
+    assert found.score == max(trial.score for trial in found.trials) and {"settings": found.best, "score": found.score} in \
+        [vars(trial) for trial in found.trials]
+    sigma = found.charge.noise_multiplier
+    assert found.guarantee.mechanisms == [SampledGaussian(sigma, 60 / 300, 6)] and found.run.guarantee is found.guarantee
+    assert sigma == pytest.approx(noise_multiplier(4.0, 1 / 600, 0.2, 6, accountant="rdp"))
+    assert 3.9 < found.run.epsilon <= 4 and found.run.epsilon == pytest.approx(found.price.composition)
+    with Ledger(tmp_path / "l.sqlite") as ledger:
+        assert len(ledger.runs()) == 3 and all(ledger.finished(run) for run in ledger.runs())
+        assert ledger.epsilon(1 / 600) == pytest.approx(found.run.epsilon)
+    assert found.score_guarantee.mechanisms[0].steps == 3 and 3.8 < found.score_guarantee.epsilon() <= 4
+    assert "the size of the private development set, 360" in found.guarantee.assumed_public and not found.guarantee.uncharged
+    assert "3 trials" in found.report() and "private development set" in found.report()
+
+
+def test_selection_publishes_the_best_and_keeps_the_rest(digits, tmp_path):
+    found = search(digits, "selection", trials=4, ledger=tmp_path / "l.sqlite")
+    assert [trial.settings for trial in found.trials] == [found.best]
+    assert isinstance(found.guarantee, TunedGuarantee) and found.guarantee.law == TrialLaw("geometric", 4.0)
+    one = SampledGaussian(found.charge.noise_multiplier, 0.2, 2)
+    assert found.guarantee.mechanisms == [one] and 3.9 < found.run.epsilon <= 4 and found.run.epsilon == found.price.selection
+    assert found.run.epsilon == selection_epsilon(one, 1 / 600, TrialLaw("geometric", 4.0), "rdp")
+    keystream = Keystream(1)
+    count = TrialLaw("geometric", 4.0).draw(int.from_bytes(keystream.key("number of trials")[:6], "little") / 2**48)
+    with Ledger(tmp_path / "l.sqlite") as ledger:
+        assert len(ledger.runs()) == count and ledger.epsilon(1 / 600) >= epsilon(one, 1 / 600, "rdp")
+    assert isinstance(found.score_guarantee, TunedGuarantee) and 3.8 < found.score_guarantee.epsilon() <= 4
+    assert f"{count} trials" not in found.report() and "random number of trials" in found.run.report()
+
+
+def test_without_charge_the_guarantee_says_so(digits):
+    found = search(digits, "none", score=lambda model: 0.0)
+    assert found.guarantee.mechanisms == [SampledGaussian(found.charge.noise_multiplier, 0.2, 2)]
+    assert found.run.epsilon == pytest.approx(4, abs=0.02)
+    said = " ".join(found.guarantee.uncharged)
+    for text in ("the choice of settings among 3 trials", f"epsilon {found.price.composition:.2f}", "by a function of the user's"):
+        assert text in said
+    assert "among 3 trials" in found.report()
+    public = search(digits, "composition", score=Public(digits.dev, "elsewhere"))
+    assert not public.guarantee.uncharged and any("(elsewhere)" in fact for fact in public.guarantee.assumed_public)
+    assert search(digits, "composition", score=digits.dev).guarantee.uncharged == \
+        ["the scores that chose among the trials, on 360 examples, unless they are public"]
+    plain = search(digits, "none", epsilon=math.inf, score=digits.dev)
+    assert plain.price is None and math.isinf(plain.run.epsilon)
+
+
+def test_a_search_starts_from_the_same_model_and_repeats_under_its_seed(digits):
+    model = load_model("mlp", 10, "image", digits.image_shape)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = []
+
+    def score(tuned):
+        seen.append(tuned)
+        return -len(seen)
+    found = tune(model, digits, BiTFiT(), {"learning_rate": [0.1, 0.2], "clip": [1.0]}, score, 4.0, trials=2, charge="composition",
+                 steps=1, batch_size=60, accountant="rdp", seed=0, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert found.run.model is seen[0] and len({id(tuned) for tuned in seen}) == 2
+    again = search(digits)
+    assert [vars(trial) for trial in again.trials] == [vars(trial) for trial in search(digits).trials]
+    assert [vars(trial) for trial in again.trials] != [vars(trial) for trial in search(digits, seed=None).trials]
+    assert search(digits, score=lambda tuned: math.nan).best in [{"learning_rate": rate} for rate in (1e-4, 1e-1, 1e-2)]
+
+
+def test_equal_settings_are_run_with_randomness_of_their_own(digits):
+    models = []
+    search(digits, choices=[{"learning_rate": 0.1}] * 2, trials=2, score=lambda model: models.append(model) or 0.0)
+    first, second = (torch.cat([parameter.flatten() for parameter in model.parameters()]) for model in models)
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_selection_draws_its_settings_uniformly_and_composition_tries_each_once(digits):
+    choices = {"learning_rate": [0.1, 0.2, 0.3, 0.4], "clip": [1.0, 2.0]}
+    found = tuning.Search("mlp", digits, BiTFiT(), choices, lambda model: 0.0, 400, "selection", {}, 7)
+    order = found.order(tuning.Charge("selection", 400, 1.0, TrialLaw("poisson", 400.0)))
+    assert 300 < len(order) < 500 and stats.chisquare(np.bincount(order, minlength=8)).pvalue > 1e-3
+    assert sorted(found.order(tuning.Charge("composition", 8, 1.0, None))) == list(range(8))
+    assert len(set(found.order(tuning.Charge("composition", 3, 1.0, None)))) == 3
+
+
+def test_a_function_may_propose_in_the_light_of_earlier_trials(digits):
+    def next_rate(done):
+        return {"learning_rate": 0.1 / 2 ** len(done)}
+    found = search(digits, choices=next_rate)
+    assert [trial.settings["learning_rate"] for trial in found.trials] == [0.1, 0.05, 0.025]
+    assert found.guarantee.mechanisms[0].steps == 6
+
+
+def test_a_search_may_protect_people(digits):
+    people = [row // 3 for row in range(300)]
+    found = search(digits, unit=people, batch_size=20, charge="composition", choices={"learning_rate": [0.1, 0.2]}, trials=2)
+    assert found.guarantee.unit == "unit" and found.guarantee.mechanisms[0].sample_rate == 0.2
+    assert "number of units, 100" in found.guarantee.assumed_public[0]
+
+
+class Greedy(BiTFiT):
+    def requests(self, context):
+        return []
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"trials": 1}, "trials=1"), ({"charge": "free"}, "charge='free'"), ({"law": "uniform", "charge": "selection"}, "law='uniform'"),
+    ({"choices": {"batch_size": [8, 16]}}, "dpft plan"), ({"choices": {"learning_rte": [1]}}, "did you mean 'learning_rate'"),
+    ({"choices": {"learning_rate": 0.1}}, "must be a list"), ({"choices": {"learning_rate": []}}, "nothing to try"),
+    ({"choices": [{}]}, "nothing to try"), ({"choices": {"seed": [1, 2]}}, "belongs to the search"),
+    ({"checkpoint": "folder"}, "'checkpoint'"), ({"noise_multiplier": 1.0}, "'noise_multiplier'"), ({"clipp": 1.0}, "did you mean 'clip'"),
+    ({"unit": "person"}, "no column 'person'"), ({"choices": lambda done: {}, "charge": "selection"}, "depend on each other"),
+    ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01}, "cannot be met"),
+    ({"batch_size": 301}, "batch_size=301"), ({"delta": 0.5}, "below 1/300"), ({"clip": -1.0}, "clip=-1"),
+])
+def test_bad_searches_are_refused_before_anything_is_spent(digits, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        search(digits, **({"ledger": tmp_path / "l.sqlite"} | changes))
+    assert not (tmp_path / "l.sqlite").exists() or not Ledger(tmp_path / "l.sqlite").runs()
+
+
+@pytest.mark.parametrize("mark", [lambda data: Public(data, "elsewhere"), NoisyAccuracy])
+def test_scores_on_training_rows_are_refused(digits, mark):
+    overlap = TensorData(digits.train.images[:3], digits.train.labels[:3], digits.train.scale)
+    with pytest.raises(ValueError, match="3 of the 3 rows"):
+        search(digits, score=mark(overlap))
+    with pytest.raises(ValueError, match="no rows"):
+        NoisyAccuracy([])
+    with pytest.raises(ValueError, match="no noise_multiplier"):
+        NoisyAccuracy(digits.dev).mechanism()
+    assert NoisyAccuracy(digits.dev, 5.0).mechanism() == SampledGaussian(5.0, 1.0, 1)
+
+
+# The guarantee
+
+
+def tuned(**changes):
+    fields = {"target_delta": 1e-5, "accountant": "rdp", "law": TrialLaw("geometric", 8.0)}
+    return TunedGuarantee([SampledGaussian(1.2, 0.01, 100)], **(fields | changes))
+
+
+def test_a_tuned_guarantee_is_worse_than_its_trial_in_every_reading():
+    whole, one = tuned(), Guarantee([SampledGaussian(1.2, 0.01, 100)], target_delta=1e-5, accountant="rdp")
+    assert whole.epsilon() > one.epsilon() and whole.epsilon(1e-6) > whole.epsilon()
+    assert whole.delta(1.0) > one.delta(1.0) and whole.epsilon(whole.delta(3.0)) <= 3.0
+    assert all(one.tpr(fpr) < whole.tpr(fpr) <= 1 for fpr in (1e-3, 0.01, 0.1))
+    assert whole.replace_epsilon() >= 2 * whole.epsilon() and whole.epsilon(group=3) > whole.epsilon(group=2)
+    assert math.isinf(whole.epsilon(group=500)) and math.isinf(tuned(private=False).epsilon()) and tuned(private=False).delta(1.0) == 1
+    for bad in (lambda: whole.epsilon(group=0), lambda: whole.delta(-1.0), lambda: whole.epsilon(2.0)):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(BudgetError, match="no composed privacy curve"):
+        whole._curve("remove")
+
+
+@given(st.floats(0.1, 2), st.integers(2, 6))
+def test_groups_of_a_pure_guarantee(value, group):
+    "A curve that is flat in delta is pure differential privacy, where a group costs exactly its size."
+    assert grouped(lambda delta: value, 1e-5, group) == pytest.approx(group * value)
+
+
+@given(st.floats(0.05, 1), st.integers(2, 4))
+def test_groups_of_a_curve_meet_the_delta_of_the_lemma(scale, group):
+    value = grouped(lambda delta: scale * math.sqrt(2 * math.log(1 / delta)), 1e-5, group) / group
+    whole = math.exp(-((value / scale) ** 2) / 2) * sum(math.exp(k * value) for k in range(group))
+    assert 0.99e-5 < whole <= 1.000001e-5
+
+
+def test_a_tuned_guarantee_is_saved_and_never_read_as_a_plain_one(tmp_path):
+    tuned().save(tmp_path / "guarantee.json")
+    assert TunedGuarantee.load(tmp_path / "guarantee.json") == tuned()
+    report = tuned().report()
+    assert "best of a random number of trials" in report and "geometric law, 8 expected" in report
+    with pytest.raises(ValueError):
+        verify(tmp_path / "guarantee.json", tmp_path / "no.sqlite")
+
+
+# Planning
+
+
+def test_a_plan_is_what_single_solves_give():
+    cells = plan_table(1000, 400, 2.0, batch_sizes=[50, 200], steps=[10, 40], seconds_per_example=0.5)
+    assert [(cell.steps, cell.batch_size) for cell in cells] == [(10, 50), (10, 200), (40, 50), (40, 200)]
+    for cell in cells:
+        sigma = make_plan(1000, cell.batch_size, cell.steps, 2.0, accountant="rdp").mechanisms[0].noise_multiplier
+        assert sigma - 1e-3 <= cell.noise_multiplier <= sigma + 6e-3
+        assert cell.step_ratio == pytest.approx(cell.batch_size / (cell.noise_multiplier * 20))
+        assert cell.ratio == pytest.approx(cell.step_ratio * math.sqrt(cell.steps))
+        assert cell.seconds == pytest.approx(0.5 * cell.examples) and cell.examples == cell.batch_size * cell.steps
+    best = recommended(cells)
+    assert best.ratio >= 0.9 * max(cell.ratio for cell in cells)
+    assert all(cell.examples >= best.examples for cell in cells if cell.ratio >= 0.9 * max(c.ratio for c in cells))
+
+
+def test_the_signal_to_noise_ratio_is_a_ratio_of_norms():
+    "Gradients that all agree, of norm C, against the noise of a step: the definition, by drawing the noise."
+    sigma, clip, batch, size = 1.5, 0.3, 64, 5000
+    noise = Keystream(0).normal((20, size), sigma * clip, "noise").norm(dim=1).mean().item()
+    cell = tuning._cell(1000, size, 2.0, 1e-4, batch, 1, None, "rdp")
+    assert cell.step_ratio * cell.noise_multiplier / sigma == pytest.approx(batch * clip / noise, rel=0.01)
+
+
+@given(st.floats(0.5, 4), st.sampled_from([20_000, 60_000]))
+@settings(max_examples=4)
+def test_the_ceiling_is_that_of_the_gaussian_mechanism(target, size):
+    cell = plan_table(size, 900, target, batch_sizes=[size // 4], steps=[400])[0]
+    ceiling = size / noise_multiplier(target, 0.5 / size, 1.0, 1, accountant="rdp") / 30
+    assert 0.9 * ceiling < cell.ratio < 1.02 * ceiling
+
+
+def test_plans_that_cannot_be():
+    cells = plan_table(1000, 400, 0.2, delta=1e-9, batch_sizes=[10, 100], steps=[5])
+    assert all(math.isinf(cell.noise_multiplier) and cell.ratio == 0 for cell in cells)
+    with pytest.raises(BudgetError, match="no plan in the table"):
+        recommended(cells)
+    for arguments, message in [((0, 4, 2.0), "size=0"), ((10, 0, 2.0), "trainable=0"), ((10, 4, math.inf), "finite budget"),
+                               ((10, 4, -1.0), "epsilon=-1")]:
+        with pytest.raises(ValueError, match=message):
+            plan_table(*arguments, batch_sizes=[2], steps=[1])
+    with pytest.raises(ValueError, match="batch_size=11"):
+        plan_table(10, 4, 2.0, batch_sizes=[11], steps=[1])
+
+
+def test_table_and_picture_say_the_same():
+    cells = plan_table(1000, 400, 2.0, batch_sizes=[50, 200], steps=[10, 40], seconds_per_example=1.0)
+    text, best = plan_text(cells), recommended(cells)
+    assert text.count("*") == 2 and f"{best.noise_multiplier:.3f}" in [line for line in text.splitlines() if "*" in line][0]
+    axes = plan_figure(cells).axes[0]
+    assert {label.get_text() for label in axes.get_xticklabels()} == {"50", "200"}
+    written = {text.get_text() for text in axes.texts}
+    assert {f"σ {cell.noise_multiplier:.2f}\n{tuning.duration(cell.seconds)}" for cell in cells} == written
+    frame = axes.patches[0]
+    assert ([50, 200][round(frame.get_x() + 0.5)], [10, 40][round(frame.get_y() + 0.5)]) == (best.batch_size, best.steps)
+    assert [tuning.duration(seconds) for seconds in (0.5, 90, 7200, 400_000)] == ["0.5 s", "1.5 min", "2 h", "111 h"]
+
+
+def test_published_shapes_are_the_real_ones():
+    shape, task = data_shape("digits"), load_data("digits")
+    assert (shape.size, shape.kind, shape.classes, shape.image_shape) == (len(task.train), task.kind, len(task.classes), task.image_shape)
+    with pytest.raises(ValueError, match="did you mean digits"):
+        data_shape("digts")
+
+
+@pytest.mark.skipif("DPFT_DATA" not in os.environ, reason="needs the local data sets: set DPFT_DATA to their folder")
+@pytest.mark.parametrize("name", ["sst2", "e2e", "fashion_mnist"])
+def test_published_shapes_of_local_data(name):
+    shape, task = data_shape(name), load_data(name)
+    assert (shape.size, shape.kind, shape.image_shape) == (len(task.train), task.kind, task.image_shape)
+    assert shape.kind == "causal" or shape.classes == len(task.classes)
+
+
+@pytest.mark.parametrize("name", ["cnn", "mlp", "vit-small"])
+def test_what_trains_is_counted_without_weights(name):
+    shape = data_shape("digits")
+    found = model_shape(name, shape)
+    assert all(parameter.is_meta for parameter in found.parameters())
+    real = load_model(name, 10, "image", (1, 8, 8))
+    assert count_trainable(found, BiTFiT()) == count_trainable(real, BiTFiT())
+    assert count_trainable(found, BiTFiT()) == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(ValueError, match="did you mean minilm"):
+        model_shape("minlm", data_shape("sst2"))
+    with pytest.raises(ValueError, match="Greedy trains depends on private data"):
+        count_trainable(model_shape("mlp", data_shape("digits")), Greedy())
+
+
+def test_a_probe_leaves_the_model_alone():
+    model = load_model("mlp", 10, "image", (1, 8, 8))
+    before = [(parameter.requires_grad, parameter.clone()) for parameter in model.parameters()]
+    assert probe_seconds(model, BiTFiT(), (torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)), repeats=2) > 0
+    assert all(p.requires_grad == wanted and torch.equal(p, value) for p, (wanted, value) in zip(model.parameters(), before, strict=True))
+
+
+# The command
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def program(*words):
+        monkeypatch.setattr(sys, "argv", ["dpft", "plan", *map(str, words)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            status = end.code or 0
+        out = capsys.readouterr()
+        return status, out.out, out.err
+    return program
+
+
+def test_the_plan_command_reads_no_data(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("dpft.data.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
+    status, out, _ = run("--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300",
+                         "--probe", "--output", tmp_path / "new" / "plan.svg")
+    assert status == 0 and "1,437 examples" in out and "seconds for an example" in out
+    assert (tmp_path / "new" / "plan.svg").read_text().startswith("<?xml")
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("dpft train --data digits --model mlp --method bitfit --epsilon 2 --batch-size ")
+    trains = count_trainable(model_shape("mlp", data_shape("digits")), BiTFiT())
+    best = recommended(plan_table(1437, trains, 2.0, batch_sizes=[100, 300], steps=[10, 40]))
+    assert last.endswith(f"--batch-size {best.batch_size} --steps {best.steps}")
+    status, out, _ = run("--size", 1437, "--trainable", trains, "--epsilon", "2", "--steps", "10", "--delta", "1e-5",
+                         "--batch-sizes", "100", "--output", tmp_path / "plan.png")
+    assert status == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "--delta 1e-05" in out
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--size", "100", "--trainable", "5", "--probe"], "--probe needs"), (["--size", "100"], "--trainable"),
+    (["--trainable", "10"], "--size"), (["--data", "digts", "--model", "mlp"], "did you mean digits"),
+    (["--data", "digits", "--model", "mpl"], "did you mean mlp"), (["--data", "digits", "--model", "mlp", "--method", "bitft"], "bitfit"),
+    (["--size", "100", "--trainable", "5", "--steps", "a"], "--steps 'a'"), (["--size", "-5", "--trainable", "5"], "size=-5"),
+    (["--size", "100", "--trainable", "5", "--batch-sizes", "500"], "batch_size=500"),
+    (["--size", "100", "--trainable", "5", "--delta", "0.5"], "below 1/100"),
+])
+def test_a_bad_plan_ends_in_one_sentence(run, tmp_path, words, message):
+    status, out, err = run("--epsilon", "2", *words, "--output", tmp_path / "plan.svg")
+    assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in out + err
+
+
+def test_methods_without_requests_are_the_rule():
+    assert BiTFiT.requests is Method.requests
