@@ -1,0 +1,350 @@
+"""The bench: what it counts is exact, what it refuses is named, and a wrong contender is seen. No test looks at a clock."""
+
+import json
+import math
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from dpft import bench, cli
+from dpft.bench import CONTENDERS, LiveBytes, Setting, Sizes, WatchedLoss, measure_memory, median_interval, plan_bench, relative_error
+from dpft.gradients import per_example_gradients
+from dpft.models import example_losses
+
+CPU = torch.device("cpu")
+TEXT = Setting("text", "encoder", 32, 1, 8, 4, "full", ("plain", "opacus", "opacus-ghost", "dpft"), 2)
+IMAGE = replace(TEXT, model="convolutions", width=8, layers=2, size=16, rows=3)
+
+
+def taking_part(setting, loss=None):
+    """Every contender of a setting with its error and reason."""
+    loss = loss or WatchedLoss()
+    found = list(bench.enter(setting, setting.build(CPU), loss, CPU))
+    return {name: (contender, error, reason) for name, contender, error, reason in found}
+
+
+# Times
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
+def test_an_interval_holds_the_median_and_nothing_that_was_not_seen(values):
+    low, high = median_interval(values)
+    assert low in values and high in values
+    assert sum(value <= high for value in values) * 2 >= len(values) <= sum(value >= low for value in values) * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 9, 15, 25, 50])
+def test_an_interval_is_the_narrowest_that_keeps_its_level(count):
+    low, high = median_interval(range(count))
+    assert low + high == count - 1
+    missed = [2 * sum(math.comb(count, i) for i in range(k)) / 2**count for k in range(count + 1)]  # by X(k) and X(n - k + 1)
+    assert low == 0 or missed[low + 1] <= 0.05
+    assert count == 1 or missed[low + 2] > 0.05
+
+
+def test_everybody_takes_as_many_turns_and_begins_as_often():
+    order = []
+    them = {name: bench.Contender(nn.Identity(), lambda batch, name=name: order.append(name) or {}) for name in "abc"}
+    seconds = bench.interleaved(them, (), repeats=6, warm=3)
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 6)
+    rounds = [order[i:i + 3] for i in range(0, len(order), 3)]
+    assert len(rounds) == 9 and all(sorted(turn) == list("abc") for turn in rounds)
+    assert {first: sum(turn[0] == first for turn in rounds) for first in "abc"} == dict.fromkeys("abc", 3)
+
+
+# Bytes
+
+
+def test_storages_are_counted_once_and_taken_off_when_freed():
+    given_before = torch.ones(1000)
+    with LiveBytes() as count:
+        first = torch.ones(100)
+        assert count.now == 400
+        view, same = first[:50], first.add_(1)
+        assert count.now == 400
+        second = first + 1
+        assert (count.now, count.peak) == (800, 800)
+        del first, view, same
+        assert (count.now, count.peak) == (400, 800)
+        given_before.mul_(2)
+        kept = given_before.t()
+        assert count.now == 400
+        del second, kept
+    assert (count.now, count.peak) == (0, 800)
+
+
+def test_the_backward_pass_is_counted():
+    weight = torch.ones(100, requires_grad=True)
+    with LiveBytes() as count:
+        loss = (weight.exp() * 2).sum()
+        held = count.now
+        loss.backward()
+    assert held == 400 + 4                                   # what exp saves, and the loss
+    assert count.now == held + 400 - 400                     # the gradient is there, and what was saved is gone
+    assert count.peak > held
+
+
+@pytest.mark.parametrize("setting", [TEXT, IMAGE, replace(TEXT, trains="biases"), replace(IMAGE, trains="biases")],
+                         ids=["text", "image", "text-biases", "image-biases"])
+def test_a_private_step_holds_what_a_plain_one_holds(setting):
+    loss, batch = WatchedLoss(), setting.batch(setting.rows, CPU)
+    found = {name: measure_memory(contender, loss, batch, CPU)
+             for name, (contender, _, _) in taking_part(replace(setting, who=("plain", "dpft")), loss).items()}
+    again = measure_memory(taking_part(replace(setting, who=("dpft",)), loss)["dpft"][0], loss, batch, CPU)
+    assert again == found["dpft"], "the count is the same on every run"
+    assert found["dpft"].held <= 1.02 * found["plain"].held
+    model = setting.build(CPU)
+    assert found["plain"].after == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("trains", ["biases", "full"])
+@pytest.mark.parametrize("setting", [TEXT, IMAGE], ids=["text", "image"])
+def test_nothing_but_the_sum_is_left_after_a_private_step(setting, trains):
+    loss = WatchedLoss()
+    contender = taking_part(replace(setting, trains=trains, who=("dpft",)), loss)["dpft"][0]
+    after = measure_memory(contender, loss, setting.batch(setting.rows, CPU), CPU).after
+    assert after == sum(p.nbytes for p in contender.model.parameters() if p.requires_grad)
+
+
+def test_opacus_holds_its_per_example_gradients_until_the_next_step():
+    loss, batch = WatchedLoss(), TEXT.batch(TEXT.rows, CPU)
+    contender = taking_part(TEXT, loss)["opacus"][0]
+    weights = sum(p.nbytes for p in contender.model.parameters())
+    assert measure_memory(contender, loss, batch, CPU).after >= (TEXT.rows + 2) * weights  # them, their sum, and the plain gradient
+
+
+def test_a_listener_is_gone_even_after_an_error():
+    loss = WatchedLoss()
+    def fails(batch):
+        loss(nn.Identity(), batch)
+        raise RuntimeError
+    loss.loss_fn = lambda model, batch: torch.zeros(1)
+    with pytest.raises(RuntimeError):
+        measure_memory(bench.Contender(nn.Linear(1, 1), fails), loss, (), CPU)
+    calls = []
+    loss.listener = loss.listener or calls.append
+    assert loss.listener() is None
+
+
+# The largest batch
+
+
+@given(st.floats(0, 100), st.floats(0.1, 50), st.floats(1, 5000))
+def test_the_largest_batch_of_a_line(offset, slope, memory):
+    rows = bench.largest_batch(lambda count: offset + slope * count, memory)
+    assert rows == 0 or offset + slope * rows <= memory
+    assert offset + slope * (rows + 1) > memory
+
+
+@given(st.lists(st.floats(0, 10), min_size=3, max_size=200), st.floats(0, 1000))
+def test_the_largest_batch_of_any_growing_peak(steps, memory):
+    totals = [sum(steps[:i + 1]) for i in range(len(steps))]
+    def peak(count):
+        return totals[count - 1] if count <= len(totals) else totals[-1] + 1000.0 * (count - len(totals))
+    rows = bench.largest_batch(peak, memory)
+    assert (rows == 0 or peak(rows) <= memory) and peak(rows + 1) > memory
+
+
+def test_nothing_is_tried_beyond_the_line_but_one_example():
+    tried = []
+    def peak(count):
+        tried.append(count)
+        return 100 + 7 * count
+    assert bench.largest_batch(peak, 1000) == 128
+    assert max(tried) == 129
+
+
+def test_records_of_the_largest_batch():
+    setting = replace(IMAGE, part="batches", rows=0, memory=2**20, repeats=1)
+    found = {entry["who"]: entry for entry in bench.run_bench([setting, replace(setting, memory=1, who=("plain",))], CPU)}
+    plain = found.pop("plain")                               # the last one, for which there is no room
+    assert plain["cannot"] == "not even one example fits" and plain["rows"] == 0
+    assert all(entry["rows"] > 1 and entry["peak_mib"] <= 1 and entry["examples_per_second"] > 0 for entry in found.values())
+    assert found["opacus"]["rows"] < found["dpft"]["rows"]
+    table = bench.batch_table([plain, *found.values()])
+    assert table.count("\n") == 5 and "cannot: not even one example fits" in table
+
+
+# Right answers
+
+
+@pytest.mark.parametrize("trains", ["biases", "full"])
+@pytest.mark.parametrize("setting", [TEXT, IMAGE], ids=["text", "image"])
+def test_all_contenders_agree_with_the_oracle(setting, trains):
+    for name, (_, error, reason) in taking_part(replace(setting, trains=trains)).items():
+        assert not reason and error < 1e-4, name
+
+
+def test_what_a_peer_cannot_do_is_said():
+    found = taking_part(replace(TEXT, model="gpt2"))
+    assert "Parameter tying is not supported" in found["opacus-ghost"][2] and found["opacus"][2].startswith("RuntimeError")
+    assert not found["plain"][2] and not found["dpft"][2]
+    entries = list(bench.measure(replace(TEXT, model="gpt2"), CPU))
+    assert [entry["who"] for entry in entries if entry["cannot"]] == ["opacus", "opacus-ghost"]
+    assert bench.cost_table(entries).count("cannot: ") == 2
+
+
+@pytest.mark.parametrize("spoil", ["scale", "missing", "unclipped", "nan"])
+def test_a_wrong_contender_is_seen(spoil, monkeypatch):
+    right = CONTENDERS["dpft"][0]
+    def wrong(model, loss):
+        contender = right(model, loss)
+        def step(batch):
+            sums = contender.step(batch)
+            name = max(sums, key=lambda key: sums[key].norm())
+            if spoil == "unclipped":
+                return {key: sum(values) for key, values in per_example_gradients(model, example_losses, batch).items()}
+            if spoil == "missing":
+                return {key: values for key, values in sums.items() if key != name}
+            return sums | {name: sums[name] * (1.01 if spoil == "scale" else math.nan)}
+        return bench.Contender(model, step)
+    monkeypatch.setitem(bench.CONTENDERS, "dpft", (wrong, "torch"))
+    entries = list(bench.measure(replace(TEXT, who=("plain", "dpft")), CPU))
+    assert "its sum is wrong" in entries[1]["cannot"] and "time_ratio" not in entries[1] and not entries[0]["cannot"]
+    json.dumps(entries, allow_nan=False)
+
+
+def test_the_sum_that_is_wanted_is_clipped_example_by_example():
+    rows = {"a": torch.tensor([[3.0, 0.0], [0.0, 0.03]]), "b": torch.tensor([[4.0], [0.04]])}
+    wanted = bench.wanted_sum(rows, clipped=True)
+    assert torch.allclose(wanted["a"], torch.tensor([0.06, 0.03])) and torch.allclose(wanted["b"], torch.tensor([0.08 + 0.04]))
+    assert torch.allclose(bench.wanted_sum(rows, clipped=False)["a"], torch.tensor([1.5, 0.015]))
+    assert relative_error(wanted, wanted) == 0 and relative_error({}, wanted) == 1
+
+
+def test_fastdp_takes_part_where_it_is_installed(monkeypatch):
+    def engine(model, **settings):
+        """A stand-in that leaves clipped sums where FastDP leaves them, by its documentation."""
+        assert settings["max_grad_norm"] == bench.CLIP and settings["noise_multiplier"] == 0
+        model.stand_in = True
+    module = types.ModuleType("fastDP")
+    module.PrivacyEngine = engine
+    module.__spec__ = types.SimpleNamespace(name="fastDP")
+    monkeypatch.setitem(sys.modules, "fastDP", module)
+    setting = replace(TEXT, who=("plain", "fastdp"))
+    loss, model = WatchedLoss(), setting.build(CPU)
+    contender = CONTENDERS["fastdp"][0](model, loss)
+    assert model.stand_in and contender.step(setting.batch(2, CPU)) == {}
+    entries = list(bench.run_bench([setting], CPU))          # the stand-in sums nothing, so it is wrong, and said to be
+    assert [entry["who"] for entry in entries] == ["plain", "fastdp"] and "wrong by 100%" in entries[1]["cannot"]
+
+
+def test_who_is_not_installed_is_said_once(monkeypatch):
+    monkeypatch.setitem(bench.CONTENDERS, "fastdp", (bench.fastdp, "surely_not_installed"))
+    entries = list(bench.run_bench([replace(TEXT, who=("plain", "fastdp"), trains=which) for which in bench.TRAINS], CPU))
+    assert [entry["who"] for entry in entries] == ["fastdp", "plain", "plain"]
+    assert "fastdp took no part: surely_not_installed is not installed." in bench.bench_report(entries)
+
+
+# Settings, records, tables, figures
+
+
+def test_a_setting_makes_the_same_model_and_batch_each_time():
+    first, second = TEXT.build(CPU), TEXT.build(CPU)
+    assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.equal(TEXT.batch(3, CPU)["input_ids"], TEXT.batch(3, CPU)["input_ids"])
+    assert not any(isinstance(module, nn.Dropout) and module.p for module in first.modules())
+    biased = replace(TEXT, trains="biases").build(CPU)
+    assert all(parameter.requires_grad == name.endswith("bias") for name, parameter in biased.named_parameters())
+    assert replace(TEXT, model="llama", precision="bf16 weights").build(CPU).dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("words, message", [
+    ({"parts": ["txt"]}, "'txt' is no part"), ({"who": ["opacs"]}, "'opacs' is no contender"), ({"trains": ["all"]}, "'all' is no choice")])
+def test_a_plan_names_what_it_does_not_know(words, message):
+    with pytest.raises(ValueError, match=message):
+        plan_bench(**words)
+
+
+@pytest.mark.parametrize("words, message", [
+    ({"width": 30}, "width 30"), ({"widths": (64, 33)}, "width 33"), ({"sides": (8,)}, "side 8"),
+    ({"rows": 0}, "at least 1"), ({"lengths": (8, 0)}, "at least 1"), ({"memory": 0}, "at least 1")])
+def test_sizes_that_cannot_be(words, message):
+    with pytest.raises(ValueError, match=message):
+        Sizes(**words)
+
+
+def test_a_plan_covers_every_part_and_puts_plain_first():
+    settings = plan_bench(who=("dpft", "plain"), trains=("full",))
+    assert {setting.part for setting in settings} == set(bench.PARTS)
+    assert all(setting.who == ("plain", "dpft") and setting.trains == "full" for setting in settings)
+    assert [setting.size for setting in settings if setting.part == "text"] == [64, 128, 256, 512, 1024]
+
+
+def test_marks_are_those_of_the_plan_and_judged_from_records():
+    settings = bench.plan_marks()
+    asked = {(setting.width, setting.size, setting.rows, setting.trains) for setting in settings}
+    biases = {(384, size, rows, "biases") for size in (128, 512) for rows in (8, 32)}
+    assert asked == biases | {(384, 128, 8, "full"), (768, 128, 8, "full")}
+    assert all(setting.repeats >= 15 for setting in settings)
+    base = {"part": "marks", "layers": 2, "size": 128, "rows": 8, "width": 384}
+    found = [base | {"trains": "biases", "who": "opacus", "time_ratio": 1.02}, base | {"trains": "full", "who": "dpft", "time_ratio": 1.26},
+             base | {"trains": "biases", "who": "dpft", "time_ratio": 1.025, "held_ratio": 1.0}]
+    assert [(value, bound, met) for _, value, bound, met in bench.judged(found)] == [
+        (1.26, 1.25, False), (1.025, 1.03, True), (1.0, 1.02, True), (1.025, 1.02, False)]
+    found[2] = base | {"trains": "biases", "who": "dpft", "cannot": "wrong"}
+    assert [met for *_, met in bench.judged(found)] == [False, False, False, False]
+
+
+@pytest.mark.parametrize("setting", bench.plan_gpu(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}")
+def test_the_questions_for_a_gpu_at_tiny_shapes(setting):
+    found = list(bench.run_bench([setting], CPU, rate=True))
+    assert [entry["cannot"] for entry in found] == ["", ""]
+    assert all(entry["share_of_rate"] > 0 and entry["matrix_rate"] > 0 for entry in found)
+    assert bench.rate_table(found).count("\n") == 3
+
+
+def test_the_gpu_questions_have_the_shapes_of_the_marks():
+    base, _, large = bench.plan_gpu()
+    assert (base.width, base.layers, base.size, base.precision) == (768, 12, 256, "bf16")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in bench.MODELS[large.model](large.width, large.layers, large.size).parameters())
+        assert 6.5e9 < parameters < 7.5e9
+        assert sum(p.numel() for p in bench.encoder(768, 12, 512).parameters()) == pytest.approx(125e6, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """One run of the command at its smallest, as a user types it."""
+    folder = tmp_path_factory.mktemp("bench")
+    words = ["bench", "--quick", "--lengths", "8,16", "--sides", "16", "--width", "32", "--widths", "32", "--layers", "1", "--rows", "2",
+             "--repeats", "1", "--memory", "7", "--parts", "text,images,batches", "--output", str(folder)]
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as screen:
+        said: list[str] = []
+        patch.setattr(sys, "argv", ["dpft", *words])
+        screen.setattr("builtins.print", lambda *values, **_: said.append(" ".join(map(str, values))))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    return end.value.code or 0, "\n".join(said), folder
+
+
+def test_the_command_writes_records_a_table_and_figures(small_run):
+    status, said, folder = small_run
+    found = [json.loads(line) for line in (folder / "costs.jsonl").read_text().splitlines()]
+    assert status == 0 and "held / plain" in said and "largest batch" in said and "fastdp took no part" in said
+    rows = [(e["part"], e["model"], e["size"], e["trains"], e["who"]) for e in found if e["part"] != "absent"]
+    assert len(rows) == len(set(rows)) == (2 + 1 + 1) * 2 * 4
+    for entry in found:
+        assert {"device", "threads", "processor", "versions", "made"} <= entry.keys() and entry["versions"].keys() >= {"torch", "opacus"}
+    assert all({"seconds", "time_ratio", "time_interval", "peak_mib", "held_ratio", "after_mib", "error", "rows", "repeats"} <= e.keys()
+               for e in found if e["part"] == "text")
+    for name in ("cost.png", "batches.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def test_figures_are_functions_of_records(small_run):
+    found = [json.loads(line) for line in (small_run[2] / "costs.jsonl").read_text().splitlines()]
+    figure = bench.cost_figure(found)
+    lines = figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["plain", "opacus", "opacus-ghost", "dpft"]
+    expected = sorted((e["size"], e["seconds"]) for e in found
+                      if e["part"] == "text" and (e["trains"], e["who"]) == ("biases", "plain"))
+    assert list(zip(*lines[0].get_data(), strict=True)) == expected
+    bench.cost_figure([entry for entry in found if entry["part"] != "images"])  # nothing measured there: empty panels, no error

@@ -1,0 +1,186 @@
+"""Opacus' own suite for per-example gradients, run against our engine.
+
+The suite builds a layer at random, takes each example's gradient alone, and compares them with what its wrapped model left in
+`.grad_sample`.  Here `wrap_model` is replaced, so that what it finds there comes from `dpft.gradients`: for the layers that we claim from
+the taps alone, with no oracle behind them; for all others from `gradients`, which checks itself and falls back.
+"""
+
+import unittest
+import warnings
+from collections import Counter, defaultdict
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from dpft import gradients as engine
+
+opacus_utils = pytest.importorskip("opacus.utils.per_sample_gradients_utils")
+
+CLAIMED = {"linear": nn.Linear, "conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d, "embedding": nn.Embedding,
+           "layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm}
+OTHERS = ["instance_norm1d", "instance_norm2d", "instance_norm3d", "embedding_bag", "dp_multihead_attention", "dp_rnn", "sequence_bias"]
+EXAMPLES = {"conv1d": 200, "conv2d": 200, "conv3d": 200}  # random layers for each test, of which most have groups that do not divide
+FEW = 25  # for the other layers that we claim; the suite's own number is 100
+VARIANTS = {"stride": lambda layer: max(layer.stride) > 1, "dilation": lambda layer: max(layer.dilation) > 1,
+            "groups": lambda layer: layer.groups > 1, "padding": lambda layer: any(layer._reversed_padding_repeated_twice)}
+
+
+def chosen(inputs, rows, batch_first):
+    """The examples `rows` of an input as the suite makes them: a tensor, bags of an EmbeddingBag, or packed sequences."""
+    if isinstance(inputs, PackedSequence):
+        sequences = opacus_utils.unpack_packedsequences(inputs)
+        return pack_sequence([sequences[i] for i in rows.tolist()], enforce_sorted=False)
+    if isinstance(inputs, tuple):
+        values, starts = inputs
+        bags = [values[start:end] for start, end in zip(starts, [*starts[1:], len(values)], strict=True)]
+        lengths = torch.tensor([0, *(len(bags[i]) for i in rows.tolist())])
+        return torch.cat([bags[i] for i in rows.tolist()]), lengths.cumsum(0)[:-1]
+    return inputs.index_select(0 if batch_first else 1, rows)
+
+
+def count(inputs, batch_first):
+    """Number of examples in an input."""
+    if isinstance(inputs, PackedSequence):
+        return int(inputs.batch_sizes[0])
+    return len(inputs[1]) if isinstance(inputs, tuple) else inputs.shape[0 if batch_first else 1]
+
+
+def outputs_by_example(model, inputs, batch_first):
+    """One output for each example."""
+    if isinstance(inputs, PackedSequence):                   # packed again for these rows, so put back into their order
+        outputs = model(inputs)
+        sequences, order = opacus_utils.unpack_packedsequences(outputs), outputs.unsorted_indices
+        return [sequences[i] for i in (range(len(sequences)) if order is None else order.tolist())]
+    if isinstance(inputs, tuple):
+        return list(model(*inputs))
+    if batch_first:
+        return list(model(inputs))
+    if isinstance(model, (nn.Linear, nn.Embedding)):         # our rules want examples first, and these layers do not care
+        return list(model(inputs.transpose(0, 1)))
+    return list(model(inputs).transpose(0, 1))
+
+
+class Wrapped(nn.Module):
+    """What the suite takes for a wrapped model: its forward pass leaves every example's gradient in `.grad_sample`."""
+
+    def __init__(self, model, batch_first, loss_reduction, counts):
+        super().__init__()
+        self._module, self.batch_first, self.loss_reduction, self.counts = model, batch_first, loss_reduction, counts
+
+    def forward(self, *arguments):
+        inputs = arguments if len(arguments) > 1 else arguments[0]
+        rows = (torch.arange(count(inputs, self.batch_first)),)
+
+        def loss_fn(model, batch):
+            """The suite's loss, L1 to zero, of each example alone."""
+            outputs = outputs_by_example(model, chosen(inputs, batch[0], self.batch_first), self.batch_first)
+            return torch.stack([output.abs().sum() if self.loss_reduction == "sum" else output.abs().mean() for output in outputs])
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*no fast rule gives.*")
+            taken, way = self.take(loss_fn, rows)
+        self.counts["wrapped"] += 1
+        self.counts[way] += 1
+        for name, parameter in taken.parameters.items():
+            parameter.grad_sample = self.instantiated(taken, name)
+        return self._module(*arguments)
+
+    def take(self, loss_fn, rows):
+        """The gradients and how they came: from the taps alone for a layer that we claim, and the engine must trust them too."""
+        examples = len(rows[0])
+        if isinstance(self._module, tuple(CLAIMED.values())) and examples:
+            trusted = examples == 1 or not engine.unseen(self._module, loss_fn, rows)  # one example shows nothing, so it is not asked
+            return engine.record(self._module, loss_fn, rows), "by fast rules" if trusted else "by the fallback"
+        try:
+            taken = engine.gradients(self._module, loss_fn, rows)
+        except RuntimeError:                                 # said aloud, so nothing wrong is released; the suite goes on with the oracle
+            alone = engine.per_example_gradients(self._module, loss_fn, rows)
+            uses = {parameter: [engine.Dense(alone[name])] for name, parameter in engine.trainable(self._module).items()}
+            return engine.Gradients(torch.zeros(examples), engine.trainable(self._module), uses, examples), "refused"
+        return taken, "empty" if not examples else "by the fallback" if engine.unseen(self._module, loss_fn, rows) else "by fast rules"
+
+    @staticmethod
+    def instantiated(taken, name):
+        """The gradients of one parameter, (B, *shape), once it is sure that the norms and weighted sums are theirs."""
+        parameter = taken.parameters[name]
+        rows = torch.stack([taken.weighted_sum({name: one})[name] for one in torch.eye(taken.size)]) if taken.size else (
+            torch.zeros(0, *parameter.shape))
+        dense = sum((use.dense() for use in taken.uses[name]), torch.zeros_like(rows))
+        torch.testing.assert_close(dense, rows, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(taken.square_norms(name), dense.flatten(1).square().sum(1), atol=1e-5, rtol=1e-3)
+        return dense
+
+
+def run_suite(name, monkeypatch, examples=None):
+    """Run one file of the suite; its result, and for each kind of model how many were wrapped and how they went."""
+    counts = defaultdict(Counter)
+
+    def wrap_model(model, grad_sample_mode="hooks", *, batch_first=True, loss_reduction="mean", **_):
+        kind = next(iter(model.children())) if type(model).__name__.endswith("Adapter") else model
+        found = counts[type(kind).__name__]
+        found.update(f"with {what}" for what, has in VARIANTS.items() if name.startswith("conv") and has(kind))
+        return Wrapped(model, batch_first, loss_reduction, found)
+
+    profile = settings(max_examples=examples or EXAMPLES.get(name, FEW), database=None, deadline=None, phases=[Phase.generate],
+                       suppress_health_check=list(HealthCheck))
+    monkeypatch.setattr(opacus_utils, "wrap_model", wrap_model)
+    suite = unittest.TestSuite()
+    for test in cases(unittest.defaultTestLoader.loadTestsFromModule(import_module(f"opacus.tests.grad_samples.{name}_test"))):
+        method = getattr(type(test), test._testMethodName)
+        if hasattr(method, "hypothesis"):
+            monkeypatch.setattr(method, "_hypothesis_internal_use_settings", profile)
+            monkeypatch.setattr(method, "_hypothesis_internal_use_seed", 0)  # the same layers each time, and well spread
+        suite.addTest(test)
+    result = unittest.TestResult()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        suite.run(result)
+    return result, {kind: dict(found) for kind, found in counts.items()}
+
+
+def cases(suite):
+    """The single tests of a suite, those of the shared base class left out."""
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from cases(test)
+        elif type(test).__module__.rpartition(".")[2] != "common":
+            yield test
+
+
+def said(counts):
+    """One line for each kind of model."""
+    return "\n".join(f"{kind}: " + ", ".join(f"{number} {what}" for what, number in found.items()) for kind, found in counts.items())
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_layers_that_we_claim(name, monkeypatch):
+    result, counts = run_suite(name, monkeypatch)
+    print(said(counts))
+    assert result.testsRun and not result.failures and not result.errors, [text for _, text in result.failures + result.errors]
+    assert set(counts) == {CLAIMED[name].__name__}
+    found = counts[CLAIMED[name].__name__]
+    assert found.get("by fast rules", 0) > 0 and "by the fallback" not in found
+    assert not name.startswith("conv") or all(found.get(f"with {what}") for what in VARIANTS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_that_we_do_not_claim(name, monkeypatch):
+    result, counts = run_suite(name, monkeypatch, examples=10)
+    print(said(counts))
+    assert result.testsRun and not result.failures and not result.errors, [text for _, text in result.failures + result.errors]
+    assert counts
+
+
+@pytest.mark.parametrize("name, kind, rule", [
+    ("linear", nn.Linear, lambda module, gradient, inputs: engine.linear_weight(module, 1.001 * gradient, inputs)),
+    ("conv1d", nn.Conv1d, lambda module, gradient, inputs: engine.convolution_weight(module, gradient, inputs.flip(-1))),
+    ("embedding", nn.Embedding, lambda module, gradient, inputs: engine.embedding_weight(module, gradient, inputs * 0))])
+def test_a_broken_rule_is_seen(name, kind, rule, monkeypatch):
+    monkeypatch.setitem(engine.RULES, kind, engine.Rule(rule, engine.RULES[kind].bias))
+    monkeypatch.setattr(engine, "unseen", lambda *_: [])  # so that the suite alone must see it
+    result, _ = run_suite(name, monkeypatch, examples=20)
+    assert result.failures or result.errors
