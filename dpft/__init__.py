@@ -9,20 +9,25 @@ if TYPE_CHECKING:
     from dpft.baselines import Full, LastLayer
     from dpft.bitfit import BiTFiT
     from dpft.data import Public, load_data
+    from dpft.frost import DPFrost, EntrySelection
     from dpft.gradients import Block, Partition
-    from dpft.guarantee import Guarantee
+    from dpft.guarantee import Guarantee, sentence_units, verify
     from dpft.models import load_model
-    from dpft.privacy import Ledger, SampledGaussian
+    from dpft.privacy import Budget, Ledger, SampledGaussian
     from dpft.training import Engine, Method, Run, fine_tune, load
+    from dpft.tuning import NoisyAccuracy, TrialLaw, Tuning, plan_table, price, tune
 
 _HOMES = {
-    "Full": "baselines", "LastLayer": "baselines", "BiTFiT": "bitfit", "Public": "data", "load_data": "data", "Block": "gradients",
-    "Partition": "gradients", "Guarantee": "guarantee", "load_model": "models", "Ledger": "privacy", "SampledGaussian": "privacy",
-    "Engine": "training", "Method": "training", "Run": "training", "fine_tune": "training", "load": "training",
+    "Full": "baselines", "LastLayer": "baselines", "BiTFiT": "bitfit", "DPFrost": "frost", "EntrySelection": "frost", "Public": "data",
+    "load_data": "data", "Block": "gradients", "Partition": "gradients", "Guarantee": "guarantee", "sentence_units": "guarantee",
+    "verify": "guarantee", "load_model": "models", "Budget": "privacy", "Ledger": "privacy", "SampledGaussian": "privacy",
+    "Engine": "training", "Method": "training", "Run": "training", "fine_tune": "training", "load": "training", "NoisyAccuracy": "tuning",
+    "TrialLaw": "tuning", "Tuning": "tuning", "plan_table": "tuning", "price": "tuning", "tune": "tuning",
 }
 
-__all__ = ["BiTFiT", "Block", "Engine", "Full", "Guarantee", "LastLayer", "Ledger", "Method", "Partition", "Public", "Run",
-           "SampledGaussian", "fine_tune", "load", "load_data", "load_model"]
+__all__ = ["BiTFiT", "Block", "Budget", "DPFrost", "Engine", "EntrySelection", "Full", "Guarantee", "LastLayer", "Ledger", "Method",
+           "NoisyAccuracy", "Partition", "Public", "Run", "SampledGaussian", "TrialLaw", "Tuning", "fine_tune", "load", "load_data",
+           "load_model", "plan_table", "price", "sentence_units", "tune", "verify"]
 
 
 def __getattr__(name: str) -> Any:
