@@ -580,7 +580,8 @@ def plan_marks(
     "The settings by which this package is measured: biases over lengths and batches, everything at two widths."
     def setting(width: int, size: int, count: int, trains: str, *who: str) -> Setting:
         depth = layers[TRAINS.index(trains)]
-        return Setting("marks", "encoder", width, depth, size, count, trains, ("plain", *who, "dpft"), repeats)
+        rounds = 2 * repeats + 1 if size * count <= 1024 else repeats  # short steps, many rounds
+        return Setting("marks", "encoder", width, depth, size, count, trains, ("plain", *who, "dpft"), rounds)
     return [*(setting(widths[0], size, count, "biases", "opacus") for size in lengths for count in rows),
             *(setting(width, lengths[0], rows[0], "full") for width in widths)]
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import cached_property, lru_cache, partial, reduce
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def step_loss(
     chance = binom.pmf(drawn, group, q)
     if chance[0] < 1e-9:
         chance[:2] = 0, chance[0] + chance[1]
+        chance *= 1 + 1e-14 # so that rounding leaves nothing for nobody
     kept = chance > 1e-20
     return MixtureGaussianPrivacyLoss(FINE, FINE / sigma * drawn[kept], chance[kept], adjacency_type=kind)
 
@@ -88,7 +90,7 @@ def composed_loss(
     ends = [(float(bounds.epsilon_lower), float(bounds.epsilon_upper)) for bounds in (loss.connect_dots_bounds() for loss in losses)]
     reach = [max(-low, high) for low, high in ends]
     total = min(group * epsilon(plan, 1e-10, "rdp"), sum(m.steps * most for m, most in zip(plan, reach)))
-    width, parts = max(total / 2**15, max(reach) / 2**17), []
+    width, parts = max(total / 2**15, max(reach) / 2**16), []
     for m, loss, (low, high) in zip(plan, losses, ends):
         grid = loss_grid(low, high, width, (1 - m.sample_rate) ** group)
         parts.append(create_pmf_pessimistic_connect_dots(width, grid, loss.get_delta_for_epsilon(grid * width)).self_compose(m.steps))
@@ -295,7 +297,8 @@ class Guarantee:
     def content(self) -> dict[str, Any]:
         "What `save` writes: all fields, and the readings for people."
         values = (self.epsilon(), self.replace_epsilon(), self.tpr(0.01)) if self.private else (None,) * 3
-        return json.loads(json.dumps(asdict(self) | dict(zip(READINGS, values))))
+        kind = {} if type(self) is Guarantee else {"kind": f"{type(self).__module__}:{type(self).__name__}"}
+        return json.loads(json.dumps(asdict(self) | kind | dict(zip(READINGS, values))))
 
     def save(
         self,
@@ -306,8 +309,13 @@ class Guarantee:
 
     def seal(self, ledger: Ledger) -> None:
         "Record the digest of this very statement in the run's ledger, so that `verify` sees any change of it."
-        if self.private:
-            ledger.seal(self.run, content_digest(self.content()))
+        for run in self.runs if self.private else ():
+            ledger.seal(run, content_digest(self.content()))
+
+    @property
+    def runs(self) -> list[str]:
+        "Names in the ledger of all runs that it answers for."
+        return self.run.split(" + ")
 
     @classmethod
     def load(
@@ -318,11 +326,21 @@ class Guarantee:
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text())
             content = {name: value for name, value in content.items() if name not in READINGS}
+            if kind := content.pop("kind", None):
+                cls = _kind(kind)
             for name in ("mechanisms", "spent", "planned"):
                 content[name] = [SampledGaussian(**m) for m in content[name]]
             return cls(**content)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no guarantee that this version can read ({error})") from error
+
+
+def _kind(name: str) -> type[Guarantee]:
+    "A guarantee of another kind, by module and class; only this package's."
+    room, kind = name.split(":")
+    if not room.startswith("dpft."):
+        raise KeyError(name)
+    return getattr(import_module(room), kind)
 
 
 def content_digest(content: dict[str, Any]) -> str:
@@ -426,8 +444,9 @@ def _promises_nothing(guarantee: Guarantee, content: dict[str, Any]) -> str:
 def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     "The ledger is whole, is the one that was meant, and has the run."
     yield f"ledger {book.path}: all rows in place" # verified when it was opened
-    if guarantee.run not in book.runs():
-        raise VerificationError(f'run "{guarantee.run}" is not in ledger {book.path}, which has {book.runs()}; give the run\'s own ledger')
+    for run in guarantee.runs:
+        if run not in book.runs():
+            raise VerificationError(f'run "{run}" is not in ledger {book.path}, which has {book.runs()}; give the run\'s own ledger')
     if guarantee.ledger_head:
         if not book.knows(guarantee.ledger_head):
             raise VerificationError(f"ledger {book.path} was rewritten since the guarantee was stated: "
@@ -437,20 +456,32 @@ def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
 
 def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     "The guarantee says what was recorded before the first draw, and all that was charged since."
-    plan = book.plan(guarantee.run)
+    plans = [book.plan(run) for run in guarantee.runs]
     stated = {"delta": guarantee.target_delta} | {name: getattr(guarantee, name) for name in
               ("accountant", "data", "method", "clip", "clipping", "unit", "reproducible")}
-    for name in (names := [name for name in stated if name in plan]):
-        _agree(name, stated[name], plan[name])
+    for name in (names := [name for name in stated if name in plans[0]]):
+        if stated[name] not in [plan[name] for plan in plans]:      # trials of a search differ in what they try
+            _agree(name, stated[name], plans[0][name])
     yield f"run {guarantee.run}: {', '.join(names) or 'nothing but its mechanisms'} as recorded before the first draw"
-    lines = {"planned": [SampledGaussian(m["noise_multiplier"], m["sample_rate"], m["steps"], m["name"]) for m in plan["mechanisms"]],
-             "spent": book.spent(guarantee.run), "mechanisms": book.spent(guarantee.run)}
-    for name, recorded in lines.items():
-        _agree(name, [asdict(m) for m in getattr(guarantee, name)], [asdict(m) for m in recorded])
-    for m in lines["spent"]:
+    planned = [SampledGaussian(m["noise_multiplier"], m["sample_rate"], m["steps"], m["name"])
+               for plan in plans for m in plan["mechanisms"]]
+    spent = [m for run in guarantee.runs for m in book.spent(run)]
+    for name, recorded in {"planned": planned, "spent": spent, "mechanisms": spent}.items():
+        _agree(name, _lines(getattr(guarantee, name), len(plans) > 1), _lines(recorded, len(plans) > 1))
+    for m in guarantee.spent:
         yield f"{m.name}: {mechanism_text(m)}, as charged"
-    if not book.finished(guarantee.run):
+    if not all(book.finished(run) for run in guarantee.runs):
         yield "the run never finished: the guarantee covers what was released so far"
+
+
+def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str, Any]]:
+    "Mechanisms as they are, or those of several runs by noise and rate, with all their steps."
+    if not summed:
+        return [asdict(m) for m in mechanisms]
+    steps: dict[tuple[float, float], int] = {}
+    for m in mechanisms:
+        steps[m.noise_multiplier, m.sample_rate] = steps.get((m.noise_multiplier, m.sample_rate), 0) + m.steps
+    return [{"noise_multiplier": sigma, "sample_rate": q, "steps": T} for (sigma, q), T in sorted(steps.items())]
 
 
 def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
@@ -469,9 +500,10 @@ def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
 
 def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterator[str]:
     "The statement is the one whose digest the ledger has."
-    if book.sealed(guarantee.run, content_digest(content)):
+    digest = content_digest(content)
+    if all(book.sealed(run, digest) for run in guarantee.runs):
         yield "every word of the guarantee: as sealed in the ledger"
-    elif book.sealed(guarantee.run):
+    elif any(book.sealed(run) for run in guarantee.runs):
         raise VerificationError("the guarantee is not the one that was sealed in the ledger: something in it was changed afterwards")
     else:
         yield "the guarantee was never sealed: what only it states (public facts, what was not charged) could not be checked"

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -432,6 +433,17 @@ class Engine:
         self.processes.spread(self.model)
         self._refresh()
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=self.choice)
+        if self.plan.private:
+            self._warn_of_noise()
+
+    def _warn_of_noise(self) -> None:
+        "Warn when even gradients that all agree must drown in the noise of the whole run; @sec-planning."
+        entries, sigma = sum(p.numel() for p in self.trains.values()), self.plan.mechanisms[0].noise_multiplier
+        ratio = self.plan.batch_size * math.sqrt(self.plan.steps / entries) / sigma
+        if ratio < 0.1:
+            warnings.warn(f"batch_size={self.plan.batch_size} is small for {entries:,} entries under a noise multiplier of {sigma:.2f}: "
+                          f"over the whole run the noise is {1 / ratio:,.0f} times as long as the longest signal; raise it or train less, "
+                          "dpft plan shows what helps", stacklevel=4)
 
     @property
     def ledger(self) -> Ledger:
@@ -476,8 +488,8 @@ class Engine:
     def _mind_the_prefix(self) -> None:
         "Use the cache of the frozen prefix while it pays; @sec-prefix-engine."
         if self.prefix is not None:
-            room = self.prefix.room(len(self.train))
-            self.prefix.enabled = worth_it(self.plan.sample_rate, self.plan.steps - self.t, room)
+            size, left = len(self.train), self.plan.steps - self.t
+            self.prefix.enabled = worth_it(self.plan.sample_rate, left, self.prefix.room(size), self.prefix.stored(size))
 
     def parameters(self) -> list[nn.Parameter]:
         "What trains now, for an optimizer."

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example as also
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -59,10 +60,10 @@ def densities(y, pair, sigma):
 KINDS = st.one_of(st.tuples(st.sampled_from(["remove", "add"]), st.integers(1, 12)), st.just(("replace", 1)))
 
 
-@example(1.0, 0.998, ("remove", 6), 0.0)  # hardly ever is nobody drawn
-@example(1.0, 0.998, ("add", 6), 1.0)
+@also(1.0, 0.998046875, ("remove", 6), 0.0)  # hardly ever is nobody drawn
+@also(1.0, 0.998046875, ("add", 6), 1.0)
 @given(st.floats(0.25, 8), st.one_of(st.floats(1e-4, 1), st.floats(0.999, 1)), KINDS, st.floats(0, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_one_step_by_integration(sigma, rate, kind, share):
     """At epsilon 0 and anywhere on the curve; also groups of which nearly all are drawn."""
     relation, group = kind
@@ -111,7 +112,7 @@ def test_curve_is_just_above_the_exact_gaussian(sigma, steps, relation, reach):
 
 
 @given(PLANS, KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_curve_has_the_shape_of_a_privacy_curve(plan, kind):
     relation, group = kind
     curve = PrivacyCurve(plan, group, relation)
@@ -124,7 +125,7 @@ def test_curve_has_the_shape_of_a_privacy_curve(plan, kind):
 def test_any_grid_is_an_upper_bound(monkeypatch):
     """Chords over a coarser grid raise the curve; where the library cuts a group's loss off, the grid has no point."""
     plan, values = [SampledGaussian(1.0, 0.1, 20)], np.linspace(0, 8, 33)
-    for relation, group in (("remove", 1), ("add", 1), ("replace", 1), ("remove", 4), ("add", 4)):
+    for relation, group in (("remove", 1), ("add", 1), ("replace", 1), ("remove", 4)):
         fine = PrivacyCurve(plan, group, relation).delta(values)
         with monkeypatch.context() as patch:
             patch.setattr(guarantee_module, "loss_grid", lambda *ends: loss_grid(*ends)[[0, *range(1, len(loss_grid(*ends)) - 1, 3), -1]])
@@ -226,7 +227,7 @@ def test_tpr_is_the_best_attack_on_a_sampled_step():
 
 
 @given(PLANS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_tpr_is_a_trade_off(plan):
     """At least guessing, monotone, concave, and below the line of every pair."""
     guarantee = Guarantee(plan, target_delta=1e-5, accountant="rdp")

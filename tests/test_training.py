@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -592,3 +593,30 @@ def test_public_rows_that_are_private_too_are_refused():
     with pytest.raises(ValueError, match="row"):
         dpft.fine_tune(net(), data, dpft.Full(), epsilon=2.0, batch_size=20, steps=1, accountant="rdp", progress=False,
                        evaluate=dpft.Public(TensorData(data.images[:5], data.labels[:5]), "the same rows"))
+
+
+def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
+    from dpft.bench import LiveBytes
+
+    peaks = []
+    for expected in (30, 240):
+        e = engine(nn.Sequential(nn.Flatten(), nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)), data=toy(256), batch_size=expected,
+                   physical_batch_size=8, steps=2)
+        steps = iter(e)
+        for step in steps:
+            with LiveBytes() as live:
+                for batch in step:
+                    step.add(batch)
+            drawn = step.examples
+            step.privatize()
+            step.done()
+        peaks.append(live.peak)
+    assert drawn > 200 and peaks[1] <= peaks[0] + 16 * 256   # a draw's row numbers
+
+
+def test_a_draw_that_must_drown_in_its_noise_is_warned_of():
+    with pytest.warns(UserWarning, match="batch_size=1 is small for 163 entries"):
+        engine(batch_size=1, steps=1, noise_multiplier=1.0, epsilon=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(batch_size=20, steps=4)

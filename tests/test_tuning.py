@@ -1,5 +1,6 @@
 """Tuning: prices against brute force, noise against its target, searches against their ledger; planning against single solves."""
 
+import json
 import math
 import os
 import sys
@@ -591,3 +592,18 @@ def test_a_bad_plan_ends_in_one_sentence(run, tmp_path, words, message):
 
 def test_methods_without_requests_are_the_rule():
     assert BiTFiT.requests is Method.requests
+
+
+@pytest.mark.parametrize("charge", ["composition", "selection"])
+def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
+    found = search(digits, charge, trials=2 if charge == "composition" else 3, ledger=tmp_path / "l.sqlite",
+                   choices={"learning_rate": [0.1, 0.2]})
+    found.run.save(tmp_path / "model")
+    said = verify(tmp_path / "model")
+    assert any("sealed in the ledger" in line and "never" not in line for line in said)
+    assert Guarantee.load(tmp_path / "model" / "guarantee.json") == found.guarantee
+    content = json.loads((tmp_path / "model" / "guarantee.json").read_text())
+    content["mechanisms"][0]["steps"] -= 1
+    (tmp_path / "model" / "guarantee.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError):
+        verify(tmp_path / "model")
