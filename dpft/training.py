@@ -417,7 +417,7 @@ class Engine:
         def opened() -> bool:
             self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger or self.store.ledger_path)
             return self.store.run in self._ledger.runs()
-        self.begun, self._told = False, list[SampledGaussian]()
+        self.begun, self._told = False, (list[SampledGaussian](), "")  # charges and last row, as the first process told them
         if self.processes.first(opened):
             self._begin()
         done = sum(m.steps for m in self.spent if m.name == "train")
@@ -456,14 +456,14 @@ class Engine:
         "Record the plan, before the first draw and not sooner: a run that was refused at its start has spent nothing."
         if self.begun or not self.plan.private:
             return
-        def begin() -> list[SampledGaussian]:
+        def begin() -> tuple[list[SampledGaussian], str]:
             self.ledger.begin(self.store.run, {
                 "mechanisms": [{"name": m.name, "noise_multiplier": m.noise_multiplier, "sample_rate": m.sample_rate, "steps": m.steps}
                                for m in self.plan.mechanisms],
                 "delta": self.plan.delta, "epsilon": self.plan.epsilon(), "accountant": self.plan.accountant, "size": self.plan.size,
                 "data": self.store.identity["data"], "method": repr(self.method), "clip": self.plan.clip, "clipping": self.plan.clipping,
                 "unit": self.unit, "reproducible": self.keystream.reproducible})
-            return self.ledger.spent(self.store.run)
+            return self._tell()
         self._told = self.processes.first(begin)
         self.begun = True
 
@@ -471,7 +471,7 @@ class Engine:
     def spent(self) -> list[SampledGaussian]:
         "What this run has been charged so far, as the ledger has it or as the first process told."
         if self._ledger is None:
-            return list(self._told)
+            return list(self._told[0])
         return self.ledger.spent(self.store.run) if self.begun else []
 
     def _refresh(self) -> None:
@@ -557,9 +557,9 @@ class Engine:
         own = self.keystream.key("sums", name, number, *(self.keystream.digest(value, key) for key, value in sums.items())).hex()
         digests = self.processes.gather(own)
         digest = own if self.processes.alone else self.keystream.key("processes", name, number, *digests).hex()
-        def spend() -> list[SampledGaussian]:
+        def spend() -> tuple[list[SampledGaussian], str]:
             self.ledger.spend(self.store.run, name, number, digest)
-            return [] if self.processes.alone else self.ledger.spent(self.store.run)
+            return ([], "") if self.processes.alone else self._tell()
         self._told = self.processes.first(spend)
         return digest
 
@@ -579,7 +579,10 @@ class Engine:
         if self.prefix is not None:
             self.prefix.clear()
         if self.plan.private:
-            self.processes.first(lambda: self.ledger.finish(self.store.run))
+            def finish() -> tuple[list[SampledGaussian], str]:
+                self.ledger.finish(self.store.run)
+                return self._tell()
+            self._told = self.processes.first(finish)
 
     @property
     def guarantee(self) -> Guarantee:
@@ -592,8 +595,14 @@ class Engine:
                          method=repr(self.method), ledger_head=self._head(), checked=list(CHECKED) if self.plan.private and self.t else [])
 
     def _head(self) -> str:
-        "The last row of the ledger, which only the first process knows."
-        return self.ledger.head if self.plan.private and self._ledger is not None else ""
+        "The last row of the ledger, as it is or as the first process told."
+        if not self.plan.private:
+            return ""
+        return self._told[1] if self._ledger is None else self._ledger.head
+
+    def _tell(self) -> tuple[list[SampledGaussian], str]:
+        "What the first process tells the others of the ledger."
+        return self.ledger.spent(self.store.run), self.ledger.head
 
 # %% ../nbs/07_training.ipynb #training-engine-checks
 def check_supported(precision: str | None) -> None:
