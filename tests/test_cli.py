@@ -18,23 +18,6 @@ from dpft.privacy import Ledger
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
 
 
-def dpft(*words, monkeypatch, capsys):
-    """Run the program in this process: exit status, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["dpft", *map(str, words)])
-    status = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        status = end.code or 0
-    out = capsys.readouterr()
-    return status, out.out, out.err
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return lambda *words: dpft(*words, monkeypatch=monkeypatch, capsys=capsys)
-
-
 def test_train_then_account(run, tmp_path):
     status, out, _ = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite", "--output", tmp_path / "model")
     assert status == 0

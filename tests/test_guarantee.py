@@ -3,7 +3,6 @@
 import json
 import math
 import sqlite3
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft import cli
 from dpft import guarantee as guarantee_module
 from dpft.guarantee import (
     READINGS,
@@ -491,20 +489,6 @@ def test_a_run_without_privacy_promises_nothing(tmp_path):
     saved(tmp_path)
     with pytest.raises(VerificationError, match="not private"):  # a guarantee cannot be made to vanish either
         verify(changed(tmp_path, private=False))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["dpft", *map(str, words)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
-        out = capsys.readouterr()
-        return status, out.out, out.err
-    return call
 
 
 def test_the_command(run, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from collections import Counter
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 from scipy.special import logsumexp
 
-from dpft import cli, tuning
+from dpft import tuning
 from dpft.bitfit import BiTFiT
 from dpft.data import Public, TensorData, load_data
 from dpft.guarantee import Guarantee, verify
@@ -548,22 +547,13 @@ def test_a_probe_leaves_the_model_alone():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    def program(*words):
-        monkeypatch.setattr(sys, "argv", ["dpft", "plan", *map(str, words)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
-        out = capsys.readouterr()
-        return status, out.out, out.err
-    return program
+def plan(run):
+    return lambda *words: run("plan", *words)
 
 
-def test_the_plan_command_reads_no_data(run, tmp_path, monkeypatch):
+def test_the_plan_command_reads_no_data(plan, tmp_path, monkeypatch):
     monkeypatch.setattr("dpft.data.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
-    status, out, _ = run("--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300",
+    status, out, _ = plan("--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300",
                          "--probe", "--output", tmp_path / "new" / "plan.svg")
     assert status == 0 and "1,437 examples" in out and "seconds for an example" in out
     assert (tmp_path / "new" / "plan.svg").read_text().startswith("<?xml")
@@ -572,7 +562,7 @@ def test_the_plan_command_reads_no_data(run, tmp_path, monkeypatch):
     trains = count_trainable(model_shape("mlp", data_shape("digits")), BiTFiT())
     best = recommended(plan_table(1437, trains, 2.0, batch_sizes=[100, 300], steps=[10, 40]))
     assert last.endswith(f"--batch-size {best.batch_size} --steps {best.steps}")
-    status, out, _ = run("--size", 1437, "--trainable", trains, "--epsilon", "2", "--steps", "10", "--delta", "1e-5",
+    status, out, _ = plan("--size", 1437, "--trainable", trains, "--epsilon", "2", "--steps", "10", "--delta", "1e-5",
                          "--batch-sizes", "100", "--output", tmp_path / "plan.png")
     assert status == 0 and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "--delta 1e-05" in out
 
@@ -585,8 +575,8 @@ def test_the_plan_command_reads_no_data(run, tmp_path, monkeypatch):
     (["--size", "100", "--trainable", "5", "--batch-sizes", "500"], "batch_size=500"),
     (["--size", "100", "--trainable", "5", "--delta", "0.5"], "below 1/100"),
 ])
-def test_a_bad_plan_ends_in_one_sentence(run, tmp_path, words, message):
-    status, out, err = run("--epsilon", "2", *words, "--output", tmp_path / "plan.svg")
+def test_a_bad_plan_ends_in_one_sentence(plan, tmp_path, words, message):
+    status, out, err = plan("--epsilon", "2", *words, "--output", tmp_path / "plan.svg")
     assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in out + err
 
 
