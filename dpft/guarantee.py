@@ -265,8 +265,15 @@ class Guarantee:
             raise ValueError(f"epsilon={epsilon}: it must be 0 or more")
         if not self.private:
             return 1.0
+        return self._smallest_delta(epsilon)
+
+    def _smallest_delta(self, epsilon: float) -> float:
         if self.accountant != "rdp":
             return max(float(self._curve(relation).delta(epsilon)) for relation in ("remove", "add"))
+        return self._inverse(epsilon)
+
+    def _inverse(self, epsilon: float) -> float:
+        "The smallest delta at which `self.epsilon` is no more, by halving; to within 1 %, not below 1e-10, from above."
         low, high = math.log(1e-10), 0.0
         while high - low > 0.01:
             middle = (low + high) / 2

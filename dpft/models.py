@@ -24,8 +24,8 @@ from .data import Public, collate_for, gather
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'HEADS', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small',
            'mean_pooled_classifier', 'minilm_folder', 'load_model', 'load_tokenizer', 'logits', 'example_losses',
-           'token_losses', 'default_loss', 'head_parameters', 'validate', 'replace_batchnorm', 'to_device', 'accuracy',
-           'perplexity', 'pretrain']
+           'token_losses', 'default_loss', 'head_parameters', 'fresh_head', 'validate', 'replace_batchnorm',
+           'to_device', 'accuracy', 'perplexity', 'pretrain']
 
 # %% ../nbs/06_models.ipynb #models-tempered
 class TemperedSigmoid(nn.Module):
@@ -299,6 +299,14 @@ def head_parameters(
         raise ValueError(f"{type(model).__name__} has no head: no child named {', '.join(HEADS)} and no linear layer; "
                          "name the last layer 'classifier', or choose a method that trains other parameters")
     return list(head.parameters())
+
+
+def fresh_head(
+    model: nn.Module,
+) -> list[nn.Parameter]:  # empty for a language model
+    "Parameters of a classification head; a language model's output layer is pre-trained, and often its embedding."
+    output_layer = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    return head_parameters(model) if output_layer is None else []
 
 # %% ../nbs/06_models.ipynb #models-validate
 def _mixing_layers(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:

@@ -378,6 +378,8 @@ class Engine:
             reuse_memory()
         self.units = units_of(train, unit, unit_cap)
         self.unit = self.units.name if self.units else "example"
+        lengths = getattr(train, "lengths", None)            # of rows; a unit is as long as its longest
+        self.lengths = self.units.lengths(torch.as_tensor(lengths)) if self.units and lengths is not None else lengths
         self.pending: list[tuple[Batch, Tensor]] = []  # batches given out, with the unit of each row, until they are asked for
         size = public_size or len(self.units or train)
         self.context = Context(model, self.loss_fn, batch_size, steps, size)
@@ -514,9 +516,7 @@ class Engine:
     def batches(self, sample_rate: float, *context: str | int) -> Iterator[Batch]:
         "One Poisson draw in physical batches on the model's device, or this process's slice of it; no batch at all when that is empty."
         self._begin()
-        lengths, units = getattr(self.train, "lengths", None), self.units
-        if units is not None and lengths is not None:
-            lengths = units.lengths(torch.as_tensor(lengths))
+        lengths, units = self.lengths, self.units
         drawn = poisson_draw(len(units or self.train), sample_rate, self.keystream, "draw", *context)
         self.pending = []
         for whole in physical_batches(drawn, len(self.train), lengths):                    # the draw in order, as one

@@ -406,18 +406,8 @@ class TunedGuarantee(Guarantee):
         "Replacing one unit is removing one and adding one: a group of two, @lem-group."
         return self.epsilon(delta, group=2)
 
-    def delta(
-        self,
-        epsilon: float, # >= 0
-    ) -> float:         # to within 1 %, not below 1e-10; from above
-        "The other reading of the same curve."
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon={epsilon}: it must be 0 or more")
-        low, high = math.log(1e-10), 0.0
-        while high - low > 0.01 and self.private:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._one(math.exp(middle)) <= epsilon else (middle, high)
-        return math.exp(high)
+    def _smallest_delta(self, epsilon: float) -> float:
+        return self._inverse(epsilon) # there is no composed curve to read it from
 
     def tpr(
         self,

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ..clipping import clip_factor
 from .estimation import Estimate, estimate
-from .magnitude import GroupsOf, Reduce, Sums, check_kind, fresh_head, gradient_magnitudes, norm_table, partitions, sensitivity
+from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, partitions, sensitivity
 from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients, only_training, trainable
+from ..models import fresh_head
 from ..privacy import Request
 from ..training import Context, Engine, Method
 
