@@ -198,15 +198,15 @@ def prepared_task(
 ) -> Task:
     "A data set, tokenised once for all runs."
     task = load_data(data, limit=limit)
+    if held_out:
+        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(1))
+        train, dev = (task.train.subset(rows.sort().values) for rows in (order[held_out:], order[:held_out]))
+        task = replace(task, train=train, dev=dev, test=None)
     if task.kind != "image":
         tokenizer = load_tokenizer(model)
         task = replace(task, **{part: encode(getattr(task, part), tokenizer, task.columns, kind=task.kind)
                                 for part in ("train", "dev", "test") if getattr(task, part) is not None})
         task.assumed_public.append("the tokenizer's vocabulary")
-    if held_out:
-        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(1))
-        train, dev = (task.train.subset(rows.sort().values) for rows in (order[held_out:], order[:held_out]))
-        task = replace(task, train=train, dev=dev, test=None)
     return task
 
 def _start(settings: Settings, task: Task) -> nn.Module:
