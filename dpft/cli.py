@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'METHODS', 'main', 'tell', 'show_version', 'root', 'method_named', 'train', 'tell_result', 'prepared_model',
            'scored_part', 'plan', 'counted', 'probed', 'whole_numbers', 'account', 'account_lines', 'verify',
-           'quickstart', 'bench']
+           'quickstart', 'run_named', 'bench']
 
 # %% ../nbs/80_command_line.ipynb #cli-imports
 import sys
@@ -313,6 +313,42 @@ def quickstart(
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.png"))
     print(f"Accuracy on 360 held-out digits, mean over {seeds} seeds and 95 % interval:\n\n{table}\n")
     print(f"The figure is {output / 'tradeoff.png'}.")
+
+# %% ../nbs/80_command_line.ipynb #cli-run
+@app.command(name="run")
+def run_named(
+    name: Annotated[str | None, typer.Argument(help="Experiment; without one, they are listed.")] = None,
+    full: Annotated[bool, typer.Option("--full/--quick", help="The whole grid, or the reduced one for two CPU cores.")] = False,
+    data: Annotated[str | None, typer.Option(help="Only runs on this data set.")] = None,
+    method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the records. [default: $DPFT_RESULTS, or nbs/results]")] = None,
+    resume: Annotated[bool, typer.Option("--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
+) -> None:
+    "Make the records of an experiment of the book, those that are missing."
+    from tqdm import tqdm
+
+    from dpft.evidence import EXPERIMENTS
+    from dpft.experiments import results_file, run_experiment
+    if name is None:
+        for known, its in EXPERIMENTS.items():
+            print(f"{known:20s} {its.question} In full: {its.needs}.")
+        return
+    if name not in EXPERIMENTS:
+        near = get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4) or sorted(EXPERIMENTS)
+        raise ValueError(f"unknown experiment {name!r}; did you mean {' or '.join(near)}?")
+    def wanted(settings: dict[str, Any]) -> bool:
+        its = settings["data"]
+        return (its == data if data else its not in EXPERIMENTS[name].elsewhere) and method in (None, settings["method"])
+    chosen = [settings for settings in EXPERIMENTS[name].grid(full) if wanted(settings)]
+    if not chosen:
+        raise ValueError(f"{name} has no such runs; see its grid without --data and --method")
+    file = results_file(name) if output is None else output / f"{name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        file.unlink(missing_ok=True)
+    made = run_experiment(name, EXPERIMENTS[name], file, full, wanted)
+    fresh = sum(entry is not None for entry in tqdm(made, total=len(chosen), unit="run"))
+    print(f"{fresh} runs made, {len(chosen) - fresh} there already, in {file}.")
 
 # %% ../nbs/80_command_line.ipynb #cli-bench
 @app.command()

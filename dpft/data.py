@@ -9,6 +9,7 @@ import hashlib
 import io
 import lzma
 import os
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['CIFAR10_MEAN', 'CIFAR10_STD', 'CIFAR10_CLASSES', 'HUB', 'COLLECTIONS', 'PAIRS', 'LOCAL', 'TensorData', 'TableData',
            'Public', 'check_labels', 'fingerprint', 'Task', 'digits', 'font_digits', 'sst2', 'e2e', 'fashion_mnist',
-           'cifar10', 'cifar100', 'from_hub', 'load_data', 'EncodedData', 'encode', 'row_hashes', 'shared_rows',
-           'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw', 'physical_batches', 'Units', 'units_of']
+           'cifar10', 'cifar100', 'from_hub', 'load_data', 'EncodedData', 'encode', 'is_chat', 'row_hashes',
+           'shared_rows', 'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw', 'physical_batches', 'Units',
+           'units_of', 'Augmentation']
 
 # %% ../nbs/05_data.ipynb #data-tensordata
 class TensorData:
@@ -215,7 +217,7 @@ class Task:
     dev: Any                           # scored during development
     test: Any = None                   # scored once, at the end
     classes: tuple[str, ...] = ()      # class names; empty for "causal"
-    columns: tuple[str, ...] = ()      # text columns, then the label column; "causal": prompt columns, then the completion column
+    columns: tuple[str, ...] = ()      # text columns, then the label column; "causal": prompts, then the completion; or one of chats
     source: str = ""                   # where the rows come from
     public: Public | None = None       # public data of the same kind, for pre-training
     assumed_public: list[str] = field(default_factory=list)  # facts about the data that the guarantee takes as public
@@ -415,7 +417,7 @@ def from_hub(
     feature = train.features.get(columns[-1])
     classes = tuple(getattr(feature, "names", ()))
     kind = "image" if type(train.features[columns[0]]).__name__ == "Image" else "text"
-    if kind == "text" and getattr(feature, "dtype", "") in ("string", "large_string"):
+    if kind == "text" and (getattr(feature, "dtype", "") in ("string", "large_string") or is_chat(train[0][columns[-1]])):
         kind = "causal"
     elif not classes:
         classes = tuple(str(label) for label in range(max(train[columns[-1]]) + 1))
@@ -427,7 +429,7 @@ def from_hub(
 def _guess_columns(data: Any) -> tuple[str, ...]:
     "Image or text columns and the label column of a hub data set."
     types = {name: getattr(feature, "dtype", "") for name, feature in data.features.items()}
-    for pair in PAIRS:
+    for pair in (("messages",), *PAIRS):
         if set(pair) <= set(types):
             return pair
     label = next((name for name in ("label", "labels", "fine_label") if name in types), None)
@@ -534,17 +536,19 @@ def _fill(field_name: str, pad_id: int) -> int:
 def encode(
     data: Any,                                     # a table: `data[name]` is a column, or items are dictionaries
     tokenizer: Any,                                # a Transformers tokenizer
-    columns: Sequence[str],                        # text columns, then the label column ("causal": prompts, then the completion)
+    columns: Sequence[str],                        # text columns, then the label column ("causal": prompts, then the completion; or chats)
     max_length: int = 128,                         # tokens kept of each text
     kind: str = "text",                            # "text": one label each; "causal": predict the completion's tokens
     classes: int | Sequence[str] | None = None,    # the labels' classes; None: any class number will do
 ) -> EncodedData:
     "Tokenise a data set once; refuses a missing column, a text of zero tokens and a label that is no class."
     *texts, last = columns
-    parts = [_texts(data, name) for name in (columns if kind == "causal" else texts)]
     pad_id = _first(tokenizer, "pad_token_id", "eos_token_id") or 0
+    chats = kind == "causal" and not texts and any(map(is_chat, _column(data, last)))
+    parts = [_texts(data, name) for name in (columns if kind == "causal" else texts) if not chats]
     if kind == "causal":
-        whole = _encode_completions(parts, tokenizer, max_length, pad_id)
+        encode_rows = _encode_chats if chats else _encode_completions
+        whole = encode_rows([_column(data, last)] if chats else parts, tokenizer, max_length, pad_id)
         whole.table = data
         return whole
     labels = _column(data, last)
@@ -600,6 +604,62 @@ def _encode_completions(
     fields = {"input_ids": torch.tensor(ids, dtype=torch.int32), "labels": torch.tensor(labels, dtype=torch.int32)}
     return EncodedData(fields, torch.tensor(lengths), None, pad_id)
 
+# %% ../nbs/05_data.ipynb #data-chat
+def is_chat(value: Any) -> bool:
+    "Whether a value is a conversation: a list of messages, each a dictionary with a role and its content."
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+
+
+def _encode_chats(
+    parts: list[list[Any]],  # one column of conversations
+    tokenizer: Any,
+    max_length: int,         # tokens kept of each
+    pad_id: int,
+) -> EncodedData:
+    "Conversations under the tokenizer's template; only the assistant's tokens are to be predicted."
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("the tokenizer has no chat template; set tokenizer.chat_template, or give prompt and completion as two columns")
+    ids: list[int] = []
+    labels: list[int] = []
+    lengths = []
+    for row, messages in enumerate(parts[0]):
+        if not is_chat(messages):
+            raise ValueError(f"row {row} is no conversation: it needs a list of messages, each with a role and its content; drop it")
+        tokens, said = _chat_tokens(tokenizer, messages, row)
+        if not any(said[1:max_length]):
+            raise ValueError(f"row {row} has no word of the assistant's within {max_length} tokens; raise max_length, or drop it")
+        ids += tokens[:max_length]
+        labels += [token if counts else -100 for token, counts in zip(tokens, said, strict=True)][:max_length]
+        lengths.append(min(len(tokens), max_length))
+    fields = {"input_ids": torch.tensor(ids, dtype=torch.int32), "labels": torch.tensor(labels, dtype=torch.int32)}
+    return EncodedData(fields, torch.tensor(lengths), None, pad_id)
+
+
+def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> tuple[list[int], list[bool]]:
+    "The tokens of one conversation, and which of them the assistant says: all that overlap with what the template marks as such."
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = tokenizer.get_chat_template()
+    marked = re.search(r"{%-?\s*generation", template) is not None
+    texts, marks = render_jinja_template([messages], None, None, template, marked, **tokenizer.special_tokens_map)
+    spans = marks[0] if marked else _assistant_spans(tokenizer, messages, texts[0], row)
+    found = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True)
+    return found["input_ids"], [any(start < high and end > low for low, high in spans) for start, end in found["offset_mapping"]]
+
+
+def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str, row: int) -> list[tuple[int, int]]:
+    "Where in the text the assistant speaks: what each of its turns adds to the turns before."
+    spans = []
+    for turn, said in enumerate(messages):
+        if said["role"] == "assistant":
+            asked = tokenizer.apply_chat_template(messages[:turn], tokenize=False, add_generation_prompt=True) if turn else ""
+            answered = tokenizer.apply_chat_template(messages[:turn + 1], tokenize=False)
+            if not whole.startswith(answered) or not answered.startswith(asked):
+                raise ValueError(f"row {row}: the chat template rewrites earlier turns, so nothing tells what the assistant says; "
+                                 "mark it in the template with {% generation %}, or give prompt and completion as two columns")
+            spans.append((len(asked), len(answered)))
+    return spans
+
 # %% ../nbs/05_data.ipynb #data-shared
 def row_hashes(
     data: Any,              # a data set
@@ -633,7 +693,9 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
     "Of one item: its texts if it has any, else its tokens without padding, else its other numbers."
     if not isinstance(item, dict):
         item = {"input": item[0] if isinstance(item, (tuple, list)) else item}
-    if texts := [value.strip() for _, value in sorted(item.items()) if isinstance(value, str)]:
+    spoken = {f"{name} {turn}": part for name, value in item.items() if is_chat(value) for turn, said in enumerate(value)
+              for part in said.values()}
+    if texts := [value.strip() for _, value in sorted((item | spoken).items()) if isinstance(value, str)]:
         return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
     if "input_ids" in item:
         tokens = torch.as_tensor(item["input_ids"])
@@ -811,3 +873,60 @@ def units_of(
     if len(unit) != len(data):
         raise ValueError(f"unit names {len(unit)} rows and the data has {len(data)}; give the unit of every row")
     return Units(unit, "unit", cap)
+
+# %% ../nbs/05_data.ipynb #data-augmentation
+@dataclass(frozen=True)
+class Augmentation:
+    "Several random views of each drawn picture, moved and mirrored, whose gradients are averaged before the bound; @lem-copies, @de2022."
+    copies: int = 4    # views of each example, K
+    crop: int = 4      # pixels that a view may be moved, each way; what comes in at the edges is reflected
+    flip: bool = True  # mirror half of the views left to right
+
+    def __post_init__(self) -> None:
+        if self.copies < 1 or self.crop < 0:
+            raise ValueError(f"copies={self.copies}, crop={self.crop}: a picture needs at least one copy, moved by 0 pixels or more")
+
+    @property
+    def variants(self) -> int:
+        "How many different views of a picture there are."
+        return (2 * self.crop + 1) ** 2 * (1 + self.flip)
+
+    def __call__(
+        self,
+        batch: Any,    # (images, labels, ...), or a dictionary with "pixel_values"; images are (B, C, H, W)
+        rows: Tensor,  # (B,) numbers of the rows in the data set
+        key: bytes,    # of this draw
+    ) -> Any:          # K views of each example, one after the other
+        "A batch of views; each depends on its row and the key alone."
+        items: dict[Any, Any] = batch if isinstance(batch, dict) else dict(enumerate(batch))
+        where = "pixel_values" if isinstance(batch, dict) else 0
+        images = items.get(where)
+        if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
+            raise ValueError("augment= takes pictures: batches of (images (B, C, H, W), labels), or with 'pixel_values'; leave it out here")
+        if self.crop >= min(images.shape[2:]):
+            raise ValueError(f"crop={self.crop} moves pictures of {images.shape[2]} x {images.shape[3]} out of sight; choose a smaller one")
+        copied = {name: value.repeat_interleave(self.copies, 0) if isinstance(value, Tensor) and value.ndim and len(value) == len(rows)
+                  else value for name, value in items.items() if name != where}
+        copied = {name: self._views(images, rows, key) if name == where else copied[name] for name in items}
+        return copied if isinstance(batch, dict) else tuple(copied.values())
+
+    def _views(self, images: Tensor, rows: Tensor, key: bytes) -> Tensor:
+        "(B K, C, H, W)."
+        down, right, mirrored = (choice[:, None].to(images.device) for choice in self._choices(rows, key))
+        height, width = (torch.arange(side, device=images.device) for side in images.shape[2:])
+        across = torch.where(mirrored > 0, len(width) - 1 - width, width)
+        y, x = _reflected(height + down, len(height)), _reflected(across + right, len(width))              # (B K, H), (B K, W)
+        owner = torch.arange(len(images), device=images.device).repeat_interleave(self.copies)
+        channel = torch.arange(images.shape[1], device=images.device)
+        return images[owner[:, None, None, None], channel[:, None, None], y[:, None, :, None], x[:, None, None, :]]
+
+    def _choices(self, rows: Tensor, key: bytes) -> list[Tensor]:
+        "For each view, (B K,) each: how far down, how far right, and whether it is mirrored."
+        drawn = b"".join(hashlib.shake_128(key + row.to_bytes(8, "little")).digest(24 * self.copies) for row in rows.tolist())
+        numbers = np.frombuffer(drawn, dtype="<u8").reshape(-1, 3) % np.array([2 * self.crop + 1] * 2 + [1 + self.flip], dtype=np.uint64)
+        return list((torch.from_numpy(numbers.astype(np.int64)) - torch.tensor([self.crop, self.crop, 0])).unbind(1))
+
+
+def _reflected(places: Tensor, side: int) -> Tensor:
+    "Places beyond an edge, as seen in a mirror that stands on the last pixel."
+    return side - 1 - (side - 1 - places.abs()).abs()

@@ -84,6 +84,7 @@ class Experiment:
     grid: Callable[[bool], Iterable[Settings]]   # True: in full; False: reduced; JSON, one entry for each run
     measure: Callable[[Settings], Settings]      # what one run found; JSON
     needs: str                                   # data, device and time of the full grid
+    elsewhere: tuple[str, ...] = ()              # data that is not among the local files: left out unless it is named
 
 def results_file(name: str) -> Path:
     "Where the records of an experiment lie: under `DPFT_RESULTS`, or in the book's own folder."

@@ -6,26 +6,32 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .data import Public, collate_for, gather
+from .gradients import RULES, Contribution, Dense, Outer, Rule, channel_bias, full, unfolded
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'HEADS', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small',
-           'mean_pooled_classifier', 'minilm_folder', 'load_model', 'load_tokenizer', 'logits', 'example_losses',
-           'token_losses', 'default_loss', 'head_parameters', 'fresh_head', 'validate', 'replace_batchnorm',
-           'to_device', 'accuracy', 'perplexity', 'pretrain']
+           'Projected', 'StandardisedConv2d', 'standardised_weight', 'Affine', 'wide_layer', 'WideBlock', 'wide_resnet',
+           'mean_pooled_classifier', 'minilm_folder', 'load_model', 'load_pretrained', 'load_tokenizer', 'logits',
+           'example_losses', 'token_losses', 'summed_losses', 'default_loss', 'head_parameters', 'output_layer',
+           'fresh_head', 'validate', 'replace_batchnorm', 'to_device', 'accuracy', 'perplexity', 'pretrain']
 
 # %% ../nbs/06_models.ipynb #models-tempered
 class TemperedSigmoid(nn.Module):
@@ -114,6 +120,136 @@ def vit_small(
     config.num_labels = classes
     return ViTForImageClassification(config)
 
+# %% ../nbs/06_models.ipynb #models-standardised
+@dataclass
+class Projected(Contribution):
+    "Per-example gradients of which, in each channel, the part along one unit vector is taken away; @lem-standardised."
+    outer: Outer   # of centred patches
+    units: Tensor  # (p, d), rows of length 1, or 0 where nothing is taken away
+
+    def _along(self) -> Tensor:
+        "(B, p) what is taken away from each channel."
+        left, right = full(self.outer.left[:, 0]), full(self.outer.right[:, 0])  # (B, T, p), (B, T, d)
+        return (left * (right @ self.units.T)).sum(1)
+
+    def _project(self, values: Tensor) -> Tensor:
+        "(..., *shape) without the part along the unit vectors."
+        units = self.units.view(self.outer.shape)                                # (p, channels, height, width)
+        return values - (values * units).sum((-3, -2, -1), keepdim=True) * units
+
+    def dense(self) -> Tensor:
+        return self._project(self.outer.dense())
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return self._project(self.outer.weighted(factors))
+
+    def inner(self, other: Contribution) -> Tensor:
+        if not isinstance(other, Projected):
+            return super().inner(other)
+        return self.outer.inner(other.outer) - (self._along() * other._along()).sum(1)
+
+    def length(self) -> Tensor:
+        return self.outer.length()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Projected:
+        return Projected(self.outer.map(change), self.units)
+
+    @property
+    def size(self) -> int:
+        return self.outer.size
+
+
+class StandardisedConv2d(_ConvNd):
+    "A convolution whose weights are centred and brought to length 1, channel by channel, whenever they are used; @weightstandardisation."
+
+    def __init__(
+        self,
+        channels: int,     # that come in
+        filters: int,      # that go out
+        kernel: int = 3,   # height and width, odd
+        stride: int = 1,
+    ):
+        super().__init__(channels, filters, (kernel, kernel), (stride, stride), (kernel // 2, kernel // 2), (1, 1), False, (0, 0), 1,
+                         False, "zeros")
+        nn.init.normal_(self.weight, std=(channels * kernel**2) ** -0.5)
+
+    def standardised(self) -> tuple[Tensor, Tensor, Tensor]:
+        "The weights as they are used, (p, d); the factor of each channel, (p, 1), at most 100; and whether the channel varies enough, (p, 1)."
+        rows = full(self.weight).flatten(1)
+        centred = rows - rows.mean(1, keepdim=True)
+        squares = centred.square().sum(1, keepdim=True)
+        scale = squares.clamp(min=1e-4).rsqrt()
+        return centred * scale, scale, squares >= 1e-4
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.standardised()[0].view(self.weight.shape).to(self.weight.dtype)
+        return F.conv2d(inputs, weight, None, self.stride, self.padding)
+
+
+@torch.no_grad()
+def standardised_weight(module: StandardisedConv2d, gradient: Tensor, inputs: Tensor) -> Contribution:
+    "The rule of convolutions on centred patches, then the projection; @lem-standardised."
+    used, scale, varies = module.standardised()
+    patches = full(unfolded(cast(Any, module), inputs))
+    left = full(gradient).flatten(2).mT[:, None] * scale[:, 0]                   # (B, 1, T, p)
+    outer = Outer(left, patches - patches.mean(3, keepdim=True), module.weight.shape)
+    found = Projected(outer, used * varies)
+    _, _, tokens, p = left.shape
+    return Dense(found.dense()) if p * used.shape[1] <= tokens * (p + used.shape[1]) else found
+
+
+RULES[StandardisedConv2d] = Rule(standardised_weight, channel_bias)
+
+# %% ../nbs/06_models.ipynb #models-wide
+class Affine(nn.Module):
+    "A gain and a shift for every channel."
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.ones(channels, 1, 1)), nn.Parameter(torch.zeros(channels, 1, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.gain + self.bias
+
+
+def wide_layer(channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    "ReLU, GroupNorm in 16 groups, a standardised convolution with its gain and shift."
+    return nn.Sequential(nn.ReLU(), nn.GroupNorm(16, channels), StandardisedConv2d(channels, filters, kernel, stride), Affine(filters))
+
+
+class WideBlock(nn.Module):
+    "Two layers, beside a path around them that has a layer of its own where the size changes."
+
+    def __init__(self, channels: int, filters: int, stride: int, changes: bool):
+        super().__init__()
+        self.around = wide_layer(channels, filters, 1, stride) if changes else nn.Identity()
+        self.through = nn.Sequential(wide_layer(channels, filters, 3, stride), wide_layer(filters, filters))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.through(inputs) + self.around(inputs)
+
+
+def wide_resnet(
+    classes: int = 10,
+    image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 4
+    depth: int = 16,                                  # layers; 4 more than a multiple of 6
+    width: int = 4,                                   # times 16, 32 and 64 channels in the three groups
+) -> nn.Sequential:
+    "Wide-ResNet with GroupNorm and weight standardisation: 2,753,818 parameters at 16-4 on colour images; @de2022."
+    channels, *sides = image_shape
+    if min(sides) < 4:
+        raise ValueError(f"wrn-16-4 needs images of at least 4 x 4, not {sides[0]} x {sides[1]}; use 'mlp'")
+    if depth < 10 or (depth - 4) % 6:
+        raise ValueError(f"depth={depth}: a Wide-ResNet has 10, 16, 22, ... layers")
+    layers: dict[str, nn.Module] = {"stem": nn.Sequential(StandardisedConv2d(channels, 16), Affine(16))}
+    before = 16
+    for number, filters in enumerate((16 * width, 32 * width, 64 * width)):
+        layers[f"group{number + 1}"] = nn.Sequential(*(
+            WideBlock(filters if i else before, filters, 2 if number and not i else 1, not i) for i in range((depth - 4) // 6)))
+        before = filters
+    end = {"activation": nn.ReLU(), "norm": nn.GroupNorm(16, before), "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    return nn.Sequential(OrderedDict(layers | end | {"head": nn.Linear(before, classes)}))
+
 # %% ../nbs/06_models.ipynb #models-mean-pooled
 @cache
 def mean_pooled_classifier() -> Any:
@@ -161,7 +297,8 @@ def minilm_folder() -> Path:
 
 # %% ../nbs/06_models.ipynb #models-load
 BUILT: dict[str, Callable[..., nn.Module]] = {
-    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5, "cnn": cnn, "mlp": mlp, "vit-small": vit_small}
+    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5, "cnn": cnn, "mlp": mlp, "vit-small": vit_small,
+    "wrn-16-4": wide_resnet}
 HUB_NAMES = ("albert-base-v2", "bert-base-cased", "bert-base-uncased", "bert-large-uncased", "distilbert-base-uncased", "distilgpt2",
              "gpt2", "gpt2-large", "gpt2-medium", "roberta-base", "roberta-large")  # Transformers names without an owner
 
@@ -179,7 +316,7 @@ def load_model(
         if name in BUILT:
             return BUILT[name](classes) if image_shape is None else BUILT[name](classes, image_shape)
         if name == "minilm":
-            return _from_pretrained(mean_pooled_classifier(), minilm_folder(), num_labels=classes)
+            return load_pretrained(mean_pooled_classifier(), minilm_folder(), num_labels=classes)
         _check_name(name)
         return _load_transformers(name, classes, kind)
 
@@ -196,26 +333,32 @@ def _load_transformers(name: str, classes: int, kind: str) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
     import transformers as hf
 
+    if (Path(name) / "dpft.json").exists() and not list(Path(name).glob("model*.safetensors")):
+        raise ValueError(f"{name} holds only what a run trained; dpft.load({str(name)!r}) puts it on its base")
     autos = {"text": hf.AutoModelForSequenceClassification, "image": hf.AutoModelForImageClassification, "causal": hf.AutoModelForCausalLM}
     if kind not in autos:
         raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(autos)}")
     saved_as = hf.AutoConfig.from_pretrained(name).architectures or [""]
     auto = mean_pooled_classifier() if "MeanPooledClassifier" in saved_as else autos[kind]
-    model = _from_pretrained(auto, name, **({} if kind == "causal" else {"num_labels": classes, "ignore_mismatched_sizes": True}))
+    model = load_pretrained(auto, name, **({} if kind == "causal" else {"num_labels": classes, "ignore_mismatched_sizes": True}))
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = getattr(model.config, "eos_token_id", None)
     return model
 
 
-def _from_pretrained(auto: Any, name: str | Path, **options: Any) -> Any:
-    "Load weights in float32, without the notice that a head is fresh and without a progress bar."
+def load_pretrained(
+    auto: Any,         # a Transformers class, automatic or not
+    name: str | Path,
+    **options: Any,    # for its from_pretrained
+) -> Any:
+    "Load weights, in float32 unless told otherwise, without the notice that a head is fresh and without a progress bar."
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        return auto.from_pretrained(name, dtype=torch.float32, **options)
+        return auto.from_pretrained(name, **({"dtype": torch.float32} | options))
     finally:
         logging.set_verbosity(level)
         if bar:
@@ -232,6 +375,12 @@ def load_tokenizer(
         raise ValueError(f"{name!r} is a model for images and has no tokenizer")
     if name != "minilm":
         _check_name(name)
+    known = Path(name) / "dpft.json"
+    if known.exists() and not (Path(name) / "tokenizer_config.json").exists():  # a run saved without the tokenizer, which is its base's
+        base = (json.loads(known.read_text()).get("base") or {}).get("name")
+        if base is None:
+            raise ValueError(f"{name} holds neither a tokenizer nor the name of its base model; load the tokenizer of the base")
+        return load_tokenizer(base)
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder() if name == "minilm" else name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -277,6 +426,14 @@ def token_losses(
     return losses.view(labels.shape).sum(1), (labels != -100).sum(1)
 
 
+def summed_losses(
+    model: nn.Module,
+    batch: Any,        # a dictionary with token labels (B, T)
+) -> Tensor:           # (B,)
+    "Cross entropy summed over each example's own counted tokens: long examples weigh more, and meet the clip bound sooner."
+    return token_losses(logits(model, batch), batch["labels"])[0]
+
+
 def default_loss(
     model: nn.Module,
 ) -> Callable[[nn.Module, Any], Tensor]:  # loss_fn(model, batch) -> (B,)
@@ -301,12 +458,18 @@ def head_parameters(
     return list(head.parameters())
 
 
+def output_layer(
+    model: nn.Module,
+) -> nn.Module | None:
+    "The layer of a language model that scores the vocabulary; None for any other model."
+    return getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+
+
 def fresh_head(
     model: nn.Module,
 ) -> list[nn.Parameter]:  # empty for a language model
     "Parameters of a classification head; a language model's output layer is pre-trained, and often its embedding."
-    output_layer = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
-    return head_parameters(model) if output_layer is None else []
+    return head_parameters(model) if output_layer(model) is None else []
 
 # %% ../nbs/06_models.ipynb #models-validate
 def _mixing_layers(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:

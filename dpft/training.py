@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CHECKED', 'SAME_INPUT', 'SAME_CHOICE', 'OPTIMIZERS', 'SCHEDULES', 'Plan', 'check_sizes', 'make_plan', 'Method',
            'Context', 'CheckpointError', 'Store', 'set_modes', 'scaled_blocks', 'noise_spread', 'check_disjoint',
-           'Engine', 'check_supported', 'choice_hash', 'with_precision', 'model_fingerprint', 'Step', 'make_optimizer',
-           'make_schedule', 'Average', 'Prepared', 'holds_texts', 'prepare', 'as_task', 'Run', 'load', 'fine_tune',
-           'progress_is_due', 'Loop']
+           'Engine', 'check_supported', 'named_apart', 'choice_hash', 'with_precision', 'share_of', 'model_fingerprint',
+           'Step', 'make_optimizer', 'make_schedule', 'Average', 'Prepared', 'holds_texts', 'prepare', 'as_task', 'Run',
+           'load', 'fine_tune', 'progress_is_due', 'Loop']
 
 # %% ../nbs/07_training.ipynb #training-imports
 import hashlib
@@ -19,7 +19,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from .data import Public, Task, check_disjoint_rows, check_labels, collate_for, encode, fingerprint, gather, physical_batches
-from .data import poisson_draw, units_of
+from .data import PAIRS, Augmentation, is_chat, poisson_draw, units_of
 from .gradients import Batch, Block, Groups, LossFunction, batch_rows, full, gradients, members, per_example_losses
 from .gradients import reuse_memory, trainable
 from .guarantee import Guarantee
-from .models import accuracy, default_loss, head_parameters, load_model, load_tokenizer, perplexity, to_device, validate
+from .models import accuracy, default_loss, fresh_head, head_parameters, load_model, load_tokenizer, perplexity, to_device, validate
 from .prefix import Prefix, worth_it
 from .privacy import Keystream, Ledger, LedgerError, Request, SampledGaussian, epsilon, plan_budget
 from .processes import Processes, check_whole, form
+from .saving import how_to_load, read_model, tokenizer_of_base, write_model
 
 # %% ../nbs/07_training.ipynb #training-plan
 @dataclass(frozen=True)
@@ -115,15 +118,42 @@ class Method:
     """What trains, when, in which blocks, and at what extra cost; subclass it to add a method.
 
     A method changes `requires_grad` and may add parameters; it never sees a gradient that was not paid for.
+    Write `adapt` or `choose`, and it also composes with others; @sec-fold.
     """
 
     def requests(self, context: "Context") -> list[Request]:
         "What the method must spend besides training."
         return []
 
+    def adapt(self, context: "Context") -> list[nn.Parameter]:
+        "Of a method that adds: what it lets train besides what trains already, head excluded; it may put new parameters into the model."
+        raise NotImplementedError(f"{type(self).__name__} does not say what trains: write its start(context), adapt(context) or "
+                                  "choose(context, among)")
+
+    def choose(self, context: "Context", among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "Of a method that selects: which of these, none of them in the head, train; by default what `adapt` gives."
+        return self.adapt(context)
+
+    @property
+    def adds(self) -> bool:
+        "Whether the method adds to what trains already."
+        return type(self).adapt is not Method.adapt
+
+    @property
+    def selects(self) -> bool:
+        "Whether the method selects among what trains already."
+        return type(self).choose is not Method.choose
+
     def start(self, context: "Context") -> None:
-        "Adapt the model, select, and say what trains: `context.train_only(parameters)`."
-        raise NotImplementedError(f"{type(self).__name__} does not say what trains: write its start(context)")
+        "Adapt the model, or select among all of it, and say what trains: `context.train_only(parameters)`."
+        context.train_only([*self.choose(context, context.body), *fresh_head(context.model)])
+
+    @property
+    def changes(self) -> bool:
+        "Whether a step may change what trains, so that the engine looks again before each."
+        return type(self).step is not Method.step
+
+    unfreezes = False  # whether a step may let train what was frozen at the start
 
     def step(self, context: "Context", t: int) -> None:
         "Before step t, counted from 0: freeze or unfreeze."
@@ -131,6 +161,18 @@ class Method:
     def blocks(self, context: "Context") -> list[Block]:
         "The blocks that are bounded by themselves; by default all that trains, as one."
         return [Block(list(trainable(context.model).values()))]
+
+    def rate_factor(self, context: "Context", t: int) -> float:
+        "What `fine_tune` multiplies the learning rate of step t by, besides its schedule."
+        return 1.0
+
+    def state(self, context: "Context") -> Any:
+        "What `restore` needs to go on from a checkpoint: tensors, numbers, texts, lists and dictionaries of them."
+        return None
+
+    def restore(self, context: "Context", state: Any) -> None:
+        "In place of `start` when a run goes on from a checkpoint; by default the start again, whose draws and noise are the same."
+        self.start(context)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
@@ -144,6 +186,7 @@ class Context:
         self.model, self.loss_fn = model, loss_fn
         self.batch_size, self.steps, self.size = batch_size, steps, size
         self.engine: Engine | None = None
+        self._own: range | None = None          # numbers of the requests that are the method's own; None: all
         self._open: int | None = None           # request whose draw has not been released yet
         self._released: dict[int, int] = {}     # releases of each request so far
 
@@ -152,6 +195,29 @@ class Context:
         "The classification head, which always trains and belongs to no partition."
         return head_parameters(self.model)
 
+    @property
+    def body(self) -> list[nn.Parameter]:
+        "All parameters outside a fresh head: what a selector chooses among."
+        head = {id(parameter) for parameter in fresh_head(self.model)}
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in head]
+
+    def part(
+        self,
+        first: int,                # number of its first request among this method's own
+        requests: int,             # how many requests it has
+        steps: int | None = None,  # of its phase; None: all
+    ) -> "Context":
+        "What a method sees that is a part of this one: its own requests alone, and the steps of its own phase."
+        view = copy(self)
+        begin = first + (self._own.start if self._own else 0)
+        view._own = range(begin, begin + requests)
+        view.steps = self.steps if steps is None else steps
+        return view
+
+    def begin_phase(self) -> None:
+        "From here on another phase trains: the loop drops what its optimizer remembers."
+        self._running().new_phase = True
+
     def train_only(self, parameters: Iterable[nn.Parameter]) -> None:
         "Only these parameters train from now on; ValueError when there are none."
         chosen = {id(parameter) for parameter in parameters}
@@ -159,11 +225,17 @@ class Context:
             parameter.requires_grad_(id(parameter) in chosen)
         trainable(self.model)
 
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        "These parameters train no more, and nothing else changes; ValueError when nothing is left that trains."
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        trainable(self.model)
+
     def draw(self, sample_rate: float) -> Iterator[Batch]:
         "A Poisson draw for one release of a request with this rate, in physical batches; of several processes each gets its slice."
         engine = self._running()
-        for number, request in enumerate(engine.requests):
-            done = self._released.get(number, 0)
+        for number in self._numbers():
+            request, done = engine.requests[number], self._released.get(number, 0)
             if request.sample_rate == sample_rate and done < request.steps:
                 self._open = number
                 return engine.batches(sample_rate, request.name, done)
@@ -193,9 +265,23 @@ class Context:
             torch.manual_seed(engine.keystream.seed("choice", name, done))
         return engine.processes.total({"total": total})[0]["total"]
 
+    def noise_multiplier(self, number: int = 0) -> float:
+        "What the plan gives the method's own request of this number; 0 without noise."
+        plan = self._running().plan
+        return plan.mechanisms[1 + self._numbers()[number]].noise_multiplier if plan.private else 0.0
+
+    def already_released(self, releases: int, number: int = 0) -> None:
+        "So many releases of the method's own request of this number were made before the checkpoint, and are not made again."
+        self._released[self._numbers()[number]] = releases
+
+    def _numbers(self) -> range:
+        "Which of the run's requests are the method's own."
+        return range(len(self._running().requests)) if self._own is None else self._own
+
     def groups(self, batch: Batch) -> Groups | None:
         "Which rows of a drawn batch belong to one unit, for `gradients(..., groups)`; None when every row is one."
-        return self._running().groups(batch)
+        engine = self._running()
+        return None if engine.units is None else engine.groups(batch)
 
     def _running(self) -> "Engine":
         if self.engine is None:
@@ -353,6 +439,7 @@ class Engine:
         accountant: str = "prv",                 # "prv" or "rdp"
         unit: str | Sequence[Any] | Tensor | None = None,  # column that names the person, or each row's; None: an example
         unit_cap: int | None = None,             # most rows that a unit brings to a draw; None: all
+        augment: Augmentation | None = None,     # views of each picture, averaged before the bound
         public_size: int | None = None,          # number of units, if it is public; None: as counted, listed as assumed public
         physical_batch_size: int | None = None,  # examples in memory at once; None: 64
         precision: str | None = None,            # None: the model's own; "bf16": autocast
@@ -372,6 +459,8 @@ class Engine:
         self.loss_fn = with_precision(loss_fn or default_loss(model), precision)
         self.prefix = Prefix(model, self.loss_fn, int(cache * 2**30), cache_folder) if cache > 0 else None
         self.loss_fn = self.prefix or self.loss_fn
+        self.augment, self.copies = augment, augment.copies if augment else 1
+        self.view_loss = share_of(self.loss_fn, self.copies)
         self.physical_batch_size, self.dropout = physical_batch_size or 64, dropout
         self.collate_fn = collate_fn or (None if hasattr(train, "batch") else collate_for(train))
         if next(model.parameters()).device.type == "cpu":
@@ -383,14 +472,16 @@ class Engine:
         self.pending: list[tuple[Batch, Tensor]] = []  # batches given out, with the unit of each row, until they are asked for
         size = public_size or len(self.units or train)
         self.context = Context(model, self.loss_fn, batch_size, steps, size)
-        self.requests = method.requests(self.context)
+        self.requests = named_apart(method.requests(self.context))
         content, settings = self._content(), (size, batch_size, steps, epsilon, noise_multiplier, delta, clip, clipping, accountant)
-        self.processes.check_alike(SAME_INPUT, model_structure=form(model), data_set=content, settings=(*settings, self.requests, seed))
+        self.processes.check_alike(SAME_INPUT, model_structure=form(model), data_set=content, settings=(*settings, self.requests, repr(augment), seed))
         self.processes.spread(model)
         self.plan = self.processes.first(lambda: make_plan(*settings, self.requests))
         self.assumed_public = [f"the number of {self.unit}s, {size}", *assumed_public]
         self.uncharged: list[str] = []
         self.t, self.choice = 0, ""              # training steps done; what trains now, as a hash
+        self.trains: dict[str, nn.Parameter] = {}
+        self.new_phase = False                   # whether a phase has begun that the loop does not know of
         self._open_store(checkpoint, content, seed)
         self._open_ledger(ledger)
         self.context.engine = self
@@ -401,7 +492,7 @@ class Engine:
         units = self.units and hashlib.sha256(self.units.index.numpy().tobytes()).hexdigest()
         table = getattr(self.train, "table", None)           # texts are the same data whatever tokenizer reads them
         return {"data": fingerprint(self.train if table is None else table), "tokens": None if table is None else fingerprint(self.train),
-                "units": units, "unit_cap": self.units and self.units.cap}
+                "units": units, "unit_cap": self.units and self.units.cap, "augmentation": self.augment and repr(self.augment)}
 
     def _open_store(self, checkpoint: str | Path | None, content: dict[str, Any], seed: int | None) -> None:
         "The first process makes or opens the store, and the others learn its secret and state, but not its folder."
@@ -430,7 +521,10 @@ class Engine:
     def _start(self) -> None:
         "Let the method start, alike on all processes, and take over what it has set."
         with self._alike("start"):
-            self.method.start(self.context)
+            if self.store.state:
+                self.method.restore(self.context, self.store.state["method"])
+            else:
+                self.method.start(self.context)
         self.processes.check_alike(SAME_CHOICE, model_after_method_start=None if self.processes.alone else form(self.model))
         self.processes.spread(self.model)
         self._refresh()
@@ -478,20 +572,23 @@ class Engine:
 
     def _refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks, in which mode."
+        known = {id(parameter) for parameter in self.trains.values()}
         self.trains = trainable(self.model)
+        self.newly = [parameter for parameter in self.trains.values() if id(parameter) not in known] if self.t else []
         sigma = self.plan.mechanisms[0].noise_multiplier if self.plan.private else 1.0
         self.blocks = scaled_blocks(self.method.blocks(self.context), self.trains.values(), self.plan.clip, sigma)
         self.spread = noise_spread(self.blocks)
         self.choice = "" if self.processes.alone else choice_hash(self.trains, self.blocks)
         set_modes(self.model, self.dropout)
-        if self.prefix is not None:
-            self.prefix.refresh()
 
     def _mind_the_prefix(self) -> None:
-        "Use the cache of the frozen prefix while it pays; @sec-prefix-engine."
+        "Use the cache of the frozen prefix while it pays over the steps that remain; @sec-prefix-engine."
         if self.prefix is not None:
-            size, left = len(self.train), self.plan.steps - self.t
-            self.prefix.enabled = worth_it(self.plan.sample_rate, left, self.prefix.room(size), self.prefix.stored(size))
+            variants = self.augment.variants if self.augment else 1
+            size, left, rate = len(self.train) * variants, self.plan.steps - self.t, min(1.0, self.plan.sample_rate * self.copies / variants)
+            if worth_it(rate, left, self.prefix.room(size)):  # a cache for what is frozen by now begins empty
+                self.prefix.refresh()
+            self.prefix.enabled = worth_it(rate, left, self.prefix.room(size), self.prefix.stored(size))
 
     def parameters(self) -> list[nn.Parameter]:
         "What trains now, for an optimizer."
@@ -513,34 +610,38 @@ class Engine:
         "Of several processes: one random state for all, so that a method chooses alike on each."
         return nullcontext() if self.processes.alone else self.random_state("choice", *context)
 
-    def batches(self, sample_rate: float, *context: str | int) -> Iterator[Batch]:
+    def batches(self, sample_rate: float, *context: str | int, augment: Augmentation | None = None) -> Iterator[Batch]:
         "One Poisson draw in physical batches on the model's device, or this process's slice of it; no batch at all when that is empty."
         self._begin()
-        lengths, units = self.lengths, self.units
-        drawn = poisson_draw(len(units or self.train), sample_rate, self.keystream, "draw", *context)
+        drawn = poisson_draw(len(self.units or self.train), sample_rate, self.keystream, "draw", *context)
         self.pending = []
-        for whole in physical_batches(drawn, len(self.train), lengths):                    # the draw in order, as one
-            mine = self.processes.slice(whole)
-            if units is None:
-                for rows in physical_batches(mine, self.physical_batch_size, lengths):
-                    yield to_device(gather(self.train, rows, self.collate_fn), self.device)
-                continue
-            seed = self.keystream.seed("cap", *context, *self.processes.mark)
-            for rows, numbers in units.batches(mine, self.physical_batch_size, seed):
+        copies, key = augment.copies if augment else 1, self.keystream.key("augment", *context)
+        for whole in physical_batches(drawn, len(self.train), self.lengths):               # the draw in order, as one
+            for rows, numbers in self._packed(self.processes.slice(whole), max(1, self.physical_batch_size // copies), *context):
                 batch = to_device(gather(self.train, rows, self.collate_fn), self.device)
-                self.pending.append((batch, numbers))
+                batch = augment(batch, rows, key) if augment else batch
+                if self.units is not None or copies > 1:
+                    self.pending.append((batch, numbers.repeat_interleave(copies)))
                 yield batch
+
+    def _packed(self, units: Tensor, most: int, *context: str | int) -> Iterator[tuple[Tensor, Tensor]]:
+        "Rows of whole units that fit into memory, with the number of each one's unit within the batch."
+        if self.units is not None:
+            yield from self.units.batches(units, most, self.keystream.seed("cap", *context, *self.processes.mark))
+            return
+        for rows in physical_batches(units, most, self.lengths):
+            yield rows, torch.arange(len(rows))
 
     def groups(self, batch: Batch) -> Groups | None:
         "Which rows of a batch belong to one unit; only a batch that was drawn has an answer, and only once."
-        if self.units is None:
+        if self.units is None and self.copies == 1:
             return None
         for number, (known, numbers) in enumerate(self.pending):
             if known is batch:
                 del self.pending[number]
                 return Groups(numbers)
-        raise ValueError(f"the unit of privacy is {self.unit!r}, so a step takes only the batches that it yields, and each once: "
-                         "no others are known to hold whole units")
+        reason = f"the unit of privacy is {self.unit!r}" if self.units is not None else f"each picture has {self.copies} views"
+        raise ValueError(f"{reason}, so a step takes only the batches that it yields, and each once: no others are known to hold whole units")
 
     @property
     def adds_noise(self) -> bool:
@@ -565,7 +666,7 @@ class Engine:
 
     def __iter__(self) -> Iterator["Step"]:
         "The steps that remain; the ledger is closed after the last."
-        changes = type(self.method).step is not Method.step
+        changes = self.method.changes
         while self.t < self.plan.steps:
             with self._alike("step", self.t):
                 self.method.step(self.context, self.t)
@@ -610,6 +711,16 @@ def check_supported(precision: str | None) -> None:
     if precision not in (None, "bf16"):
         raise ValueError(f"precision={precision!r}: choose None or 'bf16'; float16 would need loss scaling, which breaks the clip bound")
 
+def named_apart(requests: Sequence[Request]) -> list[Request]:
+    "The requests under names of their own: a name tells draws, noise and charges from others."
+    names: set[str] = {"train"}
+    apart: list[Request] = []
+    for request in requests:
+        numbered = (request.name if number == 1 else f"{request.name} {number}" for number in count(1))
+        apart.append(replace(request, name=next(name for name in numbered if name not in names)))
+        names.add(apart[-1].name)
+    return apart
+
 def choice_hash(trains: dict[str, nn.Parameter], blocks: Sequence[Block]) -> str:
     "Hash of what trains and of how it is bounded and hidden, masks included; all processes must have the same."
     names = {id(parameter): name for name, parameter in trains.items()}
@@ -631,6 +742,16 @@ def with_precision(loss_fn: LossFunction, precision: str | None) -> LossFunction
     lowered.full_precision = loss_fn  # type: ignore[attr-defined]  # what the check of the gradients compares with the oracle
     return lowered
 
+def share_of(loss_fn: LossFunction, copies: int) -> LossFunction:
+    "What one of several views adds to the mean loss of its example."
+    if copies == 1:
+        return loss_fn
+    def share(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_fn(model, batch) / copies
+    exact = getattr(loss_fn, "full_precision", loss_fn)
+    share.full_precision = lambda model, batch: exact(model, batch) / copies  # type: ignore[attr-defined]
+    return share
+
 def model_fingerprint(model: nn.Module) -> str:
     "Hash of names, shapes and a sample of the values of all parameters: tells one model from another."
     digest = hashlib.sha256()
@@ -651,9 +772,10 @@ class Step:
         self.not_finite = 0                      # examples whose gradient was not finite: they contributed nothing
         self.privatized = self.finished = False
         self._kept = {name: p.detach().clone() for name, p in engine.trains.items() if isinstance(engine.spread[id(p)], Tensor)}
+        self._new = [(p, p.detach().clone()) for p in sorted(engine.newly, key=torch.numel)[:1]]  # the smallest speaks for all
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.engine.batches(self.engine.plan.sample_rate, "train", self.t)
+        return self.engine.batches(self.engine.plan.sample_rate, "train", self.t, augment=self.engine.augment)
 
     @property
     def loss(self) -> float:
@@ -665,11 +787,11 @@ class Step:
         with self.engine.random_state("dropout", self.t, self.batch_number, *self.engine.processes.mark):
             losses = self._add_private(batch) if self.engine.plan.private else self._add_plain(batch)
         self.batch_number += 1
-        self.examples += batch_rows(batch)
+        self.examples += batch_rows(batch) // self.engine.copies
         self.loss_sum += losses.detach().nan_to_num(0.0, 0.0, 0.0).sum().item()
 
     def _add_private(self, batch: Batch) -> Tensor:
-        taken = gradients(self.engine.model, self.engine.loss_fn, batch, self.engine.groups(batch))
+        taken = gradients(self.engine.model, self.engine.view_loss, batch, self.engine.groups(batch))
         sums, norms = taken.clipped_sum(self.engine.blocks, self.engine.plan.clipping, last=True)
         self.not_finite += int((~norms.isfinite()).any(1).sum())
         for name, value in sums.items():
@@ -677,7 +799,8 @@ class Step:
         return taken.losses
 
     def _add_plain(self, batch: Batch) -> Tensor:
-        losses = per_example_losses(self.engine.model, self.engine.loss_fn, batch)
+        self.engine.groups(batch)                # not needed, and not kept until the draw ends
+        losses = per_example_losses(self.engine.model, self.engine.view_loss, batch)
         for name, value in zip(self.sums, torch.autograd.grad(losses.sum(), self.engine.parameters(), allow_unused=True), strict=True):
             if value is not None:
                 self.sums[name] += full(value)
@@ -719,6 +842,9 @@ class Step:
             for name, before in self._kept.items():
                 parameter = self.engine.trains[name]
                 parameter.copy_(torch.where(torch.as_tensor(self.engine.spread[id(parameter)]) > 0, parameter, before))
+        if any(p.grad is not None and bool(p.grad.any()) and torch.equal(p, before) for p, before in self._new):
+            raise ValueError("the optimizer does not hold the parameters that train from this step on; make it over all parameters of the "
+                             "model, or anew over engine.parameters() when they change")
         self.finished = True
         self.engine.t += 1
 
@@ -752,36 +878,51 @@ def make_schedule(
     schedule: str,      # a name in SCHEDULES
     steps: int,         # of the whole run
     warmup: float = 0,  # steps, or a share of them if below 1, in which the rate rises from 0
+    rate_factor: Callable[[int], float] = lambda t: 1.0,  # of step t, besides: what the method wants
 ) -> torch.optim.lr_scheduler.LambdaLR:
     "The learning rate over the run; it depends on the step alone, so it costs no privacy."
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}")
     rising = warmup * steps if warmup < 1 else warmup
     def factor(t: int) -> float:
-        return (t + 1) / (rising + 1) if t < rising else SCHEDULES[schedule]((t - rising) / max(steps - rising, 1))
+        own = (t + 1) / (rising + 1) if t < rising else SCHEDULES[schedule]((t - rising) / max(steps - rising, 1))
+        return own * rate_factor(t)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 # %% ../nbs/07_training.ipynb #training-average
 class Average:
-    "Exponential moving average of what trains; an average of private models is as private as they are."
+    """Exponential moving average of the model's parameters; an average of private models is as private as they are.
 
-    def __init__(self, decay: float, parameters: dict[str, nn.Parameter]):
+    At update t it keeps min(decay, (1 + t) / (10 + t)) of itself, so the start is soon forgotten; @de2022.
+    A parameter enters with the value from which it begins to train, and one that is frozen goes on with its constant value,
+    so the result is the average of whole models, whatever trained when.
+    """
+
+    def __init__(self, decay: float, parameters: Iterable[nn.Parameter]):
         if not 0 < decay < 1:
             raise ValueError(f"average={decay}: the decay of the parameter average must lie between 0 and 1")
         self.decay, self.updates = decay, 0
-        self.values = {name: torch.zeros_like(full(p.detach())) for name, p in parameters.items()}
+        self.values: dict[nn.Parameter, Tensor] = {}
+        self.follow(parameters)
 
-    def update(self, parameters: dict[str, nn.Parameter]) -> None:
-        "Count the present parameters in."
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        "Take up those that are new, with their present values: call it before they move."
+        for parameter in parameters:
+            if parameter not in self.values:
+                self.values[parameter] = full(parameter.detach()).clone()
+
+    def update(self) -> None:
+        "Count the present values in."
+        kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        for name, parameter in parameters.items():
-            self.values.setdefault(name, torch.zeros_like(full(parameter.detach()))).lerp_(full(parameter.detach()), 1 - self.decay)
+        for parameter, value in self.values.items():
+            value.lerp_(full(parameter.detach()), 1 - kept)
 
-    def copy_to(self, parameters: dict[str, nn.Parameter]) -> None:
-        "Put the average, corrected for its start at zero, into the model."
+    def put(self) -> None:
+        "Put the averages into the model."
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(self.values[name] / (1 - self.decay**self.updates))
+            for parameter, value in self.values.items():
+                parameter.copy_(value)
 
 # %% ../nbs/07_training.ipynb #training-prepared
 @dataclass
@@ -806,9 +947,9 @@ class Prepared:
         return encode(data, self.tokenizer, self.columns, kind=self.kind) if holds_texts(data) else data
 
 def holds_texts(data: Any) -> bool:
-    "Whether the items are dictionaries with texts in them."
+    "Whether the items are dictionaries with texts or conversations in them."
     first = data[0] if len(data) else None
-    return isinstance(first, dict) and any(isinstance(value, str) for value in first.values())
+    return isinstance(first, dict) and any(isinstance(value, str) or is_chat(value) for value in first.values())
 
 def prepare(
     model: nn.Module | str,          # a module, a name or a path
@@ -837,12 +978,19 @@ def prepare(
     return ready
 
 def as_task(data: Any, columns: Sequence[str] | None) -> Task:
-    "A data set without a description: texts with their label, or tensors."
+    "A data set without a description: texts with their label, prompts with their completion, conversations, or tensors."
     if not holds_texts(data):
         return Task("data", "image", data, dev=None)
     first = data[0]
-    found = columns or [*(n for n, v in first.items() if isinstance(v, str)), *(n for n, v in first.items() if isinstance(v, int))][-2:]
+    known = next((found for found in (*((name,) for name, v in first.items() if is_chat(v)), *PAIRS) if set(found) <= set(first)), None)
+    guessed = [*(n for n, v in first.items() if isinstance(v, str)), *(n for n, v in first.items() if isinstance(v, int))][-2:]
+    found = columns or known or guessed
     missing = [name for name in found if name not in first]
+    generates = not missing and bool(found) and (isinstance(first[found[-1]], str) or is_chat(first[found[-1]]))
+    if generates and not (columns or known):
+        raise ValueError(f"column {found[-1]!r} holds texts, not class numbers; name text and label, or prompt and completion, with columns=")
+    if generates:
+        return Task("data", "causal", data, dev=None, columns=tuple(found))
     if missing or len(found) < 2:
         raise ValueError(f"columns {list(found)} are not all in the data, which has {list(first)}; name text and label with columns=")
     labels = {int(item[found[-1]]) for item in data}
@@ -884,43 +1032,34 @@ class Run:
         "Text for a model card; Markdown."
         return self.guarantee.report()
 
-    def save(self, path: str | Path) -> None:
-        "Write weights (safetensors), the guarantee and a model card into a folder; `load` reads it back."
-        from safetensors.torch import save_model
+    def save(
+        self,
+        path: str | Path,            # a folder, without another saved run in it
+        whole: bool | None = None,   # True: all weights; False: only what trained; None: the latter where its base can be found again
+    ) -> None:
+        "Write weights (safetensors), the guarantee and a model card into a folder; `load` reads it back; @sec-saving."
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        model: Any = self.model
-        if hasattr(model, "save_pretrained"):
-            model.save_pretrained(folder)
-            if self.prepared.tokenizer is not None:
-                self.prepared.tokenizer.save_pretrained(folder)
-        else:
-            save_model(model, str(folder / "model.safetensors"))
-        description = {"recipe": self.prepared.recipe, "kind": self.prepared.kind, "trained": self.trained}
+        description = write_model(self.model, self.trained, folder, whole, self.prepared.recipe)
+        description |= {"kind": self.prepared.kind, "trained": self.trained}
+        if self.prepared.tokenizer is not None and not tokenizer_of_base(self.prepared.tokenizer, description["base"]):
+            self.prepared.tokenizer.save_pretrained(folder)
         (folder / "dpft.json").write_text(json.dumps(description, indent=1) + "\n")
         if self.ledger is not None and self.guarantee.private:
             self.guarantee.seal(self.ledger)
             self.ledger.copy(folder / "ledger.sqlite")
         self.guarantee.save(folder / "guarantee.json")
-        (folder / "README.md").write_text("# Model card\n\n" + self.report())
+        (folder / "README.md").write_text("# Model card\n\n" + self.report().rstrip() + "\n\n" + how_to_load(description))
 
 def load(
     path: str | Path,                # a folder that `Run.save` wrote
-    model: nn.Module | None = None,  # the architecture, for a module of one's own
+    model: nn.Module | None = None,  # the architecture, for a module of one's own; the base, where only what trained was saved
 ) -> nn.Module:
-    "A saved model; ValueError when the folder is no saved run, or names no architecture and none is given."
-    from safetensors.torch import load_model as load_weights
+    "A saved model; ValueError when the folder is no saved run, names no architecture and none is given, or stands on another base."
     folder = Path(path)
     if not (folder / "dpft.json").exists():
         raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a folder that run.save(path) wrote")
-    description = json.loads((folder / "dpft.json").read_text())
-    if model is None and (folder / "config.json").exists():
-        return load_model(str(folder), classes=(description["recipe"] or {}).get("classes", 2), kind=description["kind"])
-    if model is None and description["recipe"] is None:
-        raise ValueError(f"{folder} was saved from a module of one's own; pass it: load(path, model=MyModule())")
-    model = model or load_model(**description["recipe"])
-    load_weights(model, str(folder / "model.safetensors"))
-    return model
+    return read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
 
 # %% ../nbs/07_training.ipynb #training-fine-tune
 def fine_tune(
@@ -948,6 +1087,7 @@ def fine_tune(
     accountant: str = "prv",                 # "prv" | "rdp"
     unit: str | Sequence[Any] | Tensor | None = None,  # column that names the person, or each row's; None: an example
     unit_cap: int | None = None,             # most rows that a unit brings to a draw
+    augment: Augmentation | None = None,     # views of each picture, averaged before the bound
     public_size: int | None = None,          # of units
     physical_batch_size: int | None = None,
     precision: str | None = None,            # None | "bf16"
@@ -969,14 +1109,15 @@ def fine_tune(
     size = public_size or len(units_of(ready.train, unit, unit_cap) or ready.train)
     engine = Engine(ready.model, loss_fn, method, ready.train, epsilon=epsilon, delta=delta, batch_size=batch_size,
                     steps=round(epochs * size / batch_size) if steps is None else steps, clip=clip, clipping=clipping,
-                    noise_multiplier=noise_multiplier, collate_fn=collate_fn, accountant=accountant, unit=unit, unit_cap=unit_cap,
+                    noise_multiplier=noise_multiplier, collate_fn=collate_fn, accountant=accountant, unit=unit, unit_cap=unit_cap, augment=augment,
                     public_size=public_size, physical_batch_size=physical_batch_size, precision=precision, dropout=dropout,
                     cache=cache, cache_folder=cache_folder, ledger=ledger, checkpoint=checkpoint, seed=seed,
                     assumed_public=[*ready.assumed_public, f"the weights that training started from ({ready.origin})"])
-    every = list(engine.model.parameters()) if type(method).step is not Method.step else engine.parameters()  # what may train later too
+    every = list(engine.model.parameters()) if method.changes else engine.parameters()  # what may train later too
     optimizer = make_optimizer(optimizer, every, learning_rate, weight_decay)
-    loop = Loop(engine, optimizer, make_schedule(optimizer, schedule, engine.plan.steps, warmup),
-                Average(average, engine.trains) if average else None, checkpoint_every or max(1, engine.plan.steps // 10))
+    factors = make_schedule(optimizer, schedule, engine.plan.steps, warmup, lambda t: method.rate_factor(engine.context, t))
+    loop = Loop(engine, optimizer, factors,
+                Average(average, engine.parameters()) if average else None, checkpoint_every or max(1, engine.plan.steps // 10))
     loop.run(progress)
     if evaluate is not None:
         loop.score(evaluate if callable(evaluate) else ready.encoded(evaluate))
@@ -1001,7 +1142,7 @@ class Loop:
         self.checkpoint_every = checkpoint_every
         self.history: list[dict[str, Any]] = []
         self.epsilon = 0.0                  # as last shown
-        self.touched = set(engine.trains)   # names of all parameters that have trained
+        self._touched = {id(parameter) for parameter in engine.parameters()}
         if engine.store.state:
             self._restore(engine.store.state)
 
@@ -1015,7 +1156,9 @@ class Loop:
         shows = progress and engine.processes.is_first
         with tqdm(total=engine.plan.steps, initial=engine.t, disable=not shows, unit="step") as bar:
             for step in engine:
-                self._forget()
+                self._prepare()
+                if self.average is not None:
+                    self.average.follow(engine.parameters())
                 for batch in step:
                     step.add(batch)
                 step.privatize()
@@ -1030,18 +1173,27 @@ class Loop:
                 if engine.t % self.checkpoint_every == 0:
                     engine.processes.first(lambda: engine.store.save(self._state()))
         if self.average is not None:
-            self.average.copy_to(engine.trains)
+            self.average.put()
 
-    def _forget(self) -> None:
-        "Drop the optimizer's moments of what trains no more: should it train again, they would be those of another time."
-        trains = {id(parameter) for parameter in self.engine.parameters()}
-        for parameter in [parameter for parameter in self.optimizer.state if id(parameter) not in trains]:
-            del self.optimizer.state[parameter]
+    @property
+    def touched(self) -> set[str]:
+        "Names of all parameters that have trained, as they are called now."
+        return {name for name, parameter in self.engine.model.named_parameters() if id(parameter) in self._touched}
+
+    def _prepare(self) -> None:
+        "Give the optimizer what the method has added; drop its moments of another phase, and of what trains no more."
+        engine, optimizer = self.engine, self.optimizer
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        optimizer.param_groups[0]["params"] += [parameter for parameter in engine.parameters() if id(parameter) not in held]
+        trains = set() if engine.new_phase else {id(parameter) for parameter in engine.parameters()}
+        for parameter in [parameter for parameter in optimizer.state if id(parameter) not in trains]:
+            del optimizer.state[parameter]
+        engine.new_phase = False
 
     def _record(self, step: Step, progress: bool) -> None:
-        self.touched |= set(self.engine.trains)
+        self._touched |= {id(parameter) for parameter in self.engine.parameters()}
         if self.average is not None:
-            self.average.update(self.engine.trains)
+            self.average.update()
         seen = {"loss": step.loss, "not_finite": step.not_finite} if progress else {}
         self.history.append({"step": self.engine.t, "learning_rate": self.schedule.get_last_lr()[0], **seen})
 
@@ -1056,9 +1208,12 @@ class Loop:
         "All that the next step depends on, besides the secret."
         engine = self.engine
         parameters = dict(engine.model.named_parameters())
-        return {"step": engine.t, "trained": {name: parameters[name].detach() for name in sorted(self.touched)},
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        held = [[names.get(id(parameter), "") for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return {"step": engine.t, "method": engine.method.state(engine.context), "held": held,
+                "trained": {name: parameters[name].detach() for name in sorted(self.touched)},
                 "trains": sorted(engine.trains), "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
-                "average": None if self.average is None else (self.average.updates, self.average.values), "history": self.history}
+                "average": None if self.average is None else (self.average.updates, {names[id(p)]: value for p, value in self.average.values.items() if id(p) in names}), "history": self.history}
 
     def _restore(self, state: dict[str, Any]) -> None:
         engine = self.engine
@@ -1067,11 +1222,15 @@ class Loop:
             for name, value in state["trained"].items():
                 parameters[name].copy_(value)
         engine.context.train_only(parameters[name] for name in state["trains"])
-        engine.t, self.touched, self.history = state["step"], set(state["trained"]), state["history"]
+        engine.t, self.history = state["step"], state["history"]
+        self._touched = {id(parameters[name]) for name in state["trained"]}
+        for group, held in zip(self.optimizer.param_groups, state["held"], strict=True):  # in the order that the moments have
+            group["params"] = [parameters[name] for name in held] if all(name in parameters for name in held) else group["params"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.average is not None:
-            self.average.updates, self.average.values = state["average"]
+            self.average.updates, values = state["average"]
+            self.average.values = {parameters[name]: value.to(parameters[name].device) for name, value in values.items()}
 
     def score(self, evaluate: Any) -> None:
         "Scores at the end, uncharged unless the data is public; the first process takes them and tells the others."

@@ -1,0 +1,13 @@
+"""DP-SGD-LF: freeze the lower layers late, and see why it helps."""
+
+from dpft.freezing.bound import convergence_bound, noise_energy, paper_bound_not_valid, unclipped_bound
+from dpft.freezing.distortion import (
+    Angles, ClipGroups, FreezingEffect, Signals, StatusChanges, UndefinedAngle, angle, angle_range, clip_groups, distortion_angles,
+    expected_noise_angle, freezing_effect, module_layers, signals, status_changes, true_gradient,
+)
+from dpft.freezing.schedule import LayerFreeze, layers, paper_settings
+
+__all__ = ["Angles", "ClipGroups", "FreezingEffect", "LayerFreeze", "Signals", "StatusChanges", "UndefinedAngle", "angle",
+           "angle_range", "clip_groups", "convergence_bound", "distortion_angles", "expected_noise_angle", "freezing_effect", "layers",
+           "module_layers", "noise_energy", "paper_bound_not_valid", "paper_settings", "signals", "status_changes", "true_gradient",
+           "unclipped_bound"]

@@ -1,0 +1,552 @@
+"""Layer freezing: what a layer is, what freezes when, that the account does not notice, and that the cache sees what remains."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import dpft
+import dpft.prefix
+from dpft.data import TensorData
+from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
+from dpft.gradients import Block, per_example_gradients
+from dpft.models import load_model
+from dpft.prefix import Prefix
+from dpft.privacy import Ledger, SampledGaussian, epsilon
+from dpft.training import Context, Method, set_modes
+from dpft.tuning import count_trainable
+
+
+def toy(size=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    images = torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None]
+    return TensorData(images, labels)
+
+
+class Counted(nn.Linear):
+    "A layer that counts the examples that go through."
+    examples = 0
+
+    def forward(self, x):
+        self.examples += len(x)
+        return super().forward(x)
+
+
+def net(seed=0, layer=nn.Linear):
+    "Five layers: 1, 3, 5, 7, 9."
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), layer(16, 12), nn.Tanh(), layer(12, 10), nn.Tanh(), layer(10, 8), nn.Tanh(), layer(8, 6), nn.Tanh(),
+                         layer(6, 3))
+
+
+def engine(method, model=None, **changes):
+    options = {"epsilon": 2.0, "batch_size": 20, "steps": 6, "clip": 0.5, "seed": 0, "accountant": "rdp", **changes}
+    return dpft.Engine(net() if model is None else model, zoo.image_loss, method, toy(), **options)
+
+
+def run_all(e, watch=lambda step: None, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(e.model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for step in e:
+        for batch in step:
+            step.add(batch)
+        watch(step)
+        step.privatize()
+        optimizer.step()
+        step.done()
+    return e
+
+
+def tune(model=None, method=None, **changes):
+    options = {"epsilon": 2.0, "batch_size": 20, "steps": 6, "clip": 0.5, "seed": 0, "accountant": "rdp", "progress": False,
+               "learning_rate": 0.05, **changes}
+    return dpft.fine_tune(net() if model is None else model, toy(), method or LayerFreeze([2, 3], [2, 4]), loss_fn=zoo.image_loss, **options)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def names(model):
+    return [layer.name for layer in layers(model)]
+
+
+def started(method, model, steps=1):
+    method.start(Context(model, zoo.image_loss, 1, steps, 1))
+    return method
+
+
+# ---- what a layer is
+
+
+class Block2(nn.Module):
+    "Norm, convolution, twice, and a way around, with a projection where the width changes."
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.around = nn.Identity() if before == after else nn.Conv2d(before, after, 1)
+        self.norm1, self.conv1 = nn.GroupNorm(1, before), nn.Conv2d(before, after, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(1, after), nn.Conv2d(after, after, 3, padding=1)
+
+    def forward(self, x):
+        return self.around(x) + self.conv2(self.norm2(self.conv1(self.norm1(x).relu())).relu())
+
+
+class ResNet(nn.Module):
+    "Registered from the head down, so that only the pass tells the order."
+
+    def __init__(self, widths):
+        super().__init__()
+        self.head = nn.Linear(widths[-1], 3)
+        self.blocks = nn.Sequential(*(Block2(before, after) for before, after in zip(widths, widths[1:], strict=False)))
+        self.stem = nn.Conv2d(1, widths[0], 3, padding=1)
+
+    def forward(self, x):
+        size = x.shape[0]
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)).view(size, -1))
+
+
+FOUND = {
+    "roberta": ["roberta.embeddings", "roberta.encoder.layer.0", "roberta.encoder.layer.1", "classifier"],
+    "bert": ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "classifier"],
+    "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1", "score"],
+    "gpt2-lm": ["transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f"],  # the head is tied to wte, and holds it
+    "vit": ["vit.embeddings", "vit.layers.0", "vit.layers.1", "classifier"],
+    "llama": ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"],
+    "cnn": ["stem", "grouped", "strided", "twice", "head"],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_layers_of_every_family(name):
+    model = zoo.build(name)[0]
+    found = layers(model)
+    assert [layer.name for layer in found] == FOUND[name]
+    held = [parameter for layer in found for parameter in layer.parameters]
+    unused = {"unused.weight", "unused.bias"}                     # the convolutional network never calls it
+    assert len(held) == len(set(held)) and set(held) == {p for n, p in model.named_parameters() if n not in unused}
+    head = {id(p) for p in dpft.models.fresh_head(model)}
+    assert head <= {id(p) for p in found[-1].parameters}
+
+
+@pytest.mark.parametrize("name", [name for name in FOUND if name != "gpt2-lm"])
+def test_below_a_waist_everything_can_be_cached(name):
+    model, loss_fn, batch = zoo.build(name)
+    found = layers(model)
+    for count in range(1, len(found)):
+        for layer in found[:count]:
+            for parameter in layer.parameters:
+                parameter.requires_grad_(False)
+        set_modes(model)
+        prefix = Prefix(model, loss_fn)
+        prefix(model, batch)
+        cut_of_embeddings = count == 1 and name not in ("vit", "cnn")  # a look-up is no arithmetic
+        assert cut_of_embeddings or prefix.reason is None, prefix.reason
+        before = prefix.misses
+        assert torch.allclose(prefix(model, batch), loss_fn(model, batch)) and prefix.misses == before
+
+
+@pytest.mark.parametrize(("name", "shape", "sizes"), [
+    ("tempered-cnn", (1, 28, 28), [1_040, 8_224, 16_416, 330]), ("tempered-cnn-5", (1, 28, 28), [320, 18_496, 73_856, 295_168, 2_570]),
+    ("cnn", (1, 8, 8), [192, 4_704, 9_312, 5_130])])
+def test_layers_of_the_papers_networks(name, shape, sizes):
+    assert [layer.size for layer in layers(load_model(name, 10, "image", shape))] == sizes
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+def test_a_residual_network_is_stem_blocks_and_head_in_the_order_of_its_pass(widths):
+    model = ResNet(widths)
+    assert names(model) == ["stem", *(f"blocks.{i}" for i in range(len(widths) - 1)), "head"]
+    assert sum(layer.size for layer in layers(model)) == sum(p.numel() for p in model.parameters())
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.sampled_from(["norm", "prelu", "tanh", "flat"]), max_size=3), min_size=2, max_size=5))
+def test_norms_and_vectors_belong_to_the_layer_before_them(tails):
+    made = {"norm": lambda: nn.LayerNorm(4), "prelu": lambda: nn.PReLU(), "tanh": nn.Tanh, "flat": nn.Flatten}
+    parts = [nn.Sequential(nn.Linear(4, 4), *(made[kind]() for kind in tail)) for tail in tails]
+    found = layers(nn.Sequential(*parts))
+    assert [set(layer.parameters) for layer in found] == [set(part.parameters()) for part in parts]
+
+
+def test_a_norm_before_everything_belongs_to_what_follows():
+    assert [layer.size for layer in layers(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2)))] == [8 + 20, 10]
+
+
+class Towers(nn.Module):
+    "Two towers side by side, then a trunk."
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.trunk, self.head = (nn.Linear(a, b) for a, b in ((4, 4), (4, 4), (8, 4), (4, 2)))
+
+    def forward(self, x):
+        return self.head(self.trunk(torch.cat([self.left(x), self.right(x)], 1)))
+
+
+def test_what_is_parallel_is_one_layer():
+    assert [layer.size for layer in layers(Towers())] == [40, 36, 10]
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+def test_weights_that_are_changed_on_the_way_and_wrappers_are_followed():
+    chain = nn.Sequential(Standardised(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), Standardised(4, 4, 2), nn.Flatten(), nn.Linear(4, 3))
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = chain
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 0 else self.inner(-x)      # cannot be followed, and need not be
+    assert names(Wrapper()) == ["inner.0", "inner.3", "inner.5"]
+
+
+def test_adapters_belong_to_the_layer_that_they_adapt():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo.build("roberta")[0], LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    found = layers(model)
+    assert [layer.name.removeprefix("base_model.model.") for layer in found] == FOUND["roberta"]
+    assert {p for layer in found for p in layer.parameters} == set(model.parameters())
+    assert all(sum(p.requires_grad for p in layer.parameters) == 2 for layer in found[1:3])
+
+
+class Winding(nn.Module):
+    "A pass that depends on its values."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x)) if x.sum() > 0 else self.b(x)
+
+
+def test_a_chain_with_a_part_that_cannot_be_followed_is_taken_module_by_module():
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Winding(), nn.ReLU()), nn.Linear(3, 2))) == ["0", "1.0", "2"]
+
+
+# ---- what freezes, and when
+
+
+def test_the_default_is_the_lower_half_rounded_up_twenty_steps_before_the_end():
+    seen = []
+    run_all(engine(LayerFreeze(), steps=25), lambda step: seen.append({name.split(".")[0] for name in step.sums}))
+    assert seen == [{"1", "3", "5", "7", "9"}] * 5 + [{"7", "9"}] * 20
+    seen.clear()
+    even = nn.Sequential(nn.Flatten(), *(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 3))
+    run_all(engine(LayerFreeze(after=1), even, steps=2), lambda step: seen.append({name.split(".")[0] for name in step.sums}))
+    assert seen == [{"1", "2", "3", "4"}, {"3", "4"}]
+    two = started(LayerFreeze(after=0), pair := nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    two.step(Context(pair, zoo.image_loss, 1, 2, 1), 0)
+    assert [p.requires_grad for p in pair.parameters()] == [False, False, True, True]
+
+
+def test_what_is_frozen_gets_no_signal_no_noise_and_does_not_move():
+    moved, widths = [], []
+    e = engine(LayerFreeze([1, 3], [2, 4]), steps=6)
+    before = {}
+    def watch(step):
+        before.update({name: p.detach().clone() for name, p in e.model.named_parameters()})
+        widths.append(sum(value.numel() for value in step.sums.values()))
+        if step.t:
+            moved.append({name.split(".")[0] for name, p in e.model.named_parameters() if not torch.equal(p, last[name])})
+        last.update(before)
+    last = {}
+    run_all(e, watch)
+    moved.append({name.split(".")[0] for name, p in e.model.named_parameters() if not torch.equal(p, last[name])})
+    assert moved == [{"1", "3", "5", "7", "9"}] * 2 + [{"3", "5", "7", "9"}] * 2 + [{"7", "9"}] * 2   # despite momentum and decay
+    sizes = [layer.size for layer in layers(e.model)]
+    assert widths == [sum(sizes)] * 2 + [sum(sizes[1:])] * 2 + [sum(sizes[3:])] * 2
+
+
+def test_the_bound_is_that_of_what_still_trains():
+    e = engine(LayerFreeze(3, 1), steps=2, clip=0.2, noise_multiplier=1.0, epsilon=None)
+    def watch(step):
+        batches, total = list(step.engine.batches(e.plan.sample_rate, "train", step.t)), {}
+        for batch in batches:
+            rows = per_example_gradients(e.model, zoo.image_loss, batch)
+            norms = sum(values.flatten(1).square().sum(1) for values in rows.values()).sqrt()
+            for name, values in rows.items():
+                total[name] = total.get(name, 0) + torch.tensordot((0.2 / norms).clamp(max=1), values, dims=1)
+        assert total.keys() == step.sums.keys()
+        assert all(torch.allclose(step.sums[name], total[name], atol=1e-5) for name in total)
+    run_all(e, watch)
+
+
+def test_the_account_and_the_run_until_it_freezes_are_those_of_dp_sgd():
+    sums = {}
+    for name, method in (("frozen", LayerFreeze(3, 3)), ("full", dpft.Full())):
+        e = engine(method)
+        sums[name] = []
+        run_all(e, lambda step, name=name: sums[name].append({key: value.clone() for key, value in step.sums.items()}))
+        sums[name].append((e.plan, e.guarantee.epsilon(), e.guarantee.mechanisms))
+    assert sums["frozen"][-1] == sums["full"][-1] and sums["frozen"][-1][1] == pytest.approx(2.0, abs=0.01)
+    for step in range(3):
+        assert all(torch.equal(sums["frozen"][step][key], value) for key, value in sums["full"][step].items())
+    assert not torch.equal(sums["frozen"][3]["9.weight"], sums["full"][3]["9.weight"])
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_run_resumed_before_or_after_freezing_is_the_same_run(tmp_path, at, average):
+    class Stop(Exception):
+        pass
+    class Breaking(torch.optim.AdamW):
+        def step(self, closure=None):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == at:
+                raise Stop
+            return super().step(closure)
+    whole = tune(average=average)
+    with pytest.raises(Stop):
+        tune(average=average, checkpoint=tmp_path, checkpoint_every=1, optimizer=Breaking)
+    resumed = tune(average=average, checkpoint=tmp_path, checkpoint_every=1)
+    assert torch.equal(weights(resumed.model), weights(whole.model)) and resumed.epsilon == whole.epsilon
+    assert resumed.trained == whole.trained == sorted(name for name, _ in net().named_parameters())
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert sum(m.steps for m in ledger.charged()) == 6
+
+
+def test_another_schedule_does_not_continue_a_checkpoint(tmp_path):
+    class Stop(Exception):
+        pass
+    class Breaking(torch.optim.SGD):
+        def step(self, closure=None):
+            raise Stop
+    with pytest.raises(Stop):
+        tune(checkpoint=tmp_path, optimizer=Breaking)
+    with pytest.raises(ValueError, match="another method"):
+        tune(method=LayerFreeze([2, 3], [2, 5]), checkpoint=tmp_path)
+
+
+def test_moments_of_frozen_parameters_are_dropped():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    tune(model, optimizer=optimizer)
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model[7:].parameters()}
+
+
+# ---- over another method
+
+
+class Wandering(Method):
+    "Layers 1, 5 and 9 train, and from step 3 on layers 3, 5 and 9."
+
+    def adapt(self, context):
+        return [*context.model[1].parameters(), *context.model[5].parameters()]
+
+    def step(self, context, t):
+        if t >= 3:
+            context.train_only([p for i in (3, 5, 9) for p in context.model[i].parameters()])
+
+
+class Over(Method):
+    "One method over another, folded by hand."
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+    def start(self, context):
+        chosen = self.second.choose(context, self.first.adapt(context))
+        context.train_only([*chosen, *context.model[9].parameters()])
+
+    def step(self, context, t):
+        self.first.step(context, t)
+        self.second.step(context, t)
+
+    def blocks(self, context):
+        return [Block([p for p in context.model.parameters() if p.requires_grad])]
+
+
+def test_over_another_method_it_only_takes_away():
+    seen = []
+    run_all(engine(Over(Wandering(), LayerFreeze([1, 2], [1, 4])), steps=6),
+            lambda step: seen.append("".join(sorted({name.split(".")[0] for name in step.sums}))))
+    assert seen == ["159", "59", "59", "359", "59", "59"]
+
+
+def test_a_method_that_trains_nothing_above_is_refused_before_the_run():
+    model, loss_fn, _ = zoo.build("gpt2-lm")                                           # a language model has no fresh head
+    context = Context(model, loss_fn, 1, 30, 1)
+    with pytest.raises(ValueError, match="first 2 of 4 layers, so nothing would be left"):
+        LayerFreeze(2).choose(context, list(model.transformer.h[0].parameters()))
+    upper = list(model.transformer.h[1].parameters())
+    assert LayerFreeze(2).choose(context, upper) == upper
+    assert LayerFreeze(2).choose(Context(net(), zoo.image_loss, 1, 30, 1), []) == []   # the head always trains
+
+
+def test_it_is_counted_without_data_like_any_method():
+    assert count_trainable(net(), LayerFreeze()) == sum(p.numel() for p in net().parameters())
+
+
+def test_one_object_serves_several_models():
+    method, moved = LayerFreeze(1, 1), []
+    for seed in range(2):
+        e = run_all(engine(method, net(seed), steps=2))
+        moved.append([p.requires_grad for p in e.model.parameters()])
+    assert moved == [[False, False] + [True] * 8] * 2
+    assert repr(method) == "LayerFreeze(layers=1, after=1, order=None)"
+
+
+# ---- one's own order
+
+
+def test_ones_own_order_is_followed():
+    model = Winding()
+    with pytest.raises(ValueError, match=r"Winding: its layers cannot be put in order .*order=\["):
+        started(LayerFreeze(), model)
+    method = started(LayerFreeze(1, 0, order=["a", "b"]), model)
+    method.step(Context(model, zoo.image_loss, 1, 2, 1), 0)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["b.weight", "b.bias"]
+    towers = Towers()
+    started(LayerFreeze(order=["left", ["right.weight", "trunk"], "head"]), towers).step(Context(towers, zoo.image_loss, 1, 30, 1), 10)
+    assert [name for name, p in towers.named_parameters() if p.requires_grad] == ["right.bias", "head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize(("order", "words"), [
+    (["1", "2", "9"], "'2' names no parameter"), (["1", "3", "1.weight"], "two layers"), (["1"], "two layers at least"),
+    ([["1", "3", "absent"], "9"], "'absent' names no parameter"), ([[], "9"], "names no parameter"), (["1", "9.we"], "names no parameter")])
+def test_an_order_that_cannot_be(order, words):
+    with pytest.raises(ValueError, match=words):
+        engine(LayerFreeze(1, 1, order=order))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (dict(layers=0), "layers=0 must be 1 or more"), (dict(layers=-1), "1 or more"), (dict(after=-1), "after=-1 must be 0 or more"),
+    (dict(layers=2.5), "whole number"), (dict(layers=True), "whole number"), (dict(layers=[]), "whole number"),
+    (dict(after="adaptive"), "dpft.tuning.tune"), (dict(layers=[1, 2], after=[3]), "equally long"), (dict(after=[3, 4]), "equally long"),
+    (dict(layers=[1, 2]), "equally long"), (dict(layers=[2, 1], after=[1, 2]), "larger than the one before"),
+    (dict(layers=[1, 1], after=[1, 2]), "larger"), (dict(layers=[1, 2], after=[2, 2]), "larger"), (dict(order="stem"), "list")])
+def test_a_schedule_that_cannot_be(words, message):
+    with pytest.raises(ValueError, match=message):
+        LayerFreeze(**words)
+
+
+@pytest.mark.parametrize(("method", "message"), [
+    (LayerFreeze(5, 1), "layers=5 of 5 would freeze the head, 9; choose at most 4"), (LayerFreeze([1, 7], [1, 2]), "layers=7 of 5"),
+    (LayerFreeze(2, 6), "after=6 lies beyond the run of 6 steps"), (LayerFreeze([1, 2], [3, 99]), "after=99"),
+    (LayerFreeze(), "a run of 6 steps has no step 20 before its end")])
+def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_spent(method, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        engine(method, ledger=tmp_path / "ledger.sqlite")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        assert not ledger.runs()
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), nn.Bilinear(2, 2, 2)])
+def test_a_model_of_one_layer_is_refused(model):
+    with pytest.raises(ValueError, match="cannot be put in order .*order="):
+        layers(model)
+
+
+# ---- the cache of what is frozen, by counts
+
+
+def searches(monkeypatch):
+    "Counts the searches for a cut."
+    made = []
+    plan = dpft.prefix.Search.plan
+    monkeypatch.setattr(dpft.prefix.Search, "plan", lambda self: made.append(1) or plan(self))
+    return made
+
+
+def wide(seed=0):
+    "As `net`, of layers that count and are worth storing."
+    torch.manual_seed(seed)
+    sizes = [16, 24, 24, 24, 24, 3]
+    parts = [part for a, b in zip(sizes, sizes[1:], strict=False) for part in (Counted(a, b), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), *parts[:-1])
+
+
+def test_before_freezing_nothing_is_searched_more_than_once_and_after_it_repeats_are_hits(monkeypatch):
+    made = searches(monkeypatch)
+    e = run_all(engine(LayerFreeze(3, 2), wide(), batch_size=30, steps=30))
+    assert e.prefix.hits > 10 * e.prefix.misses > 0 and e.prefix.misses <= 60          # each of 60 examples at most once
+    assert e.prefix.cut == ["6"] and len(made) == 1
+
+
+def test_few_steps_left_are_not_worth_a_cache(monkeypatch):
+    made = searches(monkeypatch)
+    e = run_all(engine(LayerFreeze(3, 28), wide(), batch_size=6, steps=32))            # four draws of a tenth of the data
+    assert not made and e.prefix.hits == e.prefix.misses == 0
+
+
+@pytest.mark.parametrize(("left", "used"), [(4, False), (40, True)])
+def test_the_steps_that_remain_decide_and_not_those_of_the_run(left, used):
+    e = run_all(engine(LayerFreeze(3, 60 - left), wide(), batch_size=6, steps=60))
+    assert (e.prefix.hits > 0) == used
+
+
+def test_a_deeper_freeze_near_the_end_keeps_what_is_stored(monkeypatch):
+    made = searches(monkeypatch)
+    model, counts = wide(), []
+    run_all(engine(LayerFreeze([1, 3], [2, 48]), model, batch_size=12, steps=50), lambda step: counts.append((model[1].examples, len(made))))
+    assert counts[-1][0] == counts[40][0] and counts[-1][1] == 1                       # nothing below the first cut is called again
+    made.clear()
+    e = run_all(engine(LayerFreeze([1, 3], [2, 20]), wide(), batch_size=12, steps=50))  # early enough, the cut moves up
+    assert e.prefix.cut == ["6"] and len(made) == 2
+
+
+def test_the_cache_changes_nothing_but_the_work():
+    cached, plain = (run_all(engine(LayerFreeze([2, 3], [3, 12]), wide(), batch_size=30, steps=24, cache=cache)) for cache in (1.0, 0))
+    assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6) and cached.prefix.hits > 0
+    assert cached.prefix.bytes == 0
+
+
+# ---- the paper's settings
+
+
+SIZES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "cifar10-wide-resnet": 50_000}
+
+
+@pytest.mark.parametrize(("name", "budget"), PAPER)
+def test_the_papers_settings_spend_their_budget_and_freeze_within_the_run(name, budget):
+    given_ = paper_settings(name, budget)
+    rate, sigma, steps = given_["batch_size"] / SIZES[name], given_["noise_multiplier"], given_["steps"]
+    assert epsilon([SampledGaussian(sigma, rate, steps)], 1e-5, "rdp") <= budget < epsilon([SampledGaussian(sigma, rate, steps + 1)], 1e-5, "rdp")
+    assert 0 < given_["method"].after < steps
+
+
+@pytest.mark.parametrize(("name", "budget", "epoch"), [
+    ("mnist", 1, 3), ("mnist", 2, 17), ("mnist", 3, 39), ("fashion_mnist", 1, 4), ("fashion_mnist", 2, 19), ("fashion_mnist", 3, 40),
+    ("cifar10", 3, 20), ("cifar10", 7, 75)])
+def test_they_freeze_after_the_epochs_of_the_appendix(name, budget, epoch):
+    given_ = paper_settings(name, budget)
+    assert given_["method"].after == round(epoch * SIZES[name] / given_["batch_size"])
+
+
+def test_the_papers_settings_are_arguments_of_fine_tune():
+    chosen = paper_settings("mnist", 1) | {"steps": 2, "batch_size": 8, "method": LayerFreeze(2, 1), "progress": False}
+    generator = torch.Generator().manual_seed(0)
+    data = TensorData(torch.randn(32, 1, 28, 28, generator=generator), torch.randint(0, 10, (32,), generator=generator))
+    run = dpft.fine_tune(load_model(chosen.pop("model"), 10, "image", (1, 28, 28)), data, **chosen | {"delta": 1e-3})
+    assert run.guarantee.accountant == "rdp" and math.isfinite(run.epsilon)
+    assert PAPER["mnist", 1][0]["model"] == "tempered-cnn"                               # what is handed out is a copy
+    assert copy.deepcopy(PAPER) == PAPER
+
+
+@pytest.mark.parametrize("asked", [("svhn", 1), ("mnist", 7)])
+def test_settings_that_the_paper_does_not_have(asked):
+    with pytest.raises(ValueError, match="cifar10 at 3, 7"):
+        paper_settings(*asked)
+
+
+def test_the_mean_may_shrink_although_each_gradient_grows():
+    before = (torch.tensor([1.0, -1.0]) * torch.tensor([1.0, 0.5])).mean()             # factors by full norms 1 and 2
+    after = torch.tensor([1.0, -1.0]).mean()
+    assert (before, after) == (0.25, 0.0)
+    assert F.relu(after) == 0
