@@ -1,0 +1,180 @@
+"""Experiments that continue where they stopped, the grids of the evidence, and runs that branch off a common trunk."""
+
+import inspect
+import itertools
+import json
+
+import pytest
+import torch
+
+from dpft import evidence, experiments, fine_tune
+from dpft.data import TensorData
+from dpft.evidence import freezing, frost
+from dpft.experiments import Experiment, measured_run, method_from, read_records, run_experiment, with_fresh_head
+from dpft.freezing import layers
+from dpft.models import load_model
+
+TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
+
+
+def grid_of(count, **more):
+    return Experiment("?", lambda full: ({**TINY, **more, "seed": seed} for seed in range(count)), measured_run, "nothing")
+
+
+@pytest.fixture
+def tuned_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    entries = [{"method": method, "learning_rate": rate, "options": {"ratio": 0.25} if method == "DPFrost" else {}, "reduced": reduced,
+                "metrics": {"accuracy": -abs(rate - 1e-3)}}
+               for method in frost.METHODS for rate in (1e-2, 1e-3) for reduced in (True, False)]
+    experiments.write_records(tmp_path / "frost-tuning.jsonl", entries)
+
+
+def test_a_stopped_experiment_continues_and_equals_the_unbroken_one(tmp_path):
+    whole = list(run_experiment("e", grid_of(3), tmp_path / "whole.jsonl"))
+    broken = run_experiment("e", grid_of(3), tmp_path / "broken.jsonl")
+    next(broken)
+    broken.close()
+    assert len(read_records(tmp_path / "broken.jsonl")) == 1                 # what was made is there, though the run was stopped
+    again = list(run_experiment("e", grid_of(3), tmp_path / "broken.jsonl"))
+    assert again[0] is None and None not in again[1:]
+    drop = {"seconds", "peak_memory_mib"}
+    same = [{k: v for k, v in entry.items() if k not in drop} for entry in read_records(tmp_path / "broken.jsonl")]
+    assert same == [{k: v for k, v in json.loads(json.dumps(entry)).items() if k not in drop} for entry in whole]
+
+
+def test_only_equal_settings_are_skipped(tmp_path):
+    file = tmp_path / "r.jsonl"
+    list(run_experiment("e", grid_of(1), file))
+    assert list(run_experiment("e", grid_of(1), file)) == [None]
+    assert None not in list(run_experiment("e", grid_of(1, clip=0.2), file))
+    assert None not in list(run_experiment("other", grid_of(1), file))
+    assert list(run_experiment("e", grid_of(2), file, wanted=lambda settings: settings["seed"] > 5)) == []
+    assert len(read_records(file)) == 3
+
+
+def test_a_record_tells_where_it_comes_from(tmp_path):
+    entry = next(run_experiment("e", grid_of(1), tmp_path / "r.jsonl"))
+    assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith("CPU") and entry["epsilon"] <= 8
+    assert not experiments.is_stale(entry) and experiments.is_stale({**entry, "source_hash": "0" * 16}) and experiments.is_stale({})
+    assert next(run_experiment("e", grid_of(1), tmp_path / "f.jsonl", full=True))["reduced"] is False
+
+
+def test_held_out_rows_leave_the_training_data_and_nothing_else_is_scored(monkeypatch):
+    whole = experiments.prepared_task("digits", "mlp")
+    part = experiments.prepared_task("digits", "mlp", held_out=100)
+    assert len(part.dev) == 100 and len(part.train) == len(whole.train) - 100 and part.test is None
+    images = {image.numpy().tobytes() for image, _ in part.train}
+    assert sum(image.numpy().tobytes() in images for image, _ in part.dev) <= 2    # equal pictures may occur twice in the data
+    assert set(measured_run({**TINY, "held_out": 100, "seed": 0})["metrics"]) == {"accuracy"}
+
+
+def test_wrong_settings_and_methods_within_methods():
+    with pytest.raises(ValueError, match="'rate' is no argument"):
+        measured_run({**TINY, "rate": 1.0})
+    assert repr(method_from("DPFrost", {"ratio": 0.25})).startswith("DPFrost(ratio=0.25")
+
+
+def test_a_new_head_on_trained_weights():
+    trained, fresh = load_model("vit-small", 100, "image", (3, 32, 32), seed=1), load_model("vit-small", 10, "image", (3, 32, 32), seed=2)
+    head = {name: value.clone() for name, value in fresh.state_dict().items() if "classifier" in name}
+    model = with_fresh_head(trained, fresh)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, head[name] if name in head else trained.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", sorted(evidence.EXPERIMENTS))
+def test_every_grid_is_json_without_repetitions_and_its_settings_exist(name, full, tuned_file):
+    grid = list(evidence.EXPERIMENTS[name].grid(full))
+    assert len({json.dumps(settings, sort_keys=True) for settings in grid}) == len(grid) > 0
+    known = {*experiments.OWN, *inspect.signature(fine_tune).parameters, "label"}
+    for settings in grid:
+        assert json.loads(json.dumps(settings)) == settings
+        if name.startswith("frost"):
+            assert set(settings) <= known
+            method_from(settings["method"], settings["options"])
+
+
+def test_tuning_takes_the_best_and_says_when_there_is_none(tuned_file, tmp_path):
+    assert frost.tuned(False)["DPFrost"] == {"learning_rate": 1e-3, "options": {"ratio": 0.25}}
+    (tmp_path / "frost-tuning.jsonl").unlink()
+    with pytest.raises(ValueError, match="dpft run frost-tuning --full"):
+        frost.tuned(True)
+
+
+@pytest.fixture
+def tiny_fashion(monkeypatch):
+    "Sixty-four noisy pictures of 16 x 16, two classes."
+    torch.manual_seed(0)
+    labels = torch.arange(64) % 10
+    images = (torch.rand(64, 1, 16, 16) * 80 + labels[:, None, None, None] * 15).to(torch.uint8)
+    task = experiments.prepared_task("digits", "mlp")
+    data = TensorData(images, labels, 255.0)
+    from dataclasses import replace
+    monkeypatch.setattr(freezing, "prepared_task", lambda *_: replace(task, train=data, dev=data))
+    freezing._trunk.cache_clear()
+    yield {"data": "tiny", "model": "tempered-cnn", "noise_multiplier": 2.0, "batch_size": 16, "clip": 1.0, "learning_rate": 0.5}
+    freezing._trunk.cache_clear()
+
+
+def test_the_trunk_passes_all_stops_and_a_branch_trains_only_what_is_kept(tiny_fashion):
+    states = freezing.trunk(tiny_fashion, [2, 5], 0)
+    assert sorted(states) == [2, 5]
+    alone = freezing.trunk({**tiny_fashion, "limit": 64}, [5], 0)                # the same run without the earlier stop
+    assert all(torch.equal(alone[5][name], states[5][name]) for name in states[5])
+    model = freezing.branch(tiny_fashion, states[2], [2, 3], 3, seed=7)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, states[2][name])}
+    kept = {id(p) for layer in layers(model)[2:] for p in layer.parameters}
+    assert moved == {name for name, p in model.named_parameters() if id(p) in kept}
+
+
+def test_a_cell_of_the_table_states_what_the_whole_run_spent(tiny_fashion):
+    settings = {**tiny_fashion, "steps": 5, "last": 3, "stops": [2, 5], "seed": 0}
+    frozen, plain = (freezing.table_entry({**settings, "last": last}) for last in (3, 0))
+    assert frozen["epsilon"] == plain["epsilon"] == freezing.spent(tiny_fashion, 5, 64)
+    assert freezing.spent(freezing.FASHION, 187, 60_000) == pytest.approx(0.9993, abs=2e-3)   # as the paper accounts
+
+
+def test_angles_are_looked_at_before_and_after_freezing_without_touching_the_run(tiny_fashion, monkeypatch):
+    settings = {**tiny_fashion, "steps": 6, "after": 4, "every": 2, "seed": 0}
+    looked = freezing.angle_entry(settings)
+    assert [(look["step"], look["frozen"]) for look in looked["series"]] == [(2, False), (4, False), (6, True)]
+    for look in looked["series"]:
+        assert look["clipped_after"] <= look["clipped_before"] <= 16
+        for layer in look["before"]:
+            assert look["after"][layer]["strength"] >= 0
+    json.dumps(looked, allow_nan=True)
+    monkeypatch.setattr(freezing, "_look", lambda *_: {})
+    assert freezing.angle_entry(settings)["metrics"] == looked["metrics"]        # the diagnostics change nothing
+
+
+def test_the_command_lists_runs_and_continues(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(evidence.EXPERIMENTS, "tiny", grid_of(2))
+    status, out, _ = run("run")
+    assert status == 0 and all(name in out for name in evidence.EXPERIMENTS)
+    for expected in ("2 runs made, 0 there already", "0 runs made, 2 there already"):
+        status, out, _ = run("run", "tiny", "--output", tmp_path)
+        assert status == 0 and expected in out
+    status, out, _ = run("run", "tiny", "--output", tmp_path, "--again", "--method", "LastLayer")
+    assert "2 runs made" in out and len(read_records(tmp_path / "tiny.jsonl")) == 2
+    for words, message in ((("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--method", "Full"), "no such runs")):
+        status, _, err = run(*words, "--output", tmp_path)
+        assert status != 0 and message in err and err.count("\n") == 1
+
+
+def test_data_from_elsewhere_is_left_out_unless_it_is_named(run, monkeypatch, tmp_path):
+    both = Experiment("?", lambda full: ({**TINY, "data": data, "seed": 0} for data in ("digits", "far")),
+                      lambda settings: {"metrics": {"where": settings["data"]}}, "nothing", ("far",))
+    monkeypatch.setitem(evidence.EXPERIMENTS, "both", both)
+    run("run", "both", "--output", tmp_path)
+    assert [entry["data"] for entry in read_records(tmp_path / "both.jsonl")] == ["digits"]
+    run("run", "both", "--output", tmp_path, "--data", "far")
+    assert [entry["data"] for entry in read_records(tmp_path / "both.jsonl")] == ["digits", "far"]
+    kinds = {settings["data"] for settings in evidence.EXPERIMENTS["lf-table1"].grid(False)}
+    assert kinds == {"mnist", "fashion_mnist"} and evidence.EXPERIMENTS["lf-table1"].elsewhere == ("mnist",)
+
+
+def test_the_last_steps_of_the_table_lie_within_each_run():
+    for full, settings in itertools.chain.from_iterable(((full, s) for s in freezing.table_grid(full)) for full in (False, True)):
+        assert settings["steps"] - settings["last"] in settings["stops"], (full, settings)
