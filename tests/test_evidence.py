@@ -88,7 +88,7 @@ def test_a_new_head_on_trained_weights():
 def test_every_grid_is_json_without_repetitions_and_its_settings_exist(name, full, tuned_file):
     grid = list(evidence.EXPERIMENTS[name].grid(full))
     assert len({json.dumps(settings, sort_keys=True) for settings in grid}) == len(grid) > 0
-    known = {*experiments.OWN, *inspect.signature(fine_tune).parameters, "label"}
+    known = {*experiments.OWN, *inspect.signature(fine_tune).parameters, "label", "timed_steps"}
     for settings in grid:
         assert json.loads(json.dumps(settings)) == settings
         if name.startswith("frost"):
@@ -178,3 +178,11 @@ def test_data_from_elsewhere_is_left_out_unless_it_is_named(run, monkeypatch, tm
 def test_the_last_steps_of_the_table_lie_within_each_run():
     for full, settings in itertools.chain.from_iterable(((full, s) for s in freezing.table_grid(full)) for full in (False, True)):
         assert settings["steps"] - settings["last"] in settings["stops"], (full, settings)
+
+
+def test_a_layer_is_at_no_distance_from_where_it_ends(tiny_fashion, monkeypatch):
+    monkeypatch.setattr(freezing, "activations", lambda model, data, names, pool: {
+        name: torch.cat([p.detach().flatten()[:60].view(20, 3) for n, p in model.named_parameters() if n == f"{name}.weight"])
+        for name in names})
+    found = freezing.similarity_entry({**tiny_fashion, "stops": [1, 4], "seed": 0})["distances"]
+    assert max(found["4"].values()) < 1e-6 and all(0 <= value <= 1 for value in found["1"].values()) and max(found["1"].values()) > 1e-6

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['State', 'SHARED', 'FASHION', 'ROWS', 'REDUCED', 'CLIPS', 'EXPERIMENTS', 'Kept', 'walk', 'state_of', 'fresh', 'trunk',
-           'branch', 'spent', 'row_settings', 'table_grid', 'table_entry', 'layer_grid', 'layer_entry', 'angle_grid',
-           'angle_entry']
+           'branch', 'spent', 'row_settings', 'table_grid', 'table_entry', 'layer_grid', 'layer_entry',
+           'similarity_grid', 'similarity_entry', 'angle_grid', 'angle_entry']
 
 # %% ../../nbs/76_freezing_evidence.ipynb #freezing-evidence-imports
 import json
@@ -19,6 +19,7 @@ from ..data import Task, fingerprint
 from ..experiments import Experiment, Settings, prepared_task
 from ..freezing.distortion import clip_groups, freezing_effect, status_changes
 from ..freezing.schedule import LAST_STEPS, layers
+from ..freezing.similarity import activations, pwcca
 from ..gradients import Partition
 from ..models import accuracy, default_loss, load_model
 from ..privacy import SampledGaussian, epsilon
@@ -121,7 +122,8 @@ def row_settings(row: str, full: bool) -> Settings:
     if not full:
         own, ends = own | {"model": "tempered-cnn"}, REDUCED[row]
     stops = {end - last for target, end in ends.items() for last in (0, LAST_STEPS, tails[target])}
-    return own | {"row": row, "stops": sorted(stops | {max(ends.values()) // 4})}
+    end = max(ends.values())
+    return own | {"row": row, "stops": sorted(stops | {end // 4, *range(end // 12, end, end // 12)})}
 
 def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, with the lower half frozen for the last 20 steps, and as Appendix D has it."
@@ -171,6 +173,26 @@ def layer_entry(settings: Settings) -> Settings:
     return _scored(settings, model, prepared_task(settings["data"], settings["model"]), settings["steps"])
 
 # %% ../../nbs/76_freezing_evidence.ipynb #freezing-evidence-angles
+def similarity_grid(full: bool) -> Iterator[Settings]:
+    "Figure 1, right: how far each layer is from where it ends."
+    for row in ("cifar10 at 7", "fashion_mnist") if full else ("fashion_mnist",):
+        for seed in range(5 if full else 2):
+            yield {**row_settings(row, full), "method": "Full", "target_epsilon": 7 if row == "cifar10 at 7" else 2, "seed": seed}
+
+def similarity_entry(settings: Settings) -> Settings:
+    "PWCCA distance of each layer at each stop from the same layer at the end, on pictures that were not trained on."
+    model, task = fresh(settings, 0)
+    states, names = trunk(settings, settings["stops"], settings["seed"]), [layer.name for layer in layers(model)]
+    images = task.dev.subset(torch.arange(0, len(task.dev), 4))
+    def seen(state: State) -> dict[str, Tensor]:
+        model.load_state_dict(state)
+        return activations(model, images, names, pool="positions")
+    end = max(states)
+    last = seen(states[end])
+    distances = {str(t): {name: round(pwcca(last[name], table), 5) for name, table in seen(state).items()} for t, state in states.items()}
+    model.load_state_dict(states[end])
+    return {**_scored(settings, model, task, end), "distances": distances}
+
 def angle_grid(full: bool) -> Iterator[Settings]:
     "Figures 3 to 5, 7 and 8: signals and angles before and after freezing; reduced: 160 steps of 256 instead of 5,500 of 512."
     for seed in range(3 if full else 1):
@@ -225,5 +247,7 @@ EXPERIMENTS = {
                             "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 h on a GPU", ("mnist",)),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and when?", layer_grid, layer_entry,
                             "CIFAR-10; about 8 h on a GPU"),
+    "lf-pwcca": Experiment("Figure 1, right: which layer converges first?", similarity_grid, similarity_entry,
+                           "Fashion-MNIST and CIFAR-10; about 3 h on a GPU"),
     "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: what happens to signals and angles?", angle_grid, angle_entry,
                             "CIFAR-10; about 1 h on a GPU")}

@@ -5,14 +5,21 @@
 # %% auto #0
 __all__ = ['SST2', 'METHODS', 'RATES', 'VISION_RATES', 'EXPERIMENTS', 'text_run', 'frost_options', 'tuning_grid', 'tuned',
            'text_grid', 'variants', 'digits_run', 'ablation_grid', 'reselection_grid', 'rate_grid', 'vision_grid',
-           'selection_of', 'measured']
+           'selection_of', 'measured', 'Timed', 'cost_grid', 'cost_entry']
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-imports
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
 
-from ..experiments import Experiment, Settings, measured_run, read_records, results_file
+from ..baselines import Full
+from ..bench import LiveBytes
+from ..experiments import Experiment, Settings, measured_run, prepared_task, read_records, results_file
 from ..frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
-from ..training import Method, Run
+from ..models import load_model
+from ..training import Context, Engine, Method, Run
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows
@@ -128,6 +135,62 @@ def measured(settings: Settings) -> Settings:
     "A run, with what it selected."
     return measured_run({name: value for name, value in settings.items() if name != "label"}, selection_of)
 
+class Timed(DPFrost):
+    "DP-FROST that notes how long its selection took, and how much memory; for the book, not for runs."
+
+    def __init__(self, count: bool = False, **options: Any):
+        super().__init__(**options)
+        self._count, self._seconds, self._bytes = count, 0.0, 0
+
+    def start(self, context: Context) -> None:
+        "Select under a clock, or while bytes are counted, which takes longer."
+        began = time.perf_counter()
+        with LiveBytes() if self._count else nullcontext() as alive:
+            super().start(context)
+        self._seconds, self._bytes = time.perf_counter() - began, alive.peak if alive else 0
+
+def cost_grid(full: bool) -> Iterator[Settings]:
+    "At the paper's settings; reduced: eight steps of training stand for all 197."
+    yield {**text_run(True), "method": "DPFrost", "options": frost_options(True, 0.25), "target_epsilon": 0.5, "seed": 0,
+           "timed_steps": 197 if full else 8}
+
+def cost_entry(settings: Settings) -> Settings:
+    "Seconds of selecting and of training; peak bytes of a selection's batch beside those of a full private step's batch."
+    task, method = prepared_task(settings["data"], settings["model"]), Timed(**settings["options"])
+    engine = _engine(settings, task, method)
+    seconds, began = [], time.perf_counter()
+    for step in engine:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        step.done()
+        seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        if engine.t == settings["timed_steps"]:
+            break
+    training = median(seconds[1:]) * engine.plan.steps
+    counted = Timed(count=True, **settings["options"] | {"rounds": 1})
+    _engine(settings, task, counted)
+    return {"selection_seconds": method._seconds, "step_seconds": median(seconds[1:]), "training_seconds": training,
+            "selection_share": method._seconds / (method._seconds + training), "selection_peak_mib": counted._bytes / 2**20,
+            "full_step_peak_mib": _peak_of_a_full_step(settings, task) / 2**20, "metrics": {}}
+
+def _engine(settings: Settings, task: Any, method: Method) -> Engine:
+    model = load_model(settings["model"], len(task.classes), task.kind)
+    size, own = settings["batch_size"], {name: settings[name] for name in ("clip", "delta", "accountant", "physical_batch_size", "seed")}
+    return Engine(model, None, method, task.train, epsilon=settings["target_epsilon"], batch_size=size,
+                  steps=round(settings["epochs"] * len(task.train) / size), cache=0, **own)
+
+def _peak_of_a_full_step(settings: Settings, task: Any) -> int:
+    "Largest number of bytes that were alive at once in one private step that trains everything."
+    step = next(iter(_engine(settings, task, Full())))
+    with LiveBytes() as alive:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        step.done()
+    return alive.peak
+
 EXPERIMENTS = {
     "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured, "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),
     "frost-text": Experiment("Table 1: DP-FROST beside Full, BiTFiT and LastLayer on SST-2", text_grid, measured,
@@ -139,4 +202,5 @@ EXPERIMENTS = {
     "frost-reselection": Experiment("Table 4: is it worth selecting again?", reselection_grid, measured,
                                     "SST-2, MiniLM, digits; about 1 h on a GPU"),
     "frost-rate": Experiment("Table 6: how many examples does a selection need?", rate_grid, measured,
-                             "frost-tuning's records; SST-2, MiniLM; about 2 h on a GPU")}
+                             "frost-tuning's records; SST-2, MiniLM; about 2 h on a GPU"),
+    "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry, "SST-2, MiniLM; 2 min on a GPU")}

@@ -56,10 +56,11 @@ def basis(
     "An orthonormal basis of what varies, in float64; columns and directions that are constant but for rounding are left out."
     rounding = torch.finfo(values.dtype).eps * len(values) ** 0.5
     values = values.double()
-    centred = values - values.mean(0)
+    mean = values.mean(0)
+    centred = values - mean
     lengths = centred.norm(dim=0)
-    varies = lengths > 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps * values.norm(dim=0)
-    columns, triangle = torch.linalg.qr(centred[:, varies] / lengths[varies])
+    varies = lengths > 4 * len(values) * torch.finfo(torch.float64).eps * mean.abs()
+    columns, triangle = torch.linalg.qr(centred[:, varies].div_(lengths[varies]))
     sizes = torch.linalg.svdvals(triangle)
     if bool((sizes <= rounding * sizes[0]).any()):
         turn, sizes, mixture = torch.linalg.svd(triangle)
