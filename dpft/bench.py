@@ -4,13 +4,16 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'CLIP', 'CONTENDERS', 'TOLERANCE', 'MIB', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'FULL_MARKS', 'COLOURS',
-           'MARKERS', 'AXES', 'heads', 'encoder', 'bert', 'gpt2', 'llama', 'convolutions', 'Setting', 'train_only',
-           'WatchedLoss', 'Contender', 'collected', 'quiet', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp',
-           'wanted_sum', 'relative_error', 'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes',
-           'CudaBytes', 'Memory', 'measure_memory', 'weight_bytes', 'largest_batch', 'provenance', 'processor',
-           'matrix_rate', 'operations', 'measure', 'described', 'timed', 'weighed', 'measure_largest', 'run_bench',
-           'Sizes', 'plan_bench', 'plan_marks', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged',
-           'marks_table', 'panels', 'cost_figure', 'batch_figure', 'model_figure', 'write_bench', 'bench_report']
+           'MARKERS', 'AXES', 'FREEZING', 'PAPER_RATE', 'PAPER_SIZE', 'FREEZING_MARKS', 'EPOCH_MARKS', 'heads',
+           'encoder', 'bert', 'gpt2', 'llama', 'convolutions', 'Setting', 'train_only', 'WatchedLoss', 'Contender',
+           'collected', 'quiet', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'wanted_sum',
+           'relative_error', 'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes',
+           'Memory', 'measure_memory', 'weight_bytes', 'largest_batch', 'provenance', 'processor', 'matrix_rate',
+           'operations', 'measure', 'described', 'timed', 'weighed', 'measure_largest', 'run_bench', 'Sizes',
+           'plan_bench', 'plan_marks', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged', 'marks_table',
+           'panels', 'cost_figure', 'batch_figure', 'model_figure', 'write_bench', 'bench_report', 'freezing_engine',
+           'whole_steps', 'whole_run', 'freezing_costs', 'freezing_record', 'judged_freezing', 'freezing_table',
+           'write_freezing']
 
 # %% ../nbs/73_cost.ipynb #cost-imports
 import copy
@@ -32,12 +35,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .baselines import Full
 from .bitfit import biases
+from .data import TensorData
 from .experiments import device_name, write_records
+from .freezing.schedule import LayerFreeze
 from .gradients import Batch, LossFunction, by_example, clipped_sum, full, per_example_gradients, reuse_memory, tensors, trainable
 from .guarantee import installed_versions
-from .models import example_losses
-from .training import with_precision
+from .models import example_losses, load_model
+from .training import Engine, Method, with_precision
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -747,3 +753,123 @@ def bench_report(found: list[dict[str, Any]]) -> str:
     shown = [table(found) for parts, table in tables.items() if any(entry["part"] in parts.split() for entry in found)]
     absent = [f"{entry['who']} took no part: {entry['cannot']}." for entry in found if entry["part"] == "absent"]
     return "\n\n".join([*shown, *absent])
+
+# %% ../nbs/73_cost.ipynb #cost-freezing
+FREEZING = ("tempered-cnn", "tempered-cnn-5")
+PAPER_RATE, PAPER_SIZE = 2048 / 60_000, 60_000  # of Fashion-MNIST in DP-SGD-LF
+FREEZING_MARKS = {"frozen, cached": 0.45, "freezing": 1.0}  # who -> bound on the time over that with all layers
+EPOCH_MARKS = {"tempered-cnn": 15.0, "tempered-cnn-5": 60.0}  # seconds of an epoch of Fashion-MNIST before anything freezes
+
+def freezing_engine(
+    model: str,                            # a name in `FREEZING`
+    method: Method,
+    images: int,                           # size of the data
+    rows: int,                             # expected examples in a step
+    steps: int,
+    device: torch.device,
+    cache: float = 1.0,                    # GiB
+    physical_batch_size: int | None = None,
+) -> Engine:
+    "A run on random images of 28 x 28, the same each time, under the paper's noise."
+    draw = torch.Generator().manual_seed(0)
+    data = TensorData(torch.rand(images, 1, 28, 28, generator=draw), torch.randint(0, 10, (images,), generator=draw))
+    return Engine(load_model(model, 10, "image", (1, 28, 28)).to(device), None, method, data, noise_multiplier=2.15, batch_size=rows,
+                  steps=steps, clip=1.0, accountant="rdp", cache=cache, physical_batch_size=physical_batch_size)
+
+def whole_steps(engine: Engine) -> Contender:
+    "One step after another; the batch that a contender is given does not matter."
+    optimizer, left = torch.optim.SGD(engine.model.parameters(), 0.1), iter(engine)
+    def step(batch: Batch) -> dict[str, Tensor]:
+        one = next(left)
+        for part in one:
+            one.add(part)
+        one.privatize()
+        optimizer.step()
+        one.done()
+        return {}
+    return Contender(engine.model, step)
+
+def whole_run(make: Callable[[], Engine]) -> Contender:
+    "A run from its first step to its last."
+    def step(batch: Batch) -> dict[str, Tensor]:
+        engine = make()
+        steps = whole_steps(engine)
+        for _ in range(engine.plan.steps):
+            steps.step(batch)
+        return {}
+    return Contender(nn.Identity(), step)
+
+def freezing_costs(
+    models: Iterable[str] = FREEZING,
+    rows: int = 2048,              # examples in a step
+    repeats: int = 7,              # timed rounds of steps
+    runs: int = 3,                 # timed rounds of whole runs
+    steps: int = 40,               # of a run; the last 20 frozen
+    device: torch.device | None = None,  # None: the GPU if there is one
+    physical_batch_size: int | None = None,
+) -> Iterator[dict[str, Any]]:     # records
+    "Steps before and after the lower half is frozen, and whole runs with and without freezing; all take turns in one process."
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for model in models:
+        def step(method: Method, cache: float = 1.0, model: str = model) -> Contender:
+            return whole_steps(freezing_engine(model, method, rows, rows, repeats + 100, device, cache, physical_batch_size))
+        def run(method: Method, model: str = model) -> Contender:
+            return whole_run(lambda: freezing_engine(model, method, round(rows / PAPER_RATE), rows, steps, device,
+                                                     physical_batch_size=physical_batch_size))
+        step_kinds = {"all layers": step(Full()), "frozen, cached": step(LayerFreeze(after=0)),
+                      "frozen, not cached": step(LayerFreeze(after=0), 0.0)}
+        run_kinds = {"all layers": run(Full()), "freezing": run(LayerFreeze())}
+        for what, kinds, count in (("step", step_kinds, repeats), ("run", run_kinds, runs)):
+            seconds = interleaved(kinds, (), count, warm=2 if what == "step" else 0)
+            for who, own in seconds.items():
+                yield freezing_record(model, what, who, own, seconds["all layers"], rows, steps) | provenance(device)
+
+def freezing_record(model: str, what: str, who: str, own: list[float], other: list[float], rows: int, steps: int) -> dict[str, Any]:
+    "A contender's time beside that with all layers in the same rounds."
+    ratios = [one / beside for one, beside in zip(own, other, strict=True)]
+    examples = rows * (1 if what == "step" else steps)
+    return {"experiment": "cost", "part": "freezing", "model": model, "size": 28, "rows": rows, "what": what, "who": who,
+            "repeats": len(own), "steps": 1 if what == "step" else steps, "seconds": median(own),
+            "examples_per_second": examples / median(own), "epoch_seconds": PAPER_SIZE * median(own) / examples,
+            "time_ratio": median(ratios), "time_interval": list(median_interval(ratios))}
+
+def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
+    "Every mark of freezing with its value, its bound, and whether it is met."
+    results = []
+    for e in found:
+        if e["part"] != "freezing":
+            continue
+        if e["who"] in FREEZING_MARKS:
+            results.append((f"{e['model']}, {e['what']}, {e['who']}: time / all layers", e["time_ratio"], FREEZING_MARKS[e["who"]]))
+        if (e["what"], e["who"]) == ("step", "all layers"):
+            results.append((f"{e['model']}: seconds of an epoch of {PAPER_SIZE:,}", e["epoch_seconds"], EPOCH_MARKS[e["model"]]))
+    return [(name, value, bound, value <= bound) for name, value, bound in results]
+
+def freezing_table(found: Iterable[dict[str, Any]]) -> str:
+    "Markdown: what was measured, and the marks."
+    found = list(found)
+    lines = ["| model | what | who | seconds | time / all layers | 95 % interval |", "|---|---|---|---|---|---|"]
+    for e in found:
+        low, high = e["time_interval"]
+        lines.append(f"| {e['model']} | {e['what']} of {e['rows']} | {e['who']} | {e['seconds']:.3f} | {e['time_ratio']:.2f} "
+                     f"| {low:.2f}–{high:.2f} |")
+    marks = ["", "| mark | value | bound | |", "|---|---|---|---|"]
+    return "\n".join([*lines, *marks, *(f"| {name} | {value:.3f} | {bound:.3f} | {'met' if met else 'missed'} |"
+                                        for name, value, bound, met in judged_freezing(found))])
+
+def write_freezing(
+    output: Path,        # folder
+    rows: int = 2048,    # examples in a step
+    repeats: int = 7,
+    quick: bool = False, # the small network alone, in short runs
+) -> str:                # the records as text
+    "Measure what freezing saves, and write each record as it comes."
+    if rows < 1 or repeats < 1:
+        raise ValueError(f"rows={rows} and repeats={repeats} must be at least 1")
+    output.mkdir(parents=True, exist_ok=True)
+    path, found = output / "costs-freezing.jsonl", []
+    path.unlink(missing_ok=True)
+    for entry in freezing_costs(FREEZING[:1] if quick else FREEZING, rows, repeats, *((1, 22) if quick else ())):
+        write_records(path, [entry])
+        found.append(entry)
+    return f"{freezing_table(found)}\n\nThe records are in {path}."

@@ -174,7 +174,7 @@ class StandardisedConv2d(_ConvNd):
         nn.init.normal_(self.weight, std=(channels * kernel**2) ** -0.5)
 
     def standardised(self) -> tuple[Tensor, Tensor, Tensor]:
-        "The weights as they are used, (p, d); the factor of each channel, (p, 1), at most 100; and whether the channel varies enough, (p, 1)."
+        "The weights as used, (p, d); each channel's factor, (p, 1), at most 100; and whether the channel varies enough for it, (p, 1)."
         rows = full(self.weight).flatten(1)
         centred = rows - rows.mean(1, keepdim=True)
         squares = centred.square().sum(1, keepdim=True)

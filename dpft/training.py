@@ -474,7 +474,8 @@ class Engine:
         self.context = Context(model, self.loss_fn, batch_size, steps, size)
         self.requests = named_apart(method.requests(self.context))
         content, settings = self._content(), (size, batch_size, steps, epsilon, noise_multiplier, delta, clip, clipping, accountant)
-        self.processes.check_alike(SAME_INPUT, model_structure=form(model), data_set=content, settings=(*settings, self.requests, repr(augment), seed))
+        self.processes.check_alike(SAME_INPUT, model_structure=form(model), data_set=content,
+                                   settings=(*settings, self.requests, repr(augment), seed))
         self.processes.spread(model)
         self.plan = self.processes.first(lambda: make_plan(*settings, self.requests))
         self.assumed_public = [f"the number of {self.unit}s, {size}", *assumed_public]
@@ -585,7 +586,8 @@ class Engine:
         "Use the cache of the frozen prefix while it pays over the steps that remain; @sec-prefix-engine."
         if self.prefix is not None:
             variants = self.augment.variants if self.augment else 1
-            size, left, rate = len(self.train) * variants, self.plan.steps - self.t, min(1.0, self.plan.sample_rate * self.copies / variants)
+            rate = min(1.0, self.plan.sample_rate * self.copies / variants)              # of each view
+            size, left = len(self.train) * variants, self.plan.steps - self.t
             if worth_it(rate, left, self.prefix.room(size)):  # a cache for what is frozen by now begins empty
                 self.prefix.refresh()
             self.prefix.enabled = worth_it(rate, left, self.prefix.room(size), self.prefix.stored(size))
@@ -641,7 +643,8 @@ class Engine:
                 del self.pending[number]
                 return Groups(numbers)
         reason = f"the unit of privacy is {self.unit!r}" if self.units is not None else f"each picture has {self.copies} views"
-        raise ValueError(f"{reason}, so a step takes only the batches that it yields, and each once: no others are known to hold whole units")
+        raise ValueError(f"{reason}, so a step takes only the batches that it yields, and each once: "
+                         "no others are known to hold whole units")
 
     @property
     def adds_noise(self) -> bool:
@@ -918,6 +921,14 @@ class Average:
         for parameter, value in self.values.items():
             value.lerp_(full(parameter.detach()), 1 - kept)
 
+    def state(self, names: dict[int, str]) -> tuple[int, dict[str, Tensor]]:
+        "For a checkpoint: updates so far, and the averages by the parameters' names, which are found by id."
+        return self.updates, {names[id(parameter)]: value for parameter, value in self.values.items() if id(parameter) in names}
+
+    def restore(self, parameters: dict[str, nn.Parameter], updates: int, values: dict[str, Tensor]) -> None:
+        "Go on from a checkpoint."
+        self.updates, self.values = updates, {parameters[name]: value.to(parameters[name].device) for name, value in values.items()}
+
     def put(self) -> None:
         "Put the averages into the model."
         with torch.no_grad():
@@ -1109,7 +1120,8 @@ def fine_tune(
     size = public_size or len(units_of(ready.train, unit, unit_cap) or ready.train)
     engine = Engine(ready.model, loss_fn, method, ready.train, epsilon=epsilon, delta=delta, batch_size=batch_size,
                     steps=round(epochs * size / batch_size) if steps is None else steps, clip=clip, clipping=clipping,
-                    noise_multiplier=noise_multiplier, collate_fn=collate_fn, accountant=accountant, unit=unit, unit_cap=unit_cap, augment=augment,
+                    noise_multiplier=noise_multiplier, collate_fn=collate_fn, accountant=accountant, unit=unit, unit_cap=unit_cap,
+                    augment=augment,
                     public_size=public_size, physical_batch_size=physical_batch_size, precision=precision, dropout=dropout,
                     cache=cache, cache_folder=cache_folder, ledger=ledger, checkpoint=checkpoint, seed=seed,
                     assumed_public=[*ready.assumed_public, f"the weights that training started from ({ready.origin})"])
@@ -1211,9 +1223,10 @@ class Loop:
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = [[names.get(id(parameter), "") for parameter in group["params"]] for group in self.optimizer.param_groups]
         return {"step": engine.t, "method": engine.method.state(engine.context), "held": held,
+                "stored": len(engine.prefix.shelf.places) if engine.prefix else 0,
                 "trained": {name: parameters[name].detach() for name in sorted(self.touched)},
                 "trains": sorted(engine.trains), "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
-                "average": None if self.average is None else (self.average.updates, {names[id(p)]: value for p, value in self.average.values.items() if id(p) in names}), "history": self.history}
+                "average": None if self.average is None else self.average.state(names), "history": self.history}
 
     def _restore(self, state: dict[str, Any]) -> None:
         engine = self.engine
@@ -1223,14 +1236,15 @@ class Loop:
                 parameters[name].copy_(value)
         engine.context.train_only(parameters[name] for name in state["trains"])
         engine.t, self.history = state["step"], state["history"]
+        if engine.prefix is not None:
+            engine.prefix.before = state["stored"]
         self._touched = {id(parameters[name]) for name in state["trained"]}
         for group, held in zip(self.optimizer.param_groups, state["held"], strict=True):  # in the order that the moments have
             group["params"] = [parameters[name] for name in held] if all(name in parameters for name in held) else group["params"]
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.average is not None:
-            self.average.updates, values = state["average"]
-            self.average.values = {parameters[name]: value.to(parameters[name].device) for name, value in values.items()}
+            self.average.restore(parameters, *state["average"])
 
     def score(self, evaluate: Any) -> None:
         "Scores at the end, uncharged unless the data is public; the first process takes them and tells the others."

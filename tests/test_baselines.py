@@ -1,7 +1,9 @@
-"""What the two simple methods train, that nothing else moves, and the lengths of gradient and noise that chapter 10 compares."""
+"""What the baselines train and add, that nothing else moves, that their per-example gradients are the oracle's, and what they refuse."""
 
 import copy
+import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,13 +13,18 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig
 
-from dpft.baselines import Full, LastLayer
-from dpft.models import BUILT, load_model, mean_pooled_classifier
+from dpft import load
+from dpft.baselines import Adapted, Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, admitted, linear_layers
+from dpft.baselines import merge_lora, partitions, remove_adapters
+from dpft.gradients import gradients, per_example_gradients
+from dpft.models import BUILT, fresh_head, load_model, logits, mean_pooled_classifier
+from dpft.saving import additions
 from dpft.training import Context, Engine, fine_tune
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
-HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "gpt2-lm": "transformer.wte.", "vit": "classifier.",
+HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "llama": "lm_head.", "vit": "classifier.",
         "cnn": "head.", "mean-pooled": "classifier."}
+TRANSFORMERS = ["roberta", "bert", "gpt2", "gpt2-lm", "vit", "llama"]
 
 
 def build(name):
@@ -47,10 +54,22 @@ def test_the_probe_moves_the_head_alone(name):
     assert found == trained == {key for key in names if key.startswith(HEAD[name])}
 
 
-@pytest.mark.parametrize("name", HEAD)
+def test_an_output_layer_that_is_the_embedding_is_no_last_layer():
+    model, loss_fn, _ = zoo.build("gpt2-lm")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel shares its output layer between lm_head and transformer.*BiTFiT"):
+        LastLayer().start(Context(model, loss_fn, 1, 1, 1))
+
+
+@pytest.mark.parametrize("name", [*HEAD, "gpt2-lm"])
 def test_full_moves_everything(name):
     found, names, trained = moved(name, Full())
     assert found == trained == names
+
+
+def test_full_needs_no_head():
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten())
+    Full().start(Context(model, zoo.image_loss, 1, 1, 1))
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -115,3 +134,365 @@ def test_noise_is_as_long_as_the_lemma_says_and_the_gradient_is_bounded(width, s
     assert signal <= step.examples * clip / size * (1 + 1e-9)
     excess = square / (sigma * clip / size) ** 2 - entries                    # chi-square with `entries` degrees of freedom
     assert abs(excess) < 7 * math.sqrt(2 * entries) + 25
+
+
+# What is chosen and added
+
+def unseen(model, batch):
+    raise AssertionError("looked at data")
+
+
+def begun(method, name, rows=5):
+    "A model of the zoo after a method has started on it, blind; loss and batch."
+    model, loss_fn, batch = zoo.build(name, rows)
+    method.start(Context(model, unseen, 1, 1, 1))
+    return model, loss_fn, batch
+
+
+def names_of(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def in_head(model):
+    head = {id(parameter) for parameter in fresh_head(model)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in head}
+
+
+def kicked(model):
+    "Zeros, behind which gradients hide, replaced."
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                parameter.normal_(std=0.3)
+    return model
+
+
+def check_exact(method, name, rows=5, clip=0.02):
+    "The engine's sum over a method's blocks is the oracle's, by fast rules alone."
+    model, loss_fn, batch = begun(method, name, rows)
+    kicked(model)
+    block, = method.blocks(Context(model, loss_fn, 1, 1, 1))
+    masks = dict(zip(block.parameters, block.masks or [None] * len(block.parameters), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                                           # no way around the rules
+        sums, norms = gradients(model, loss_fn, batch).clipped_sum([type(block)(block.parameters, block.masks, clip)])
+    rows_of = {key: values if masks[model.get_parameter(key)] is None else values * masks[model.get_parameter(key)]
+               for key, values in per_example_gradients(model, loss_fn, batch).items()}
+    flat = torch.cat([values.flatten(1) for values in rows_of.values()], 1)
+    wanted = (clip / flat.norm(dim=1)).clamp(max=1) @ flat
+    found = torch.cat([sums[key].flatten() for key in rows_of])
+    assert (flat.norm(dim=1) > clip).all()
+    assert (found - wanted).norm() <= 1e-10 * wanted.norm()
+    assert torch.allclose(norms[:, 0], flat.norm(dim=1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("method", [LoRA(2), LoRA(3, alpha=7), Adapter(4), NormOnly(), RandomPartitions(0.3, seed=2), LargestWeights(0.1)],
+                         ids=repr)
+def test_per_example_gradients_are_the_oracles_by_rules_alone(method, name):
+    check_exact(copy.deepcopy(method), name, rows=7 if name == "bert" else 5)
+
+
+@pytest.mark.parametrize("name,targets", [("roberta", ("dense", "query", "key", "value")), ("gpt2", ("c_proj", "c_fc")),
+                                          ("vit", ("fc1", "fc2", "o_proj")), ("llama", ("gate_proj", "down_proj", "lm_head"))])
+def test_low_rank_products_beside_any_linear_layer(name, targets):
+    check_exact(LoRA(1, targets=targets), name)
+    model, *_ = begun(LoRA(1, targets=targets), name)
+    assert not any("lora" in key and key.startswith(("classifier", "score")) for key, _ in model.named_parameters())
+
+
+def run_of(method, name, optimizer, **settings):
+    model, loss_fn, batch = zoo.build(name, rows=8)
+    data, collate = zoo.as_data(batch)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    run = fine_tune(model, data, method, steps=3, batch_size=4, learning_rate=0.05, weight_decay=0.3, clip=0.5, optimizer=optimizer,
+                    loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False,
+                    **({"noise_multiplier": 1.0} | settings))
+    return run, before
+
+
+def momentum(parameters, lr, weight_decay):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit"])
+@pytest.mark.parametrize("method", [LoRA(2), Adapter(3), NormOnly(), RandomPartitions(0.3), LargestWeights(0.2)], ids=repr)
+def test_a_private_run_moves_what_the_method_names_and_nothing_else(method, name):
+    run, before = run_of(copy.deepcopy(method), name, "adamw")
+    after = {key.replace(".base_layer", ""): value for key, value in run.model.named_parameters()}
+    changed = {key for key, value in after.items() if key not in before or not torch.equal(value, before[key])}
+    assert changed == set(run.trained) == names_of(run.model) and changed >= in_head(run.model)
+    assert run.epsilon < math.inf and len(run.mechanisms) == 1
+    if isinstance(method, LoRA | Adapter):
+        assert not (changed - in_head(run.model)) & set(before)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", momentum])
+@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "cnn"])
+def test_masked_entries_stay_bit_for_bit(name, optimizer):
+    method = LargestWeights(0.25)
+    run, before = run_of(method, name, optimizer)
+    head, moved_in, kept = in_head(run.model), 0, 0
+    for key, after in run.model.named_parameters():
+        if key in head:
+            assert (after != before[key]).all()
+            continue
+        mask = method.masks.get(after, torch.zeros_like(after, dtype=torch.bool))
+        assert torch.equal(after[~mask], before[key][~mask])
+        moved_in, kept = moved_in + int((after != before[key])[mask].sum()), kept + int(mask.sum())
+    body = sum(p.numel() for key, p in run.model.named_parameters() if key not in head)
+    assert kept == admitted(0.25, body) and moved_in == kept                     # noise moves every entry of the mask
+
+
+def test_the_same_without_privacy_too():
+    method = LargestWeights(0.1)
+    run, before = run_of(method, "bert", "adamw", noise_multiplier=None, epsilon=math.inf)
+    assert all(torch.equal(after[~mask], before[key][~mask]) for key, after in run.model.named_parameters()
+               if (mask := method.masks.get(after)) is not None)
+
+
+class Rounded(nn.Module):
+    """Few different magnitudes, so that many entries are as large as the last that is chosen."""
+
+    def __init__(self, sizes, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.ParameterList([nn.Parameter(torch.randint(-3, 4, (size,)).double()) for size in sizes])
+        self.head = nn.Linear(2, 2).double()
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5), ratio=st.floats(0.05, 1.0), seed=st.integers(0, 2**20))
+@settings(max_examples=60)
+def test_the_mask_holds_the_largest_entries_and_exactly_as_many_as_fit(sizes, ratio, seed):
+    model, method = Rounded(sizes, seed), LargestWeights(ratio)
+    if admitted(ratio, sum(sizes)) == 0:
+        with pytest.raises(ValueError, match="lets no entry train"):
+            method.start(Context(model, unseen, 1, 1, 1))
+        return
+    method.start(Context(model, unseen, 1, 1, 1))
+    masks = torch.cat([method.masks.get(p, torch.zeros_like(p, dtype=torch.bool)) for p in model.body])
+    values = torch.cat([p.detach().abs() for p in model.body])
+    assert int(masks.sum()) == admitted(ratio, sum(sizes))
+    assert masks.all() or values[masks].min() >= values[~masks].max()
+    assert names_of(model) == {f"body.{i}" for i, p in enumerate(model.body) if p in method.masks} | {"head.weight", "head.bias"}
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8), ratio=st.floats(0.05, 1.0), seed=st.integers(0, 2**20))
+@settings(max_examples=60)
+def test_a_random_choice_fits_and_nothing_more_would(sizes, ratio, seed):
+    model, room = Rounded(sizes, 0), admitted(ratio, sum(sizes))
+    if min(sizes) > room:
+        with pytest.raises(ValueError, match="no partition is that small; the smallest, body"):
+            RandomPartitions(ratio, seed).start(Context(model, unseen, 1, 1, 1))
+        return
+    RandomPartitions(ratio, seed).start(Context(model, unseen, 1, 1, 1))
+    chosen, left = ([p.numel() for p in model.body if p.requires_grad is flag] for flag in (True, False))
+    assert sum(chosen) <= room and all(size > room - sum(chosen) for size in left)
+    assert model.head.weight.requires_grad
+    torch.rand(3)                                                                # another global state
+    again = Rounded(sizes, 0)
+    RandomPartitions(ratio, seed).start(Context(again, unseen, 1, 1, 1))
+    assert names_of(again) == names_of(model)
+
+
+def test_seeds_choose_differently():
+    assert len({frozenset(names_of(begun(RandomPartitions(0.3, seed), "bert")[0])) for seed in range(8)}) > 4
+
+
+def test_a_share_is_rounded_down_but_for_rounding_itself():
+    assert [admitted(ratio, 10) for ratio in (0.29, 0.1 + 0.2, 0.3, 1.0)] == [2, 3, 3, 10] and admitted(0.7 / 0.1 / 10, 100) == 70
+
+
+@pytest.mark.parametrize("ratio", [0, -0.1, 1.0001, math.nan])
+@pytest.mark.parametrize("method", [RandomPartitions, LargestWeights])
+def test_a_share_lies_between_nothing_and_everything(method, ratio):
+    with pytest.raises(ValueError, match="must lie in \\(0, 1\\]"):
+        method(ratio)
+
+
+def test_selectors_choose_among_what_is_there():
+    model, *_ = begun(LoRA(2), "bert")
+    context = Context(model, unseen, 1, 1, 1)
+    among = [p for key, p in model.named_parameters() if "lora_" in key]
+    chosen = {id(p) for p in RandomPartitions(0.5).choose(context, among)}
+    assert len(chosen) == 4 and chosen < {id(p) for p in among}                  # two pairs of four
+    with pytest.raises(ValueError, match="lora_A.default.weight is not pre-trained"):
+        LargestWeights(0.5).choose(context, among)
+    biases = [p for key, p in model.named_parameters() if key.endswith("bias") and not key.startswith("classifier")]
+    method = LargestWeights(0.5)
+    assert {id(p) for p in method.choose(context, biases)} <= {id(p) for p in biases}
+    assert sum(int(mask.sum()) for mask in method.masks.values()) == sum(p.numel() for p in biases) // 2
+    with pytest.raises(ValueError, match="no partition to choose from"):
+        RandomPartitions(0.5).choose(context, [])
+
+
+def test_norm_layers_of_every_kind():
+    for name, end in (("bert", "LayerNorm"), ("gpt2", "ln_"), ("llama", "norm"), ("vit", "layernorm"), ("cnn", "norm")):
+        model, *_ = begun(NormOnly(), name)
+        wanted = {key for key, _ in model.named_parameters() if end in key}
+        assert names_of(model) == wanted | in_head(model)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(3), "classifier": nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2))})
+    assert [id(p) for p in NormOnly().adapt(Context(model, unseen, 1, 1, 1))] == [id(model.norm.weight), id(model.norm.bias)]
+    with pytest.raises(ValueError, match="Sequential has no norm layer"):
+        NormOnly().start(Context(load_model("mlp", 10), unseen, 1, 1, 1))
+
+
+# LoRA
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_lora_starts_where_the_model_was_and_merges_into_it(name):
+    plain, _, batch = zoo.build(name)
+    model, loss_fn, _ = begun(LoRA(2), name)
+    assert torch.equal(logits(model, batch), logits(plain, batch))
+    first = per_example_gradients(model, loss_fn, batch)
+    assert not any(values.any() for key, values in first.items() if "lora_A" in key)
+    assert all(values.any() for key, values in first.items() if "lora_B" in key)
+    kicked(model)
+    answers = logits(model, batch)
+    assert not torch.allclose(answers, logits(plain, batch), atol=1e-3)
+    assert merge_lora(model) is model and torch.allclose(logits(model, batch), answers, atol=1e-10)
+    assert list(model.state_dict()) == list(plain.state_dict()) and not hasattr(model, "peft_config")
+
+
+@pytest.mark.parametrize("alpha,scale", [(None, 1.0), (6, 3.0), (1, 0.5)])
+def test_the_product_is_scaled_by_alpha_over_the_rank(alpha, scale):
+    plain, *_ = zoo.build("bert")
+    model = kicked(begun(LoRA(2, alpha), "bert")[0])
+    layer = model.bert.encoder.layer[0].attention.self.value
+    product = layer.lora_B.default.weight @ layer.lora_A.default.weight
+    merged = merge_lora(model).bert.encoder.layer[0].attention.self.value.weight
+    assert torch.allclose(merged, plain.bert.encoder.layer[0].attention.self.value.weight + scale * product)
+
+
+def test_fresh_matrices_come_from_their_seed_alone():
+    torch.manual_seed(3)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    model, _, _ = zoo.build("bert")
+    for method in (LoRA(2, seed=1), Adapter(2, seed=1)):
+        torch.manual_seed(3)
+        method.start(Context(copy.deepcopy(model), unseen, 1, 1, 1))
+        assert torch.equal(torch.rand(1), after)
+    def first(method):
+        fresh = copy.deepcopy(model)
+        method.start(Context(fresh, unseen, 1, 1, 1))
+        return torch.cat([p.flatten() for key, p in fresh.named_parameters() if "lora_A" in key or "adapter.down.weight" in key])
+    for kind in (LoRA, Adapter):
+        assert torch.equal(first(kind(2, seed=1)), first(kind(2, seed=1))) and not torch.equal(first(kind(2, seed=1)), first(kind(2)))
+
+
+def test_a_target_is_a_name_or_its_end_and_no_part_of_one():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 2))
+    LoRA(1, targets="2.1").start(Context(model, unseen, 1, 1, 1))
+    assert {key for key in names_of(model) if "lora" in key} == {"2.1.lora_A.default.weight", "2.1.lora_B.default.weight"}
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = nn.ModuleDict({"2": two, "12": copy.deepcopy(two), "head": nn.Linear(2, 2)})
+    LoRA(1, targets="2.1").start(Context(model, unseen, 1, 1, 1))
+    assert {key.partition(".lora")[0] for key in names_of(model) if "lora" in key} == {"2.1"}
+    plain, *_ = zoo.build("bert")
+    with pytest.raises(ValueError, match="no linear layer of the 'uery'"):
+        LoRA(targets=["uery"]).start(Context(plain, unseen, 1, 1, 1))
+
+
+def test_targets_that_do_not_exist_are_answered_with_those_that_do():
+    model, *_ = zoo.build("bert")
+    with pytest.raises(ValueError) as error:
+        LoRA(targets=("query", "keys")).start(Context(model, unseen, 1, 1, 1))
+    assert "'keys'" in str(error.value) and "'query'" not in str(error.value)
+    assert "targets can be attention.output.dense, attention.self.key, attention.self.query, attention.self.value" in str(error.value)
+    assert names_of(model) == {key for key, _ in model.named_parameters()} and not any("lora" in key for key in names_of(model))
+    with pytest.raises(ValueError, match="'classifier'.*targets can be"):        # the head trains anyway
+        LoRA(targets="classifier").start(Context(model, unseen, 1, 1, 1))
+    with pytest.raises(ValueError, match="usual name.*targets can be 1, 3"):
+        LoRA().start(Context(load_model("mlp", 10), unseen, 1, 1, 1))
+    with pytest.raises(ValueError, match="nothing: it has no linear layers there"):
+        LoRA().start(Context(load_model("cnn", 10), unseen, 1, 1, 1))
+
+
+@pytest.mark.parametrize("method,words", [
+    (lambda: LoRA(0), "rank=0"), (lambda: LoRA(2.5), "rank=2.5"), (lambda: LoRA(dora=True), "DoRA"),
+    (lambda: Adapter(0), "width=0"), (lambda: Adapter(-3), "width=-3")])
+def test_settings_that_cannot_be(method, words):
+    with pytest.raises(ValueError, match=words):
+        method()
+
+
+def test_packed_layers_are_not_offered():
+    "torch's own attention and encoder layers read their matrices and call no layer, so a product beside these would never be used."
+    model = nn.ModuleDict({"encoder": nn.TransformerEncoderLayer(8, 2, 16), "out": nn.Linear(8, 8), "head": nn.Linear(8, 2)})
+    assert list(linear_layers(model)) == ["out"]
+
+
+def test_nothing_is_added_twice():
+    for method, words in ((LoRA(2), "merge_lora"), (Adapter(2), "remove_adapters")):
+        model, *_ = begun(method, "bert")
+        with pytest.raises(ValueError, match=f"already.*{words}"):
+            method.start(Context(model, unseen, 1, 1, 1))
+
+
+@pytest.mark.parametrize("order", [(LoRA(2, targets="dense"), Adapter(3)), (Adapter(3), LoRA(2, targets="dense"))], ids=repr)
+def test_adapters_and_products_on_the_same_layers(order):
+    plain, loss_fn, batch = zoo.build("bert")
+    model, *_ = zoo.build("bert")
+    context = Context(model, unseen, 1, 1, 1)
+    added = [p for method in order for p in method.adapt(context)]
+    assert len(added) == 30 and {id(p) for p in added} < {id(p) for p in model.parameters()}
+    context.train_only(added)
+    kicked(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = gradients(model, loss_fn, batch).weighted_sum(torch.ones(5, dtype=torch.float64))
+    for key, values in per_example_gradients(model, loss_fn, batch).items():
+        assert torch.allclose(sums[key], values.sum(0), rtol=1e-8, atol=1e-12)
+    answers = logits(model, batch)
+    assert torch.allclose(logits(merge_lora(model), batch), answers, atol=1e-10)
+    assert list(remove_adapters(model).state_dict()) == list(plain.state_dict())
+
+
+# Adapters
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_an_adapter_after_both_halves_of_every_block(name):
+    plain, _, batch = zoo.build(name)
+    before = copy.deepcopy(plain.state_dict())
+    model, *_ = begun(Adapter(4), name)
+    inside = [key for key, module in model.named_modules() if isinstance(module, Adapted)]
+    assert len(inside) == 4 and names_of(model) - in_head(model) == {
+        f"{key}.adapter.{part}" for key in inside for part in ("down.weight", "down.bias", "up.weight", "up.bias")}
+    assert sum(any(f".{half}" in key for half in ("attention.", "attn.", "self_attn.")) for key in inside) == 2
+    near, far = logits(model, batch), logits(plain, batch)
+    assert 0 < (near - far).abs().max() < 0.05
+    assert len(partitions(model)) == 4                                           # an adapted model offers its adapters alone
+    remove_adapters(model)
+    assert torch.equal(logits(model, batch), far) and not additions(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_model_of_ones_own_says_which_layers():
+    model = load_model("mlp", 10)
+    with pytest.raises(ValueError, match="after can be 1, 3"):
+        Adapter().start(Context(model, unseen, 1, 1, 1))
+    Adapter(2, after=["1", "3"]).start(Context(model, unseen, 1, 1, 1))
+    assert [key for key, module in model.named_modules() if isinstance(module, Adapted)] == ["1", "3"]
+
+
+def test_half_a_block_is_not_guessed():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.ModuleDict({"o_proj": nn.Linear(2, 2)})
+            self.mixing, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="not both ends.*after="):
+        Adapter().start(Context(Attention(), unseen, 1, 1, 1))
+
+
+@pytest.mark.parametrize("method", [LoRA(2), Adapter(3), LargestWeights(0.1), NormOnly()], ids=repr)
+def test_saved_and_loaded(method, tmp_path):
+    run, _ = run_of(copy.deepcopy(method), "bert", "adamw")
+    run.save(tmp_path)
+    json.loads((tmp_path / "dpft.json").read_text())
+    again = load(tmp_path, model=zoo.build("bert")[0])
+    _, _, batch = zoo.build("bert")
+    run.model.eval(), again.eval()
+    assert torch.allclose(logits(again, batch), logits(run.model, batch), atol=1e-6)

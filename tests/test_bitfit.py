@@ -13,9 +13,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from dpft.baselines import Full, LastLayer
-from dpft.bitfit import BiTFiT, biases
+from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
 from dpft.clipping import clip_factor
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
+from dpft.models import fresh_head, logits, replace_batchnorm
 from dpft.privacy import Ledger
 from dpft.training import Context, Engine, fine_tune
 
@@ -307,3 +308,160 @@ def test_a_tied_output_bias_is_one_parameter_and_the_embedding_stays():
     trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert set(trains) == set(biases(model)) and trains.count("lm_head.bias") == 1
     assert model.lm_head.decoder.bias.requires_grad and not model.lm_head.decoder.weight.requires_grad
+
+
+# ---- biases that were not there
+
+
+RESNET = dict(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", num_labels=3)
+
+
+def without_biases(name):
+    "A model without some or all of its biases, a loss and a batch, in float64."
+    torch.manual_seed(0)
+    if name == "resnet":
+        model = replace_batchnorm(hf.ResNetForImageClassification(hf.ResNetConfig(**RESNET))).double()
+        pixels = torch.randn(5, 3, 32, 32, dtype=torch.float64)
+        return model, zoo.classifier_loss, {"pixel_values": pixels, "labels": torch.arange(5) % 3}
+    if name == "plain":
+        model = nn.Sequential(nn.Conv1d(3, 6, 3, bias=False), nn.RMSNorm(4), nn.Tanh(), nn.LayerNorm(4, bias=False), nn.Flatten(),
+                              nn.Linear(24, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
+        return model, zoo.image_loss, (torch.randn(5, 3, 6, dtype=torch.float64), torch.arange(5) % 3)
+    return zoo.build(name)
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return logits(model.eval(), batch)
+
+
+ADDED = {  # name -> layers that get a bias, with norms and without
+    "llama": (19, 14), "resnet": (12, 12), "plain": (4, 3), "gpt2": (0, 0), "vit": (0, 0), "cnn": (1, 1)}
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("name", ADDED)
+def test_added_zeros_change_nothing_and_come_off_again(name, norms):
+    model, _, batch = without_biases(name)
+    before, answers = copy.deepcopy(model), outputs(model, batch)
+    known = set(biases(model))
+    added = add_biases(model, norms=norms)
+    if name != "resnet":
+        assert len(added) == ADDED[name][0 if norms else 1]
+    assert set(added) == set(biases(model)) - known and all(not parameter.any() for parameter in added.values())
+    head = {id(parameter) for parameter in fresh_head(model)}
+    assert not any("lm_head" in key or id(parameter) in head for key, parameter in added.items())
+    assert torch.equal(outputs(model, batch), answers)
+    assert add_biases(model, norms=norms) == {}
+    for parameter in added.values():
+        parameter.data.normal_()
+    assert torch.equal(outputs(model, batch), answers) == (not added)
+    assert sorted(remove_added(model)) == sorted(added)
+    assert torch.equal(outputs(model, batch), answers) and list(model.state_dict()) == list(before.state_dict())
+    assert remove_added(model) == []
+
+
+@pytest.mark.parametrize("style", ["flat", "automatic"])
+@pytest.mark.parametrize("name", ["llama", "resnet", "plain"])
+def test_added_biases_have_the_gradients_of_the_oracle_by_fast_rules(name, style):
+    model, loss_fn, batch = without_biases(name)
+    BiTFiT(add_missing=True, norms=True, values="random").start(Context(model, loss_fn, 1, 1, 1))
+    rows = per_example_gradients(model, loss_fn, batch)
+    assert any("norm" in key or key == "1.bias" for key in rows)
+    norms = torch.cat([value.flatten(1) for value in rows.values()], dim=1).norm(dim=1)
+    clip = norms.median().item()
+    factors = clip_factor(norms, clip, style)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = clipped_sum(model, loss_fn, batch, clip, style)
+    assert set(sums) == set(rows)
+    scale = max(value.abs().max() for value in rows.values())
+    for key, value in sums.items():
+        assert torch.allclose(value, torch.tensordot(factors, rows[key], dims=1), rtol=1e-9, atol=1e-11 * scale), key
+
+
+def test_an_added_bias_of_an_rms_norm_is_added_behind_it():
+    norm = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4)).double()
+    inputs, before = torch.randn(3, 4, dtype=torch.float64), None
+    before = norm[0](inputs)
+    add_biases(norm, ["0"])["0.bias"].data[:] = torch.arange(4.0)
+    assert torch.allclose(norm[0](inputs) - before, torch.arange(4.0).double())
+
+
+def test_random_values_are_small_and_the_same_everywhere():
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(40, 3000, bias=False), nn.Linear(3000, 2))
+        found.append(add_biases(model, values="random")["0.bias"].detach())
+    assert torch.equal(*found) and 0.018 < found[0].std() < 0.022
+    with pytest.raises(ValueError, match="'zero' or 'random'"):
+        BiTFiT(values="ones")
+    with pytest.raises(ValueError, match="'zero' or 'random'"):
+        BiTFiT(reinitialise="ones")
+
+
+@pytest.mark.parametrize("values", ["zero", "random"])
+def test_biases_are_set_anew_and_nothing_else(values):
+    model, loss_fn, _ = zoo.build("roberta")
+    for parameter in biases(model).values():
+        parameter.data.fill_(7.0)
+    before = copy.deepcopy(model).state_dict()
+    BiTFiT(reinitialise=values).start(Context(model, loss_fn, 1, 1, 1))
+    for name, value in model.state_dict().items():
+        anew = name.endswith("bias") and not name.startswith("classifier")
+        assert torch.equal(value, before[name]) != anew, name
+        assert not anew or (value == 0).all() == (values == "zero") and value.abs().max() < 0.2
+
+
+def test_a_run_with_added_biases_moves_them_and_the_head_only():
+    for name in ("llama", "resnet"):
+        model, loss_fn, batch = without_biases(name)
+        data, collate = zoo.as_data(batch)
+        before = copy.deepcopy(model).state_dict()
+        run = fine_tune(model, data, BiTFiT(add_missing=True), noise_multiplier=1.0, steps=2, batch_size=3, learning_rate=0.1, clip=0.5,
+                        loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=0, progress=False)
+        for key, value in run.model.state_dict().items():
+            head = key.startswith("classifier")
+            assert (key in before and torch.equal(value, before[key])) != (key.endswith("bias") or head), key
+        assert "add_missing=True" in run.report()
+
+
+def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
+    class Failure(Exception):
+        pass
+
+    class Stop(torch.optim.SGD):
+        def step(self, closure=None):
+            if failing and (tmp_path / "state.pt").exists():
+                raise Failure
+            return super().step(closure)
+
+    def run(folder):
+        model, loss_fn, batch = without_biases("llama")
+        data, collate = zoo.as_data(batch)
+        return fine_tune(model, data, BiTFiT(add_missing=True, values="random", reinitialise="random"), noise_multiplier=1.0, steps=4,
+                         batch_size=3, clip=0.5, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=0,
+                         checkpoint=folder, checkpoint_every=2, optimizer=Stop, progress=False)
+
+    failing = [True]
+    with pytest.raises(Failure):
+        run(tmp_path)
+    failing.clear()
+    resumed, unbroken = run(tmp_path), run(None)
+    assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True))
+
+
+def test_what_cannot_be_given_a_bias():
+    attention = nn.MultiheadAttention(8, 2, bias=False)
+    bare = nn.Sequential(nn.LayerNorm(4, elementwise_affine=False), nn.ConvTranspose1d(2, 2, 1, bias=False), nn.Embedding(3, 4), nn.Linear(4, 2))
+    assert add_biases(attention) == {} and add_biases(bare, norms=True) == {}
+    with pytest.raises(ValueError, match="has no biases outside its head; choose LastLayer"):
+        BiTFiT(add_missing=True).start(Context(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)), zoo.image_loss, 1, 1, 1))
+    with pytest.raises(ValueError, match=r"BiTFiT\(add_missing=True\)"):
+        BiTFiT().start(Context(without_biases("plain")[0], zoo.image_loss, 1, 1, 1))
+
+
+def test_the_settings_can_be_read_off():
+    assert repr(BiTFiT()) == "BiTFiT()" and repr(BiTFiT(True, "random", reinitialise="zero")) == (
+        "BiTFiT(add_missing=True, values='random', reinitialise='zero')")

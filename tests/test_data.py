@@ -16,6 +16,7 @@ from torch import tensor
 
 from dpft.data import (
     CIFAR10_CLASSES,
+    Augmentation,
     EncodedData,
     Public,
     TableData,
@@ -591,3 +592,126 @@ def test_two_texts_are_not_one():
     """Neither columns nor rows run into each other."""
     one, other = TableData({"a": ["x"], "b": ["y z"]}), TableData({"a": ["x y"], "b": ["z"]})
     assert shared_rows(one, other) == [] and shared_rows(one, one) == [0]
+
+
+# ---- several views of one picture
+
+
+def seen(images, crop, flip):
+    """All views of one picture (C, H, W), by padding and cutting."""
+    height, width = images.shape[1:]
+    padded = torch.nn.functional.pad(images[None], (crop,) * 4, mode="reflect")[0]
+    windows = [padded[:, y : y + height, x : x + width] for y in range(2 * crop + 1) for x in range(2 * crop + 1)]
+    return windows + [window.flip(2) for window in windows] if flip else windows
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), st.booleans(), st.integers(1, 3),
+       st.lists(st.integers(0, 10**6), min_size=1, max_size=6, unique=True))
+def test_every_view_is_a_window_and_depends_on_its_row_and_the_key_alone(copies, crop, flip, channels, numbers):
+    rows, augment = torch.tensor(numbers), Augmentation(copies, crop, flip)
+    images, labels = torch.randn(len(rows), channels, 4, 5), torch.arange(len(rows))
+    views, repeated = augment((images, labels), rows, b"key")
+    assert views.shape == (len(rows) * copies, channels, 4, 5) and repeated.tolist() == labels.repeat_interleave(copies).tolist()
+    for i, image in enumerate(images):
+        known = seen(image, crop, flip)
+        assert len({tuple(window.flatten().tolist()) for window in known}) <= augment.variants
+        assert all(any(torch.equal(view, window) for window in known) for view in views[i * copies : (i + 1) * copies])
+        alone, _ = augment((images[i : i + 1], labels[i : i + 1]), rows[i : i + 1], b"key")
+        assert torch.equal(alone, views[i * copies : (i + 1) * copies])
+
+
+def test_views_are_drawn_evenly_and_anew_for_each_key():
+    augment, rows = Augmentation(copies=50, crop=2), torch.arange(100)
+    down, right, mirrored = augment._choices(rows, b"a")
+    for values, options in ((down, 5), (right, 5), (mirrored, 2)):
+        counts = torch.bincount(values - values.min(), minlength=options)
+        assert len(counts) == options and ((counts - 5000 / options).abs() < 5 * (5000 / options) ** 0.5).all()
+    assert (down, right)[0].min() == -2 and right.max() == 2 and mirrored.max() == 1
+    other = augment._choices(rows, b"b")[0]
+    assert abs((down == other).float().mean() - 0.2) < 0.04
+
+
+def test_a_dictionary_of_pictures_keeps_its_other_parts():
+    images = torch.randn(3, 1, 4, 4)
+    batch = Augmentation(2, 0, False)({"pixel_values": images, "labels": torch.arange(3), "scale": torch.tensor(2.0)}, torch.arange(3), b"")
+    assert list(batch) == ["pixel_values", "labels", "scale"] and batch["labels"].tolist() == [0, 0, 1, 1, 2, 2] and batch["scale"] == 2
+    assert torch.equal(batch["pixel_values"], images.repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("settings, batch, words", [
+    (dict(copies=0), None, "copies=0"), (dict(crop=-1), None, "crop=-1"),
+    (dict(crop=4), "images", "crop=4 moves pictures of 4 x 4 out of sight"),
+    (dict(crop=0), "tokens", "augment= takes pictures"), (dict(crop=0), "bytes", "augment= takes pictures")])
+def test_what_is_no_picture_has_no_views(settings, batch, words):
+    batches = {"images": (torch.zeros(1, 1, 4, 4), torch.zeros(1)), "tokens": {"input_ids": torch.zeros(1, 4)},
+               "bytes": (torch.zeros(1, 1, 4, 4, dtype=torch.uint8), torch.zeros(1))}
+    with pytest.raises(ValueError, match=words):
+        Augmentation(**settings)(batches[batch], torch.tensor([0]), b"")
+
+
+# ---- end of several views of one picture
+
+
+# conversations ------------------------------------------------------------------------------------------------------------------------
+
+
+TURN = "{% for m in messages %}{% if m['role'] == 'user' %}[CLS] {{ m['content'] }} q {% else %}"
+TEMPLATES = {  # how a template may write what the assistant says
+    "marked": TURN + "{% generation %}{{ m['content'] }} [SEP] {% endgeneration %}{% endif %}{% endfor %}",
+    "marked without space": TURN + "{% generation %}{{ m['content'] }} [SEP]{% endgeneration %} {% endif %}{% endfor %}",
+    "not marked": TURN + "{{ m['content'] }} [SEP] {% endif %}{% endfor %}",
+    "with a prompt": "{% for m in messages %}{% if m['role'] == 'user' %}[CLS] {{ m['content'] }}{% else %} q {{ m['content'] }} [SEP] "
+                     "{% endif %}{% endfor %}{% if add_generation_prompt %} q {% endif %}",
+}
+words = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4).map(" ".join)
+
+
+def conversation(turns):
+    return [{"role": role, "content": text} for ask, answer in turns for role, text in (("user", ask), ("assistant", answer))]
+
+
+@given(st.lists(st.lists(st.tuples(words, words), min_size=1, max_size=3), min_size=1, max_size=4), st.sampled_from(sorted(TEMPLATES)))
+@settings(max_examples=40)
+def test_conversations_count_what_the_assistant_says(tokenizer, rows, name):
+    tokenizer.chat_template = TEMPLATES[name]
+    encoded = encode(TableData({"messages": [conversation(turns) for turns in rows]}), tokenizer, ("messages",), 200, "causal")
+    for row, turns in zip(as_items(encoded), rows, strict=True):
+        assert tokenizer.decode(row["input_ids"]).split() == [
+            word for ask, answer in turns for word in ("[CLS]", *ask.split(), "q", *answer.split(), "[SEP]")]
+        counted = row["labels"] != -100
+        assert torch.equal(row["labels"][counted], row["input_ids"][counted])
+        assert tokenizer.decode(row["labels"][counted]).split() == [word for _, answer in turns for word in (*answer.split(), "[SEP]")]
+
+
+def test_bad_conversations_are_refused(tokenizer):
+    good = conversation([("a", "b")])
+    tokenizer.chat_template = TEMPLATES["not marked"]
+    for bad in ([], "a text", [{"role": "user"}], None):
+        with pytest.raises(ValueError, match="row 1 is no conversation"):
+            encode(TableData({"messages": [good, bad]}), tokenizer, ("messages",), kind="causal")
+    with pytest.raises(ValueError, match="row 1 has no word of the assistant's within 128 tokens"):
+        encode(TableData({"messages": [good, good[:1]]}), tokenizer, ("messages",), kind="causal")
+    with pytest.raises(ValueError, match="row 0 has no word of the assistant's within 3 tokens"):
+        encode(TableData({"messages": [good]}), tokenizer, ("messages",), 3, "causal")
+    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATES["not marked"]
+    with pytest.raises(ValueError, match="row 0: the chat template rewrites earlier turns"):
+        encode(TableData({"messages": [conversation([("a", "b"), ("c", "d")])]}), tokenizer, ("messages",), kind="causal")
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        encode(TableData({"messages": [good]}), tokenizer, ("messages",), kind="causal")
+
+
+def test_shared_conversations_are_found():
+    first, second = (TableData({"messages": [conversation(turns) for turns in rows]}) for rows in (
+        [[("a", "b")], [("c", "d")]], [[("c", "d")], [("a", "d")]]))
+    assert shared_rows(first, second) == [1]
+
+
+def test_hub_conversations(hub_cache):
+    (hub_cache / "chats").mkdir(parents=True)
+    import json
+    for part in ("train", "validation"):
+        (hub_cache / f"chats/{part}.jsonl").write_text("\n".join(json.dumps({"messages": conversation([("a", "b")])}) for _ in range(3)))
+    task = load_data(str(hub_cache / "chats"))
+    assert (task.kind, task.columns, len(task.train)) == ("causal", ("messages",), 3)

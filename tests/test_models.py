@@ -2,18 +2,21 @@
 
 import copy
 import math
+import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn, tensor
 
 import dpft.models as models
 from dpft.data import Public, TensorData, digits, fingerprint, font_digits
+from dpft.gradients import Groups, gradients, per_example_gradients
 from dpft.models import (
     BUILT,
+    StandardisedConv2d,
     TemperedSigmoid,
     accuracy,
     cnn,
@@ -30,9 +33,11 @@ from dpft.models import (
     tempered_cnn,
     tempered_cnn_5,
     validate,
+    wide_resnet,
 )
 
-SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8)}
+SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8),
+          "wrn-16-4": (1, 8, 8)}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -434,3 +439,220 @@ def test_pretrain_takes_items_too():
 
 def test_names_of_built_models_are_all_tested():
     assert set(BUILT) == set(SHAPES)
+
+
+# ---- the wide residual network
+
+
+def square_loss(model, batch):
+    return (model(batch[0]) - batch[1]).square().flatten(1).sum(1)
+
+
+def agrees(model, loss_fn, batch, tolerance=1e-9, groups=None):
+    """Norms, weighted and clipped sums of the fast engine against one backward pass for each example; no slow way is taken."""
+    oracle = per_example_gradients(model, loss_fn, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                                                        # "no fast rule gives these" is a warning
+        taken = gradients(model, loss_fn, batch, None if groups is None else Groups(groups))
+    if groups is not None:
+        oracle = {name: rows.new_zeros(int(groups.max()) + 1, *rows.shape[1:]).index_add_(0, groups, rows) for name, rows in oracle.items()}
+    factors = torch.linspace(-1, 2, taken.size, dtype=torch.float64)
+    found = taken.weighted_sum(factors)
+    for name, rows in oracle.items():
+        assert torch.allclose(taken.square_norms(name), rows.flatten(1).square().sum(1), rtol=tolerance, atol=1e-18), name
+        assert torch.allclose(found[name], torch.tensordot(factors, rows, 1), rtol=tolerance, atol=tolerance * rows.abs().max()), name
+        assert torch.allclose(taken.absolute_norms(name), rows.flatten(1).abs().sum(1), rtol=tolerance, atol=1e-12), name
+    return taken
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 24), st.sampled_from([1, 3]), st.integers(1, 2), st.integers(1, 6), st.integers(0, 99))
+def test_a_standardised_convolution_has_the_gradient_of_its_parameter(channels, filters, kernel, stride, side, seed):
+    assume(channels * kernel**2 > 2)                                             # two weights have no gradient but rounding
+    torch.manual_seed(seed)
+    layer = StandardisedConv2d(channels, filters, kernel, stride).double()
+    images = torch.randn(4, channels, side, side, dtype=torch.float64)
+    target = torch.randn_like(layer(images))
+    agrees(layer, square_loss, (images, target), groups=torch.tensor([0, 1, 0, 2]) if seed % 2 else None)
+
+
+@pytest.mark.parametrize("filters, side, form", [(3, 6, "Dense"), (40, 2, "Projected")])
+def test_the_form_of_its_gradients_is_the_cheaper_one_and_flat_channels_are_right_too(filters, side, form):
+    torch.manual_seed(0)
+    layer = StandardisedConv2d(4, filters).double()
+    layer.weight.data[0] *= 1e-4                                                              # shorter than what it is divided by
+    layer.weight.data[1] = 0.3
+    batch = torch.randn(5, 4, side, side, dtype=torch.float64), torch.randn(5, filters, side, side, dtype=torch.float64)
+    taken = agrees(layer, square_loss, batch)
+    assert type(taken.uses["weight"][0]).__name__ == form
+    taken = agrees(layer, square_loss, batch, groups=torch.tensor([1, 0, 0, 1, 0]))
+    assert type(taken.uses["weight"][0]).__name__ == form
+
+
+def test_standardised_weights_are_centred_and_of_length_one():
+    layer = StandardisedConv2d(3, 7).double()
+    used = layer.standardised()[0]
+    assert torch.allclose(used.sum(1), torch.zeros(7).double(), atol=1e-12) and torch.allclose(used.norm(dim=1), torch.ones(7).double())
+    images = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    before = layer(images)
+    with torch.no_grad():
+        layer.weight.mul_(3).add_(0.7)
+    assert torch.allclose(layer(images), before)
+
+
+def test_wide_resnet_trains_on_the_fast_path_exactly():
+    torch.manual_seed(0)
+    model = wide_resnet(3, (2, 8, 8), depth=10, width=1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    agrees(model, example_losses, (torch.randn(4, 2, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])), 1e-8)
+
+
+def test_wide_resnet_is_the_one_of_the_paper():
+    model = load_model("wrn-16-4", 10, image_shape=(3, 32, 32))
+    assert size(model) == 2_753_818
+    convolutions = [module for module in model.modules() if isinstance(module, StandardisedConv2d)]
+    assert [c.out_channels for c in convolutions if c.kernel_size == (3, 3)] == [16, *[64] * 4, *[128] * 4, *[256] * 4]
+    assert [c.out_channels for c in convolutions if c.kernel_size == (1, 1)] == [64, 128, 256]
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    assert len(norms) == 16 and {norm.num_groups for norm in norms} == {16}
+    assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
+    shapes = [tuple(model[:n](torch.zeros(1, 3, 32, 32)).shape[1:]) for n in (1, 2, 3, 4)]
+    assert shapes == [(16, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8)]
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(image_shape=(3, 3, 32)), "at least 4 x 4, not 3 x 32; use 'mlp'"), (dict(depth=12), "depth=12")])
+def test_wide_resnet_refuses_what_it_cannot_be(settings, words):
+    with pytest.raises(ValueError, match=words):
+        wide_resnet(10, **settings)
+
+
+# ---- end of the wide residual network
+
+
+# ---- language models: a loss belongs to its sequence
+
+
+TOKENS = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+FAMILIES = ("gpt2", "gpt2, untied", "llama", "llama, tied")
+
+
+def writer(family):
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if family.startswith("gpt2"):
+        return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=24, tie_word_embeddings=family == "gpt2",
+                                                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **TOKENS)).double()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=1, max_position_embeddings=24, **TOKENS, **SMALL,
+                                              tie_word_embeddings=family == "llama, tied")).double()
+
+
+def sequences(lengths, prompts, seed=0):
+    """A padded batch: so many tokens each, the first few of them a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.arange(max(lengths))
+    real = place < tensor(lengths)[:, None]
+    ids = torch.randint(2, 40, real.shape, generator=generator) * real
+    labels = ids.masked_fill(~real | (place < tensor(prompts)[:, None]), -100)
+    return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
+
+
+def alone(batch, row, length):
+    return {name: values[row:row + 1, :length] for name, values in batch.items()}
+
+
+@pytest.mark.parametrize("loss_fn", [example_losses, models.summed_losses])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequences_loss_is_its_own(family, loss_fn):
+    model, lengths, prompts = writer(family).eval(), [9, 4, 6, 5], [3, 1, 5, 0]
+    batch = sequences(lengths, prompts)
+    losses = loss_fn(model, batch)
+    for row, length in enumerate(lengths):
+        mine = alone(batch, row, length)
+        scores = model(input_ids=mine["input_ids"]).logits[0, :-1].log_softmax(-1)
+        targets = mine["labels"][0, 1:]
+        each = [-scores[t, targets[t]] for t in range(length - 1) if targets[t] != -100]
+        want = sum(each) / (len(each) if loss_fn is example_losses else 1)
+        assert torch.allclose(losses[row], want, rtol=1e-10), row
+        other = {name: values.clone() for name, values in batch.items()}
+        for name, values in sequences([9] * 4, [0] * 4, seed=1).items():
+            other[name][torch.arange(4) != row] = values[torch.arange(4) != row]
+        assert torch.allclose(loss_fn(model, other)[row], losses[row], rtol=1e-12), "a neighbour moved it"
+
+
+@pytest.mark.parametrize("method", ["Full", "BiTFiT", "BiTFiT-Add"])
+@pytest.mark.parametrize("loss_fn", [example_losses, models.summed_losses])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_bounds_sequences_as_the_oracle_does(family, loss_fn, method):
+    import dpft
+    from dpft.gradients import clipped_sum, per_example_gradients
+    from dpft.training import Context
+
+    model = writer(family)
+    if method == "BiTFiT" and family.startswith("llama"):
+        pytest.skip("Llama has no biases")
+    how = {"Full": dpft.Full(), "BiTFiT": dpft.BiTFiT(), "BiTFiT-Add": dpft.BiTFiT(add_missing=True, norms=True)}[method]
+    how.start(Context(model, loss_fn, 1, 1, 1))
+    batch = sequences([9, 4, 6, 5], [3, 1, 5, 0])
+    rows = per_example_gradients(model, loss_fn, batch)
+    norms = torch.cat([value.flatten(1) for value in rows.values()], 1).norm(dim=1)
+    clip = norms.median().item()
+    factors = (clip / norms).clamp(max=1)
+    for name, value in clipped_sum(model, loss_fn, batch, clip).items():
+        want = torch.tensordot(factors, rows[name], dims=1)
+        assert torch.allclose(value, want, rtol=1e-7, atol=1e-10 * want.abs().max().clamp(min=1e-3)), name
+
+
+def test_transformers_own_loss_is_refused_because_it_couples():
+    import dpft
+
+    batch = sequences([9, 4, 6, 5], [3, 1, 5, 0])
+    data = [{name: values[row] for name, values in batch.items()} for row in range(4)]
+
+    def coupled(model, batch):
+        return model(**batch).loss.expand(len(batch["labels"]))
+
+    with pytest.raises(ValueError, match="loss changes with the examples beside it"):
+        engine = dpft.Engine(writer("gpt2"), coupled, dpft.BiTFiT(), data, noise_multiplier=1.0, batch_size=4, delta=0.01, accountant="rdp",
+                             collate_fn=lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
+        for step in engine:
+            for part in step:
+                step.add(part)
+            step.privatize()
+            step.done()
+
+
+@pytest.mark.parametrize("columns", [("mr", "ref"), ("prompt", "completion"), "messages"])
+def test_prompts_with_completions_and_conversations_train_a_language_model(columns):
+    from tokenizers import Tokenizer, models as token_models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    import dpft
+    from dpft.data import TableData
+
+    raw = Tokenizer(token_models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[END]", *"abcdefgh"])}, unk_token="[END]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[END]", unk_token="[END]")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} [END] {% endfor %}"
+    texts = [("a b", "c d e"), ("b", "c"), ("a b c d", "e f"), ("h", "g f e d c")] * 3
+    if columns == "messages":
+        table = TableData({columns: [[{"role": "user", "content": p}, {"role": "assistant", "content": c}] for p, c in texts]})
+    else:
+        table = TableData(dict(zip(columns, map(list, zip(*texts, strict=True)), strict=True)))
+    run = dpft.fine_tune(writer("gpt2").float(), table, dpft.BiTFiT(), noise_multiplier=0.5, steps=3, batch_size=6, tokenizer=tokenizer,
+                         accountant="rdp", seed=0, progress=False)
+    assert run.prepared.kind == "causal" and len(run.prepared.train) == 12
+    row = run.prepared.train[0]
+    assert tokenizer.decode(row["labels"][row["labels"] != -100]) == "c d e [END]"
+
+
+def test_texts_for_labels_are_refused():
+    import dpft
+    from dpft.data import TableData
+
+    table = TableData({"review": ["a", "b"], "mood": ["good", "bad"]})
+    with pytest.raises(ValueError, match="column 'mood' holds texts, not class numbers"):
+        dpft.fine_tune(writer("gpt2"), table, dpft.BiTFiT(), noise_multiplier=1.0, steps=1, batch_size=1, tokenizer=object())

@@ -358,14 +358,16 @@ def test_schedules():
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
-def test_the_average_is_that_of_the_iterates():
-    p = {"w": nn.Parameter(torch.tensor([1.0]))}
-    average = dpft.training.Average(0.5, p)
-    for value in (1.0, 3.0, 5.0):
-        p["w"].data.fill_(value)
-        average.update(p)
-    average.copy_to(p)
-    assert p["w"].item() == pytest.approx((0.25 * 1 + 0.5 * 3 + 1.0 * 5) / 1.75)
+def test_the_average_is_that_of_the_iterates_with_a_warm_up():
+    p = nn.Parameter(torch.tensor([1.0]))
+    average, wanted = dpft.training.Average(0.15, [p]), 1.0
+    for t, value in enumerate((2.0, 3.0, 5.0)):
+        p.data.fill_(value)
+        average.update()
+        kept = min(0.15, (1 + t) / (10 + t))                                                  # 0.1, then the decay itself
+        wanted = kept * wanted + (1 - kept) * value
+    average.put()
+    assert p.item() == pytest.approx(wanted)
 
 
 def test_an_optimizer_instance_must_hold_what_trains():
@@ -620,3 +622,214 @@ def test_a_draw_that_must_drown_in_its_noise_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine(batch_size=20, steps=4)
+
+
+# ---- several views of one picture
+
+
+def sums_of(e):
+    "The sums of one step before noise, flat, and the batches."
+    step = next(iter(e))
+    batches = []
+    for batch in step:
+        step.add(batch)
+        batches.append(batch)
+    return torch.cat([value.flatten() for value in step.sums.values()]).double(), batches, step
+
+
+def mean_gradients(model, batches, copies):
+    "For each picture the mean over its views, by the slow oracle; (n, entries)."
+    rows = [per_example_gradients(model, zoo.image_loss, batch) for batch in batches]
+    flat = torch.cat([torch.cat([value.flatten(1) for value in part.values()], dim=1) for part in rows]).double()
+    return flat.unflatten(0, (-1, copies)).mean(1)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(epsilon=math.inf), dict(unit=[row // 2 for row in range(60)]), dict(average=0.9)])
+def test_one_unmoved_copy_is_no_augmentation(settings):
+    runs = [tune(augment=augment, **settings) for augment in (None, dpft.data.Augmentation(1, 0, False))]
+    assert torch.equal(weights(runs[0].model), weights(runs[1].model))
+
+
+@pytest.mark.parametrize("physical", [1, 5, 7, 64])
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
+    model, augment = net(), dpft.data.Augmentation(copies=3, crop=1)
+    e = engine(copy.deepcopy(model), augment=augment, physical_batch_size=physical, clipping=clipping)
+    found, batches, step = sums_of(e)
+    assert all(len(batch[1]) % 3 == 0 and len(batch[1]) <= max(3, physical) for batch in batches)      # a group never straddles
+    means = mean_gradients(model, batches, 3)
+    factors = (0.5 / means.norm(dim=1)).clamp(max=1) if clipping == "flat" else 0.5 / (means.norm(dim=1) + 0.01)
+    assert torch.allclose(found, (factors[:, None] * means).sum(0), rtol=1e-4, atol=1e-6)
+    assert step.examples == len(means)
+    assert step.loss == pytest.approx(torch.cat([zoo.image_loss(model, batch) for batch in batches]).mean().item(), rel=1e-4)
+    other = torch.cat([images for images, _ in sums_of(engine(augment=augment))[1]])                 # cut otherwise, the same views
+    assert torch.equal(torch.cat([images for images, _ in batches]), other)
+
+
+def test_views_differ_between_steps_and_follow_the_seed():
+    e = engine(augment=dpft.data.Augmentation(copies=2, crop=1), batch_size=60, steps=2)
+    views = [torch.cat([batch[0] for batch in e.batches(1.0, "train", t, augment=e.augment)]) for t in (0, 1, 0)]
+    assert torch.equal(views[0], views[2]) and not torch.equal(views[0], views[1])
+
+
+def test_a_person_brings_the_mean_views_of_all_her_rows():
+    data, unit, model = toy(12), [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 4, 4], net()
+    e = engine(copy.deepcopy(model), data=data, unit=unit, batch_size=5, clip=0.3, augment=dpft.data.Augmentation(copies=2, crop=0),
+               physical_batch_size=6)
+    found, batches, _ = sums_of(e)
+    assert sum(len(batch[1]) for batch in batches) == 24
+    means = mean_gradients(model, batches, 2)                                                 # whole people, in the order of their rows
+    people = torch.zeros(5, means.shape[1], dtype=torch.float64).index_add_(0, torch.tensor(unit), means)
+    exact = ((0.3 / people.norm(dim=1)).clamp(max=1)[:, None] * people).sum(0)
+    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_an_example_with_all_its_views_moves_the_sum_by_no_more_than_the_bound():
+    data = toy(20)
+    data.images[-1] *= 1e3                                                                    # long gradients, were they not bounded
+    settings = dict(augment=dpft.data.Augmentation(copies=8, crop=1), clip=0.5, seed=3, delta=0.01)
+    whole, _, _ = sums_of(engine(data=data, batch_size=20, **settings))
+    without, _, _ = sums_of(engine(data=data.subset(range(19)), batch_size=19, **settings))
+    assert 0.45 < (whole - without).norm() <= 0.5 * (1 + 1e-4)
+
+
+def test_a_view_that_is_not_finite_takes_its_example_along():
+    class Burst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(16, 3)
+
+        def forward(self, x):
+            flat = x.flatten(1)
+            return self.line(flat) / (flat[:, :1] < 50)                                       # one place of one picture bursts the loss
+
+    data = toy(8)
+    data.images[0, 0, 0, 0] = 100.0
+    e = engine(Burst(), data=data, batch_size=8, delta=0.01, augment=dpft.data.Augmentation(copies=16, crop=0))
+    found, batches, step = sums_of(e)
+    burst = batches[0][0][:16, 0, 0, 0] == 100
+    assert 0 < burst.sum() < 16
+    assert found.isfinite().all() and step.not_finite == 1 and step.examples == 8
+
+
+def test_without_privacy_the_gradient_is_the_mean_over_views_too():
+    model = net()
+    e = engine(copy.deepcopy(model), epsilon=math.inf, augment=dpft.data.Augmentation(copies=3, crop=1), physical_batch_size=9)
+    found, batches, step = sums_of(e)
+    assert torch.allclose(found, mean_gradients(model, batches, 3).sum(0), rtol=1e-4, atol=1e-6) and e.pending == []
+    step.privatize()
+    grads = torch.cat([p.grad.flatten() for p in e.parameters()]).double()
+    assert torch.allclose(grads, found / 20, rtol=1e-5, atol=1e-8)
+
+
+def test_a_batch_of_views_is_taken_once_and_no_other_is():
+    e = engine(augment=dpft.data.Augmentation(copies=2, crop=0))
+    step = next(iter(e))
+    first = next(iter(step))
+    step.add(first)
+    for batch in (first, toy(4).batch([0, 1])):
+        with pytest.raises(ValueError, match="each picture has 2 views, so a step takes only the batches that it yields"):
+            step.add(batch)
+
+
+def test_a_method_that_draws_sees_plain_pictures():
+    seen = []
+
+    class Looks(Method):
+        def requests(self, context):
+            return [Request("look", 0.5, 1, 0.2)]
+
+        def start(self, context):
+            total = torch.zeros(())
+            for batch in context.draw(0.5):
+                seen.append(batch[0])
+                assert context.groups(batch) is None
+                total = total + len(batch[1])
+            context.release(total, 1.0)
+            context.train_only(context.model.parameters())
+
+    e = engine(method=Looks(), augment=dpft.data.Augmentation(copies=3, crop=1))
+    known = {tuple(image.flatten().tolist()) for image in e.train.images}
+    assert seen and all(tuple(image.flatten().tolist()) in known for batch in seen for image in batch)
+
+
+def test_a_resumed_run_sees_the_same_views_and_another_augmentation_is_refused(tmp_path):
+    settings = dict(augment=dpft.data.Augmentation(copies=2, crop=1), average=0.9)
+    whole = tune(learning_rate=0.05, **settings)
+    interrupted(tmp_path, 4, **settings)
+    with pytest.raises(CheckpointError, match="another augmentation"):
+        tune(checkpoint=tmp_path, learning_rate=0.05, average=0.9, augment=dpft.data.Augmentation(copies=3, crop=1))
+    resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, **settings)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_the_cache_of_a_frozen_prefix_serves_no_view_for_another():
+    settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.data.Augmentation(copies=2, crop=0, flip=True))
+    cached, plain = (run_all(engine(cache=cache, **settings)) for cache in (1.0, 0))
+    assert cached.prefix.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
+    many = run_all(engine(**settings | dict(augment=dpft.data.Augmentation(copies=2, crop=3))))
+    assert many.prefix.hits == 0 and not many.prefix.enabled                                  # 98 views of each are rarely met twice
+
+
+def test_tokens_have_no_views():
+    data = TableData({"input_ids": [[1, 2]] * 8, "labels": [0, 1] * 4})
+    model, loss_fn, _ = zoo.build("bert")
+    e = dpft.Engine(model, loss_fn, dpft.Full(), data, epsilon=2.0, batch_size=8, accountant="rdp", augment=dpft.data.Augmentation())
+    with pytest.raises(ValueError, match="augment= takes pictures"):
+        list(next(iter(e)))
+
+
+# ---- the average when what trains changes
+
+
+class Thaws(Method):
+    "The last layer, and from step 2 on everything."
+
+    unfreezes = True
+
+    def start(self, context):
+        context.train_only(context.model[-1].parameters())
+
+    def step(self, context, t):
+        if t == 2:
+            context.train_only(context.model.parameters())
+
+
+@pytest.mark.parametrize("method", [dpft.Full, OnlyTheHead, Thaws])
+@pytest.mark.parametrize("decay", [0.3, 0.99])
+def test_the_average_is_that_of_whole_models_whatever_trains_when(tmp_path, method, decay):
+    start, models = net(), []
+    model = copy.deepcopy(start)
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            models.append(weights(model))
+
+    settings = dict(method=method(), learning_rate=0.3, epsilon=20.0)
+    found, wanted = weights(tune(model, average=decay, optimizer=Recording, **settings).model), weights(start)
+    for t, values in enumerate(models):
+        kept = min(decay, (1 + t) / (10 + t))
+        wanted = kept * wanted + (1 - kept) * values
+    assert torch.allclose(found, wanted, atol=1e-6) and not torch.allclose(found, models[-1], atol=1e-4)
+    at, folder = 4, tmp_path / "folder"
+    whole = tune(copy.deepcopy(start), average=decay, **settings)
+    interrupted_by(folder, at, copy.deepcopy(start), average=decay, **settings)
+    resumed = tune(copy.deepcopy(start), average=decay, checkpoint=folder, checkpoint_every=2, **settings)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def interrupted_by(folder, at, model, **settings):
+    "A run with AdamW that stops at one step."
+    class Breaking(torch.optim.AdamW):
+        def step(self, closure=None):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == at:
+                raise Stop
+            return super().step(closure)
+
+    with pytest.raises(Stop):
+        tune(model, checkpoint=folder, checkpoint_every=2, optimizer=Breaking, **settings)
+
+
+# ---- end of several views of one picture

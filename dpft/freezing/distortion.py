@@ -309,8 +309,8 @@ def freezing_effect(
     means = {kind: {name: value / size for name, value in total.items()} for kind, total in sums.items()}
     noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size), generator)
     before, after = (_as_signals(stays, means["unbiased"], means[when], noise, true).angles(kept) for when in ("before", "after"))
-    clipped = [int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
-    return FreezingEffect(before, after, len(norms), *clipped)
+    longer, still = (int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    return FreezingEffect(before, after, len(norms), longer, still)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-groups
 @dataclass(frozen=True)
@@ -371,6 +371,6 @@ def status_changes(
         return {"clipped before": long[0], "clipped after": long[1], "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays)
     found = Signals(stays, sums)
-    turned = [found.angle(f"{group} before", f"{group} after", kept) for group in ("clipped", "unclipped")]
-    counts = [int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
-    return StatusChanges(tuple(layer.name for layer in kept), len(norms), *counts, *turned)
+    clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept) for group in ("clipped", "unclipped"))
+    before, after = (int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    return StatusChanges(tuple(layer.name for layer in kept), len(norms), before, after, clipped, unclipped)

@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'LAST_STEPS', 'PAPER', 'unwrapped', 'block_list', 'stacked',
-           'LayerTracer', 'parameters_of', 'traced', 'in_sequence', 'pieces_of', 'settled', 'layers', 'called',
-           'lower_half', 'whole_numbers', 'check_steps', 'check_count', 'ordered', 'LayerFreeze', 'paper_settings']
+           'LayerTracer', 'parameters_of', 'traced', 'in_sequence', 'pieces_of', 'is_vector', 'settled', 'layers',
+           'called', 'lower_half', 'whole_numbers', 'check_steps', 'check_count', 'ordered', 'LayerFreeze',
+           'paper_settings']
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..data import Augmentation
 from ..gradients import Partition, trainable
 from ..models import fresh_head
 from ..training import Context, Method
@@ -118,6 +119,10 @@ def pieces_of(root: nn.Module) -> list[Piece]:
         raise ValueError(UNORDERED.format(type(root).__name__, f"its forward pass could not be followed: "
                                           f"{(str(error).splitlines() or [type(error).__name__])[0]}")) from error
 
+def is_vector(parameter: nn.Parameter) -> bool:
+    "Whether a parameter is a vector, as a bias or a scale is, perhaps stretched to (C, 1, 1)."
+    return parameter.ndim < 2 or parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) < 2
+
 def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     "Every parameter in the last layer that uses it, and vectors and norm layers with the layer before them."
     last = {parameter: number for number, piece in enumerate(pieces) for parameter in piece}
@@ -126,7 +131,7 @@ def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     waiting: Piece = []
     for number, piece in enumerate(pieces):
         own = [p for p in dict.fromkeys(piece) if last[p] == number]
-        if all(p.ndim < 2 or p in norms for p in own):
+        if all(is_vector(p) or p in norms for p in own):
             (found[-1] if found else waiting).extend(own)
         else:
             found.append(waiting + own)
@@ -145,11 +150,12 @@ def layers(
     return [Partition(called([names[p] for p in piece], names.values(), piece is found[-1]), tuple(piece)) for piece in found]
 
 def called(own: Sequence[str], names: Iterable[str], head: bool) -> str:
-    "The path that a layer's parameters share and no others have, or that of the first of them; of the head that of the last."
-    shared = ".".join(commonprefix([name.split(".")[:-1] for name in own]))
+    "The highest module around a layer's first parameter, or the head's last, that holds nothing else."
     one = own[-1 if head else 0]
-    whole = shared and all(name in own for name in names if name.startswith(f"{shared}."))
-    return shared if whole else one.rpartition(".")[0] or one
+    parts = one.split(".")[:-1]
+    paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    alone = (path for path in paths if all(name in own for name in names if name.startswith(f"{path}.")))
+    return next(alone, paths[-1] if paths else one)
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-checks
 LAST_STEPS = 20  # the paper's advice: freeze so many steps before the end
@@ -273,7 +279,8 @@ class LayerFreeze(Method):
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-settings
 _CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15, "batch_size": 2048, "learning_rate": 4.0}
 _MNIST = _CNN | {"model": "tempered-cnn", "noise_multiplier": 1.923, "learning_rate": 2.0}
-_WIDE = {"model": "wide-resnet", "clip": 1.0, "noise_multiplier": 10.0, "batch_size": 4096, "learning_rate": 2.0, "average": 0.9999}
+_WIDE = {"model": "wrn-16-4", "clip": 1.0, "noise_multiplier": 10.0, "batch_size": 4096, "learning_rate": 2.0, "average": 0.9999,
+         "augment": Augmentation(copies=16)}
 PAPER: dict[tuple[str, float], tuple[dict[str, Any], int, int, int]] = {  # name, epsilon -> settings, steps, m_f, t_f
     ("mnist", 1): (_MNIST, 138, 2, 88), ("mnist", 2): (_MNIST, 543, 2, 498), ("mnist", 3): (_MNIST, 1163, 2, 1143),
     ("fashion_mnist", 1): (_CNN, 187, 3, 117), ("fashion_mnist", 2): (_CNN, 715, 3, 557), ("fashion_mnist", 3): (_CNN, 1519, 3, 1172),

@@ -47,7 +47,7 @@ def check_enough(values: Tensor, name: str, way_out: str) -> None:
     "ValueError when examples are so few that any two sets of activations look alike; @lem-cca-bias."
     examples, dimensions = values.shape
     if examples <= dimensions + 1:
-        raise ValueError(f"{name} has {examples} examples for {dimensions} dimensions, where everything correlates with everything; {way_out}")
+        raise ValueError(f"{name} has {examples} examples for {dimensions} dimensions, where any two sets correlate; {way_out}")
 
 
 def basis(
@@ -218,7 +218,7 @@ def activations(
     """What layers put out for each example, in evaluation mode; the model is left as it was.
 
     Activations of private data are as private as the data: nothing pays for them, so neither they nor what is computed from them
-    is for publication, unless the data is public; @sec-activations.
+    is for publication, unless the data is public; @sec-layer-activations.
     """
     if pool not in ("mean", "positions") or positions < 1:
         raise ValueError(f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and at least one")
@@ -243,5 +243,5 @@ def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]], batch: Batch) -> 
     module, output = calls[0]
     output = output if isinstance(output, Tensor) else output[0]
     if output.ndim < 2 or len(output) != batch_rows(batch):
-        raise ValueError(f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} examples; name a layer with examples first")
+        raise ValueError(f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} examples; name one with examples first")
     return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)

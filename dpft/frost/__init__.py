@@ -1,7 +1,8 @@
 """DP-FROST: choose what to train, privately."""
 
+from dpft.baselines import partitions
 from dpft.frost.estimation import Estimate, estimate
-from dpft.frost.magnitude import exact_magnitudes, gradient_magnitudes, partitions, sensitivity
+from dpft.frost.magnitude import exact_magnitudes, gradient_magnitudes, sensitivity
 from dpft.frost.selection import DPFrost, EntrySelection, Selection, paper_settings, select
 
 __all__ = ["DPFrost", "EntrySelection", "Estimate", "Selection", "estimate", "exact_magnitudes", "gradient_magnitudes",

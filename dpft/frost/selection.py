@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Observe', 'FEW', 'RATIOS', 'LEARNING_RATES', 'PAPER', 'Round', 'freezing_threshold', 'take', 'Selection', 'select',
-           'admitted', 'check_settings', 'check_fits', 'released', 'running', 'noise_of', 'DPFrost', 'entry_magnitudes',
+           'admitted', 'check_settings', 'check_fits', 'released', 'running', 'offered', 'DPFrost', 'entry_magnitudes',
            'EntrySelection', 'paper_settings']
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-imports
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..baselines import partitions
 from ..clipping import clip_factor
 from .estimation import Estimate, estimate
-from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, partitions, sensitivity
-from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients, only_training, trainable
+from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, sensitivity
+from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients, only_training
 from ..models import fresh_head
 from ..privacy import Request
 from ..training import Context, Engine, Method
@@ -96,13 +97,27 @@ class Selection:
         return [past.threshold for past in self.rounds]
 
     def record(self) -> dict[str, Any]:
-        "All of it as plain JSON, for `nbs/results`; not measured is null."
+        "All of it as plain JSON, for `nbs/results` and checkpoints; not measured is null."
         def plain(values: Tensor) -> list[float | None]:
             return [None if math.isnan(value) else value for value in values.tolist()]
         return {"ratio": self.ratio, "partitions": [{"name": part.name, "size": part.size} for part in self.partitions],
                 "chosen": self.numbers, "rounds": [
                     {"noisy": plain(past.noisy), "sensitivity": past.sensitivity, "values": plain(past.values), "std": plain(past.std),
                      "threshold": past.threshold, "allowance": past.allowance, "chosen": past.chosen} for past in self.rounds]}
+
+    @classmethod
+    def from_record(
+        cls,
+        record: dict[str, Any],
+        partitions: Sequence[Partition],  # those that it was made of
+        sample_rate: float,               # q of each draw
+    ) -> "Selection":
+        "What `record` wrote."
+        def tensor(values: list[float | None]) -> Tensor:
+            return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+        rounds = [Round(**past | {name: tensor(past[name]) for name in ("noisy", "values", "std")}) for past in record["rounds"]]
+        found = estimate([past.noisy for past in rounds], [past.sensitivity for past in rounds], sample_rate)
+        return cls(list(partitions), record["ratio"], rounds, found)
 
 def select(
     partitions: Sequence[Partition],   # M of them
@@ -196,10 +211,14 @@ def running(context: Context) -> Engine:
         raise ValueError("DPFrost selects on private data, so it needs a run: dpft.fine_tune(...) or dpft.Engine(...)")
     return context.engine
 
-def noise_of(context: Context, request: Request) -> float:
-    "The noise multiplier that the plan gives a request; 0 without noise."
-    engine = running(context)
-    return engine.plan.mechanisms[1 + engine.requests.index(request)].noise_multiplier if engine.plan.private else 0.0
+def offered(
+    context: Context,
+    among: Sequence[nn.Parameter],
+) -> list[Partition]:
+    "The partitions of what there is to choose from, a fresh head excluded."
+    inside = {id(parameter) for parameter in among}
+    outside = [parameter for parameter in context.model.parameters() if id(parameter) not in inside]
+    return partitions(context.model, [*fresh_head(context.model), *outside])
 
 class DPFrost(Method):
     """DP-FROST: the partitions of the largest private gradient magnitudes train, and a fresh head.
@@ -230,7 +249,7 @@ class DPFrost(Method):
         self.kind, self.order, self.clip, self.reselect, self.clip_order = kind, order, clip, reselect, clip_order
         self._selections: list[Selection] = []
         self._pieces: list[Partition] = []
-        self._watched: tuple[nn.Parameter, Tensor] | None = None
+        self._names: list[list[str]] = []   # of the parameters of each piece, as they were called when it was found
 
     @property
     def selection(self) -> Selection:
@@ -240,45 +259,59 @@ class DPFrost(Method):
         return self._selections[-1]
 
     @property
-    def request(self) -> Request:
-        "What all selections cost together."
-        return Request(self.sample_rate, self.rounds * self.reselect, self.share, "select")
+    def unfreezes(self) -> bool:
+        "A later selection may let train what the first did not choose."
+        return self.reselect > 1
 
     def requests(self, context: Context) -> list[Request]:
-        "The selection rounds."
+        "The rounds of all selections together."
         if self.reselect > context.steps:
             raise ValueError(f"reselect={self.reselect} selections do not fit into {context.steps} steps; lower it or raise epochs")
-        return [self.request]
+        return [Request(self.sample_rate, self.rounds * self.reselect, self.share, "select")]
 
-    def start(self, context: Context) -> None:
-        "Select for the first time; what the model offers is found once, after any adapters were added."
-        self._selections, self._watched, self._pieces = [], None, partitions(context.model)
+    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "Select for the first time; what there is to choose from is found once, after any adapters were added."
+        self._selections, self._pieces = [], offered(context, among)
         check_fits(self._pieces, self.ratio)
-        self._select(context)
+        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
+        self._names = [[names[id(parameter)] for parameter in part.parameters] for part in self._pieces]
+        return self._select(context)
 
     def step(self, context: Context, t: int) -> None:
         "Select again at the beginning of each K-th part of the run; Section 5.3 of DP-FROST."
-        self._check_moved()
         period = context.steps // self.reselect
         number, left = divmod(t, period)
         if left or not 0 < number < self.reselect:
             return
         if len(self._selections) != number:
-            raise ValueError(f"selection {number + 1} of {self.reselect} cannot follow {len(self._selections)}: a run with reselect "
-                             "continues from a checkpoint only up to its second selection")
-        before = set(trainable(context.model).values())
-        self._select(context)
-        new = [parameter for parameter in trainable(context.model).values() if parameter not in before]
-        if new:
-            smallest = min(new, key=torch.numel)
-            self._watched = smallest, smallest.detach().clone()
+            raise ValueError(f"selection {number + 1} of {self.reselect} cannot follow {len(self._selections)}: step(context, t) must come "
+                             "once before each step, in order")
+        context.train_only([*self._select(context), *fresh_head(context.model)])
 
-    def _select(self, context: Context) -> None:
+    def state(self, context: Context) -> dict[str, Any]:
+        "All selections so far, and what they chose from."
+        return {"names": self._names, "selections": [past.record() for past in self._selections]}
+
+    def restore(self, context: Context, state: dict[str, Any]) -> None:
+        "Go on after the last selection; none is made again."
+        named, self._names, past = dict(context.model.named_parameters()), state["names"], state["selections"]
+        called = [part["name"] for part in past[-1]["partitions"]]
+        self._pieces = [Partition(name, tuple(named[one] for one in own)) for name, own in zip(called, self._names, strict=True)]
+        self._selections = [Selection.from_record(record, self._pieces, self.sample_rate) for record in past]
+        context.already_released(self.rounds * len(past))
+        context.train_only([*self._parameters(), *fresh_head(context.model)])
+
+    def _parameters(self) -> list[nn.Parameter]:
+        "Of the last selection."
+        return [parameter for part in self.selection.chosen for parameter in part.parameters]
+
+    def _select(self, context: Context) -> list[nn.Parameter]:
+        running(context)
         with evaluating(context.model):
             found = select(self._pieces, lambda asked, bound: self._observe(context, asked, bound), self.ratio,
-                           noise_of(context, self.request), self.rounds, self.sample_rate, self.gap, self.kind, self.order, self.clip)
+                           context.noise_multiplier(), self.rounds, self.sample_rate, self.gap, self.kind, self.order, self.clip)
         self._selections.append(found)
-        context.train_only([*(p for part in found.chosen for p in part.parameters), *fresh_head(context.model)])
+        return self._parameters()
 
     def _observe(self, context: Context, asked: Sequence[Partition], bound: float) -> Tensor:
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
@@ -286,12 +319,6 @@ class DPFrost(Method):
                                        reduce, context.groups)
         return released(context, self.sample_rate, measure, bound, additive=self.kind == "mgna" and self.order == 1)
 
-    def _check_moved(self) -> None:
-        "ValueError when what was newly selected did not train in the step after: it would be noise for nothing."
-        if self._watched is not None and torch.equal(*self._watched):
-            raise ValueError("the optimizer does not hold the parameters of the new selection; make it over all parameters of the model, "
-                             "or anew over engine.parameters() after each selection")
-        self._watched = None
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-entries
 def entry_magnitudes(
@@ -336,14 +363,15 @@ class EntrySelection(Method):
         self.ratio, self.sample_rate, self.share = ratio, sample_rate, share
         self.kind, self.order, self.clip = kind, order, clip
         self._masks: dict[nn.Parameter, Tensor] = {}
+        self._names: list[str] = []   # of what has a mask, as it was called when it was chosen
 
     def requests(self, context: Context) -> list[Request]:
         "One release."
         return [Request(self.sample_rate, 1, self.share, "select")]
 
-    def start(self, context: Context) -> None:
-        "Let the entries of the largest noisy magnitudes train."
-        pieces, absolute = partitions(context.model), self.kind == "mgna"
+    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "The parameters that hold an entry of the largest noisy magnitudes; `blocks` lets only these entries train."
+        pieces, absolute = offered(context, among), self.kind == "mgna"
         parameters = [parameter for part in pieces for parameter in part.parameters]
         count = admitted(self.ratio, sum(part.size for part in pieces))
         if not count:
@@ -357,6 +385,19 @@ class EntrySelection(Method):
         flat[noisy.topk(count).indices] = True
         masks = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
         self._masks = {p: mask for p, mask in zip(parameters, masks, strict=True) if bool(mask.any())}
+        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self._masks]
+        return list(self._masks)
+
+    def state(self, context: Context) -> dict[str, Tensor]:
+        "Which entries were chosen."
+        return dict(zip(self._names, self._masks.values(), strict=True))
+
+    def restore(self, context: Context, state: dict[str, Tensor]) -> None:
+        "Go on with what was chosen; nothing is measured again."
+        named, self._names = dict(context.model.named_parameters()), list(state)
+        self._masks = {named[name]: mask.to(named[name].device) for name, mask in state.items()}
+        context.already_released(1)
         context.train_only([*self._masks, *fresh_head(context.model)])
 
     def blocks(self, context: Context) -> list[Block]:

@@ -1,0 +1,318 @@
+"""What a saved run holds, what it does not, and that it is refused on another base."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+import transformers as hf
+import zoo
+from safetensors.torch import load_file
+from torch import nn
+
+import dpft
+from dpft.baselines import Adapter, LoRA, merge_lora
+from dpft.bitfit import add_biases, biases, remove_added
+from dpft.composition import Chain
+from dpft.data import TableData
+from dpft.models import load_tokenizer
+from dpft.privacy import Ledger
+from dpft.saving import ADAPTER, PART, add_again, additions, base_name, frozen_fingerprint, note_addition, restores, stored_name
+
+LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
+             max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+ROBERTA = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=40, num_labels=3,
+               max_position_embeddings=24, pad_token_id=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders with pre-trained weights, by family."""
+    folder = tmp_path_factory.mktemp("bases")
+    torch.manual_seed(0)
+    hf.RobertaForSequenceClassification(hf.RobertaConfig(**ROBERTA)).save_pretrained(folder / "roberta")
+    hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)).save_pretrained(folder / "llama")
+    return folder
+
+
+def pretrained(bases, name):
+    kind = {"roberta": hf.RobertaForSequenceClassification, "llama": hf.LlamaForCausalLM}[name]
+    return kind.from_pretrained(bases / name, dtype=torch.float32)
+
+
+def tuned(model, method, name="roberta", **settings):
+    _, loss_fn, batch = zoo.build(name, rows=8)
+    data, collate = zoo.as_data(batch)
+    settings = {"noise_multiplier": 1.0, "steps": 2, "batch_size": 4, "learning_rate": 0.1, "clip": 0.5, **settings}
+    return dpft.fine_tune(model, data, method, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False,
+                          **settings)
+
+
+def same(one, other):
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def size(folder):
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def files(folder):
+    return {file.name for file in folder.iterdir()}
+
+
+METHODS = {  # name -> (base, method)
+    "biases": ("roberta", dpft.BiTFiT), "added biases": ("llama", lambda: dpft.BiTFiT(add_missing=True, norms=True)),
+    "random biases": ("llama", lambda: dpft.BiTFiT(add_missing=True, values="random")),
+    "biases anew": ("roberta", lambda: dpft.BiTFiT(reinitialise="random")), "head": ("roberta", dpft.LastLayer),
+    "lora": ("roberta", lambda: LoRA(2)), "lora on llama": ("llama", lambda: LoRA(2)), "adapter": ("roberta", lambda: Adapter(2)),
+    "lora and biases": ("roberta", lambda: Chain(LoRA(2), dpft.BiTFiT())),
+    "biases and lora": ("llama", lambda: Chain(dpft.BiTFiT(add_missing=True), LoRA(2))),
+    "lora and added biases": ("llama", lambda: Chain(LoRA(2), dpft.BiTFiT(add_missing=True))),
+    "adapter over lora": ("roberta", lambda: Chain(LoRA(2, targets="attention.output.dense"), Adapter(2))),
+    "lora over adapter": ("roberta", lambda: Chain(Adapter(2), LoRA(2, targets="attention.output.dense"))),
+    "full": ("roberta", dpft.Full),
+}
+
+
+@pytest.mark.parametrize("whole", [None, True, False])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_run_comes_back_bit_for_bit(bases, tmp_path, name, whole):
+    base, method = METHODS[name]
+    run = tuned(pretrained(bases, base), method(), base)
+    run.save(tmp_path, whole)
+    part = whole is not True and name != "full" or whole is False
+    assert json.loads((tmp_path / "dpft.json").read_text())["part"] == part
+    assert (not list(tmp_path.glob("model*.safetensors"))) == part
+    assert same(dpft.load(tmp_path), run.model)
+    assert dpft.Guarantee.load(tmp_path / "guarantee.json").mechanisms == run.mechanisms
+    card = (tmp_path / "README.md").read_text()
+    assert "differentially private" in card and "How to load" in card and ("holds only" in card) == part
+
+
+def test_the_part_holds_what_trained_and_nothing_else(bases, tmp_path):
+    run = tuned(pretrained(bases, "roberta"), dpft.BiTFiT())
+    run.save(tmp_path)
+    stored = load_file(tmp_path / PART)
+    assert set(stored) == set(run.trained) and not any(name.endswith("query.weight") for name in stored)
+    assert not {"state.pt", "run.json"} & files(tmp_path)
+    base = pretrained(bases, "roberta")
+    base.load_state_dict(stored, strict=False)                              # as the card says, without this package
+    assert same(base, run.model)
+
+
+def test_a_lora_run_is_an_adapter_that_peft_reads(bases, tmp_path):
+    from peft import PeftModel
+
+    for number, method in enumerate((LoRA(2), Chain(LoRA(2), dpft.BiTFiT()))):
+        folder = tmp_path / str(number)
+        run = tuned(pretrained(bases, "roberta"), method)
+        run.save(folder)
+        assert {ADAPTER, "adapter_config.json"} <= files(folder)
+        peft = PeftModel.from_pretrained(pretrained(bases, "roberta"), folder).eval()
+        ids = torch.randint(2, 40, (3, 7))
+        run.model.eval()
+        assert torch.equal(peft(input_ids=ids).logits, run.model(input_ids=ids).logits)
+        plain = pretrained(bases, "roberta").eval()
+        assert not torch.equal(plain(input_ids=ids).logits, run.model(input_ids=ids).logits)
+
+
+def test_a_peft_model_of_ones_own_is_saved_and_loaded(bases, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    class What(dpft.Method):
+        def adapt(self, context):
+            return [p for name, p in context.model.named_parameters() if "lora_" in name or "modules_to_save" in name]
+
+        def start(self, context):
+            context.train_only(self.adapt(context))
+
+    model = get_peft_model(pretrained(bases, "roberta"), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    run = tuned(model.double(), What())
+    run.save(tmp_path)
+    again = dpft.load(tmp_path)
+    assert type(again) is type(run.model)
+    ids = torch.randint(2, 40, (3, 7))
+    assert torch.equal(again.eval()(input_ids=ids).logits, run.model.eval()(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        run.save(tmp_path / "whole", whole=True)
+
+
+@pytest.mark.parametrize("name", ["biases", "lora", "added biases", "adapter"])
+def test_another_base_is_refused_and_left_as_it_was(bases, tmp_path, name):
+    base, method = METHODS[name]
+    tuned(pretrained(bases, base), method(), base).save(tmp_path)
+    other = pretrained(bases, base)
+    with torch.no_grad():
+        next(p for n, p in other.named_parameters() if n.endswith("down_proj.weight") or n.endswith("1.output.dense.weight")).mul_(1.01)
+    before = copy.deepcopy(other)
+    with pytest.raises(ValueError, match="another base model"):
+        dpft.load(tmp_path, model=other)
+    assert same(other, before)
+    with pytest.raises(ValueError, match="another base model"):
+        dpft.load(tmp_path, model=pretrained(bases, "llama" if base == "roberta" else "roberta"))
+    assert same(dpft.load(tmp_path, model=pretrained(bases, base)), dpft.load(tmp_path))
+
+
+def test_a_changed_base_folder_is_refused(bases, tmp_path):
+    shutil.copytree(bases / "roberta", tmp_path / "base")
+    run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path / "base"), dpft.BiTFiT())
+    run.save(tmp_path / "run")
+    other = pretrained(bases, "roberta")
+    other.roberta.embeddings.word_embeddings.weight.data += 1e-3
+    other.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="another base model"):
+        dpft.load(tmp_path / "run")
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        dpft.load(tmp_path / "run")
+    assert same(dpft.load(tmp_path / "run", model=pretrained(bases, "roberta")), run.model)
+
+
+def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path):
+    model = pretrained(bases, "roberta")
+    model.roberta.encoder.layer[0].output.dense.weight.data.mul_(1.01)       # trained on public data, say
+    run = tuned(model, dpft.BiTFiT())
+    run.save(tmp_path)
+    assert (tmp_path / "model.safetensors").exists() and same(dpft.load(tmp_path), run.model)
+    run.save(tmp_path, whole=False)                                         # on the user's word, for whoever has that base
+    assert not (tmp_path / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="without a name"):
+        dpft.load(tmp_path)
+    assert same(dpft.load(tmp_path, model=copy.deepcopy(run.model)), run.model)
+
+
+def test_a_saved_folder_takes_the_place_of_an_older_one(bases, tmp_path):
+    tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    for method, file in ((LoRA(2), ADAPTER), (dpft.BiTFiT(), PART)):
+        run = tuned(pretrained(bases, "roberta"), method)
+        run.save(tmp_path)
+        assert {"model.safetensors", PART, ADAPTER} & files(tmp_path) == {file}
+        assert same(dpft.load(tmp_path), run.model)
+
+
+def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
+    run = tuned(pretrained(bases, "roberta"), LoRA(2))
+    merge_lora(run.model)
+    with pytest.raises(ValueError, match="is no more in the model"):
+        run.save(tmp_path, whole=False)
+    run.save(tmp_path)
+    assert same(dpft.load(tmp_path), run.model)
+
+
+def test_a_module_of_ones_own_in_parts(tmp_path):
+    def net():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 3, bias=False))
+
+    data = [(torch.randn(1, 4, 4), torch.tensor(i % 3)) for i in range(8)]
+    run = dpft.fine_tune(net(), data, dpft.BiTFiT(add_missing=True), noise_multiplier=1.0, steps=2, batch_size=4, delta=0.01, seed=0,
+                         accountant="rdp", loss_fn=zoo.image_loss, progress=False)
+    run.save(tmp_path / "whole")
+    with pytest.raises(ValueError, match="module of one's own"):
+        dpft.load(tmp_path / "whole")
+    assert same(dpft.load(tmp_path / "whole", model=net()), run.model)
+    run.save(tmp_path / "part", whole=False)
+    assert set(load_file(tmp_path / "part" / PART)) == {"1.bias", "3.weight"}
+    assert same(dpft.load(tmp_path / "part", model=net()), run.model)
+    with pytest.raises(ValueError, match="not of one form"):
+        dpft.load(tmp_path / "whole", model=nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.Linear(32, 3)))
+
+
+def test_a_text_run_leaves_the_bases_tokenizer_out_and_still_finds_it(tmp_path, bases):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    base = tmp_path / "base"
+    shutil.copytree(bases / "roberta", base)
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdef"])}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    hf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(base)
+    table = TableData({"text": ["a b", "c", "d e f", "a"] * 5, "label": [0, 1, 2, 0] * 5})
+    settings = dict(noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp", progress=False)
+    run = dpft.fine_tune(str(base), table, dpft.BiTFiT(), **settings)
+    run.save(tmp_path / "run")
+    assert "tokenizer.json" not in files(tmp_path / "run")
+    assert same(dpft.load(tmp_path / "run"), run.model)
+    assert load_tokenizer(str(tmp_path / "run"))("a c")["input_ids"] == [2, 4]
+    with pytest.raises(ValueError, match=r"dpft\.load"):
+        dpft.load_model(str(tmp_path / "run"))
+    run.prepared.tokenizer.name_or_path = "another"
+    run.save(tmp_path / "own")
+    assert "tokenizer.json" in files(tmp_path / "own")
+
+
+def test_the_part_of_a_roberta_base_is_small(tmp_path):
+    """The mark: below 1 MB for the biases of a RoBERTa-base, with ledger, guarantee and card."""
+    config = hf.RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)
+    with torch.device("meta"):
+        model = hf.RobertaForMaskedLM(config)
+    model.to_empty(device="cpu").tie_weights()                              # no page is touched that is not needed
+    small, loss_fn, batch = zoo.build("cnn", rows=8)
+    data, collate = zoo.as_data(batch)
+    run = dpft.fine_tune(small, data, dpft.BiTFiT(), noise_multiplier=1.0, steps=4, batch_size=4, delta=0.01, loss_fn=loss_fn,
+                         collate_fn=collate, accountant="rdp", progress=False, ledger=Ledger(tmp_path / "l.sqlite"))
+    run.model, run.trained = model, list(biases(model))
+    run.save(tmp_path / "run", whole=False)
+    count = sum(parameter.numel() for parameter in biases(model).values())
+    assert 150_000 < count < 160_000 and 4 * count < size(tmp_path / "run") < 1_000_000
+
+
+# ---- the pieces
+
+
+def test_names_in_all_their_wrappings():
+    for name, stored, plain in [
+            ("a.query.lora_A.default.weight", "base_model.model.a.query.lora_A.weight", "a.query.lora_A.weight"),
+            ("a.query.base_layer.bias", "base_model.model.a.query.base_layer.bias", "a.query.bias"),
+            ("base_model.model.head.modules_to_save.default.bias", "base_model.model.head.bias", "head.bias"),
+            ("base_model.model.head.original_module.bias", "base_model.model.head.original_module.bias", "head.bias")]:
+        assert (stored_name(name, ["default"]), base_name(name, ["default"])) == (stored, plain)
+    assert stored_name("a.default.bias", []) == "a.default.bias" == base_name("a.default.bias", [])
+
+
+def test_the_fingerprint_sees_every_frozen_parameter_and_nothing_else():
+    model, _, _ = zoo.build("roberta")
+    trained = {name for name in dict(model.named_parameters()) if name.endswith("bias")}
+    one = frozen_fingerprint(model, trained)
+    for name, _ in model.named_parameters():
+        other = copy.deepcopy(model)
+        other.get_parameter(name).data.flatten()[0] += 1e-3
+        assert (frozen_fingerprint(other, trained) == one) == (name in trained), name
+    assert frozen_fingerprint(model, trained - {min(trained)}) != one
+
+
+def test_nothing_is_called_that_did_not_allow_it(tmp_path):
+    model = nn.Linear(2, 2)
+    for function in ("os:system", "dpft.models:pretrain", "dpft.training:load", "nowhere"):
+        with pytest.raises(ValueError, match="not marked with"):
+            add_again(model, [{"function": function, "parameters": [], "settings": {}}])
+
+    @restores
+    def add_scale(model, by):
+        model.register_parameter("scale", nn.Parameter(torch.full((1,), by)))
+        note_addition(model, add_scale, ["scale"], by=by)
+
+    add_scale(model, by=2.0)
+    other = nn.Linear(2, 2)
+    add_again(other, additions(model))
+    assert other.scale.item() == 2.0 and additions(other) == additions(model)
+    with pytest.raises(TypeError):
+        note_addition(model, add_scale, [], by=torch.ones(1))
+
+
+def test_added_biases_survive_save_pretrained_and_copies(bases, tmp_path):
+    model = pretrained(bases, "llama")
+    added = add_biases(model, norms=True)
+    for parameter in added.values():
+        parameter.data.normal_()
+    model.save_pretrained(tmp_path)
+    again = pretrained(bases, "llama")
+    add_biases(again, norms=True)
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    twin = copy.deepcopy(model)
+    ids = torch.randint(2, 40, (3, 7))
+    assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits) and torch.equal(model(ids).logits, twin.eval()(ids).logits)
+    assert sorted(remove_added(twin)) == sorted(added) and not biases(twin) and biases(model)
+    assert torch.equal(twin(ids).logits, pretrained(bases, "llama").eval()(ids).logits) and additions(twin) == []
