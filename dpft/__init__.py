@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpft.baselines import Full, LastLayer
+    from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
     from dpft.bitfit import BiTFiT
-    from dpft.data import Public, load_data
+    from dpft.composition import Chain, Then
+    from dpft.data import Augmentation, Public, load_data
+    from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
     from dpft.gradients import Block, Partition
     from dpft.guarantee import Guarantee, sentence_units, verify
@@ -18,16 +20,19 @@ if TYPE_CHECKING:
     from dpft.tuning import NoisyAccuracy, TrialLaw, Tuning, plan_table, price, tune
 
 _HOMES = {
-    "Full": "baselines", "LastLayer": "baselines", "BiTFiT": "bitfit", "DPFrost": "frost", "EntrySelection": "frost", "Public": "data",
-    "load_data": "data", "Block": "gradients", "Partition": "gradients", "Guarantee": "guarantee", "sentence_units": "guarantee",
+    "Adapter": "baselines", "Full": "baselines", "LargestWeights": "baselines", "LastLayer": "baselines", "LoRA": "baselines",
+    "NormOnly": "baselines", "RandomPartitions": "baselines", "BiTFiT": "bitfit", "Chain": "composition", "Then": "composition",
+    "Augmentation": "data", "Public": "data", "load_data": "data", "LayerFreeze": "freezing", "DPFrost": "frost",
+    "EntrySelection": "frost", "Block": "gradients", "Partition": "gradients", "Guarantee": "guarantee", "sentence_units": "guarantee",
     "verify": "guarantee", "load_model": "models", "Budget": "privacy", "Ledger": "privacy", "SampledGaussian": "privacy",
     "Engine": "training", "Method": "training", "Run": "training", "fine_tune": "training", "load": "training", "NoisyAccuracy": "tuning",
     "TrialLaw": "tuning", "Tuning": "tuning", "plan_table": "tuning", "price": "tuning", "tune": "tuning",
 }
 
-__all__ = ["BiTFiT", "Block", "Budget", "DPFrost", "Engine", "EntrySelection", "Full", "Guarantee", "LastLayer", "Ledger", "Method",
-           "NoisyAccuracy", "Partition", "Public", "Run", "SampledGaussian", "TrialLaw", "Tuning", "fine_tune", "load", "load_data",
-           "load_model", "plan_table", "price", "sentence_units", "tune", "verify"]
+__all__ = ["Adapter", "Augmentation", "BiTFiT", "Block", "Budget", "Chain", "DPFrost", "Engine", "EntrySelection", "Full", "Guarantee",
+           "LargestWeights", "LastLayer", "LayerFreeze", "Ledger", "LoRA", "Method", "NoisyAccuracy", "NormOnly", "Partition", "Public",
+           "RandomPartitions", "Run", "SampledGaussian", "Then", "TrialLaw", "Tuning", "fine_tune", "load", "load_data", "load_model",
+           "plan_table", "price", "sentence_units", "tune", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -77,7 +77,9 @@ class Chain(Method):
         self,
         *methods: Method,  # a Chain among them counts as its parts
     ):
-        self.parts = [part for method in methods for part in (method.parts if isinstance(method, Chain) else [method])]
+        self.parts: list[Method] = []
+        for method in methods:
+            self.parts += method.parts if isinstance(method, Chain) else [method]
         if not self.parts:
             raise ValueError("Chain() needs at least one method")
         for number, part in enumerate(self.parts):
@@ -214,7 +216,7 @@ class Then(Method):
                 raise ValueError(f"Then takes two methods, and {method!r} is none{hint}")
         if (epochs is None) == (steps is None):
             raise ValueError("give either epochs or steps of the first phase: Then(a, 1, b) or Then(a, None, b, steps=50)")
-        if not 0 < (epochs if steps is None else steps) < math.inf or steps is not None and steps != int(steps):
+        if not 0 < (epochs or steps or 0) < math.inf or steps is not None and steps != int(steps):
             raise ValueError(f"epochs={epochs}, steps={steps}: the first phase of a Then needs a positive number of epochs, or whole steps")
         if not 0 < rate < math.inf:
             raise ValueError(f"rate={rate}: what the second phase multiplies the learning rate by must be positive and finite")
@@ -253,7 +255,10 @@ class Then(Method):
         self._boundary, self._second, self._touched = None, False, set()
         self.first.start(self._views(context)[0])
 
-    changes = True
+    @property
+    def changes(self) -> bool:
+        "The second phase changes what trains."
+        return True
 
     def step(self, context: Context, t: int) -> None:
         "The step of the present phase, counted from its own beginning; at the end of the first the second begins."

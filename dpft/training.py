@@ -153,7 +153,10 @@ class Method:
         "Whether a step may change what trains, so that the engine looks again before each."
         return type(self).step is not Method.step
 
-    unfreezes = False  # whether a step may let train what was frozen at the start
+    @property
+    def unfreezes(self) -> bool:
+        "Whether a step may let train what was frozen at the start."
+        return False
 
     def step(self, context: "Context", t: int) -> None:
         "Before step t, counted from 0: freeze or unfreeze."

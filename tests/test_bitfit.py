@@ -454,7 +454,8 @@ def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
 
 def test_what_cannot_be_given_a_bias():
     attention = nn.MultiheadAttention(8, 2, bias=False)
-    bare = nn.Sequential(nn.LayerNorm(4, elementwise_affine=False), nn.ConvTranspose1d(2, 2, 1, bias=False), nn.Embedding(3, 4), nn.Linear(4, 2))
+    bare = nn.Sequential(nn.LayerNorm(4, elementwise_affine=False), nn.ConvTranspose1d(2, 2, 1, bias=False), nn.Embedding(3, 4),
+                         nn.Linear(4, 2))
     assert add_biases(attention) == {} and add_biases(bare, norms=True) == {}
     with pytest.raises(ValueError, match="has no biases outside its head; choose LastLayer"):
         BiTFiT(add_missing=True).start(Context(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)), zoo.image_loss, 1, 1, 1))
