@@ -641,7 +641,8 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> tu
 
     template = tokenizer.get_chat_template()
     marked = re.search(r"{%-?\s*generation", template) is not None
-    texts, marks = render_jinja_template([messages], None, None, template, marked, **tokenizer.special_tokens_map)
+    rendered: Any = render_jinja_template([messages], None, None, template, marked, **tokenizer.special_tokens_map)
+    texts, marks = rendered  # of each conversation, and where in it the template says that the assistant speaks
     spans = marks[0] if marked else _assistant_spans(tokenizer, messages, texts[0], row)
     found = tokenizer(texts[0], add_special_tokens=False, return_offsets_mapping=True)
     return found["input_ids"], [any(start < high and end > low for low, high in spans) for start, end in found["offset_mapping"]]

@@ -30,7 +30,7 @@ from torch import nn
 
 from .baselines import Full, LastLayer
 from .bitfit import BiTFiT
-from .data import Public, Task, encode, fingerprint, load_data
+from .data import Public, Task, encode, fingerprint, font_digits, load_data
 from .guarantee import installed_versions
 from .models import accuracy, fresh_head, load_model, load_tokenizer, pretrain
 from .training import Method, Run, fine_tune
@@ -205,8 +205,9 @@ def prepared_task(
         task = replace(task, train=train, dev=dev, test=None)
     if task.kind != "image":
         tokenizer = load_tokenizer(model)
-        task = replace(task, **{part: encode(getattr(task, part), tokenizer, task.columns, kind=task.kind)
-                                for part in ("train", "dev", "test") if getattr(task, part) is not None})
+        train, dev, test = (None if part is None else encode(part, tokenizer, task.columns, kind=task.kind)
+                            for part in (task.train, task.dev, task.test))
+        task = replace(task, train=train, dev=dev, test=test)
         task.assumed_public.append("the tokenizer's vocabulary")
     return task
 
@@ -222,7 +223,7 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
     if public is None:
         return load_model(name, classes, kind, shape)
     if public == "font digits":
-        return pretrain(load_model(name, classes, kind, shape), load_data("digits").public, epochs=epochs)
+        return pretrain(load_model(name, classes, kind, shape), font_digits(), epochs=epochs)
     source = load_data(public, limit=limit)
     known = hashlib.sha256(repr((name, shape, public, epochs, limit)).encode()).hexdigest()[:12]
     return with_fresh_head(_cached(known, load_model(name, len(source.classes), kind, shape), lambda model: pretrain(

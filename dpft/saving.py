@@ -167,7 +167,8 @@ def base_identity(
     "The base under a part; a name is kept only if loading it gives the same frozen parameters."
     adapters, inner = adapter_names(model), inner_model(model)
     without = {base_name(name, adapters) for name in names}
-    base: dict[str, Any] = {"name": named_base(inner, recipe), "class": type(inner).__name__, "dtype": str(next(model.parameters()).dtype)[6:],
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    base: dict[str, Any] = {"name": named_base(inner, recipe), "class": type(inner).__name__, "dtype": dtype,
                             "fingerprint": frozen_fingerprint(model, without)}
     if base["name"] is None or class_named(base["class"]) is None or not (folder / "config.json").exists():
         return base | {"name": None}

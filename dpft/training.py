@@ -1002,7 +1002,8 @@ def as_task(data: Any, columns: Sequence[str] | None) -> Task:
     missing = [name for name in found if name not in first]
     generates = not missing and bool(found) and (isinstance(first[found[-1]], str) or is_chat(first[found[-1]]))
     if generates and not (columns or known):
-        raise ValueError(f"column {found[-1]!r} holds texts, not class numbers; name text and label, or prompt and completion, with columns=")
+        raise ValueError(f"column {found[-1]!r} holds texts, not class numbers; "
+                         "name text and label, or prompt and completion, with columns=")
     if generates:
         return Task("data", "causal", data, dev=None, columns=tuple(found))
     if missing or len(found) < 2:

@@ -66,7 +66,9 @@ def state_of(model: nn.Module) -> State:
 def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     "The model at its start, another for each seed, and the data."
     task = prepared_task(settings["data"], settings["model"], settings.get("limit"))
-    return load_model(settings["model"], len(task.classes), task.kind, task.image_shape, seed=seed), task
+    assert task.image_shape is not None
+    channels, height, width = task.image_shape
+    return load_model(settings["model"], len(task.classes), task.kind, (channels, height, width), seed=seed), task
 
 def trunk(
     settings: Settings,
