@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Observe', 'FEW', 'RATIOS', 'LEARNING_RATES', 'PAPER', 'Round', 'freezing_threshold', 'take', 'Selection', 'select',
-           'admitted', 'check_settings', 'check_fits', 'released', 'running', 'offered', 'DPFrost', 'entry_magnitudes',
-           'EntrySelection', 'paper_settings']
+           'check_settings', 'check_fits', 'released', 'running', 'DPFrost', 'entry_magnitudes', 'EntrySelection',
+           'paper_settings']
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-imports
 import math
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..baselines import partitions
+from ..baselines import admitted, offered
 from ..clipping import clip_factor
 from .estimation import Estimate, estimate
 from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, sensitivity
@@ -151,10 +151,6 @@ def select(
         found.rounds.append(Round(noisy, deltas[-1], now.values, std, bar, allowance, chosen))
     return found
 
-def admitted(ratio: float, total: int) -> int:
-    "How many of all entries a ratio admits; a ratio that is a whole number of entries but for rounding admits them."
-    return math.floor(ratio * total + 1e-6)
-
 def check_settings(ratio: float, rounds: int, sample_rate: float, gap: float) -> None:
     "ValueError on settings that no selection can have."
     checks = [(0 < ratio <= 1, f"ratio={ratio} must lie in (0, 1]: the share of all entries that may train"),
@@ -210,15 +206,6 @@ def running(context: Context) -> Engine:
     if context.engine is None:
         raise ValueError("DPFrost selects on private data, so it needs a run: dpft.fine_tune(...) or dpft.Engine(...)")
     return context.engine
-
-def offered(
-    context: Context,
-    among: Sequence[nn.Parameter],
-) -> list[Partition]:
-    "The partitions of what there is to choose from, a fresh head excluded."
-    inside = {id(parameter) for parameter in among}
-    outside = [parameter for parameter in context.model.parameters() if id(parameter) not in inside]
-    return partitions(context.model, [*fresh_head(context.model), *outside])
 
 class DPFrost(Method):
     """DP-FROST: the partitions of the largest private gradient magnitudes train, and a fresh head.
