@@ -232,15 +232,16 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
     loss = default_loss(model)
     found = freezing_effect(model, loss, batches, settings["clip"], settings["noise_multiplier"], kept, generator=generator).record()
     groups = {clip: clip_groups(model, loss, batches, clip, kept) for clip in CLIPS}
-    changes = status_changes(model, loss, batches, settings["clip"], kept)
+    changes = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
     for parameter, flag in zip(model.parameters(), trains, strict=True):
         parameter.requires_grad_(flag)
     return {"step": t, "frozen": not all(trains), **found,
             "groups": {str(clip): {"clipped": its.clipped, "unclipped": its.unclipped, "clipped_angle": _plain(its.clipped_angle),
                                    "unclipped_angle": _plain(its.unclipped_angle), "gain": _plain(its.gain)}
                        for clip, its in groups.items()},
-            "status": {"clipped_before": changes.clipped_before, "clipped_after": changes.clipped_after,
-                       "turned_clipped": _plain(changes.turned_clipped), "turned_unclipped": _plain(changes.turned_unclipped)}}
+            "status": {str(clip): {"clipped_before": its.clipped_before, "clipped_after": its.clipped_after,
+                                   "turned_clipped": _plain(its.turned_clipped), "turned_unclipped": _plain(its.turned_unclipped)}
+                       for clip, its in changes.items()}}
 
 def _plain(values: Tensor) -> list[float | None]:
     "JSON has no NaN."
