@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% ../nbs/71_figures.ipynb #figures-colours
-COLOURS = {"Full": "#0072B2", "LastLayer": "#E69F00", "BiTFiT": "#009E73"}  # Okabe and Ito's palette
+COLOURS = {  # Okabe and Ito's palette, and two greys
+    "Full": "#0072B2", "LastLayer": "#E69F00", "BiTFiT": "#009E73", "DPFrost": "#D55E00", "LayerFreeze": "#CC79A7", "LoRA": "#56B4E9",
+    "Adapter": "#000000", "LargestWeights": "#666666", "RandomPartitions": "#AAAAAA", "NormOnly": "#F0E442"}
 T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 97.5 %, by number of seeds
 
 # %% ../nbs/71_figures.ipynb #figures-interval
@@ -55,7 +57,7 @@ def tradeoff(
         axis.errorbar(shifted, centres, halves, marker="o", markersize=4, capsize=3, color=COLOURS.get(method), label=method)
         if float("inf") in columns:
             axis.axhline(interval(columns[float("inf")])[0], color=COLOURS.get(method), linestyle="--", linewidth=0.8, alpha=0.8)
-    axis.set(xscale="log", xlabel=r"privacy budget $\varepsilon$ (dashed: without privacy)", ylabel=metric)
+    axis.set(xscale="log", xlabel=r"privacy budget $\varepsilon$ (dashed: without privacy)", ylabel=metric.replace("_", " "))
     axis.set_xticks(sorted({e for columns in table.values() for e in columns if e < float("inf")}))
     axis.get_xaxis().set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.minorticks_off()
@@ -80,12 +82,12 @@ def text_table(
     records: Iterable[dict[str, Any]],
     metric: str = "accuracy",
 ) -> str:  # Markdown
-    "One row for each method, one column for each epsilon: mean and half-width of its 95 % interval."
+    "One row for each method, one column for each epsilon: mean and half-width of its 95 % interval, if there are several seeds."
     table = by_method(records, metric)
     columns = sorted({epsilon for row in table.values() for epsilon in row})
     head = ["method", *(f"ε = {epsilon:g}" if epsilon < float("inf") else "not private" for epsilon in columns)]
     lines = [head, ["---"] * len(head)]
     for method, row in table.items():
         cells = [interval(row[epsilon]) if epsilon in row else None for epsilon in columns]
-        lines.append([method, *("" if cell is None else f"{cell[0]:.3f} ± {cell[1]:.3f}" for cell in cells)])
+        lines.append([method, *("" if cell is None else f"{cell[0]:.3f}" + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
