@@ -123,9 +123,9 @@ def row_ends(row: str, full: bool, seed: int) -> dict[int, int]:
     ends = ROWS[row][1] if full else REDUCED[row]
     return ends if full or seed < 3 else dict(list(ends.items())[:1])
 
-def row_settings(row: str, full: bool, seed: int) -> Settings:
-    "Settings of a row of Table 1; reduced: the two-layer network of 26,010 parameters."
-    own, ends, tails = ROWS[row][0] | ({} if full else {"model": "tempered-cnn"}), row_ends(row, full, seed), ROWS[row][2]
+def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
+    "Settings of a row of Table 1, and the states of its trunk that are wanted; reduced: the two-layer network of 26,010 parameters."
+    own, tails = ROWS[row][0] | ({} if full else {"model": "tempered-cnn"}), ROWS[row][2]
     stops = {end - last for target, end in ends.items() for last in (0, LAST_STEPS, tails[target])}
     end = max(ends.values())
     return own | {"row": row, "stops": sorted(stops | {end // 4, *range(end // 12, end, end // 12)})}
@@ -134,9 +134,10 @@ def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, with the lower half frozen for the last 20 steps, and as Appendix D has it."
     for row in ROWS if full else REDUCED:
         for seed in range(5):
-            for target, steps in row_ends(row, full, seed).items():
+            ends = row_ends(row, full, seed)
+            for target, steps in ends.items():
                 for last in dict.fromkeys((0, LAST_STEPS, ROWS[row][2][target])):
-                    yield {**row_settings(row, full, seed), "steps": steps, "last": last, "method": "LayerFreeze" if last else "Full",
+                    yield {**row_settings(row, full, ends), "steps": steps, "last": last, "method": "LayerFreeze" if last else "Full",
                            "target_epsilon": target, "seed": seed}
 
 def table_entry(settings: Settings) -> Settings:
@@ -158,8 +159,8 @@ def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Set
 # %% ../../nbs/76_freezing_evidence.ipynb #freezing-evidence-layers
 def layer_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, left, and Figure 6: which layers go on, how many, and since when."
-    row, target, seeds = ("cifar10 at 7", 7, 5) if full else ("fashion_mnist", 2, 2)
-    settings = row_settings(row, full, 0)
+    row, target, seeds = ("cifar10 at 7", 7, 5) if full else ("fashion_mnist", 1, 3)
+    settings = row_settings(row, full, {target: ROWS[row][1][target]})
     count, steps, tail = len(layers(load_model(settings["model"]))), max(settings["stops"]), ROWS[row][2][target]
     half = (count + 1) // 2
     cells = [("one", [layer, count - 1], tail) for layer in range(count - 1)]
@@ -180,9 +181,9 @@ def layer_entry(settings: Settings) -> Settings:
 # %% ../../nbs/76_freezing_evidence.ipynb #freezing-evidence-angles
 def similarity_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, right: how far each layer is from where it ends."
-    for row in ("cifar10 at 7", "fashion_mnist") if full else ("fashion_mnist",):
+    for row, target in (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else (("fashion_mnist", 1),):
         for seed in range(5 if full else 2):
-            yield {**row_settings(row, full, seed), "method": "Full", "target_epsilon": 7 if row == "cifar10 at 7" else 2, "seed": seed}
+            yield {**row_settings(row, full, {target: ROWS[row][1][target]}), "method": "Full", "target_epsilon": target, "seed": seed}
 
 def similarity_entry(settings: Settings) -> Settings:
     "PWCCA distance of each layer at each stop from the same layer at the end, on pictures that were not trained on."
