@@ -52,7 +52,7 @@ def added(step):
 
 
 def run_all(e, rate=0.1):
-    optimizer = torch.optim.SGD(e.parameters(), rate)
+    optimizer = torch.optim.SGD(e.model.parameters(), rate)
     for step in e:
         added(step).privatize()
         optimizer.step()

@@ -737,7 +737,7 @@ def test_a_method_that_draws_sees_plain_pictures():
 
     class Looks(Method):
         def requests(self, context):
-            return [Request("look", 0.5, 1, 0.2)]
+            return [Request(0.5, 1, 0.2, "look")]
 
         def start(self, context):
             total = torch.zeros(())

@@ -18,7 +18,7 @@ from dpft.bitfit import BiTFiT
 from dpft.data import Public, TensorData, load_data
 from dpft.guarantee import Guarantee, verify
 from dpft.models import accuracy, load_model
-from dpft.privacy import BudgetError, Keystream, Ledger, SampledGaussian, epsilon, noise_multiplier
+from dpft.privacy import BudgetError, Keystream, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.training import Method, make_plan
 from dpft.tuning import (
     CHARGES,
@@ -370,7 +370,7 @@ def test_a_search_may_protect_people(digits):
 
 class Greedy(BiTFiT):
     def requests(self, context):
-        return []
+        return [Request(0.5, 1, 0.1, "greedy")]
 
 
 @pytest.mark.parametrize("changes, message", [
