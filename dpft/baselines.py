@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['LORA', 'ADAPTER', 'PART', 'QUERIES_AND_VALUES', 'ATTENTION_ENDS', 'FEED_FORWARD_ENDS', 'BLOCK_ENDS', 'Full',
            'LastLayer', 'NormOnly', 'place', 'partitions', 'admitted', 'check_ratio', 'offered', 'RandomPartitions',
-           'LargestWeights', 'linear_layers', 'matching_layers', 'drawn_from', 'LoRA', 'merge_lora', 'Adapted',
-           'insert_adapters', 'remove_adapters', 'Adapter']
+           'LargestWeights', 'masked_block', 'linear_layers', 'matching_layers', 'drawn_from', 'LoRA', 'merge_lora',
+           'Adapted', 'insert_adapters', 'remove_adapters', 'Adapter']
 
 # %% ../nbs/10_baselines.ipynb #baselines-imports
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,8 +190,16 @@ class LargestWeights(Method):
 
     def blocks(self, context: Context) -> list[Block]:
         "One bound over the chosen entries and whatever else trains, which trains whole."
-        own = list(trainable(context.model).values())
-        return [Block(own, [self._masks.get(p, torch.ones_like(p, dtype=torch.bool)) for p in own])]
+        return [masked_block(list(trainable(context.model).values()), self._masks)]
+
+def masked_block(
+    parameters: Sequence[nn.Parameter],
+    masks: Mapping[nn.Parameter, Tensor],  # which entries train; a parameter that is not here trains whole
+    clip: float = 1.0,
+    noise: float = 1.0,
+) -> Block:
+    "One bound over the entries that train."
+    return Block(parameters, [masks.get(p, torch.ones_like(p, dtype=torch.bool)) for p in parameters], clip, noise)
 
 # %% ../nbs/10_baselines.ipynb #baselines-linear-layers
 def linear_layers(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .baselines import Full, LastLayer
+from .baselines import Full, LastLayer, masked_block
 from .gradients import Block, members, trainable
 from .models import fresh_head
 from .privacy import Request
@@ -164,7 +164,7 @@ class Chain(Method):
         found = self.parts[number].blocks(self._views(context)[number])
         later = {p for i, effect in enumerate(self._effects) if i > number and self._grows(i) for p in effect}
         masks = {p: mask for p, mask in members(found[0]) if mask is not None and p not in later}
-        return [Block(own, [masks.get(p, torch.ones_like(p, dtype=torch.bool)) for p in own], found[0].clip, found[0].noise)]
+        return [masked_block(own, masks, found[0].clip, found[0].noise)]
 
     def rate_factor(self, context: Context, t: int) -> float:
         "The product of those of the parts."

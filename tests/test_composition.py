@@ -9,23 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from zoo import toy
 
 import dpft
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
 from dpft.composition import Chain, Then
-from dpft.data import TensorData
 from dpft.freezing import LayerFreeze
 from dpft.frost import DPFrost, EntrySelection
 from dpft.gradients import gradients, per_example_gradients
 from dpft.models import load_model
 from dpft.privacy import Ledger, Request, SampledGaussian, epsilon
 from dpft.training import Context, Engine, Method, fine_tune, named_apart
-
-
-def toy(size=60, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (size,), generator=generator)
-    return TensorData(torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None], labels)
 
 
 def net(seed=0):
@@ -401,20 +395,9 @@ def test_an_optimizer_that_misses_the_second_phase_is_noticed():
 
 # going on ---------------------------------------------------------------------------------------------------------------------------
 
-class Stop(Exception):
-    pass
-
-
 def broken(method, folder, at, model, every, **changes):
-    class Breaking(torch.optim.AdamW):
-        def step(self, closure=None):
-            self.count = getattr(self, "count", 0) + 1
-            if self.count == at:
-                raise Stop
-            return super().step(closure)
-
-    with pytest.raises(Stop):
-        tune(method, model, checkpoint=folder, checkpoint_every=every, optimizer=Breaking, **changes)
+    with pytest.raises(zoo.Stop):
+        tune(method, model, checkpoint=folder, checkpoint_every=every, optimizer=zoo.stopping(at), **changes)
 
 
 ONE = dict(rounds=1, sample_rate=0.2)

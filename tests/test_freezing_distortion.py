@@ -9,7 +9,7 @@ import torch
 import zoo
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
+from zoo import Plain, inner
 
 from dpft.freezing import (
     UndefinedAngle,
@@ -41,23 +41,6 @@ def exact_angle(x, y):
         x, y = [mpmath.mpf(v) for v in x.tolist()], [mpmath.mpf(v) for v in y.tolist()]
         dot, squares = sum(a * b for a, b in zip(x, y, strict=True)), [sum(a * a for a in v) for v in (x, y)]
         return float(mpmath.acos(max(-1, min(1, dot / mpmath.sqrt(squares[0] * squares[1])))))
-
-
-class Plain(nn.Module):
-    """A model whose per-example gradient is the example itself, in parameters of the given sizes."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        self.sizes = list(sizes)
-        for i, size in enumerate(sizes):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.zeros(size, dtype=torch.float64)))
-
-    def forward(self, rows):
-        return sum((getattr(self, f"p{i}") * part).sum(1) for i, part in enumerate(rows.split(self.sizes, dim=1)))
-
-
-def inner(model, batch):
-    return model(batch[0])
 
 
 def layers_of(model):

@@ -10,6 +10,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from zoo import toy
 
 import dpft
 import dpft.prefix
@@ -23,13 +24,6 @@ from dpft.prefix import Prefix
 from dpft.privacy import Ledger, SampledGaussian, epsilon
 from dpft.training import Context, Method, set_modes
 from dpft.tuning import count_trainable
-
-
-def toy(size=60, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (size,), generator=generator)
-    images = torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None]
-    return TensorData(images, labels)
 
 
 class Counted(nn.Linear):
@@ -305,17 +299,9 @@ def test_the_account_and_the_run_until_it_freezes_are_those_of_dp_sgd():
 @pytest.mark.parametrize("at", [3, 4, 5, 6])
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_a_run_resumed_before_or_after_freezing_is_the_same_run(tmp_path, at, average):
-    class Stop(Exception):
-        pass
-    class Breaking(torch.optim.AdamW):
-        def step(self, closure=None):
-            self.count = getattr(self, "count", 0) + 1
-            if self.count == at:
-                raise Stop
-            return super().step(closure)
     whole = tune(average=average)
-    with pytest.raises(Stop):
-        tune(average=average, checkpoint=tmp_path, checkpoint_every=1, optimizer=Breaking)
+    with pytest.raises(zoo.Stop):
+        tune(average=average, checkpoint=tmp_path, checkpoint_every=1, optimizer=zoo.stopping(at))
     resumed = tune(average=average, checkpoint=tmp_path, checkpoint_every=1)
     assert torch.equal(weights(resumed.model), weights(whole.model)) and resumed.epsilon == whole.epsilon
     assert resumed.trained == whole.trained == sorted(name for name, _ in net().named_parameters())

@@ -12,6 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RobertaConfig, RobertaForSequenceClassification
+from zoo import Plain, inner
 
 import dpft.gradients
 from dpft.frost import exact_magnitudes, gradient_magnitudes, partitions, sensitivity
@@ -20,23 +21,6 @@ from dpft.gradients import gradients, per_example_gradients
 
 KINDS = ("mg", "mgn", "mgna")
 WAYS = list(itertools.product(KINDS, (1, 2), (None, 2)))
-
-
-class Plain(nn.Module):
-    """A model whose per-example gradient is the example itself."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        self.sizes = list(sizes)
-        for i, size in enumerate(sizes):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.zeros(size, dtype=torch.float64)))
-
-    def forward(self, rows):
-        return sum((getattr(self, f"p{i}") * part).sum(1) for i, part in enumerate(rows.split(self.sizes, dim=1)))
-
-
-def inner(model, batch):
-    return model(batch[0])
 
 
 def measure(rows, sizes, **ways):

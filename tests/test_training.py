@@ -14,19 +14,13 @@ import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
+from zoo import toy
 
 import dpft
 from dpft.data import TableData, TensorData
 from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.privacy import Ledger, LedgerError, Request, epsilon
 from dpft.training import CheckpointError, Method, Store, make_optimizer, make_plan, make_schedule, scaled_blocks, set_modes
-
-
-def toy(size=60, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (size,), generator=generator)
-    images = torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None]
-    return TensorData(images, labels)
 
 
 def net(seed=0, dropout=0.0):
@@ -395,21 +389,10 @@ def test_saving_and_loading_a_module(tmp_path):
 # checkpoints -----------------------------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    pass
-
-
-def interrupted(folder, at, **settings):
+def interrupted(folder, at, model=None, **settings):
     """A run that is stopped by its optimizer at one step."""
-    class Breaking(torch.optim.AdamW):
-        def step(self, closure=None):
-            self.count = getattr(self, "count", 0) + 1
-            if self.count == at:
-                raise Stop
-            return super().step(closure)
-
-    with pytest.raises(Stop):
-        tune(checkpoint=folder, checkpoint_every=2, optimizer=Breaking, learning_rate=0.05, **settings)
+    with pytest.raises(zoo.Stop):
+        tune(model, checkpoint=folder, checkpoint_every=2, optimizer=zoo.stopping(at), **{"learning_rate": 0.05, **settings})
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])
@@ -814,22 +797,9 @@ def test_the_average_is_that_of_whole_models_whatever_trains_when(tmp_path, meth
     assert torch.allclose(found, wanted, atol=1e-6) and not torch.allclose(found, models[-1], atol=1e-4)
     at, folder = 4, tmp_path / "folder"
     whole = tune(copy.deepcopy(start), average=decay, **settings)
-    interrupted_by(folder, at, copy.deepcopy(start), average=decay, **settings)
+    interrupted(folder, at, copy.deepcopy(start), average=decay, **settings)
     resumed = tune(copy.deepcopy(start), average=decay, checkpoint=folder, checkpoint_every=2, **settings)
     assert torch.equal(weights(resumed.model), weights(whole.model))
-
-
-def interrupted_by(folder, at, model, **settings):
-    "A run with AdamW that stops at one step."
-    class Breaking(torch.optim.AdamW):
-        def step(self, closure=None):
-            self.count = getattr(self, "count", 0) + 1
-            if self.count == at:
-                raise Stop
-            return super().step(closure)
-
-    with pytest.raises(Stop):
-        tune(model, checkpoint=folder, checkpoint_every=2, optimizer=Breaking, **settings)
 
 
 # ---- end of several views of one picture

@@ -1,4 +1,4 @@
-"""Small models of every family that the papers fine-tune, with batches for them, in float64 and without dropout."""
+"""Small models of every family that the papers fine-tune, with batches for them, in float64, without dropout; and what files share."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +15,8 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+
+from dpft.data import TensorData
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=40,
              max_position_embeddings=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
@@ -116,3 +118,45 @@ def as_data(batch):
         return ([{name: value[i] for name, value in batch.items()} for i in range(size)],
                 lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
     return list(zip(*batch, strict=True)), lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))
+
+
+# What several files try their subject on
+
+def toy(size=60, seed=0):
+    """Noise on 4 x 4 pictures whose brightness tells their class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    return TensorData(torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None], labels)
+
+
+class Plain(nn.Module):
+    """A model whose per-example gradient is the example itself, in parameters of the given sizes; its loss is `inner`."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = list(sizes)
+        for i, size in enumerate(sizes):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.zeros(size, dtype=torch.float64)))
+
+    def forward(self, rows):
+        return sum((getattr(self, f"p{i}") * part).sum(1) for i, part in enumerate(rows.split(self.sizes, dim=1)))
+
+
+def inner(model, batch):
+    return model(batch[0])
+
+
+class Stop(Exception):
+    """What ends a run that is to be resumed."""
+
+
+def stopping(at, base=torch.optim.AdamW):
+    """An optimizer that stops the run instead of taking one of its steps."""
+    class Stopping(base):
+        def step(self, closure=None):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == at:
+                raise Stop
+            return super().step(closure)
+
+    return Stopping

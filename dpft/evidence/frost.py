@@ -16,10 +16,10 @@ from typing import Any
 
 from ..baselines import Full
 from ..bench import LiveBytes
-from ..experiments import Experiment, Settings, measured_run, prepared_task, read_records, results_file
+from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
 from ..frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
 from ..models import load_model
-from ..training import Context, Engine, Method, Run
+from ..training import Context, Engine, Method, Run, Step
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows
@@ -46,7 +46,7 @@ def tuning_grid(full: bool) -> Iterator[Settings]:
 def tuned(full: bool) -> dict[str, Settings]:  # method -> learning rate and options
     "The settings of highest accuracy on the held-out rows; ValueError when they have not been looked for."
     file = results_file("frost-tuning")
-    records = [entry for entry in read_records(file) if entry["reduced"] != full] if file.exists() else []
+    records = [entry for entry in recorded(file) if entry["reduced"] != full]
     if missing := set(METHODS) - {entry["method"] for entry in records}:
         raise ValueError(f"{file} holds no {'full' if full else 'reduced'} tuning of {', '.join(sorted(missing))}; "
                          f"make it first: dpft run frost-tuning{' --full' if full else ''}")
@@ -167,10 +167,7 @@ def cost_entry(settings: Settings) -> Settings:
     engine = _engine(settings, task, method)
     seconds, began = [], time.perf_counter()
     for step in engine:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        step.done()
+        _take(step)
         seconds.append(time.perf_counter() - began)
         began = time.perf_counter()
         if engine.t == settings["timed_steps"]:
@@ -192,11 +189,15 @@ def _peak_of_a_full_step(settings: Settings, task: Any) -> int:
     "Largest number of bytes that were alive at once in one private step that trains everything."
     step = next(iter(_engine(settings, task, Full())))
     with LiveBytes() as alive:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        step.done()
+        _take(step)
     return alive.peak
+
+def _take(step: Step) -> None:
+    "All of a step but the optimizer's part."
+    for batch in step:
+        step.add(batch)
+    step.privatize()
+    step.done()
 
 EXPERIMENTS = {
     "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured, "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..baselines import admitted, offered
+from ..baselines import admitted, masked_block, offered
 from ..clipping import clip_factor
 from .estimation import Estimate, estimate
 from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, sensitivity
@@ -389,8 +389,7 @@ class EntrySelection(Method):
 
     def blocks(self, context: Context) -> list[Block]:
         "One bound over the chosen entries and the head."
-        head = fresh_head(context.model)
-        return [Block([*self._masks, *head], [*self._masks.values(), *(torch.ones_like(p, dtype=torch.bool) for p in head)])]
+        return [masked_block([*self._masks, *fresh_head(context.model)], self._masks)]
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-settings
 RATIOS = tuple(0.25**k for k in range(1, 5))
