@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'CHUNK', 'CACHED', 'ROUNDING', 'Convolution', 'RULES', 'SlowWay', 'tensors', 'batch_rows',
            'select_rows', 'per_example_losses', 'trainable', 'per_example_gradients', 'full', 'added', 'by_example',
-           'Contribution', 'Dense', 'Outer', 'Rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group',
-           'linear_weight', 'transposed_weight', 'last_bias', 'unfolded', 'convolution_weight', 'channel_bias',
-           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
-           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'Gradients', 'NotByExample', 'untraced',
-           'Recorder', 'evaluating', 'only_training', 'nothing_hidden', 'different_rows', 'check_uncoupled',
-           'tolerance', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'unseen', 'gradients',
-           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'Contribution', 'Dense', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between',
+           'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'unfolded',
+           'convolution_weight', 'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias',
+           'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members',
+           'Gradients', 'NotByExample', 'untraced', 'Recorder', 'evaluating', 'only_training', 'nothing_hidden',
+           'different_rows', 'check_uncoupled', 'tolerance', 'taps_see', 'mapped_gradients', 'mapping_works', 'record',
+           'can_skip', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -244,6 +244,19 @@ class Rows(Contribution):
     def size(self) -> int:
         return len(self.index)
 
+def distinct(use: Rows) -> Rows:
+    "The same gradients with each row of the table at most once: a token that comes again is added to its first place."
+    same = use.index[:, :, None] == use.index[:, None, :]                        # (B, T, T)
+    first = ~same.tril(-1).any(2)                                                # (B, T): not seen further left
+    return Rows(use.index, (same.to(full(use.right)) @ full(use.right)) * first[..., None], use.shape)
+
+def only_rows(uses: Sequence[Contribution]) -> Rows | None:
+    "The look-ups of a table as one, or None if it is also used otherwise."
+    rows = [use for use in uses if isinstance(use, Rows)]
+    if not rows or len(rows) < len(uses):
+        return None
+    return distinct(Rows(torch.cat([use.index for use in rows], 1), torch.cat([use.right for use in rows], 1), rows[0].shape))
+
 # %% ../nbs/04_gradients.ipynb #gradients-rule-helpers
 @dataclass(frozen=True)
 class Rule:
@@ -465,8 +478,10 @@ class Gradients:
     ) -> Tensor:                     # (B,)
         "Squared 2-norm of each example's gradient of one parameter; @lem-ghost."
         uses = self.uses[name]
+        if mask is not None and (rows := only_rows(uses)) is not None:
+            return (rows.right * mask[rows.index]).square().sum((1, 2))
         if mask is not None:
-            return self._instantiated(name, lambda rows: by_example(rows * mask).square().sum(1))
+            return self._instantiated(name, lambda rows: torch.linalg.vector_norm(by_example(rows * mask), dim=1).square())
         total = self.losses.new_zeros(self.size, dtype=full(self.parameters[name]).dtype)
         for i, use in enumerate(uses):
             total = total + use.inner(use)
@@ -479,11 +494,11 @@ class Gradients:
         def norms(rows: Tensor) -> Tensor:
             rows = rows if mask is None else rows * mask
             return torch.linalg.vector_norm(rows.flatten(2) if rows.ndim > 2 else by_example(rows)[:, None], 1, dim=2).sum(1)
-        return torch.cat([norms(rows) for _, rows in self._chunks(name, cached=self.parameters[name].device.type == "cpu")])
+        return self._instantiated(name, norms)
 
     def _instantiated(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        "A function of the instantiated gradients of one parameter, chunk by chunk."
-        return torch.cat([reduce(rows) for _, rows in self._chunks(name)])
+        "A function of the instantiated gradients of one parameter, chunk by chunk, each read while it is in a CPU's cache."
+        return torch.cat([reduce(rows) for _, rows in self._chunks(name, cached=self.parameters[name].device.type == "cpu")])
 
     def _chunks(self, name: str, cached: bool = False) -> Iterator[tuple[slice, Tensor]]:
         "Slices of the examples with their gradients of one parameter, (n, *shape)."

@@ -500,6 +500,16 @@ def test_norms_of_partitions():
         per_example_norms(model, loss_fn, batch, order=3)
 
 
+@pytest.mark.parametrize("family", ["roberta", "gpt2-lm"])  # a table that is looked up, and one that is the output layer too
+def test_masked_norms_are_those_of_the_masked_gradients(family):
+    model, loss_fn, batch = zoo.build(family)
+    batch["input_ids"][:, 2] = batch["input_ids"][:, 1]      # a row that is looked up twice counts as one
+    taken, oracle = gradients(model, loss_fn, batch), per_example_gradients(model, loss_fn, batch)
+    for name, own in oracle.items():
+        mask = noise(*own.shape[1:], seed=1) > 0.3
+        assert torch.allclose(taken.square_norms(name, mask), (own * mask).square().flatten(1).sum(1), rtol=1e-10, atol=1e-24), name
+
+
 def test_blocks_with_masks_are_bounded_each_by_its_own_bound():
     model, loss_fn, batch = zoo.build("roberta")
     zoo.freeze(model, "no embeddings")
