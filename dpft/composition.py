@@ -60,7 +60,7 @@ def refusal(
         return f"{name} says by itself what trains, which undoes {type(before[-1]).__name__}; it can only come first"
     if masking := [other for other in before if own_blocks and type(other).blocks is not Method.blocks]:
         return f"{type(masking[0]).__name__} and {name} both choose single entries, and each would count what the other has taken; keep one"
-    once = type(part).step is Method.step or type(part).requests is not Method.requests
+    once = type(part).step is Method.step or part.may_spend
     if again := [other for other in before if other.unfreezes and part.selects and once]:
         return f"{type(again[0]).__name__} may select anew what {name} was never asked about; put {name} first, or select once"
     return None
@@ -136,6 +136,11 @@ class Chain(Method):
             part.start(view)
             return set(training_body(view))
         return set(part.adapt(view)) if part.adds else set(before) - set(part.choose(view, before))
+
+    @property
+    def may_spend(self) -> bool:
+        "Whether a part may."
+        return any(part.may_spend for part in self.parts)
 
     @property
     def changes(self) -> bool:
@@ -254,6 +259,11 @@ class Then(Method):
         "The first phase begins."
         self._boundary, self._second, self._touched = None, False, set()
         self.first.start(self._views(context)[0])
+
+    @property
+    def may_spend(self) -> bool:
+        "Whether either phase may."
+        return self.first.may_spend or self.second.may_spend
 
     @property
     def changes(self) -> bool:

@@ -225,12 +225,14 @@ class Guarantee:
     ledger_head: str = ""                                # hash of the ledger's last row when this was stated
     versions: dict[str, str] = field(default_factory=installed_versions)
     private: bool | None = None                          # None: whether there is a mechanism; False: trained without noise
+    unpaid: str = ""                                     # looks at private data that no noise hides: then nothing is promised
 
     def __post_init__(self) -> None:
         if not 0 < self.target_delta < 1:
             raise ValueError(f"target_delta={self.target_delta}: it must lie strictly between 0 and 1")
         if self.private is None:
             self.private = bool(self.mechanisms)
+        self.private = self.private and not self.unpaid
 
     def epsilon(
         self,
@@ -357,6 +359,8 @@ def content_digest(content: dict[str, Any]) -> str:
 # %% ../nbs/02_guarantee.ipynb #guarantee-report
 def claim(guarantee: Guarantee) -> str:
     "The promise in one sentence; epsilon is rounded up."
+    if guarantee.unpaid:
+        return f"**No privacy guarantee.** No noise hides {guarantee.unpaid}: this model may reveal any training example."
     if not guarantee.private:
         return "**No privacy guarantee.** This model was trained without noise: it may reveal any training example."
     pair = f"({math.ceil(100 * guarantee.epsilon()) / 100:.2f}, {guarantee.target_delta:.2e})"
@@ -387,8 +391,9 @@ def meaning(guarantee: Guarantee) -> str:
 def details(guarantee: Guarantee) -> str:
     "A table of all settings that the promise depends on."
     clipping = guarantee.clipping if guarantee.clip is None else f"{guarantee.clipping}, bound {guarantee.clip:g}"
+    bounded = guarantee.private or guarantee.unpaid
     rows = [("unit", guarantee.unit), ("adjacency", guarantee.adjacency), ("sampling", "Poisson"), ("accountant", guarantee.accountant),
-            ("clipping", clipping if guarantee.private else "none"), ("method", guarantee.method), ("run", guarantee.run),
+            ("clipping", clipping if bounded else "none"), ("method", guarantee.method), ("run", guarantee.run),
             ("data, fingerprint", guarantee.data[:16])]
     rows += [(m.name, mechanism_text(m)) for m in guarantee.mechanisms]
     rows += [(f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned if m not in guarantee.mechanisms]
@@ -445,7 +450,7 @@ def _promises_nothing(guarantee: Guarantee, content: dict[str, Any]) -> str:
         _agree(f"{name} of a run that is not private", getattr(guarantee, name), [])
     for name in READINGS:
         _agree(f"{name} of a run that is not private", content.get(name), None)
-    return "the guarantee promises nothing: the run was not private"
+    return f"the guarantee promises nothing: {f'no noise hides {guarantee.unpaid}' if guarantee.unpaid else 'the run was not private'}"
 
 
 def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:

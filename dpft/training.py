@@ -154,6 +154,11 @@ class Method:
         return type(self).step is not Method.step
 
     @property
+    def may_spend(self) -> bool:
+        "Whether the method may spend besides training; known before there is a run."
+        return type(self).requests is not Method.requests
+
+    @property
     def unfreezes(self) -> bool:
         "Whether a step may let train what was frozen at the start."
         return False
@@ -192,6 +197,7 @@ class Context:
         self._own: range | None = None          # numbers of the requests that are the method's own; None: all
         self._open: int | None = None           # request whose draw has not been released yet
         self._released: dict[int, int] = {}     # releases of each request so far
+        self.unpaid: list[str] = []             # looks at private data that no noise hides
 
     @property
     def head(self) -> list[nn.Parameter]:
@@ -233,6 +239,11 @@ class Context:
         for parameter in parameters:
             parameter.requires_grad_(False)
         trainable(self.model)
+
+    def forfeit(self, what: str) -> None:
+        "From requests(context) on: this look at private data is not paid for, so the run promises nothing, and its ledger is told nothing."
+        if what not in self.unpaid:
+            self.unpaid.append(what)
 
     def draw(self, sample_rate: float) -> Iterator[Batch]:
         "A Poisson draw for one release of a request with this rate, in physical batches; of several processes each gets its slice."
@@ -518,7 +529,7 @@ class Engine:
         if self.processes.first(opened):
             self._begin()
         done = sum(m.steps for m in self.spent if m.name == "train")
-        if self.plan.private and self.store.step > done:
+        if self.charges and self.store.step > done:
             raise LedgerError(f"the checkpoint is at step {self.store.step} but its ledger has only {done} steps: "
                               "rows are missing; bring back the ledger that belongs to it")
 
@@ -554,7 +565,7 @@ class Engine:
 
     def _begin(self) -> None:
         "Record the plan, before the first draw and not sooner: a run that was refused at its start has spent nothing."
-        if self.begun or not self.plan.private:
+        if self.begun or not self.charges:
             return
         def begin() -> tuple[list[SampledGaussian], str]:
             self.ledger.begin(self.store.run, {
@@ -650,6 +661,11 @@ class Engine:
                          "no others are known to hold whole units")
 
     @property
+    def charges(self) -> bool:
+        "Whether the run answers for what it releases: it adds noise, and looks at nothing that no noise hides."
+        return self.plan.private and not self.context.unpaid
+
+    @property
     def adds_noise(self) -> bool:
         "Whether noise is added on this process: by the first alone, to its own sum, so that it is in the total once."
         return self.plan.private and self.processes.is_first
@@ -667,13 +683,14 @@ class Engine:
         def spend() -> tuple[list[SampledGaussian], str]:
             self.ledger.spend(self.store.run, name, number, digest)
             return ([], "") if self.processes.alone else self._tell()
-        self._told = self.processes.first(spend)
+        if self.charges:
+            self._told = self.processes.first(spend)
         return digest
 
     def __iter__(self) -> Iterator["Step"]:
         "The steps that remain; the ledger is closed after the last."
-        changes = self.method.changes
         while self.t < self.plan.steps:
+            changes = self.method.changes
             with self._alike("step", self.t):
                 self.method.step(self.context, self.t)
             if changes:
@@ -685,7 +702,7 @@ class Engine:
                 raise RuntimeError(f"step {self.t} was left before step.done(): call privatize(), optimizer.step(), then done()")
         if self.prefix is not None:
             self.prefix.clear()
-        if self.plan.private:
+        if self.charges:
             def finish() -> tuple[list[SampledGaussian], str]:
                 self.ledger.finish(self.store.run)
                 return self._tell()
@@ -694,16 +711,17 @@ class Engine:
     @property
     def guarantee(self) -> Guarantee:
         "What has been promised so far."
-        spent = self.spent
-        return Guarantee(spent, target_delta=self.plan.delta, spent=spent, planned=list(self.plan.mechanisms), unit=self.unit,
-                         accountant=self.plan.accountant, assumed_public=list(self.assumed_public), uncharged=list(self.uncharged),
+        unpaid = self.context.unpaid
+        spent, planned = (self.spent, list(self.plan.mechanisms)) if self.charges else ([], [])
+        return Guarantee(spent, target_delta=self.plan.delta, spent=spent, planned=planned, unit=self.unit, unpaid=", or ".join(unpaid),
+                         accountant=self.plan.accountant, assumed_public=list(self.assumed_public), uncharged=[*unpaid, *self.uncharged],
                          reproducible=self.keystream.reproducible, clip=self.plan.clip, clipping=self.plan.clipping,
-                         private=self.plan.private, run=self.store.run if self.plan.private else "", data=self.store.identity["data"],
+                         private=self.charges, run=self.store.run if self.charges else "", data=self.store.identity["data"],
                          method=repr(self.method), ledger_head=self._head(), checked=list(CHECKED) if self.plan.private and self.t else [])
 
     def _head(self) -> str:
         "The last row of the ledger, as it is or as the first process told."
-        if not self.plan.private:
+        if not self.charges:
             return ""
         return self._told[1] if self._ledger is None else self._ledger.head
 
@@ -1217,7 +1235,7 @@ class Loop:
         "What the progress bar says; epsilon is recomputed twenty times in a run."
         engine = self.engine
         if progress_is_due(engine.t, engine.plan.steps):
-            self.epsilon = engine.plan.epsilon(engine.t)
+            self.epsilon = engine.plan.epsilon(engine.t) if engine.charges else math.inf
         return {"loss": f"{step.loss:.3f}", "epsilon": f"{self.epsilon:.2f}", "examples/s": f"{speed:.0f}"}
 
     def _state(self) -> dict[str, Any]:

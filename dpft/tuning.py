@@ -567,7 +567,7 @@ class Search:
                 raise ValueError(f"{name!r} cannot be given to every trial; see what tune itself takes, or leave it out")
             check_setting(name)
         for method in [self.method, *(setting["method"] for setting in self.grid if "method" in setting)]:
-            if type(method).requests is not Method.requests and self.charge != "none":
+            if method.may_spend and self.charge != "none":
                 raise ValueError(f"{type(method).__name__} may spend besides training, which a search cannot price yet; use charge='none'")
         if isinstance(self.score, (Public, NoisyAccuracy)):
             check_disjoint_rows(self.score.data, self.rows, "scored" if isinstance(self.score, NoisyAccuracy) else "public")

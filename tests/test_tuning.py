@@ -14,7 +14,9 @@ from scipy import integrate, stats
 from scipy.special import logsumexp
 
 from dpft import tuning
+from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
+from dpft.composition import Chain, Then
 from dpft.data import Public, TensorData, load_data
 from dpft.guarantee import Guarantee, verify
 from dpft.models import accuracy, load_model
@@ -380,13 +382,20 @@ class Greedy(BiTFiT):
     ({"choices": [{}]}, "nothing to try"), ({"choices": {"seed": [1, 2]}}, "belongs to the search"),
     ({"checkpoint": "folder"}, "'checkpoint'"), ({"noise_multiplier": 1.0}, "'noise_multiplier'"), ({"clipp": 1.0}, "did you mean 'clip'"),
     ({"unit": "person"}, "no column 'person'"), ({"choices": lambda done: {}, "charge": "selection"}, "depend on each other"),
-    ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01}, "cannot be met"),
+    ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"choices": {"method": [Chain(LoRA(), Greedy())]}}, "Chain may spend"),
+    ({"choices": {"method": [Then(Full(), None, Greedy(), steps=1)]}}, "Then may spend"),
+    ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01}, "cannot be met"),
     ({"batch_size": 301}, "batch_size=301"), ({"delta": 0.5}, "below 1/300"), ({"clip": -1.0}, "clip=-1"),
 ])
 def test_bad_searches_are_refused_before_anything_is_spent(digits, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         search(digits, **({"ledger": tmp_path / "l.sqlite"} | changes))
     assert not (tmp_path / "l.sqlite").exists() or not Ledger(tmp_path / "l.sqlite").runs()
+
+
+@pytest.mark.parametrize("method", [Chain(Full(), BiTFiT()), Then(Full(), None, BiTFiT(), steps=1)])
+def test_composed_methods_that_only_train_can_be_searched(digits, method):
+    assert not method.may_spend and search(digits, choices={"method": [method], "learning_rate": [1e-2]}).trials
 
 
 @pytest.mark.parametrize("mark", [lambda data: Public(data, "elsewhere"), NoisyAccuracy])
