@@ -1,0 +1,586 @@
+"""Rules against their formulas and captum, maps against one example at a time, and what relevance refuses."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from captum.attr import LRP
+from captum.attr._utils.lrp_rules import Alpha1_Beta0_Rule, EpsilonRule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import GPT2LMHeadModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dpft.baselines import insert_adapters, partitions
+from dpft.bench import LiveBytes
+from dpft.bitfit import biases
+from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
+from dpft.models import TemperedSigmoid, logits
+from dpft.rapft import relevance
+from dpft.rapft.relevance import Initialisation, Rules, clipped_relevance, initial_relevance, relevance_loss, relevance_map, relevance_rules
+
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def passed(function, inputs, out, rule="epsilon"):
+    """Relevance of each input when the outputs have relevance `out`."""
+    inputs = [values.clone().requires_grad_() for values in inputs]
+    with relevance_rules(nn.Identity(), rule):
+        output = function(*inputs)
+        modified = torch.autograd.grad(output, inputs, out / output.detach(), allow_unused=True)
+    return [values.detach() * found for values, found in zip(inputs, modified, strict=True)]
+
+
+def rows_by_oracle(model, batch, rule="epsilon", init=None):
+    """(B, *shape) relevance of every parameter, one example at a time."""
+    with evaluating(model), relevance_rules(model, rule) as rules:
+        found = per_example_gradients(model, relevance_loss(Initialisation(init), rules), batch)
+    return {name: values * dict(model.named_parameters())[name].detach() for name, values in found.items()}
+
+
+def adapted(kind):
+    """A small model of each family with something of each kind of fine-tuning, none of it at zero."""
+    model, _, batch = zoo.build("gpt2-lm" if kind == "adapter" else "roberta", rows=4)
+    if kind == "adapter":
+        insert_adapters(model, ["transformer.h.0.mlp.c_proj", "transformer.h.1.attn.c_proj"], width=3)
+        chosen = [p for name, p in model.named_parameters() if "adapter" in name]
+    elif kind == "lora":
+        inject_adapter_in_model(LoraConfig(r=2, lora_alpha=4, target_modules=["query", "value"]), model)
+        chosen = [p for name, p in model.named_parameters() if "lora_" in name]
+    else:
+        chosen = list(biases(model).values())
+    model.double().requires_grad_(False)
+    for i, parameter in enumerate(chosen):
+        parameter.requires_grad_(True)
+        with torch.no_grad():
+            parameter.copy_(0.3 * drawn(*parameter.shape, seed=i))
+    return model, batch
+
+
+# The rules of linear layers and convolutions
+
+LAYERS = {"linear": (lambda: nn.Linear(5, 4), (3, 5)), "conv1d": (lambda: nn.Conv1d(2, 4, 3, padding=1, groups=2), (3, 2, 6)),
+          "conv2d": (lambda: nn.Conv2d(2, 3, 3, stride=2), (3, 2, 5, 5))}
+
+
+class Two(nn.Module):
+    """A layer, a ReLU and a head."""
+
+    def __init__(self, layer, inputs):
+        super().__init__()
+        self.layer, self.relu, self.head = layer, nn.ReLU(), nn.Linear(layer(inputs).flatten(1).shape[1], 2)
+
+    def forward(self, inputs):
+        return self.head(self.relu(self.layer(inputs)).flatten(1))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_epsilon_rule_is_captums(name):
+    torch.manual_seed(1)
+    make, shape = LAYERS[name]
+    layer, inputs = make(), torch.randn(shape)
+    net = Two(layer, inputs).double()
+    net.layer.rule = net.head.rule = EpsilonRule(epsilon=1e-2)
+    inputs = inputs.double()
+    wanted = LRP(net).attribute(inputs.clone().requires_grad_(), target=1).detach()
+    values = inputs.clone().requires_grad_()
+    with relevance_rules(net, Rules(epsilon=1e-2)):
+        found, = torch.autograd.grad(net(values)[:, 1].sum(), values)
+    torch.testing.assert_close(found * inputs, wanted)
+    assert (wanted - inputs * torch.autograd.grad(net(values)[:, 1].sum(), values)[0]).abs().max() > 1e-4  # the stabiliser shows
+
+
+class Signs(nn.Module):
+    """A layer that reads (x+, x-, 1) with weights (W, -W, b): captum's rule takes inputs that are not negative, and any bias as it is."""
+
+    def __init__(self, layer, factor):
+        super().__init__()
+        into, out = layer.weight.shape[1], layer.weight.shape[0]
+        self.wide = (nn.Linear(2 * into + 1, out, bias=False) if isinstance(layer, nn.Linear) else
+                     nn.Conv2d(2 * into + 1, out, layer.kernel_size, layer.stride, bias=False)).double()
+        bias = torch.zeros_like(layer.weight[:, :1])
+        bias.flatten(1)[:, 0] = layer.bias.detach()
+        with torch.no_grad():
+            self.wide.weight.copy_(factor * torch.cat([layer.weight, -layer.weight, bias], 1))
+
+    def forward(self, both):
+        return self.wide(both).flatten(1)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_the_alpha_beta_rule_is_made_of_captums(name):
+    """R(alpha) = alpha R(positive) + (1 - alpha) R(negative), and the negative part is the positive one of -W."""
+    torch.manual_seed(2)
+    make, shape = LAYERS[name]
+    layer, inputs = make().double(), drawn(*shape)
+    parts, both = [], torch.cat([inputs.clamp(min=0), (-inputs).clamp(min=0), torch.ones_like(inputs[:, :1])], 1)
+    for factor in (1, -1):
+        net = Signs(layer, factor)
+        net.wide.rule = Alpha1_Beta0_Rule()
+        found = LRP(net).attribute(both.clone().requires_grad_(), target=3) * factor
+        halves = found.detach()[:, :-1].chunk(2, 1)
+        parts.append(halves[0] + halves[1])                                      # the two never overlap
+    for alpha in (0.5, 1.0, 2.0):
+        values = inputs.clone().requires_grad_()
+        with relevance_rules(layer, Rules(linear="alpha-beta", alpha=alpha)):
+            modified, = torch.autograd.grad(layer(values).flatten(1)[:, 3].sum(), values)
+        torch.testing.assert_close(inputs * modified, alpha * parts[0] + (1 - alpha) * parts[1])
+
+
+def two_signs(x, weight, bias, out, alpha):
+    """Eq. (4) entry by entry, for inputs and for weights."""
+    to_x, to_weight = torch.zeros_like(x), torch.zeros_like(weight)
+    for n, i in itertools.product(range(len(x)), range(len(weight))):
+        z = x[n] * weight[i]
+        for part, sign in ((alpha, 1), (1 - alpha, -1)):
+            kept = (sign * z).clamp(min=0) * sign
+            total = kept.sum() + sign * (sign * bias[i]).clamp(min=0)
+            if total != 0:
+                to_x[n] += part * out[n, i] * kept / total
+                to_weight[i] += part * out[n, i] * kept / total
+    return to_x, to_weight
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.floats(0, 2), st.integers(0, 10**6))
+def test_alpha_beta_is_equation_4(rows, into, out, alpha, seed):
+    x, weight, bias, relevance = drawn(rows, into, seed=seed), drawn(out, into, seed=seed + 1), drawn(out, seed=seed + 2), drawn(rows, out)
+    found = passed(F.linear, [x, weight, bias], relevance, Rules("alpha-beta", alpha=alpha))
+    for mine, wanted in zip(found, two_signs(x, weight, bias, relevance, alpha), strict=False):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_conv1d_of_transformers_is_a_linear_layer():
+    x, weight, bias, out = drawn(4, 3), drawn(3, 5, seed=1), drawn(5, seed=2), drawn(4, 5, seed=3)
+    for rule in ("epsilon", "alpha-beta"):
+        to_bias, to_x, to_weight = passed(torch.addmm, [bias, x, weight], out, rule)
+        wanted = passed(F.linear, [x, weight.T.contiguous(), bias], out, rule)
+        for mine, other in zip((to_x, to_weight.T, to_bias), wanted, strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+# Conservation, rule by rule: RAP-LRP
+
+def total(values):
+    return sum(found.sum().item() for found in values)
+
+
+def test_linear_rules_conserve_without_bias_and_with_its_share():
+    x, weight, bias, out = drawn(4, 6), drawn(5, 6, seed=1), drawn(5, seed=2), drawn(4, 5, seed=3)
+    wanted = pytest.approx(out.sum().item())
+    for rule in ("epsilon", "alpha-beta"):
+        assert passed(F.linear, [x, weight], out, rule)[0].sum().item() == wanted
+        to_x, to_weight, to_bias = passed(F.linear, [x, weight, bias], out, rule)
+        assert to_x.sum().item() + (to_bias.sum().item() if rule == "epsilon" else 0) == (
+            wanted if rule == "epsilon" else to_weight.sum().item())
+        assert to_x.sum().item() + to_bias.sum().item() == wanted
+        assert abs(to_x.sum().item() - out.sum().item()) > 0.1                   # the bias absorbs
+
+
+def test_alpha_beta_loses_a_sign_that_is_not_there():
+    x, weight, out = drawn(4, 6).abs(), drawn(5, 6, seed=1).abs(), drawn(4, 5, seed=3)
+    assert passed(F.linear, [x, weight], out, "alpha-beta")[0].sum().item() == pytest.approx(0.5 * out.sum().item())
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.relu, torch.tanh, F.silu, TemperedSigmoid(1.58, 3.0, 0.79)])
+def test_activations_pass_relevance_through(function):
+    x = drawn(3, 4)
+    out = drawn(3, 4, seed=1) * (function(x) != 0)
+    model = function if isinstance(function, nn.Module) else nn.Identity()
+    values = x.clone().requires_grad_()
+    for rule, kept in ((Rules(), torch.ones_like(x)), (Rules(activation="positive"), function(x) > 0)):
+        with relevance_rules(model, rule):
+            output = function(values)
+            modified, = torch.autograd.grad(output, values, torch.where(output == 0, 0, out / output).detach())
+        torch.testing.assert_close(x * modified, out * kept, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [lambda x, w, b: F.layer_norm(x, (6,), w, b),
+                                      lambda x, w, b: F.group_norm(x[..., None], 2, w, b)[..., 0]])
+def test_a_norm_that_is_held_conserves_and_its_gradient_does_not(function):
+    x, weight, bias, out = drawn(4, 6), drawn(6, seed=1), drawn(6, seed=2), drawn(4, 6, seed=3)
+    to_x, to_weight, to_bias = passed(function, [x, weight, bias], out)
+    assert (to_x + to_bias / 4).sum().item() == pytest.approx(out.sum().item())
+    assert to_weight.sum().item() == pytest.approx(to_x.sum().item())
+    plain = x.clone().requires_grad_()
+    output = function(plain, weight, None)
+    modified, = torch.autograd.grad(output, plain, out / output.detach())
+    assert (x * modified).sum().item() == pytest.approx(0, abs=1e-2 * out.abs().sum().item())  # eq. (6): of degree zero but for eps
+
+
+def test_softmax_conserves_only_when_passed_through():
+    x, out = drawn(3, 5), drawn(3, 5, seed=1)
+    assert total(passed(lambda x: x.softmax(-1), [x], out, Rules(softmax="pass"))) == pytest.approx(out.sum().item(), rel=1e-6)
+    s, m = x.softmax(-1), out / x.softmax(-1)
+    wanted = (x * s * (m - (s * m).sum(-1, keepdim=True))).sum().item()
+    assert total(passed(lambda x: x.softmax(-1), [x], out)) == pytest.approx(wanted)
+    assert abs(wanted - out.sum().item()) > 1
+
+
+@pytest.mark.parametrize("function", [torch.matmul, torch.bmm, torch.mul])
+def test_products_give_twice_the_relevance_and_half_of_it_each_after_eq_11(function):
+    x, y = drawn(3, 4, 4), drawn(3, 4, 4, seed=1)
+    out = drawn(3, 4, 4, seed=2)
+    found = passed(function, [x, y], out)
+    assert [part.sum().item() for part in found] == pytest.approx([out.sum().item() / 2] * 2)
+    plain = [x.clone().requires_grad_(), y.clone().requires_grad_()]
+    twice = torch.autograd.grad(function(*plain), plain, out / function(x, y))
+    assert sum((a * b).sum().item() for a, b in zip((x, y), twice, strict=True)) == pytest.approx(2 * out.sum().item())
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 10**6))
+def test_skips_are_normalised_as_in_eq_11_example_by_example(seed):
+    x, y, out = drawn(3, 5, seed=seed), drawn(3, 5, seed=seed + 1), drawn(3, 5, seed=seed + 2)
+    found = passed(torch.add, [x, y], out)
+    for i in range(3):
+        raw = x[i] * out[i] / (x[i] + y[i]), y[i] * out[i] / (x[i] + y[i])
+        sums = [part.sum() for part in raw]
+        for mine, part, own in zip(found, raw, sums, strict=True):
+            weight = own.abs() / (sums[0].abs() + sums[1].abs()) * out[i].sum() / own
+            torch.testing.assert_close(mine[i], part * weight, rtol=1e-5, atol=1e-8)
+    assert total(found) == pytest.approx(out.sum().item(), rel=1e-6, abs=1e-6)
+
+
+def test_skips_in_place_and_masks_and_merges():
+    x, y = drawn(3, 5), drawn(3, 5, seed=1)
+    def in_place(x, y):
+        z = x * 1
+        z += y
+        return z
+    out = drawn(3, 5, seed=2)
+    for one, other in zip(passed(in_place, [x, y], out), passed(torch.add, [x, y], out), strict=True):
+        torch.testing.assert_close(one, other)
+    mask = torch.zeros(3, 5, dtype=torch.float64).masked_fill(torch.arange(5) > 2, float("-inf"))
+    values = x.clone().requires_grad_()
+    with relevance_rules(nn.Identity()):
+        found, = torch.autograd.grad((values + mask).softmax(-1)[:, 0].sum(), values)
+    assert found.isfinite().all()
+    merged = passed(lambda x: torch.cat([F.linear(x, y), F.linear(x, -y.flip(0))], 1), [x], drawn(3, 6))[0]   # eq. (12): used twice
+    assert merged.sum().item() == pytest.approx(drawn(3, 6).sum().item())
+
+
+def test_relevance_is_input_times_gradient_in_a_net_of_relus_without_biases():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3, bias=False), nn.ReLU(inplace=True), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 3, bias=False),
+                        nn.ReLU(), nn.Linear(3, 2, bias=False)).double()
+    x = drawn(4, 1, 6, 6).requires_grad_()
+    plain = torch.autograd.grad(net(x)[:, 0].sum(), [x, *net.parameters()])
+    with relevance_rules(net):
+        output = net(x)
+        found = torch.autograd.grad(output[:, 0].sum(), [x, *net.parameters()])
+    for mine, wanted in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-9)
+    for values, modified in zip([x, *net.parameters()], found, strict=True):     # and every layer holds all of it
+        assert (values * modified).sum().item() == pytest.approx(output[:, 0].sum().item(), rel=1e-6)
+
+
+# Transformers
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+@pytest.mark.parametrize("rule", ["epsilon", "alpha-beta", Rules(epsilon=1e-3, softmax="pass", skip="plain", activation="positive")])
+def test_values_are_untouched_and_everything_is_restored(name, rule):
+    model, _, batch = zoo.build(name)
+    model.eval()
+    before, attention = logits(model, batch), getattr(getattr(model, "config", None), "_attn_implementation", None)
+    plain = torch.autograd.grad(before.sum(), list(model.parameters()), allow_unused=True)
+    names, forwards = set(ALL_ATTENTION_FUNCTIONS), {module: "forward" in vars(module) for module in model.modules()}
+    with pytest.raises(zoo.Stop), relevance_rules(model, rule):
+        assert torch.equal(logits(model, batch), before)
+        raise zoo.Stop
+    assert set(ALL_ATTENTION_FUNCTIONS) == names and getattr(getattr(model, "config", None), "_attn_implementation", None) == attention
+    assert {module: "forward" in vars(module) for module in model.modules()} == forwards
+    after = torch.autograd.grad(logits(model, batch).sum(), list(model.parameters()), allow_unused=True)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(plain, after, strict=True))
+
+
+class Written(nn.Module):
+    """Causal attention written out, for which the rules of each operation are known."""
+
+    def forward(self, query, key, value, mask=None):
+        scores = query @ key.mT * 0.7
+        return (scores if mask is None else scores + mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("soft", ["gradient", "pass"])
+@pytest.mark.parametrize("masked", ["none", "causal", "boolean"])
+def test_fused_attention_is_attention_written_out(soft, masked):
+    q, k, v = (drawn(2, 2, 4, 3, seed=i).requires_grad_() for i in range(3))
+    lower = torch.ones(4, 4, dtype=torch.bool).tril()
+    added = None if masked == "none" else torch.zeros(4, 4, dtype=torch.float64).masked_fill(~lower, float("-inf"))
+    options = {"none": {}, "causal": {"is_causal": True}, "boolean": {"attn_mask": lower}}[masked]
+    out = drawn(2, 2, 4, 3, seed=4)
+    with relevance_rules(nn.Identity(), Rules(softmax=soft)):
+        fused = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, scale=0.7, **options), [q, k, v], out)
+        written = torch.autograd.grad(Written()(q, k, v, added), [q, k, v], out)
+    for one, other in zip(fused, written, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)             # "pass" stabilises before or after the scale
+    if soft == "pass":                                                           # a quarter, a quarter and a half
+        value = F.scaled_dot_product_attention(q, k, v, scale=0.7, **options)
+        sums = [(x * found).sum().item() for x, found in zip((q, k, v), fused, strict=True)]
+        assert sums == pytest.approx([(value * out).sum().item() * part for part in (0.25, 0.25, 0.5)], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm"])
+def test_the_map_does_not_depend_on_the_attention_implementation(name):
+    model, _, batch = zoo.build(name)
+    found = []
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        found.append(relevance_map(model, [batch], rule=Rules(softmax="pass")))
+    for key, values in found[0].items():
+        torch.testing.assert_close(values, found[1][key], rtol=1e-4, atol=1e-7)
+
+
+def test_relevance_of_a_parameter_does_not_depend_on_which_others_train():
+    model, _, batch = zoo.build("bert")
+    with torch.no_grad():
+        for i, bias in enumerate(biases(model).values()):
+            bias.copy_(0.1 * drawn(*bias.shape, seed=i))
+    every = relevance_map(model, [batch])
+    for which in ("biases", "norms", "last layer"):
+        zoo.freeze(model, which)
+        for name, values in relevance_map(model, [batch]).items():
+            torch.testing.assert_close(values, every[name], rtol=1e-9, atol=1e-12)
+
+
+# Maps
+
+@pytest.mark.parametrize("kind", ["adapter", "lora", "biases"])
+@pytest.mark.parametrize("rule", ["epsilon", "alpha-beta"])
+def test_maps_are_those_of_one_example_at_a_time(kind, rule):
+    model, batch = adapted(kind)
+    rows = rows_by_oracle(model, batch, rule)
+    first, second = select_rows(batch, torch.tensor([0, 1])), select_rows(batch, torch.tensor([2, 3]))
+    for name, values in relevance_map(model, [first, second], rule=rule).items():
+        torch.testing.assert_close(values, rows[name].sum(0))
+    norms = torch.stack([values.flatten(1).square().sum(1) for values in rows.values()]).sum(0).sqrt()
+    clip = norms.median().item()                                                 # some are clipped and some are not
+    factors = (clip / norms).clamp(max=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no fast rule")
+        found = clipped_relevance(model, batch, clip, rule=rule)
+        pieces = [Partition(name, (parameter,)) for name, parameter in trainable(model).items()]
+        table = torch.stack([values.flatten(1).sum(1) for values in rows.values()], 1)
+        numbers = clipped_relevance(model, batch, 0.1 * clip, rule=rule, groups=pieces)
+    for name, values in found.items():
+        torch.testing.assert_close(values, torch.tensordot(factors, rows[name], 1))
+    wanted = (table * (0.1 * clip / table.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    torch.testing.assert_close(numbers, wanted)
+
+
+def test_both_matrices_of_a_lora_pair_carry_all_that_enters_it():
+    model, batch = adapted("lora")
+    found = relevance_map(model, [batch])
+    for name, values in found.items():
+        if "lora_A" in name:
+            assert values.sum().item() == pytest.approx(found[name.replace("lora_A", "lora_B")].sum().item(), rel=1e-6)
+
+
+def test_lora_at_its_start_is_refused_by_name():
+    model, _, batch = zoo.build("roberta")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["query"]), model)
+    for parameter in model.classifier.parameters():
+        parameter.requires_grad_(True)                                           # a head does not make it better
+    with pytest.raises(ValueError, match="warmup_steps"):
+        relevance_map(model, [batch])
+    with pytest.raises(ValueError, match="warmup_steps"):
+        clipped_relevance(model, batch, 1.0)
+    with torch.no_grad(), relevance_rules(model):
+        pass
+    rows = rows_by_oracle(model, batch)
+    assert not any(bool(values.any()) for name, values in rows.items() if "lora_" in name)
+
+
+def test_units_and_groups_of_every_form_of_gradient():
+    model, _, batch = zoo.build("gpt2-lm", rows=4)
+    rows = rows_by_oracle(model, batch)
+    pieces = partitions(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    table = torch.stack([sum(rows[names[id(p)]].flatten(1).sum(1) for p in piece.parameters) for piece in pieces], 1)
+    torch.testing.assert_close(clipped_relevance(model, batch, 1e6, groups=pieces), table.sum(0))
+    units = Groups(torch.tensor([0, 1, 0, 2]))
+    merged = torch.stack([table[0] + table[2], table[1], table[3]])
+    wanted = (merged * (0.1 / merged.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    torch.testing.assert_close(clipped_relevance(model, batch, 0.1, groups=pieces, units=units), wanted)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, rows):
+        return self.head(torch.tanh(self.body(rows)))
+
+
+def size(found):
+    return torch.cat([values.flatten() for values in found.values()]).norm().item() if isinstance(found, dict) else found.norm().item()
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), st.floats(1e-3, 10), st.floats(0.1, 1e3), st.booleans())
+def test_one_example_moves_the_sum_by_at_most_the_clip(seed, clip, scale, grouped):
+    torch.manual_seed(seed)
+    net, rows = Net(), drawn(4, 3, seed=seed) * scale
+    options = {"groups": partitions(net, head=())} if grouped else {}
+    whole = clipped_relevance(net, (rows,), clip, **options)
+    less = clipped_relevance(net, (rows[1:],), clip, **options)
+    apart = {name: whole[name] - less[name] for name in whole} if isinstance(whole, dict) else whole - less
+    assert size(apart) <= clip * (1 + 1e-6)
+    assert size(clipped_relevance(net, (rows[:0],), clip, **options)) == 0
+
+
+def test_an_example_that_is_not_finite_contributes_nothing():
+    torch.manual_seed(0)
+    net, rows = Net(), drawn(4, 3)
+    bad = rows.clone()
+    bad[2, 1] = float("inf")
+    pieces = partitions(net, head=())
+    keep = torch.tensor([0, 1, 3])
+    for options in ({}, {"groups": pieces}):
+        found, wanted = clipped_relevance(net, (bad,), 0.1, **options), clipped_relevance(net, (rows[keep],), 0.1, **options)
+        for one, other in zip(*((v.values() if isinstance(v, dict) else [v]) for v in (found, wanted)), strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match=r"body\.weight: its relevance is not finite"):
+        relevance_map(net, [(bad,)])
+
+
+def test_relevance_of_nothing_is_refused():
+    net = Net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    with pytest.raises(ValueError, match="exactly zero"):
+        relevance_map(net, [(drawn(4, 3),)])
+    with pytest.raises(ValueError, match="exactly zero"):
+        relevance_map(Net(), [])
+
+
+# Where relevance begins
+
+@settings(max_examples=20)
+@given(st.integers(1, 4), st.integers(2, 6), st.integers(0, 10**6), st.integers(1, 4), st.floats(0.05, 1))
+def test_initialisations_keep_what_their_definitions_say(tokens, vocabulary, seed, count, p):
+    count = min(count, vocabulary)
+    scores = 2 * drawn(1, tokens, vocabulary, seed=seed)
+    chances = scores.softmax(-1)[0]
+    every = torch.ones(1, tokens, dtype=torch.bool)
+    def kept(**options):
+        return initial_relevance(scores, every, Initialisation(**options))[0]
+    torch.testing.assert_close(kept(init="naive"), chances)
+    assert (kept(init="top-k", k=count) > 0).sum(1).tolist() == [count] * tokens
+    for row, own in zip(kept(init="top-p", p=p), chances, strict=True):
+        taken = own.sort(descending=True).values[: int((row > 0).sum())]
+        torch.testing.assert_close(row.sum(), taken.sum())
+        assert taken.sum() >= p - 1e-9 and taken[:-1].sum() < p
+    paths = sorted(itertools.product(range(vocabulary), repeat=tokens), reverse=True,
+                   key=lambda path: sum(chances[t, v].log().item() for t, v in enumerate(path)))[:count]
+    wanted = torch.zeros_like(chances)
+    for path in paths:
+        wanted[range(tokens), path] = chances[range(tokens), path]
+    torch.testing.assert_close(kept(init="beam", beams=count), wanted)
+
+
+def test_top_p_looks_at_the_whole_vocabulary_where_it_must(monkeypatch):
+    scores = drawn(2, 3, 50) * torch.tensor([0.1, 3.0, 30.0])[:, None]
+    every = torch.ones(2, 3, dtype=torch.bool)
+    wanted = initial_relevance(scores, every, Initialisation("top-p"))
+    monkeypatch.setattr(relevance, "FEW", 4)
+    assert torch.equal(initial_relevance(scores, every, Initialisation("top-p")), wanted)
+
+
+def test_only_positions_that_count_begin():
+    model, _, batch = zoo.build("gpt2-lm")
+    tokens = batch["input_ids"]
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    short = {"input_ids": tokens, "labels": labels}
+    changed = {"input_ids": tokens, "labels": labels.masked_fill(labels > 0, 7)}  # which labels they are does not matter
+    one, other = relevance_map(model, [short]), relevance_map(model, [changed])
+    whole = relevance_map(model, [batch])
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any((one[name] - whole[name]).abs().max() > 1e-6 for name in one)
+    padded = {"input_ids": torch.cat([tokens, tokens[:, :2]], 1),
+              "attention_mask": torch.cat([torch.ones_like(tokens), torch.zeros_like(tokens[:, :2])], 1)}
+    for name, values in relevance_map(model, [padded]).items():
+        torch.testing.assert_close(values, whole[name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_classifier_begins_at_its_predicted_class():
+    model, _, batch = zoo.build("roberta")
+    unlabelled = {name: values for name, values in batch.items() if name != "labels"}
+    found, wanted = relevance_map(model, [unlabelled]), relevance_map(model, [batch], init="class")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    scores = logits(model.eval(), batch)
+    assert initial_relevance(scores, None).argmax(-1).equal(scores.argmax(-1))
+    torch.testing.assert_close(relevance_loss(Initialisation(), Rules())(model, batch), scores.max(-1).values)
+
+
+@pytest.mark.parametrize("init", ["naive", "top-k", "top-p", "beam"])
+def test_there_is_one_copy_of_the_scores_and_never_two(init):
+    scores, every = 10 * torch.randn(16, 6, 3000), torch.ones(16, 6, dtype=torch.bool)
+    with LiveBytes() as live:
+        initial_relevance(scores, every, Initialisation(init))
+    assert live.peak < 1.6 * scores.nbytes
+    values = scores.clone().requires_grad_()
+    with LiveBytes() as live:
+        torch.autograd.grad(relevance.Seeded.apply(values, initial_relevance(values, every, Initialisation(init))).sum(), values)
+    assert live.peak < 1.6 * scores.nbytes
+
+
+# Bad input
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"init": "best"}, "init='best' is unknown"),
+    ({"k": 0}, "k=0"), ({"k": 1.5}, "k=1.5"), ({"beams": 0}, "beams=0"), ({"p": 0.0}, "p=0.0"),
+    ({"p": 1.5}, "p=1.5"), ({"p": float("nan")}, "p=nan"), ({"init": "top-k", "k": 41}, "keeps 41 of only 40"),
+    ({"init": "class"}, "one class for each example"), ({"rule": "zeta"}, "linear='zeta'")])
+def test_options_that_do_not_exist_are_refused(options, says):
+    model, _, batch = zoo.build("gpt2-lm")
+    with pytest.raises(ValueError, match=says):
+        relevance_map(model, [batch], **options)
+    with pytest.raises(ValueError, match=says):
+        clipped_relevance(model, batch, 1.0, **options)
+
+
+@pytest.mark.parametrize("options", [{"activation": "no"}, {"softmax": "no"}, {"skip": "no"}, {"epsilon": -1.0}, {"alpha": float("nan")}])
+def test_rules_that_do_not_exist_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Rules(**options)
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_clip_that_bounds_nothing_is_refused(clip):
+    with pytest.raises(ValueError, match="clip="):
+        clipped_relevance(Net(), (drawn(2, 3),), clip)
+
+
+class Hookless(GPT2LMHeadModel):
+    _supports_attention_backend = False
+
+
+def test_attention_without_a_hook_is_refused_with_what_is_missing():
+    with pytest.raises(ValueError, match="no attention hook"), relevance_rules(Hookless(zoo.build("gpt2-lm")[0].config)):
+        pass
+    with pytest.raises(ValueError, match="MultiheadAttention"), relevance_rules(nn.TransformerEncoderLayer(4, 2, 4)):
+        pass
+    model, _, batch = zoo.build("gpt2-lm")
+    with relevance_rules(model), pytest.raises(ValueError, match="leave an outer relevance_rules"), relevance_rules(model):
+        pass
+    many, _, tokens = zoo.build("llama")
+    with pytest.raises(ValueError, match="query heads share"):
+        relevance_map(many, [tokens])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    with relevance_rules(model.train()), pytest.raises(ValueError, match="evaluation mode"):
+        logits(model, batch)
