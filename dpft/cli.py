@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'METHODS', 'main', 'tell', 'show_version', 'root', 'method_named', 'with_schedule', 'train', 'tell_result',
            'prepared_model', 'scored_part', 'plan', 'counted', 'probed', 'whole_numbers', 'account', 'account_lines',
-           'verify', 'quickstart', 'run_named', 'bench']
+           'verify', 'quickstart', 'run_named', 'audit', 'bench']
 
 # %% ../nbs/80_command_line.ipynb #cli-imports
 import sys
@@ -365,6 +365,42 @@ def run_named(
     made = run_experiment(name, EXPERIMENTS[name], file, full, wanted)
     fresh = sum(entry is not None for entry in tqdm(made, total=len(chosen), unit="run"))
     print(f"{fresh} runs made, {len(chosen) - fresh} there already, in {file}.")
+
+# %% ../nbs/80_command_line.ipynb #cli-audit
+@app.command()
+def audit(
+    method: Annotated[str | None, typer.Option(help="What trains, as for dpft train; also dp-frost, chain, then.")] = None,
+    epsilon: Annotated[float, typer.Option(help="Privacy budget to claim.")] = 8.0,
+    delta: Annotated[float, typer.Option(help="Small beside one over the canaries.")] = 1e-6,
+    canaries: Annotated[int, typer.Option(help="Planted examples, each in the data by a fair coin.")] = 600,
+    steps: Annotated[int, typer.Option(help="Steps of the audited run.")] = 6,
+    sample_rate: Annotated[float, typer.Option(help="Probability that a draw takes an example.")] = 1.0,
+    precision: Annotated[str | None, typer.Option(help="bf16 for mixed precision.")] = None,
+    accountant: Annotated[str, typer.Option(help="prv or rdp.")] = "prv",
+    seed: Annotated[int | None, typer.Option(help="Of coins and run. [default: the operating system's entropy]")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Instead: every method and every way to run it, at full size; the records of "
+                                                      "dpft run audits --full.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Of --full: folder for the records. [default: as for dpft run]")] = None,
+) -> None:
+    "Attack the engine itself: plant canaries, find them again, and print epsilon as claimed and as audited; a false claim is an error."
+    from dpft import auditing
+    from dpft.experiments import recorded, results_file
+
+    if full:
+        run_named("audits", full=True, output=output)
+        records = recorded(results_file("audits") if output is None else output / "audits.jsonl")
+        print(auditing.audit_table([entry for entry in records if not entry["reduced"]]))
+        return
+    if method is None:
+        raise ValueError("give --method, or --full for all of them")
+    name, make = auditing.method_to_audit(METHODS[method][0] if method in METHODS else method)
+    found = auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate, seed=seed, precision=precision, accountant=accountant)
+    bounds = ", ".join(f"{found.lower_bound(kind):.3f} by {kind}" for kind in found.kinds)
+    print(f"{name}: claimed epsilon {found.epsilon:.3f} at delta {found.delta:g}, of which its plan costs {found.claim:.3f}\n"
+          f"audited at 95 % confidence: at least {bounds}")
+    if (chance := found.p_value()) < auditing.ACCUSED:
+        raise ValueError(f"the claim of {name} is false: scores like these come with probability {chance:.1g} if it is true")
+    print(f"not refuted: scores like these, or farther apart, come with probability {chance:.2g} if the claim is true")
 
 # %% ../nbs/80_command_line.ipynb #cli-bench
 @app.command()

@@ -663,6 +663,19 @@ def test_the_survivor_of_a_lost_process_says_how_to_go_on(tmp_path):
 # alone -----------------------------------------------------------------------------------------------------------------------------
 
 
+def audited():
+    "What an audit of a run that all processes share finds, on this one."
+    from dpft.auditing import audit
+
+    found = audit(dpft.Full(), 8.0, canaries=200, cache=0.0, accountant="rdp", seed=0)
+    return found.scores, found.lower_bound(error=0.001), found.claim
+
+
+def test_canaries_of_a_shared_run_show_no_more_than_is_claimed(two):
+    (first, bound, claim), (second, _, _) = two(audited)
+    assert np.array_equal(first, second) and 2.0 < bound <= claim
+
+
 def test_alone_everything_is_trivial(monkeypatch):
     alone = Processes()
     assert alone.alone and alone.is_first and alone.mark == () and alone.gather(3) == [3] and alone.first(lambda: 4) == 4

@@ -1,0 +1,187 @@
+"""Deliberately broken engines, each with the named test or the audit that catches it: what the chapter on auditing shows as a table."""
+
+import importlib
+import math
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from dpft import DPFrost, Full, gradients, training
+from dpft.auditing import CanaryTable, audit
+from dpft.frost import selection
+from dpft.gradients import Block, Gradients
+from dpft.training import Engine, Step
+
+# The bugs -------------------------------------------------------------------------------------------------------------------------
+
+
+def no_clipping():
+    def ones(norms, clip, style="flat"):
+        return norms.isfinite().to(norms)
+
+    return patch.object(gradients, "clip_factor", ones)
+
+
+def clip_after_sum():
+    honest = Gradients.clipped_sum
+
+    def late(self, blocks, style="flat", last=False):
+        sums, norms = honest(self, [Block(block.parameters, block.masks, 1e30) for block in blocks], style, last)
+        length = math.sqrt(sum(value.square().sum().item() for value in sums.values()))
+        return {name: value * min(1.0, blocks[0].clip / max(length, 1e-30)) for name, value in sums.items()}, norms
+
+    return patch.object(Gradients, "clipped_sum", late)
+
+
+def a_tenth_less_noise():
+    honest = training.noise_spread
+
+    def less(blocks):
+        return {known: 0.9 * spread for known, spread in honest(blocks).items()}
+
+    return patch.object(training, "noise_spread", less)
+
+
+def noise_of_one_physical_batch():
+    honest = Step._noise
+
+    def share(self, *where):
+        return honest(self, *where) / math.sqrt(max(1, self.batch_number))
+
+    return patch.object(Step, "_noise", share)
+
+
+def mean_by_the_actual_batch():
+    honest = Step.privatize
+
+    def actual(self):
+        plan = self.engine.plan
+        self.engine.plan = replace(plan, batch_size=max(1, self.examples))
+        try:
+            honest(self)
+        finally:
+            self.engine.plan = plan
+
+    return patch.object(Step, "privatize", actual)
+
+
+def shuffled_batches():
+    def shuffled(size, rate, keystream, *context):
+        count = max(1, round(rate * size))
+        epoch, place = divmod(context[-1], size // count)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+        return order[place * count:][:count].sort().values
+
+    return patch.object(training, "poisson_draw", shuffled)
+
+
+def stale_freeze_set():
+    honest = Engine._refresh
+
+    def once(self):
+        if not self.trains:
+            honest(self)
+
+    return patch.object(Engine, "_refresh", once)
+
+
+def unpaid_requests():
+    honest = Engine.charge
+
+    def free(self, name, number, sums):
+        return honest(self, name, number, sums) if name == "train" else "free"
+
+    return patch.object(Engine, "charge", free)
+
+
+def first_sensitivity_reused():
+    honest, first = selection.sensitivity, []
+
+    def reused(*settings):
+        first.append(honest(*settings))
+        return first[0]
+
+    return patch.object(selection, "sensitivity", reused)
+
+
+def nan_passed_through():
+    return patch.object(Gradients, "_without", staticmethod(lambda rows, factors: rows))
+
+
+# What catches them ----------------------------------------------------------------------------------------------------------------
+
+
+def the_claim_stands(**settings):
+    "An audit of one step at mu = 2; a true claim fails it once in a thousand seeds."
+    found = audit(Full(), noise_multiplier=0.5, steps=1, model=CanaryTable(10_000), cache=0.0, accountant="rdp", seed=0, **settings)
+    least, chance = found.lower_bound(error=1e-3), found.p_value()
+    assert chance > 1e-3, f"claimed {found.claim:.2f}, audited {least:.2f}, p {'<' if chance < 1e-11 else '='} {max(chance, 1e-12):.1g}"
+
+
+def named_test(file, name, *arguments):
+    "A test of another file, as a function."
+    test = getattr(importlib.import_module(file), name)
+    if "monkeypatch" not in signature(test).parameters:
+        return test(*arguments)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return test(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    plant: Callable[[], AbstractContextManager]
+    catch: Callable[[], None]                    # raises under the bug, and not without it
+
+    @property
+    def catcher(self):
+        return self.catch.args[1] if self.catch.func is named_test else "audit of one step"
+
+    def caught(self):
+        "What the catcher says under the bug; empty when it notices nothing."
+        with self.plant():
+            try:
+                self.catch()
+            except (AssertionError, ValueError) as error:
+                return (str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line])[0]
+        return ""
+
+
+AUDIT, IN_PARTS = partial(the_claim_stands), partial(the_claim_stands, physical_batch_size=1250)
+BUGS = [
+    Bug("no clipping", no_clipping, AUDIT),
+    Bug("clip after the sum", clip_after_sum, partial(named_test, "test_training", "test_physical_batches_do_not_change_the_step")),
+    Bug("noise x 0.9", a_tenth_less_noise, AUDIT),
+    Bug("noise of one physical batch, not of all", noise_of_one_physical_batch, IN_PARTS),
+    Bug("mean by the actual batch", mean_by_the_actual_batch,
+        partial(named_test, "test_planted_bugs", "test_the_mean_divides_by_the_expected_size")),
+    Bug("shuffled batches accounted as Poisson", shuffled_batches,
+        partial(named_test, "test_training", "test_an_empty_draw_is_a_noise_only_step")),
+    Bug("stale freeze set", stale_freeze_set, partial(named_test, "test_training", "test_what_trains_may_change_at_any_step_both_ways")),
+    Bug("unpaid selection", unpaid_requests,
+        partial(named_test, "test_frost_selection", "test_the_budget_is_met_and_the_ledger_has_every_round",
+                DPFrost(0.4, sample_rate=0.5), 5)),
+    Bug("unpaid relevance mask", unpaid_requests, partial(named_test, "test_planted_bugs", "test_a_relevance_mask_is_paid_for")),
+    Bug("sensitivity of the first round reused", first_sensitivity_reused,
+        partial(named_test, "test_frost_selection", "test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity")),
+    Bug("NaN passed through", nan_passed_through,
+        partial(named_test, "test_training", "test_an_example_that_is_not_finite_contributes_nothing_and_is_counted")),
+]
+
+
+def table():
+    "Markdown: every bug, what catches it, and what that says."
+    lines = ["| planted bug | caught by | which says |", "|---|---|---|"]
+    for bug in BUGS:
+        catcher = f"`{bug.catcher}`" if bug.catch.func is named_test else bug.catcher
+        said = bug.caught()
+        said = f"`{said.partition('  # ')[0].strip()}`" if said.startswith("assert ") else said
+        lines.append(f"| {bug.name} | {catcher if said else '**nothing**'} | {said.replace('|', '/')} |")
+    return "\n".join(lines)
