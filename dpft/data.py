@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['CIFAR10_MEAN', 'CIFAR10_STD', 'CIFAR10_CLASSES', 'HUB', 'COLLECTIONS', 'PAIRS', 'LOCAL', 'TensorData', 'TableData',
            'Public', 'check_labels', 'fingerprint', 'Task', 'digits', 'font_digits', 'sst2', 'e2e', 'fashion_mnist',
-           'cifar10', 'cifar100', 'from_hub', 'load_data', 'EncodedData', 'encode', 'is_chat', 'row_hashes',
-           'shared_rows', 'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw', 'physical_batches', 'Units',
-           'units_of', 'Augmentation']
+           'cifar10', 'cifar100', 'public_text', 'from_hub', 'load_data', 'EncodedData', 'encode', 'is_chat',
+           'row_hashes', 'shared_rows', 'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw',
+           'physical_batches', 'Units', 'units_of', 'Augmentation']
 
 # %% ../nbs/05_data.ipynb #data-tensordata
 class TensorData:
@@ -381,6 +381,16 @@ def cifar100(root: str | Path | None) -> Task:
                 classes=tuple(f"class {label}" for label in range(100)), columns=("image", "label"),
                 source="CIFAR-100, train split as JPEG",
                 assumed_public=["the hundred classes", "the published channel means and standard deviations of CIFAR-10"])
+
+
+def public_text(root: str | Path | None = None) -> Public:
+    "To pre-train a language model on: articles of Wikipedia and pieces of old novels, in an order drawn once by a fixed seed."
+    articles, novels = (lzma.decompress(_file(root, f"{name}.txt.xz").read_bytes()).decode()
+                        for name in ("wikipedia_en_sample", "english_novels"))
+    lines = [line for line in novels.splitlines() if line.strip()]
+    texts = [*articles.split("\n\n"), *(" ".join(lines[first:first + 60]) for first in range(0, len(lines), 60))]
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
+    return Public(TableData({"text": [texts[row] for row in order]}), source="English Wikipedia, a sample of articles, and twelve novels")
 
 # %% ../nbs/05_data.ipynb #data-hub
 HUB = {"sst2": "nyu-mll/glue:sst2", "e2e": "tuetschek/e2e_nlg", "mnist": "ylecun/mnist", "fashion_mnist": "zalando-datasets/fashion_mnist",

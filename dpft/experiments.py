@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'machine', 'device_name', 'write_records', 'read_records',
            'recorded', 'Experiment', 'results_file', 'run_experiment', 'provenance', 'source_hash', 'is_stale',
-           'commit', 'measured_run', 'method_from', 'prepared_task', 'with_fresh_head', 'quickstart',
-           'printed_digits_network']
+           'commit', 'measured_run', 'accuracies', 'method_from', 'prepared_task', 'cache_folder', 'with_fresh_head',
+           'quickstart', 'printed_digits_network']
 
 # %% ../nbs/70_experiments.ipynb #experiments-imports
 import contextlib
@@ -171,29 +171,38 @@ def _peak_mib() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 # %% ../nbs/70_experiments.ipynb #experiments-measured-run
-OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out", "public", "public_epochs", "public_limit")
+OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out", "max_length", "public", "public_epochs", "public_limit")
 
 def measured_run(
     settings: Settings,                                    # `OWN`, and any argument of `fine_tune`
     look: Callable[[Run, Method], Settings] = lambda run, method: {},  # what else to keep of the run
+    score: Callable[[nn.Module, Task], dict[str, float]] | None = None,  # None: `accuracies`
 ) -> Settings:
     "One call of `fine_tune` as the settings say, scored on held-out rows, or on the development and the test data."
     unknown = [name for name in settings if name not in OWN and name not in inspect.signature(fine_tune).parameters]
     if unknown:
         raise ValueError(f"setting {unknown[0]!r} is no argument of fine_tune and none of {', '.join(OWN)}")
-    task = prepared_task(settings["data"], settings["model"], settings.get("limit"), settings.get("held_out", 0))
+    task = prepared_task(settings["data"], settings["model"], settings.get("limit"), settings.get("held_out", 0),
+                         settings.get("max_length", 128))
     method = method_from(settings["method"], settings.get("options", {}))
-    parts = {"accuracy": task.dev} | ({} if task.test is None else {"test_accuracy": task.test})
-    run = fine_tune(_start(settings, task), replace(task, dev=None), method, epsilon=float(settings["target_epsilon"]), progress=False,
-                    evaluate=lambda model: {name: accuracy(model, data, batch_size=64) for name, data in parts.items()},
+    target = None if "noise_multiplier" in settings else float(settings["target_epsilon"])
+    run = fine_tune(_start(settings, task), replace(task, dev=None), method, epsilon=target, progress=False,
+                    evaluate=lambda model: (score or accuracies)(model, task),
                     **{name: value for name, value in settings.items() if name not in OWN})
     return {**outcome(run), **look(run, method)}
 
+def accuracies(model: nn.Module, task: Task) -> dict[str, float]:
+    "The share of right answers on the development data, and on the test data where there are any."
+    parts = {"accuracy": task.dev} | ({} if task.test is None else {"test_accuracy": task.test})
+    return {name: accuracy(model, data, batch_size=64) for name, data in parts.items()}
+
 def method_from(name: str, options: Settings) -> Method:
-    "A method of the package by name; an option that is itself a method is written as [name, options]."
+    "A method of the package by name; an option that is itself a method is written as [name, options], those of a Chain as its `parts`."
     import dpft
-    return getattr(dpft, name)(**{key: method_from(*value) if isinstance(value, list) and value and isinstance(value[0], str) else value
-                                  for key, value in options.items()})
+    parts = [method_from(*part) for part in options.get("parts", ())]
+    return getattr(dpft, name)(*parts, **{
+        key: method_from(*value) if isinstance(value, list) and value and isinstance(value[0], str) else value
+        for key, value in options.items() if key != "parts"})
 
 # %% ../nbs/70_experiments.ipynb #experiments-prepared
 @cache
@@ -202,6 +211,7 @@ def prepared_task(
     model: str,            # whose tokenizer is used
     limit: int | None = None,
     held_out: int = 0,     # rows of the training data to score on instead
+    max_length: int = 128, # tokens kept of each text
 ) -> Task:
     "A data set, tokenised once for all runs."
     task = load_data(data, limit=limit)
@@ -211,7 +221,7 @@ def prepared_task(
         task = replace(task, train=train, dev=dev, test=None)
     if task.kind != "image":
         tokenizer = load_tokenizer(model)
-        train, dev, test = (None if part is None else encode(part, tokenizer, task.columns, kind=task.kind)
+        train, dev, test = (None if part is None else encode(part, tokenizer, task.columns, max_length, task.kind)
                             for part in (task.train, task.dev, task.test))
         task = replace(task, train=train, dev=dev, test=test)
         task.assumed_public.append("the tokenizer's vocabulary")
@@ -235,11 +245,15 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
     return with_fresh_head(_cached(known, load_model(name, len(source.classes), kind, shape), lambda model: pretrain(
         model, Public(source.train, source=source.source), epochs=epochs, learning_rate=1e-3)), load_model(name, classes, kind, shape))
 
+def cache_folder() -> Path:
+    "Where what was trained on public data is kept: `DPFT_CACHE`, or the user's cache."
+    return Path(os.environ.get("DPFT_CACHE", Path.home() / ".cache" / "dpft"))
+
 def _cached(known_by: str, model: nn.Module, train: Callable[[nn.Module], Any]) -> nn.Module:
     "Train a model, or read the weights of an earlier time from the user's cache."
     from safetensors.torch import load_model as read
     from safetensors.torch import save_model as write
-    folder = Path(os.environ.get("DPFT_CACHE", Path.home() / ".cache" / "dpft"))
+    folder = cache_folder()
     file = folder / f"{known_by}.safetensors"
     if file.exists():
         read(model, str(file))

@@ -21,15 +21,6 @@ def grid_of(count, **more):
     return Experiment("?", lambda full: ({**TINY, **more, "seed": seed} for seed in range(count)), measured_run, "nothing")
 
 
-@pytest.fixture
-def tuned_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    entries = [{"method": method, "learning_rate": rate, "options": {"ratio": 0.25} if method == "DPFrost" else {}, "reduced": reduced,
-                "metrics": {"accuracy": -abs(rate - 1e-3)}}
-               for method in frost.METHODS for rate in (1e-2, 1e-3) for reduced in (True, False)]
-    experiments.write_records(tmp_path / "frost-tuning.jsonl", entries)
-
-
 def test_a_stopped_experiment_continues_and_equals_the_unbroken_one(tmp_path):
     whole = list(run_experiment("e", grid_of(3), tmp_path / "whole.jsonl"))
     broken = run_experiment("e", grid_of(3), tmp_path / "broken.jsonl")

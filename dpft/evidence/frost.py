@@ -5,19 +5,23 @@
 # %% auto #0
 __all__ = ['SST2', 'METHODS', 'RATES', 'VISION_RATES', 'EXPERIMENTS', 'text_run', 'frost_options', 'tuning_grid', 'tuned',
            'text_grid', 'variants', 'digits_run', 'ablation_grid', 'reselection_grid', 'rate_grid', 'vision_grid',
-           'selection_of', 'measured', 'Timed', 'cost_grid', 'cost_entry']
+           'selection_of', 'measured', 'Timed', 'clock', 'cost_grid', 'cost_entry']
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-imports
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
 
-from ..baselines import Full
+import torch
+
+from ..baselines import Full, partitions
 from ..bench import LiveBytes
+from ..data import Task
 from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
+from ..frost.magnitude import gradient_magnitudes
 from ..frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
+from ..gradients import clipped_sum, tensors
 from ..models import load_model
 from ..training import Context, Engine, Method, Run, Step
 
@@ -43,15 +47,19 @@ def tuning_grid(full: bool) -> Iterator[Settings]:
                 yield {**text_run(full), "held_out": 1500, "method": method, "options": {} if ratio is None else frost_options(full, ratio),
                        "learning_rate": rate, "target_epsilon": 2.0, "seed": 100}
 
-def tuned(full: bool) -> dict[str, Settings]:  # method -> learning rate and options
+def tuned(
+    full: bool,
+    experiment: str = "frost-tuning",
+    methods: Iterable[str] = METHODS,
+) -> dict[str, Settings]:  # method -> learning rate and options
     "The settings of highest accuracy on the held-out rows; ValueError when they have not been looked for."
-    file = results_file("frost-tuning")
+    file = results_file(experiment)
     records = [entry for entry in recorded(file) if entry["reduced"] != full]
-    if missing := set(METHODS) - {entry["method"] for entry in records}:
+    if missing := set(methods) - {entry["method"] for entry in records}:
         raise ValueError(f"{file} holds no {'full' if full else 'reduced'} tuning of {', '.join(sorted(missing))}; "
-                         f"make it first: dpft run frost-tuning{' --full' if full else ''}")
+                         f"make it first: dpft run {experiment}{' --full' if full else ''}")
     best = {method: max((entry for entry in records if entry["method"] == method), key=lambda entry: entry["metrics"]["accuracy"])
-            for method in METHODS}
+            for method in methods}
     return {method: {name: entry[name] for name in ("learning_rate", "options")} for method, entry in best.items()}
 
 def text_grid(full: bool) -> Iterator[Settings]:
@@ -143,18 +151,18 @@ def measured(settings: Settings) -> Settings:
     return measured_run({name: value for name, value in settings.items() if name != "label"}, selection_of)
 
 class Timed(DPFrost):
-    "DP-FROST that notes how long its selection took, and how much memory; for the book, not for runs."
-
-    def __init__(self, count: bool = False, **options: Any):
-        super().__init__(**options)
-        self._count, self._seconds, self._bytes = count, 0.0, 0
+    "DP-FROST that notes how long its selection took; for the book, not for runs."
+    seconds = 0.0
 
     def start(self, context: Context) -> None:
-        "Select under a clock, or while bytes are counted, which takes longer."
-        began = time.perf_counter()
-        with LiveBytes() if self._count else nullcontext() as alive:
-            super().start(context)
-        self._seconds, self._bytes = time.perf_counter() - began, alive.peak if alive else 0
+        "Select under a clock."
+        began = clock()
+        super().start(context)
+        self.seconds = clock() - began
+
+def clock() -> float:
+    "Seconds that count: of this process's work, whatever else the machine does; on a GPU, of the wall's clock."
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 def cost_grid(full: bool) -> Iterator[Settings]:
     "At the paper's settings; reduced: eight steps of training stand for all 197."
@@ -162,34 +170,40 @@ def cost_grid(full: bool) -> Iterator[Settings]:
            "timed_steps": 197 if full else 8}
 
 def cost_entry(settings: Settings) -> Settings:
-    "Seconds of selecting and of training; peak bytes of a selection's batch beside those of a full private step's batch."
+    "Seconds of selecting and of training; peak bytes of selecting and of a full private step on one and the same batch."
     task, method = prepared_task(settings["data"], settings["model"]), Timed(**settings["options"])
     engine = _engine(settings, task, method)
-    seconds, began = [], time.perf_counter()
+    seconds, began = [], clock()
     for step in engine:
         _take(step)
-        seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
+        seconds.append(clock() - began)
+        began = clock()
         if engine.t == settings["timed_steps"]:
             break
     training = median(seconds[1:]) * engine.plan.steps
-    counted = Timed(count=True, **settings["options"] | {"rounds": 1})
-    _engine(settings, task, counted)
-    return {"selection_seconds": method._seconds, "step_seconds": median(seconds[1:]), "training_seconds": training,
-            "selection_share": method._seconds / (method._seconds + training), "selection_peak_mib": counted._bytes / 2**20,
-            "full_step_peak_mib": _peak_of_a_full_step(settings, task) / 2**20, "metrics": {}}
+    return {"selection_seconds": method.seconds, "step_seconds": median(seconds[1:]), "training_seconds": training,
+            "selection_share": method.seconds / (method.seconds + training), **_peaks(settings, task), "metrics": {}}
 
-def _engine(settings: Settings, task: Any, method: Method) -> Engine:
+def _engine(settings: Settings, task: Task, method: Method) -> Engine:
     model = load_model(settings["model"], len(task.classes), task.kind)
     size, own = settings["batch_size"], {name: settings[name] for name in ("clip", "delta", "accountant", "physical_batch_size", "seed")}
     return Engine(model, None, method, task.train, epsilon=settings["target_epsilon"], batch_size=size,
                   steps=round(settings["epochs"] * len(task.train) / size), cache=0, **own)
 
-def _peak_of_a_full_step(settings: Settings, task: Any) -> int:
-    "Largest number of bytes that were alive at once in one private step that trains everything."
-    step = next(iter(_engine(settings, task, Full())))
+def _peaks(settings: Settings, task: Task) -> Settings:
+    "Most MiB alive at once on the widest physical batch of a draw, for both ways of using its gradients."
+    engine = _engine(settings, task, Full())
+    model, loss_fn, batch = engine.model, engine.loss_fn, max(next(iter(engine)), key=lambda batch: sum(map(torch.numel, tensors(batch))))
+    uses: dict[str, Callable[[], Any]] = {
+        "selection_peak_mib": lambda: gradient_magnitudes(model, loss_fn, [batch], partitions(model)),
+        "full_step_peak_mib": lambda: clipped_sum(model, loss_fn, batch, settings["clip"])}
+    for use in uses.values():                                                    # the first look at a batch's form also checks it
+        use()
+    return {name: _peak(use) / 2**20 for name, use in uses.items()}
+
+def _peak(use: Callable[[], Any]) -> int:
     with LiveBytes() as alive:
-        _take(step)
+        use()
     return alive.peak
 
 def _take(step: Step) -> None:
