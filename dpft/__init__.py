@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dpft.auditing import audit
     from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
     from dpft.bitfit import BiTFiT
     from dpft.composition import Chain, Then
@@ -16,23 +17,25 @@ if TYPE_CHECKING:
     from dpft.guarantee import Guarantee, sentence_units, verify
     from dpft.models import load_model
     from dpft.privacy import Budget, Ledger, SampledGaussian
+    from dpft.rapft import RapFT, clipped_relevance, relevance_map, relevance_mask
     from dpft.training import Engine, Method, Run, fine_tune, load
     from dpft.tuning import NoisyAccuracy, TrialLaw, Tuning, plan_table, price, tune
 
 _HOMES = {
-    "Adapter": "baselines", "Full": "baselines", "LargestWeights": "baselines", "LastLayer": "baselines", "LoRA": "baselines",
-    "NormOnly": "baselines", "RandomPartitions": "baselines", "BiTFiT": "bitfit", "Chain": "composition", "Then": "composition",
-    "Augmentation": "data", "Public": "data", "load_data": "data", "LayerFreeze": "freezing", "DPFrost": "frost",
+    "audit": "auditing", "Adapter": "baselines", "Full": "baselines", "LargestWeights": "baselines", "LastLayer": "baselines",
+    "LoRA": "baselines", "NormOnly": "baselines", "RandomPartitions": "baselines", "BiTFiT": "bitfit", "Chain": "composition",
+    "Then": "composition", "Augmentation": "data", "Public": "data", "load_data": "data", "LayerFreeze": "freezing", "DPFrost": "frost",
     "EntrySelection": "frost", "Block": "gradients", "Partition": "gradients", "Guarantee": "guarantee", "sentence_units": "guarantee",
     "verify": "guarantee", "load_model": "models", "Budget": "privacy", "Ledger": "privacy", "SampledGaussian": "privacy",
-    "Engine": "training", "Method": "training", "Run": "training", "fine_tune": "training", "load": "training", "NoisyAccuracy": "tuning",
+    "RapFT": "rapft", "clipped_relevance": "rapft", "relevance_map": "rapft", "relevance_mask": "rapft", "Engine": "training",
+    "Method": "training", "Run": "training", "fine_tune": "training", "load": "training", "NoisyAccuracy": "tuning",
     "TrialLaw": "tuning", "Tuning": "tuning", "plan_table": "tuning", "price": "tuning", "tune": "tuning",
 }
 
 __all__ = ["Adapter", "Augmentation", "BiTFiT", "Block", "Budget", "Chain", "DPFrost", "Engine", "EntrySelection", "Full", "Guarantee",
            "LargestWeights", "LastLayer", "LayerFreeze", "Ledger", "LoRA", "Method", "NoisyAccuracy", "NormOnly", "Partition", "Public",
-           "RandomPartitions", "Run", "SampledGaussian", "Then", "TrialLaw", "Tuning", "fine_tune", "load", "load_data", "load_model",
-           "plan_table", "price", "sentence_units", "tune", "verify"]
+           "RandomPartitions", "RapFT", "Run", "SampledGaussian", "Then", "TrialLaw", "Tuning", "audit", "clipped_relevance", "fine_tune",
+           "load", "load_data", "load_model", "plan_table", "price", "relevance_map", "relevance_mask", "sentence_units", "tune", "verify"]
 
 
 def __getattr__(name: str) -> Any:
