@@ -201,7 +201,7 @@ def method_from(name: str, options: Settings) -> Method:
     import dpft
     parts = [method_from(*part) for part in options.get("parts", ())]
     return getattr(dpft, name)(*parts, **{
-        key: method_from(*value) if isinstance(value, list) and value and isinstance(value[0], str) else value
+        key: method_from(*value) if isinstance(value, list) and [*map(type, value)] == [str, dict] else value
         for key, value in options.items() if key != "parts"})
 
 # %% ../nbs/70_experiments.ipynb #experiments-prepared

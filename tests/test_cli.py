@@ -121,6 +121,8 @@ def test_without_privacy_it_says_so(run):
     (["--epsilon", "2", "--data", "digts"], "did you mean digits"), (["--epsilon", "2", "--score", "test"], "no test part"),
     (["--epsilon", "2", "--score", "train"], "score='train'"), ([], "either epsilon or noise_multiplier"),
     (["--epsilon", "2", "--unit", "writer"], "no column 'writer'"), (["--epsilon", "2", "--unit-cap", "2"], "unit_cap=2"),
+    (["--epsilon", "2", "--option", "ratio"], "name=value"), (["--epsilon", "2", "--option", "ratio=1"], "BiTFiT has no option 'ratio'"),
+    (["--epsilon", "2", "--method", "dp-frost", "--option", "ratio=2"], "ratio=2 must lie in (0, 1]"),
     (["--epsilon", "2", "--data", "sst2", "--root", "nowhere"], "nowhere"), (["--epsilon", "2", "--clip", "-1"], "clip=-1"),
 ])
 def test_bad_input_ends_in_one_sentence(run, words, message):
@@ -128,7 +130,21 @@ def test_bad_input_ends_in_one_sentence(run, words, message):
     assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in err + out
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "account", "verify", "quickstart", "bench"])
+@pytest.mark.parametrize("method, options, spent", [
+    ("dp-frost", ["ratio=0.5", "rounds=1", "sample_rate=1.0"], "select"),
+    ("rap-ft", ["relevance_rate=1.0", "level=group"], "relevance")])
+def test_the_papers_methods_pay_for_their_look_at_the_data(run, method, options, spent):
+    words = [word for option in options for word in ("--option", option)]
+    status, out, err = run("train", *DIGITS, "--epsilon", "8", "--method", method, *words, "--accountant", "rdp")
+    assert status == 0 and spent in out, err
+
+
+def test_an_option_may_be_a_method_itself():
+    method, _ = cli.method_named("rap-ft", ['method=["LoRA", {"rank": 2}]', "warmup_steps=3", "share=0.2"])
+    assert method.method.rank == 2 and method.warmup_steps == 3 and method.share == 0.2
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "account", "verify", "quickstart", "bench", "audit"])
 def test_every_flag_has_help(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0 and "--" in out
