@@ -8,7 +8,7 @@ __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', '
            'language_model', 'score_set', 'prompts_and_references', 'completions', 'text_scores', 'generation_scores',
            'language_run', 'scored_by', 'trained_entries', 'with_public', 'public_windows', 'development_pairs',
            'papers_noise', 'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings',
-           'rap_entry', 'rap_grid', 'beta_grid', 'cost_grid', 'cost_entry', 'step_costs', 'live_peak',
+           'rap_entry', 'rap_grid', 'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs', 'live_peak',
            'relevance_costs']
 
 # %% ../../nbs/77_language_evidence.ipynb #language-imports
@@ -365,6 +365,13 @@ def beta_grid(full: bool) -> Iterator[Settings]:
             for weak in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
                 yield {**rap_entry(shared, "LoRA", 3.0, variant, irrelevance=weak), "seed": seed}
 
+def init_grid(full: bool) -> Iterator[Settings]:
+    "Table IV: where relevance begins; reduced: one number for each way."
+    chosen = [(init, given) for init, given in INITIALISATIONS if full or given in ({}, {"k": 5}, {"p": 0.9}, {"beams": 5})]
+    for seed in range(3):
+        for init, given in chosen:
+            yield {**rap_entry(rap_settings(full), "LoRA", 3.0, "tight", init=init, **given), "seed": seed}
+
 # %% ../../nbs/77_language_evidence.ipynb #language-costs
 def cost_grid(full: bool) -> Iterator[Settings]:
     "Tables III and IV: a step of each method without privacy, with it and with Rap-FT; and for each initialisation a batch's relevance."
@@ -427,5 +434,7 @@ EXPERIMENTS = {
                              "E2E and the public text; 225 runs, about 4 min each on a GPU"),
     "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little relevance?", beta_grid, language_run,
                            "E2E and the public text; 36 runs, about 4 min each on a GPU"),
+    "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?", init_grid, language_run,
+                           "E2E and the public text; 30 runs, about 4 min each on a GPU"),
     "rap-cost": Experiment("Tables III and IV of Rap-FT: what does a step cost, and what a relevance?", cost_grid, cost_entry,
                            "E2E and the public text; 10 min on a GPU")}
