@@ -102,7 +102,7 @@ def _single_gradient(model: nn.Module, loss_fn: LossFunction, row: Batch, parame
 
 # %% ../nbs/04_gradients.ipynb #gradients-contribution
 CHUNK = 2**24   # numbers in the largest per-example gradient that is instantiated at once
-CACHED = 2**21  # and of those that are read once and forgotten on a CPU: they stay in the processor's cache, 3 times faster
+CACHED = 2**21  # and of those that are read once and forgotten on a CPU: they stay in the processor's cache, in one place
 ROUNDING = 4   # units of rounding that a norm from inner products is raised by
 
 def full(values: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def by_example(values: Tensor) -> Tensor:
 class Contribution:
     "What one use of a parameter adds to its per-example gradients, in the cheapest form that determines them."
 
-    def dense(self) -> Tensor:
-        "The gradients themselves, (B, *shape)."
+    def dense(self, into: Tensor | None = None) -> Tensor:
+        "The gradients themselves, (B, *shape); `into` is memory for them, which not every form has a use for."
         raise NotImplementedError
 
     def weighted(self, factors: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Dense(Contribution):
     "Instantiated gradients: biases, norm layers, small matrices."
     values: Tensor  # (B, *shape)
 
-    def dense(self) -> Tensor:
+    def dense(self, into: Tensor | None = None) -> Tensor:
         return full(self.values)
 
     def weighted(self, factors: Tensor) -> Tensor:
@@ -178,8 +178,10 @@ class Outer(Contribution):
     right: Tensor  # (B, G, T, d)
     shape: torch.Size  # of the parameter; it holds G * p * d numbers
 
-    def dense(self) -> Tensor:
-        return (full(self.left).mT @ full(self.right)).reshape(self.size, *self.shape)
+    def dense(self, into: Tensor | None = None) -> Tensor:
+        left, right = full(self.left).flatten(0, 1), full(self.right).flatten(0, 1)
+        matrices = None if into is None else into.view(len(left), left.shape[2], right.shape[2])
+        return torch.bmm(left.mT, right, out=matrices).view(self.size, *self.shape)
 
     def weighted(self, factors: Tensor) -> Tensor:
         left, right, scale = full(self.left), full(self.right), factors[:, None, None, None]
@@ -216,7 +218,7 @@ class Rows(Contribution):
     right: Tensor  # (B, T, d)
     shape: torch.Size  # (V, d)
 
-    def dense(self) -> Tensor:
+    def dense(self, into: Tensor | None = None) -> Tensor:
         table = self.right.new_zeros(self.size, *self.shape, dtype=full(self.right).dtype)
         return table.scatter_add_(1, self.index[..., None].expand_as(self.right), full(self.right))
 
@@ -481,7 +483,7 @@ class Gradients:
         if mask is not None and (rows := only_rows(uses)) is not None:
             return (rows.right * mask[rows.index]).square().sum((1, 2))
         if mask is not None:
-            return self._instantiated(name, lambda rows: torch.linalg.vector_norm(by_example(rows * mask), dim=1).square())
+            return self._instantiated(name, lambda rows: by_example(rows * mask).square_().sum(1))
         total = self.losses.new_zeros(self.size, dtype=full(self.parameters[name]).dtype)
         for i, use in enumerate(uses):
             total = total + use.inner(use)
@@ -493,7 +495,7 @@ class Gradients:
         "1-norm of each example's gradient of one parameter, (B,); instantiates it in chunks of bounded size."
         def norms(rows: Tensor) -> Tensor:
             rows = rows if mask is None else rows * mask
-            return torch.linalg.vector_norm(rows.flatten(2) if rows.ndim > 2 else by_example(rows)[:, None], 1, dim=2).sum(1)
+            return by_example(rows.abs()).sum(1)
         return self._instantiated(name, norms)
 
     def _instantiated(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -501,14 +503,15 @@ class Gradients:
         return torch.cat([reduce(rows) for _, rows in self._chunks(name, cached=self.parameters[name].device.type == "cpu")])
 
     def _chunks(self, name: str, cached: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        "Slices of the examples with their gradients of one parameter, (n, *shape)."
-        parameter = self.parameters[name]
-        step = max(1, (min(CACHED, CHUNK) if cached else CHUNK) // parameter.numel())
+        "Slices of the examples with their gradients of one parameter, (n, *shape); cached, each may overwrite the one before."
+        like, uses = full(self.parameters[name].detach()), self.uses[name]
+        step = max(1, (min(CACHED, CHUNK) if cached else CHUNK) // like.numel())
+        buffer = like.new_empty(min(step, self.size), *like.shape) if cached and [*map(type, uses)] == [Outer] else None
         for start in range(0, max(self.size, 1), step):
             part = slice(start, min(start + step, self.size))
-            shape = (part.stop - part.start, *parameter.shape)
-            uses = [use.map(itemgetter(part)) for use in self.uses[name]]
-            yield part, sum((use.dense() for use in uses[1:]), uses[0].dense()) if uses else full(parameter.detach()).new_zeros(shape)
+            count, own = part.stop - part.start, [use.map(itemgetter(part)) for use in uses]
+            first = own[0].dense(None if buffer is None else buffer[:count]) if own else like.new_zeros(count, *like.shape)
+            yield part, sum((use.dense() for use in own[1:]), first)
 
     def norms(
         self,

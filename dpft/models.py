@@ -137,7 +137,7 @@ class Projected(Contribution):
         units = self.units.view(self.outer.shape)                                # (p, channels, height, width)
         return values - (values * units).sum((-3, -2, -1), keepdim=True) * units
 
-    def dense(self) -> Tensor:
+    def dense(self, into: Tensor | None = None) -> Tensor:
         return self._project(self.outer.dense())
 
     def weighted(self, factors: Tensor) -> Tensor:
