@@ -55,7 +55,7 @@ bench: $(READY) ## time and memory; the only place where a clock decides
 	@$(BIN)/python -m dpft bench
 
 clean: ## remove what the targets made, apart from the environment
-	@rm -rf build dist *.egg-info _docs _preview _proc .quarto quickstart bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info _docs _preview _proc .quarto quickstart bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find dpft nbs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment: pinned by constraints.txt, with the checkout installed for development.

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attacks import Rate
 from .baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
 from .bitfit import BiTFiT
 from .composition import Chain, Then
@@ -84,11 +85,8 @@ def clopper_pearson(
     error: float = 0.05,  # that either bound is wrong
 ) -> tuple[float, float]:
     "A lower bound on the true-positive rate and an upper bound on the false-positive rate; part (a) of @lem-mu-bounds."
-    from scipy.stats import beta
-    hits, alarms = int((inside > threshold).sum()), int((outside > threshold).sum())
-    lower = beta.ppf(error / 2, hits, len(inside) - hits + 1) if hits else 0.0
-    upper = beta.isf(error / 2, alarms + 1, len(outside) - alarms) if alarms < len(outside) else 1.0
-    return float(lower), float(upper)
+    hits, alarms = (Rate(int((scores > threshold).sum()), len(scores)) for scores in (inside, outside))
+    return hits.interval(error)[0], alarms.interval(error)[1]
 
 def mu_of_rates(true: float, false: float) -> float:
     "The least mu that allows these rates."

@@ -1,0 +1,189 @@
+"""Figures as pure functions of records: the same files twice, one look for a method, and what happens when records are missing."""
+
+import json
+
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.colors import same_color
+
+import dpft
+from dpft import figures
+from dpft.evidence import EXPERIMENTS, FIGURES
+from dpft.experiments import source_hash, write_records
+from dpft.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
+from dpft.training import Method
+
+
+def entry(experiment, method, epsilon, seed, score=0.8, data="sst2", **more):
+    metrics = {"accuracy": score - 0.01 * seed, "test_accuracy": score + 0.01 * seed, "perplexity": 9.0 + seed}
+    return {"experiment": experiment, "data": data, "model": "m", "method": method, "target_epsilon": epsilon, "seed": seed,
+            "reduced": True, "device": "CPU", "metrics": metrics, **more}
+
+
+def grid(experiment, methods=("Full", "BiTFiT"), budgets=(0.5, 8.0, "inf"), **more):
+    return [entry(experiment, method, epsilon, seed, **more) for method in methods for epsilon in budgets for seed in range(3)]
+
+
+def selection():
+    round_ = {"values": [1e-3, None], "std": [1e-4, None]}
+    return {"partitions": [{"name": "embeddings"}, {"name": "output.LayerNorm"}], "chosen": [1], "rounds": [round_]}
+
+
+def angles(step, frozen):
+    layer = {"strength": 0.1, "clipping": 0.2, "noise": 1.5, "total": 1.5}
+    return {"step": step, "frozen": frozen, "before": {"3": layer, "5": layer}, "after": {"3": layer, "5": layer}}
+
+
+def attack(epsilon, seed):
+    found = {"auc": 0.6, "standard_error": 0.02}
+    return entry("attacks", "Full", epsilon, seed, data="e2e", allowed={"auc": 0.9}, membership=found, calibrated=found)
+
+
+def cost(who, size, part="text", trains="biases"):
+    return {"experiment": "cost", "part": part, "trains": trains, "who": who, "size": size, "width": size, "layers": size, "rows": 4,
+            "cannot": "", "seconds": 0.1 * size, "peak_mib": 2.0 * size, "examples_per_second": 3.0, "device": "CPU"}
+
+
+RECORDS = {
+    "quickstart": [{key: value for key, value in e.items() if key != "reduced"} for e in grid("quickstart", data="digits")],
+    "frost-text": grid("frost-text", ("Full", "DPFrost"), selection=selection()),
+    "methods-text": grid("methods-text", ("LoRA", "LargestWeights")),
+    "frost-vision": grid("frost-vision", ("Full", "DPFrost"), (2.0,), data="cifar10"),
+    "methods-images": grid("methods-images", ("Then",), (2.0,), data="cifar10", label="1/3+BiTFiT"),
+    "e2e-methods": [*grid("e2e-methods", data="e2e"), entry("e2e-methods", "Untouched", 0.0, 0, data="e2e")],
+    "methods-cost": [{"experiment": "methods-cost", "method": "all", "reduced": True,
+                      "costs": {label: {"step_seconds": 2.0, "peak_mib": 30.0} for label in ("Full", "LoRA")}}],
+    "methods-headline": grid("methods-headline", budgets=(2.0,)),
+    "lf-pwcca": [entry("lf-pwcca", "Full", 1, seed, data="fashion_mnist", distances={
+        str(step): {"0": 0.1 / step, "2": 0.2 / step} for step in (1, 20, 3)}) for seed in range(2)],
+    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, series=[angles(2, False), angles(8, True)]) for seed in range(2)],
+    "audits": [entry("audits", method, 8.0, 0, audited=3.0, claim=7.0, kind="separation", bounds={"separation": 4.0, "guesses": 1.0})
+               for method in ("Full", "RapFT")],
+    "attacks": [attack(epsilon, seed) for epsilon in (2.0, "inf") for seed in range(2)],
+    "costs": [cost(who, size, part, trains) for who in ("plain", "dpft") for size in (16, 32) for trains in ("biases", "full")
+              for part in ("text", "images", "models", "depths", "batches")]}
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    "A folder with some of the records of every figure."
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setenv("DPFT_RESULTS", str(folder))
+    for name, entries in RECORDS.items():
+        write_records(folder / f"{name}.jsonl", entries)
+    return folder
+
+
+def test_every_figure_is_drawn_and_the_svg_is_the_same_twice(results, tmp_path):
+    first, second = (list(redraw(FIGURES, tmp_path / where)) for where in ("a", "b"))
+    assert first == second and len(first) == len(FIGURES) and not any("skipped" in sentence for sentence in first)
+    for name in FIGURES:
+        svg = (tmp_path / "a" / f"{name}.svg").read_bytes()
+        assert svg == (tmp_path / "b" / f"{name}.svg").read_bytes() and b"<dc:date>" not in svg
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("ending", ["pdf", "png"])
+def test_other_formats_are_the_same_twice(results, tmp_path, ending):
+    some = {name: FIGURES[name] for name in ("tradeoff-text", "pwcca")}
+    for where in ("a", "b"):
+        list(redraw(some, tmp_path / where, ending))
+    for name in some:
+        file = (tmp_path / "a" / f"{name}.{ending}").read_bytes()
+        assert file == (tmp_path / "b" / f"{name}.{ending}").read_bytes() and b"CreationDate" not in file
+
+
+def test_a_format_that_is_none_is_refused(results, tmp_path):
+    with pytest.raises(ValueError, match="'gif' is unknown; choose svg, pdf, png"):
+        list(redraw(FIGURES, tmp_path / "a", "gif"))
+    with pytest.raises(ValueError, match="'jpg' is unknown"):
+        figures.save_figure(plt.figure(), tmp_path / "a.jpg")
+    plt.close("all")
+    assert not (tmp_path / "a").exists()
+
+
+def test_every_method_has_a_look_of_its_own():
+    public = {name for name in dpft.__all__ if isinstance(getattr(dpft, name), type) and issubclass(getattr(dpft, name), Method)}
+    assert public - {"Method"} <= set(COLOURS) == set(MARKERS)
+    assert len(set(COLOURS.values())) == len(set(MARKERS.values())) == len(COLOURS)
+
+
+def test_a_method_has_the_same_colour_in_every_figure(results):
+    "In whatever figure a method has a place in the legend, its marker has the method's colour and shape."
+    seen = {}
+    for name in ("quickstart", "tradeoff-text", "tradeoff-images", "tradeoff-language", "price", "attacks"):
+        figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
+        for bars in (bars for axis in figure.axes for bars in axis.containers):
+            label = bars.get_label().partition(" (")[0]
+            kind = label if label in COLOURS else "Then"
+            assert same_color(bars.lines[0].get_color(), COLOURS[kind]) and bars.lines[0].get_marker() == MARKERS[kind]
+            seen.setdefault(label, set()).add(name)
+    plt.close("all")
+    assert len(seen["Full"]) == 6 and "1/3+BiTFiT" in seen and "LoRA" in seen
+
+
+def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
+    figure = FIGURES["tradeoff-text"].draw(standing_on(FIGURES["tradeoff-text"])[0])
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} >= {"LoRA (3)", "DPFrost (3)"} and "seeds" in legend.get_title().get_text()
+    axis = figure.axes[0]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.5", "2", "8", "∞"] and "accuracy" in axis.get_ylabel()
+    figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
+    assert sum("degrees" in axis.get_ylabel() for axis in figure.axes) == 3 and "2 seeds" in figure.legends[0].get_title().get_text()
+    plt.close("all")
+
+
+def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tmp_path):
+    (results / "lf-pwcca.jsonl").unlink()
+    (results / "methods-text.jsonl").unlink()
+    status, out, _ = run("figures", "pwcca", "tradeoff-text", "--output", tmp_path / "a", "--format", "png")
+    lines = out.splitlines()
+    assert status == 0 and lines[0] == "pwcca: skipped, for there are no records of lf-pwcca; dpft run lf-pwcca makes them."
+    assert "none yet of methods-text" in lines[1] and lines[2].startswith("1 figure in")
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["tradeoff-text.png"]
+
+
+def test_an_unknown_figure_is_refused_with_the_nearest(run, results, tmp_path):
+    status, _, err = run("figures", "tradeof-text", "--output", tmp_path / "a")
+    assert status != 0 and "'tradeof-text'; did you mean tradeoff-text" in err and err.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_stale_records_are_counted(results, tmp_path):
+    fresh = [{**e, "source_hash": source_hash()} for e in RECORDS["lf-pwcca"]]
+    write_records(results / "lf-pwcca.jsonl", fresh)
+    (sentence,) = redraw({"pwcca": FIGURES["pwcca"]}, tmp_path)
+    assert "4 reduced records, 2 seeds, CPU; 2 of 4 stale" in sentence
+
+
+def test_full_and_reduced_runs_are_never_in_one_picture(results):
+    some = Drawing("", figures.text_tradeoff, ("frost-text",), ("methods-text", "quickstart"))
+    write_records(results / "methods-text.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-text"]])
+    records, missing = standing_on(some)                                         # what it needs is not there in full: all reduced
+    assert missing == [] and {e.get("reduced") for e in records} == {True, None}
+    write_records(results / "frost-text.jsonl", [{**e, "reduced": False} for e in RECORDS["frost-text"]])
+    records, _ = standing_on(some)
+    assert {e.get("reduced") for e in records} == {False, None} and {"frost-text", "methods-text", "quickstart"} == {
+        e["experiment"] for e in records}
+
+
+def test_only_the_data_that_a_figure_shows_counts(results):
+    write_records(results / "compositions-confirmed.jsonl", [entry("compositions-confirmed", "LayerFreeze", 2.0, 0, data=data)
+                                                             for data in ("digits", "cifar10", "sst2")])
+    for name, data in (("tradeoff-text", {"sst2"}), ("tradeoff-images", {"digits", "cifar10"})):
+        assert {e["data"] for e in standing_on(FIGURES[name])[0]} == data
+
+
+def test_what_makes_the_records_is_a_command(run):
+    for drawing in FIGURES.values():
+        for name in drawing.needs + drawing.also:
+            assert figures.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
+    assert "--format" in run("figures", "--help")[1]
+
+
+def test_an_interval_over_examples_is_wider_and_a_single_seed_has_only_that():
+    assert figures.interval([0.8]) == (0.8, 0.0)
+    assert figures.interval([0.8], 100)[1] == pytest.approx(1.96 * 0.04)
+    assert figures.interval([0.8, 0.9], 100)[1] > figures.interval([0.8, 0.9])[1] > 0
+    assert json.dumps(figures.by_method(grid("x", ("LoRA", "Full")), "accuracy")).startswith('{"Full"')
