@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['app', 'METHODS', 'main', 'tell', 'show_version', 'root', 'method_named', 'options_of', 'with_schedule', 'train',
            'tell_result', 'prepared_model', 'scored_part', 'plan', 'counted', 'probed', 'whole_numbers', 'account',
-           'account_lines', 'verify', 'quickstart', 'run_named', 'audit', 'bench']
+           'account_lines', 'verify', 'quickstart', 'run_named', 'figures_named', 'audit', 'bench']
 
 # %% ../nbs/80_command_line.ipynb #cli-imports
 import json
@@ -393,6 +393,27 @@ def run_named(
     made = run_experiment(name, EXPERIMENTS[name], file, full, wanted)
     fresh = sum(entry is not None for entry in tqdm(made, total=len(chosen), unit="run"))
     print(f"{fresh} runs made, {len(chosen) - fresh} there already, in {file}.")
+
+# %% ../nbs/80_command_line.ipynb #cli-figures
+@app.command(name="figures")
+def figures_named(
+    names: Annotated[list[str] | None, typer.Argument(help="Figures; without one, all of them.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
+    ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
+) -> None:
+    "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
+    from dpft.evidence import FIGURES
+    from dpft.figures import redraw
+
+    for name in names or ():
+        if name not in FIGURES:
+            near = get_close_matches(name, FIGURES, n=3, cutoff=0.4) or sorted(FIGURES)
+            raise ValueError(f"unknown figure {name!r}; did you mean {' or '.join(near)}?")
+    drawn = 0
+    for sentence in redraw({name: FIGURES[name] for name in names or FIGURES}, output, ending):
+        drawn += ": skipped, " not in sentence
+        print(sentence)
+    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if other source than this made it.")
 
 # %% ../nbs/80_command_line.ipynb #cli-audit
 @app.command()
