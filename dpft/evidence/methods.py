@@ -105,7 +105,7 @@ def headline_grid(full: bool) -> list[Settings]:
                         for seed in (range(10, 20) if full else range(3, 10)) for method in (*METHODS, *OTHERS))
 
 def slowest_last(runs: Iterable[Settings]) -> list[Settings]:
-    "The same runs, LargestWeights at the end, which takes eight times as long as the others."
+    "The same runs, LargestWeights at the end, which takes longest."
     return sorted(runs, key=lambda run: run["method"] == "LargestWeights")
 
 # %% ../../nbs/78_methods_evidence.ipynb #methods-evidence-images
