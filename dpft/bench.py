@@ -7,13 +7,13 @@ __all__ = ['MODELS', 'CLIP', 'CONTENDERS', 'TOLERANCE', 'MIB', 'PARTS', 'SIZED',
            'MARKERS', 'AXES', 'FREEZING', 'PAPER_RATE', 'PAPER_SIZE', 'FREEZING_MARKS', 'EPOCH_MARKS', 'heads',
            'encoder', 'bert', 'gpt2', 'llama', 'convolutions', 'Setting', 'train_only', 'WatchedLoss', 'Contender',
            'collected', 'quiet', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'wanted_sum',
-           'relative_error', 'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes',
-           'Memory', 'measure_memory', 'weight_bytes', 'largest_batch', 'provenance', 'processor', 'matrix_rate',
-           'operations', 'measure', 'described', 'timed', 'weighed', 'measure_largest', 'run_bench', 'Sizes',
-           'plan_bench', 'plan_marks', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged', 'marks_table',
-           'panels', 'cost_figure', 'batch_figure', 'model_figure', 'write_bench', 'bench_report', 'freezing_engine',
-           'whole_steps', 'whole_run', 'freezing_costs', 'freezing_record', 'judged_freezing', 'freezing_table',
-           'write_freezing']
+           'relative_error', 'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'live_peak',
+           'CudaBytes', 'Memory', 'measure_memory', 'weight_bytes', 'largest_batch', 'provenance', 'processor',
+           'matrix_rate', 'operations', 'measure', 'described', 'timed', 'weighed', 'measure_largest', 'run_bench',
+           'Sizes', 'plan_bench', 'plan_marks', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged',
+           'marks_table', 'panels', 'cost_figure', 'batch_figure', 'model_figure', 'write_bench', 'bench_report',
+           'freezing_engine', 'whole_steps', 'whole_run', 'freezing_costs', 'freezing_record', 'judged_freezing',
+           'freezing_table', 'write_freezing']
 
 # %% ../nbs/73_cost.ipynb #cost-imports
 import copy
@@ -333,6 +333,12 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+def live_peak(work: Callable[[], Any]) -> float:
+    "MiB that operators made and that were alive at once."
+    with LiveBytes() as alive:
+        work()
+    return alive.peak / 2**20
 
 class CudaBytes:
     "The same from the GPU's allocator, its workspaces included."
@@ -780,12 +786,7 @@ def whole_steps(engine: Engine) -> Contender:
     "One step after another; the batch that a contender is given does not matter."
     optimizer, left = torch.optim.SGD(engine.model.parameters(), 0.1), iter(engine)
     def step(batch: Batch) -> dict[str, Tensor]:
-        one = next(left)
-        for part in one:
-            one.add(part)
-        one.privatize()
-        optimizer.step()
-        one.done()
+        next(left).take(optimizer)
         return {}
     return Contender(engine.model, step)
 

@@ -32,7 +32,7 @@ from torch import nn
 from .baselines import Full, LastLayer
 from .bitfit import BiTFiT
 from .data import Public, Task, encode, fingerprint, font_digits, load_data
-from .guarantee import installed_versions
+from .guarantee import installed_versions, json_number
 from .models import accuracy, fresh_head, load_model, load_tokenizer, pretrain
 from .training import Method, Run, fine_tune
 
@@ -49,17 +49,13 @@ def record(
 
 def outcome(run: Run) -> dict[str, Any]:
     "What a run spent and how it scored."
-    return {"epsilon": _finite(run.epsilon), "delta": run.delta, "accountant": run.guarantee.accountant,
+    return {"epsilon": json_number(run.epsilon), "delta": run.delta, "accountant": run.guarantee.accountant,
             "mechanisms": [asdict(mechanism) for mechanism in run.mechanisms], "metrics": run.scores,
             "data_hash": fingerprint(run.prepared.train)}
 
 def machine(device: torch.device) -> dict[str, Any]:
     "On what, and with which versions."
     return {"device": device_name(device), "versions": installed_versions() | {"python": platform.python_version()}}
-
-def _finite(value: float) -> float | str:
-    "JSON has no infinity."
-    return value if math.isfinite(value) else "inf"
 
 def device_name(device: torch.device) -> str:
     "What a reader needs to know of the hardware: the GPU's name, or the number of CPU threads."
@@ -291,7 +287,7 @@ def quickstart(
                 run = fine_tune(copy.deepcopy(start), task, method(), epsilon=epsilon, evaluate=task.dev, seed=seed, progress=False,
                                 **settings)
                 configuration = {"data": "digits", "model": "cnn, pre-trained on font digits", "method": name, "seed": seed,
-                                 "target_epsilon": _finite(epsilon), **settings}
+                                 "target_epsilon": json_number(epsilon), **settings}
                 yield record("quickstart", configuration, run, time.perf_counter() - began)
 
 def printed_digits_network(task: Task) -> nn.Module:

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'MISSED', 'FINE', 'READINGS', 'best_true_positive_rate', 'step_loss', 'loss_grid', 'composed_loss',
-           'PrivacyCurve', 'group_epsilon', 'sentence_units', 'installed_versions', 'Guarantee', 'content_digest',
-           'claim', 'meaning', 'details', 'assumptions', 'mechanism_text', 'VerificationError', 'verify']
+           'PrivacyCurve', 'group_epsilon', 'sentence_units', 'json_number', 'installed_versions', 'Guarantee',
+           'content_digest', 'claim', 'meaning', 'details', 'assumptions', 'mechanism_text', 'VerificationError',
+           'verify']
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-imports
 import hashlib
@@ -187,6 +188,10 @@ def sentence_units(
     return [numbers.setdefault(owner[row], len(numbers)) for row in words]
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-versions
+def json_number(value: float) -> float | str:
+    "JSON has no infinity."
+    return value if math.isfinite(value) else "inf"
+
 def installed_versions() -> dict[str, str]:
     "The packages that the numbers depend on."
     found = {}

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .data import Public, collate_for, gather
-from .gradients import RULES, Contribution, Dense, Outer, Rule, channel_bias, full, unfolded
+from .gradients import RULES, Contribution, Dense, Outer, Rule, channel_bias, evaluating, full, unfolded
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'HEADS', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small',
@@ -525,14 +525,9 @@ def _evaluation_batches(model: nn.Module, data: Any, collate: Callable[[list[Any
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     lengths = getattr(data, "lengths", None)
     rows = torch.arange(len(data)) if lengths is None else torch.as_tensor(lengths).argsort(stable=True)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluating(model):
         for part in rows.split(batch_size):
             yield to_device(gather(data, part, collate), device)
-    finally:
-        for module in training:
-            module.training = True
 
 
 @torch.no_grad()

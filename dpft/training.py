@@ -830,6 +830,15 @@ class Step:
                 self.sums[name] += full(value)
         return losses
 
+    def take(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        "All of the step at once, for a loop that has nothing to do in between; without an optimizer the parameters stay."
+        for batch in self:
+            self.add(batch)
+        self.privatize()
+        if optimizer is not None:
+            optimizer.step()
+        self.done()
+
     def privatize(self) -> None:
         """Charge the step, add its noise, and put the private mean into `.grad` of what trains.
 

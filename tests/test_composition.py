@@ -100,11 +100,7 @@ def walk(e, rate=0.1):
     optimizer, trained, moved = torch.optim.SGD(e.model.parameters(), rate), [], []
     for step in e:
         before = {name: p.detach().clone() for name, p in e.model.named_parameters()}
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+        step.take(optimizer)
         trained.append(set(e.trains))
         moved.append({name for name, p in e.model.named_parameters() if not torch.equal(p, before[name])})
     return trained, moved
@@ -386,11 +382,7 @@ def test_an_optimizer_that_misses_the_second_phase_is_noticed():
     optimizer = torch.optim.SGD(e.parameters(), 0.1)
     with pytest.raises(ValueError, match="optimizer does not hold"):
         for step in e:
-            for batch in step:
-                step.add(batch)
-            step.privatize()
-            optimizer.step()
-            step.done()
+            step.take(optimizer)
 
 
 # going on ---------------------------------------------------------------------------------------------------------------------------

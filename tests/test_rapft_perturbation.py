@@ -238,11 +238,7 @@ def test_the_engine_has_one_block_during_the_warm_up_and_two_afterwards():
     engine = Engine(model, loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4, accountant="rdp", delta=1e-3)
     optimizer, seen = torch.optim.SGD(engine.parameters(), 0.1), []
     for step in engine:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+        step.take(optimizer)
         clips, stds = (torch.tensor([getattr(b, what) for b in engine.blocks], dtype=torch.float64) for what in ("clip", "noise"))
         assert abs(effective_noise_multiplier(clips, stds) - engine.plan.mechanisms[0].noise_multiplier) < 1e-9
         seen.append((len(engine.blocks), method.changes))

@@ -36,11 +36,7 @@ def engine(model=None, method=None, data=None, **settings):
 def run_all(e, optimizer=None):
     optimizer = optimizer or torch.optim.SGD(e.parameters(), 0.1)
     for step in e:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+        step.take(optimizer)
     return e
 
 
@@ -274,11 +270,7 @@ def test_what_trains_may_change_at_any_step_both_ways():
     moved = []
     for step in e:
         before = e.model[1].weight.detach().clone()
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+        step.take(optimizer)
         moved.append(not torch.equal(before, e.model[1].weight))
     assert moved == [True, True, False, True]
 

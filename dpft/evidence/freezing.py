@@ -52,11 +52,7 @@ def walk(
                     batch_size=settings["batch_size"], clip=settings["clip"], accountant="rdp", seed=seed, physical_batch_size=128)
     optimizer = torch.optim.SGD(engine.parameters(), settings["learning_rate"])
     for step in engine:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        optimizer.step()
-        step.done()
+        step.take(optimizer)
         yield engine.t
 
 def state_of(model: nn.Module) -> State:

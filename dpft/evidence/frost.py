@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SST2', 'METHODS', 'RATES', 'BESIDE', 'VISION_RATES', 'EXPERIMENTS', 'text_run', 'frost_options', 'tuning_grid',
            'tuned', 'text_grid', 'variants', 'digits_run', 'ablation_grid', 'reselection_grid', 'rate_grid',
-           'vision_grid', 'selection_of', 'measured', 'Timed', 'clock', 'cost_grid', 'cost_entry']
+           'vision_grid', 'selection_of', 'measured', 'Timed', 'clock', 'cost_grid', 'cost_entry', 'measured_engine']
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-imports
 import time
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ..baselines import Full, partitions
-from ..bench import LiveBytes
+from ..bench import live_peak
 from ..data import Task
 from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
 from ..frost.magnitude import gradient_magnitudes
 from ..frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
 from ..gradients import clipped_sum, tensors
 from ..models import load_model
-from ..training import Context, Engine, Method, Run, Step
+from ..training import Context, Engine, Method, Run
 
 # %% ../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows
@@ -180,10 +180,10 @@ def cost_grid(full: bool) -> Iterator[Settings]:
 def cost_entry(settings: Settings) -> Settings:
     "Seconds of selecting and of training; peak bytes of selecting and of a full private step on one and the same batch."
     task, method = prepared_task(settings["data"], settings["model"]), Timed(**settings["options"])
-    engine = _engine(settings, task, method)
+    engine = measured_engine(settings, task, method)
     seconds, began = [], clock()
     for step in engine:
-        _take(step)
+        step.take()
         seconds.append(clock() - began)
         began = clock()
         if engine.t == settings["timed_steps"]:
@@ -192,34 +192,25 @@ def cost_entry(settings: Settings) -> Settings:
     return {"selection_seconds": method.seconds, "step_seconds": median(seconds[1:]), "training_seconds": training,
             "selection_share": method.seconds / (method.seconds + training), **_peaks(settings, task), "metrics": {}}
 
-def _engine(settings: Settings, task: Task, method: Method) -> Engine:
-    model = load_model(settings["model"], len(task.classes), task.kind)
-    size, own = settings["batch_size"], {name: settings[name] for name in ("clip", "delta", "accountant", "physical_batch_size", "seed")}
-    return Engine(model, None, method, task.train, epsilon=settings["target_epsilon"], batch_size=size,
-                  steps=round(settings["epochs"] * len(task.train) / size), cache=0, **own)
+def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
+    "Without a cache of the frozen prefix, so that a step costs what it costs the first time."
+    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind, "image_shape": task.image_shape}
+    names = ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")
+    own = {name: settings[name] for name in names if name in settings}
+    steps = settings.get("steps") or round(settings["epochs"] * len(task.train) / settings["batch_size"])
+    return Engine(load_model(settings["model"], **recipe), None, method, task.train, epsilon=settings["target_epsilon"], steps=steps,
+                  cache=0, **own)
 
 def _peaks(settings: Settings, task: Task) -> Settings:
     "Most MiB alive at once on the widest physical batch of a draw, for both ways of using its gradients."
-    engine = _engine(settings, task, Full())
+    engine = measured_engine(settings, task, Full())
     model, loss_fn, batch = engine.model, engine.loss_fn, max(next(iter(engine)), key=lambda batch: sum(map(torch.numel, tensors(batch))))
     uses: dict[str, Callable[[], Any]] = {
         "selection_peak_mib": lambda: gradient_magnitudes(model, loss_fn, [batch], partitions(model)),
         "full_step_peak_mib": lambda: clipped_sum(model, loss_fn, batch, settings["clip"])}
     for use in uses.values():                                                    # the first look at a batch's form also checks it
         use()
-    return {name: _peak(use) / 2**20 for name, use in uses.items()}
-
-def _peak(use: Callable[[], Any]) -> int:
-    with LiveBytes() as alive:
-        use()
-    return alive.peak
-
-def _take(step: Step) -> None:
-    "All of a step but the optimizer's part."
-    for batch in step:
-        step.add(batch)
-    step.privatize()
-    step.done()
+    return {name: live_peak(use) for name, use in uses.items()}
 
 EXPERIMENTS = {
     "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured, "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),

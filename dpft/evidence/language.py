@@ -8,7 +8,7 @@ __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', '
            'language_model', 'score_set', 'prompts_and_references', 'completions', 'text_scores', 'generation_scores',
            'language_run', 'scored_by', 'trained_entries', 'with_public', 'public_windows', 'development_pairs',
            'papers_noise', 'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings',
-           'rap_entry', 'rap_grid', 'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs', 'live_peak',
+           'rap_entry', 'rap_grid', 'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs',
            'relevance_costs']
 
 # %% ../../nbs/77_language_evidence.ipynb #language-imports
@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bench import Contender, LiveBytes, interleaved, train_only, whole_steps
+from ..bench import Contender, interleaved, live_peak, train_only, whole_steps
 from ..clipping import effective_noise_multiplier
 from ..data import EncodedData, Public, TableData, Task, encode, public_text
 from ..experiments import Experiment, Settings, cache_folder, measured_run, method_from, prepared_task
-from ..gradients import trainable
+from ..gradients import evaluating, trainable
 from ..models import example_losses, load_model, load_tokenizer, perplexity, pretrain
 from ..privacy import noise_multiplier
 from ..rapft.relevance import relevance_map
@@ -184,15 +184,14 @@ def completions(
 ) -> list[str]:
     "The most probable continuation of each prompt, as far as greedy or beam search finds it."
     device, texts = next(model.parameters()).device, list[str]()
-    training = model.training
-    model.eval()
-    for first in range(0, len(prompts), batch_size):
-        batch = tokenizer.pad({"input_ids": list(prompts[first:first + batch_size])}, padding_side="left", return_tensors="pt").to(device)
-        width = batch["input_ids"].shape[1]
-        found = model.generate(**batch, num_beams=beams, do_sample=False, pad_token_id=tokenizer.pad_token_id,
-                               max_new_tokens=min(new_tokens, model.config.max_position_embeddings - width))
-        texts += tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
-    model.train(training)
+    with evaluating(model):
+        for first in range(0, len(prompts), batch_size):
+            rows = {"input_ids": list(prompts[first:first + batch_size])}
+            batch = tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(device)
+            width = batch["input_ids"].shape[1]
+            found = model.generate(**batch, num_beams=beams, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+                                   max_new_tokens=min(new_tokens, model.config.max_position_embeddings - width))
+            texts += tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return texts
 
 def text_scores(
@@ -400,13 +399,8 @@ def step_costs(settings: Settings) -> Settings:
     base = settings["base"], BASES[settings["base"]]
     them = {"Non-private": steps(*base, math.inf), "DP-FT": steps(*base, 3.0), "Rap-FT": steps("RapFT", settings["options"], 3.0)}
     seconds = {name: round(median(its), 4) for name, its in interleaved(them, (), settings["rounds"]).items()}
-    return {"step_seconds": seconds, "step_mib": {name: live_peak(partial(its.step, ())) for name, its in them.items()}, "metrics": {}}
-
-def live_peak(work: Callable[[], Any]) -> float:
-    "MiB that operators made and that were alive at once."
-    with LiveBytes() as alive:
-        work()
-    return round(alive.peak / 2**20, 1)
+    mib = {name: round(live_peak(partial(its.step, ())), 1) for name, its in them.items()}
+    return {"step_seconds": seconds, "step_mib": mib, "metrics": {}}
 
 def relevance_costs(settings: Settings) -> Settings:
     "The relevance of all biases for one batch, beside their plain gradient."
@@ -420,7 +414,7 @@ def relevance_costs(settings: Settings) -> Settings:
         "relevance": lambda: relevance_map(model, [batch], settings["init"], **settings["given"])}
     them = {name: Contender(model, partial(_called, its)) for name, its in work.items()}
     seconds = {name: round(median(its), 4) for name, its in interleaved(them, (), settings["rounds"]).items()}
-    return {"batch_seconds": seconds, "batch_mib": {name: live_peak(its) for name, its in work.items()}, "metrics": {}}
+    return {"batch_seconds": seconds, "batch_mib": {name: round(live_peak(its), 1) for name, its in work.items()}, "metrics": {}}
 
 def _called(work: Callable[[], Any], batch: Any) -> Any:
     return work()

@@ -12,20 +12,18 @@ __all__ = ['OTHERS', 'OTHER_RATES', 'IMAGE_RATES', 'SENSITIVITY', 'PARTS', 'PART
 # %% ../../nbs/78_methods_evidence.ipynb #methods-evidence-imports
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from statistics import mean, median
-from typing import Any
 
 import torch
 
-from ..bench import LiveBytes
-from ..data import Task
-from .frost import METHODS, RATES, VISION_RATES, clock, digits_run, measured, text_run, tuned, vision_grid
+from ..bench import live_peak
+from .frost import METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine, text_run, tuned, vision_grid
 from ..experiments import Experiment, Settings, method_from, prepared_task, recorded, results_file
 from ..figures import interval, label_of
 from ..frost.selection import LEARNING_RATES
 from ..gradients import members
-from ..models import load_model
-from ..training import Engine, Method
+from ..training import Engine
 
 # %% ../../nbs/78_methods_evidence.ipynb #methods-evidence-interval
 def score_interval(
@@ -158,7 +156,8 @@ def cost_entry(settings: Settings) -> Settings:
     engines: dict[str, tuple[Engine, torch.optim.Optimizer]] = {}
     for label, name, options in settings["methods"]:
         began = clock()
-        engines[label] = _engine(settings, task, method_from(name, options))
+        engine = measured_engine(settings, task, method_from(name, options))
+        engines[label] = engine, torch.optim.AdamW(engine.parameters(), 1e-4)
         took[label].append(clock() - began)
     for _ in range(1 + settings["rounds"]):                                      # all make the same draws; the first step warms up
         for label, both in engines.items():
@@ -166,37 +165,16 @@ def cost_entry(settings: Settings) -> Settings:
             _step(*both)
             took[label].append(clock() - began)
     costs = {label: {"start_seconds": took[label][0], "step_seconds": median(took[label][2:]), "slowest_seconds": max(took[label][2:]),
-                     "trainable": _entries(both[0]), "peak_mib": _peak(*both)} for label, both in engines.items()}
+                     "trainable": _entries(both[0]), "peak_mib": live_peak(partial(_step, *both))} for label, both in engines.items()}
     return {"costs": costs, "metrics": {}}
-
-def _engine(settings: Settings, task: Task, method: Method) -> tuple[Engine, torch.optim.Optimizer]:
-    "Without a cache of the frozen prefix, so that a step costs what it costs the first time."
-    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind, "image_shape": task.image_shape}
-    names = ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")
-    own = {name: settings[name] for name in names if name in settings}
-    steps = settings.get("steps") or round(settings["epochs"] * len(task.train) / settings["batch_size"])
-    engine = Engine(load_model(settings["model"], **recipe), None, method, task.train, epsilon=settings["target_epsilon"], steps=steps,
-                    cache=0, **own)
-    return engine, torch.optim.AdamW(engine.parameters(), 1e-4)
 
 def _entries(engine: Engine) -> int:
     "How many entries train, of masked parameters those within the mask."
     return sum(p.numel() if mask is None else int(mask.sum()) for block in engine.blocks for p, mask in members(block))
 
 def _step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    "One logical step with all that belongs to it."
-    step = next(iter(engine))
-    for batch in step:
-        step.add(batch)
-    step.privatize()
-    optimizer.step()
-    step.done()
-
-def _peak(engine: Engine, optimizer: torch.optim.Optimizer) -> float:
-    "Most MiB that were alive at once in a step."
-    with LiveBytes() as alive:
-        _step(engine, optimizer)
-    return alive.peak / 2**20
+    "The next logical step with all that belongs to it."
+    next(iter(engine)).take(optimizer)
 
 # %% ../../nbs/78_methods_evidence.ipynb #methods-evidence-parts
 PARTS = ("Full", "LastLayer", "BiTFiT", "LoRA", "NormOnly", "DPFrost", "LayerFreeze")
