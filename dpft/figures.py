@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'T_QUANTILES', 'EXAMPLES', 'STYLE', 'Records', 'NAMES', 'ANGLES', 'KINDS', 'PRICES',
-           'ATTACKS', 'ENDINGS', 'DRAWINGS', 'style', 'interval', 'label_of', 'by_method', 'look', 'legend_beside',
-           'plain_log', 'counted', 'draw_tradeoff', 'tradeoff', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff',
-           'band', 'similarity_figure', 'angle_figure', 'kind_of', 'selection_figure', 'price_figure', 'audit_figure',
-           'attack_figure', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table']
+           'ATTACKS', 'BRANCHES', 'ENDINGS', 'DRAWINGS', 'style', 'interval', 'label_of', 'by_method', 'look',
+           'legend_beside', 'plain_log', 'counted', 'draw_tradeoff', 'tradeoff', 'text_tradeoff', 'image_tradeoff',
+           'language_tradeoff', 'band', 'similarity_figure', 'angle_figure', 'kind_of', 'selection_figure',
+           'price_figure', 'audit_figure', 'attack_figure', 'layers_figure', 'relevance_figure', 'share_figure',
+           'rate_figure', 'status_figure', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by',
+           'text_table']
 
 # %% ../nbs/71_figures.ipynb #figures-imports
 from collections import defaultdict
@@ -357,6 +359,127 @@ def _attacked(axis: "Axes", entries: Sequence[dict[str, Any]], kind: str) -> Non
             axis.plot([0.8 * budget, 1.25 * budget], [entry["allowed"]["auc"]] * 2, color="black", linewidth=1)
     _budget_axis(axis, budgets)
 
+# %% ../nbs/71_figures.ipynb #figures-paired
+BRANCHES = {"one": "layer that trains", "upper": "frozen layers", "when": "steps with the lower half frozen"}
+
+def _dots(axis: "Axes", groups: dict[Any, list[float]], **line: Any) -> None:
+    "Values side by side in the order of their names, with the mean of each group, and a line at no difference."
+    for place, values in enumerate(groups.values()):
+        axis.plot([place] * len(values), values, "o", markersize=4, **line)
+        axis.plot([place - 0.2, place + 0.2], [mean(values)] * 2, **line)
+    axis.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
+    axis.set_xticks(range(len(groups)), list(map(str, groups)))
+
+@style()
+def layers_figure(records: Records) -> "Figure":
+    "Accuracy less that of training all layers: one layer trains, the lowest are frozen, or the lower half is for so many steps."
+    from matplotlib import pyplot as plt
+
+    known = list(records)
+    plain = {_twin(entry): entry["metrics"]["accuracy"] for entry in known if entry["last"] == 0}
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True, layout="constrained")
+    for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
+        groups: dict[int, list[float]] = defaultdict(list)
+        for entry in known:
+            if "kind" in entry and _twin(entry) in plain and (place := _branch(entry, kind)) is not None:
+                groups[place].append(entry["metrics"]["accuracy"] - plain[_twin(entry)])
+        _dots(axis, dict(sorted(groups.items())), color=SERIES[0])
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("accuracy less that\nof training all layers")
+    return figure
+
+def _twin(entry: dict[str, Any]) -> tuple[Any, ...]:
+    "What a run shares with the plain run that it is compared with."
+    return entry["data"], entry["steps"], entry["target_epsilon"], entry["seed"]
+
+def _branch(entry: dict[str, Any], kind: str) -> int | None:
+    "Where a run stands in a panel, if it belongs there; the lower half, frozen, belongs into two."
+    first, last = entry["kept"][0], entry["kept"][-1]
+    if kind == "when":
+        return entry["last"] if entry["kind"] == kind or entry["kind"] == "upper" and first == (last + 2) // 2 else None
+    return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
+
+@style()
+def relevance_figure(records: Records) -> "Figure":
+    "Perplexity of each variant of Rap-FT less that of the plain run with the same seed, at the smallest budget."
+    from textwrap import fill
+
+    from matplotlib import pyplot as plt
+
+    private = [entry for entry in records if entry["target_epsilon"] != "inf"]
+    known = [entry for entry in private if entry["target_epsilon"] == min(other["target_epsilon"] for other in private)]
+    plain = {(e["base"], e["seed"]): e["metrics"]["perplexity"] for e in known if e["variant"] == "plain"}
+    variants = [variant for variant in dict.fromkeys(e["variant"] for e in known) if variant != "plain"]
+    figure, axis = plt.subplots(figsize=(8.2, 3.2), layout="constrained")
+    for number, base in enumerate(dict.fromkeys(e["base"] for e in known)):
+        points = [(variants.index(e["variant"]) + 0.22 * (number - 1), e["metrics"]["perplexity"] - plain[base, e["seed"]])
+                  for e in known if e["base"] == base and e["variant"] != "plain" and (base, e["seed"]) in plain]
+        axis.plot(*zip(*points, strict=True), markersize=5, label=base, linestyle="none", **look(base))
+    axis.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
+    axis.set_xticks(range(len(variants)), [fill(variant, 12) for variant in variants])
+    axis.set_ylabel("perplexity less that\nof the plain run")
+    axis.legend()
+    return figure
+
+# %% ../nbs/71_figures.ipynb #figures-swept
+@style()
+def share_figure(records: Records) -> "Figure":
+    "Perplexity of Rap-FT over the share of entries that are taken for weakly significant; dots are seeds, lines their means."
+    from matplotlib import pyplot as plt
+
+    known = list(records)
+    figure, axis = plt.subplots(figsize=(5.6, 3.0), layout="constrained")
+    for number, variant in enumerate(dict.fromkeys(entry["variant"] for entry in known)):
+        values: dict[float, list[float]] = defaultdict(list)
+        for entry in known:
+            if entry["variant"] == variant:
+                values[entry["options"]["irrelevance"]].append(entry["metrics"]["perplexity"])
+        axis.plot(*zip(*((share, value) for share, its in values.items() for value in its), strict=True), "os"[number % 2], markersize=4,
+                  color=SERIES[number], label=variant)
+        axis.plot(sorted(values), [mean(values[share]) for share in sorted(values)], color=SERIES[number], linewidth=1)
+    axis.set(xlabel=r"irrelevance ratio $\beta$", ylabel="perplexity per token")
+    axis.legend()
+    return figure
+
+@style()
+def rate_figure(records: Records) -> "Figure":
+    "Accuracy over the learning rate for each method; bars are 95 % intervals over seeds."
+    from matplotlib import pyplot as plt
+
+    scores: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for entry in records:
+        scores[label_of(entry)][entry["learning_rate"]].append(entry["metrics"]["accuracy"])
+    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for number, (label, row) in enumerate(scores.items()):
+        rates, known = sorted(row), [interval(values) for _, values in sorted(row.items())]
+        axis.errorbar([rate * 1.05 ** (number - 1) for rate in rates], [centre for centre, _ in known], [half for _, half in known],
+                      markersize=4, capsize=3, **look(label), label=f"{label} ({counted(map(len, row.values()))})")
+    axis.set(xscale="log", xlabel="learning rate", ylabel="accuracy")
+    axis.legend(title="method (seeds)")
+    return figure
+
+@style()
+def status_figure(records: Records) -> "Figure":
+    "What the first run shows of the two assumptions: angles of clipped and unclipped gradients, and how many are clipped, by bound."
+    from matplotlib import pyplot as plt
+
+    run = next(iter(records))
+    steps, bounds = [at["step"] for at in run["series"]], sorted(run["series"][0]["groups"], key=float)[-2:]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.0, 3.2), layout="constrained")
+    for bound, colour in zip(bounds, SERIES, strict=False):
+        for kind, line in (("clipped", "-"), ("unclipped", "--")):
+            angles = [at["groups"][bound][f"{kind}_angle"][0] for at in run["series"]]
+            points = [(step, 180 / pi * angle) for step, angle in zip(steps, angles, strict=True) if angle is not None]
+            left.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.1, label=f"C = {float(bound):g}, {kind}")
+        for kind, line, layers in (("before", "-", "all layers"), ("after", ":", "the layers that stay")):
+            right.plot(steps, [at["status"][bound][f"clipped_{kind}"] for at in run["series"]], line, color=colour,
+                       label=f"C = {float(bound):g}, norm of {layers}")
+    left.set(xlabel="training step", ylabel="angle to the mean gradient (degrees)", ylim=(0, 175))
+    right.set(xlabel="training step", ylabel=f"clipped examples of {run['batch_size']}", ylim=(0, 1.5 * run["batch_size"]))
+    for axis in (left, right):
+        axis.legend(loc="upper right")
+    return figure
+
 # %% ../nbs/71_figures.ipynb #figures-save
 ENDINGS: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}  # metadata that would change
 
@@ -434,6 +557,11 @@ DRAWINGS = {
     "tradeoff-language": Drawing("perplexity on E2E over epsilon", language_tradeoff, ("e2e-methods",)),
     "pwcca": Drawing("PWCCA of each layer over training", similarity_figure, ("lf-pwcca",)),
     "angles": Drawing("signal and distortion angles before and after freezing", angle_figure, ("lf-angles",)),
+    "layers": Drawing("which layers to freeze, how many, and when", layers_figure, ("lf-layers", "lf-table1")),
+    "assumptions": Drawing("what is clipped before and after freezing", status_figure, ("lf-angles",)),
+    "rates": Drawing("accuracy over the learning rate", rate_figure, ("methods-rate",)),
+    "relevance": Drawing("Rap-FT beside the plain run", relevance_figure, ("rap-tables",)),
+    "irrelevance": Drawing("Rap-FT over the share of the weakly significant", share_figure, ("rap-beta",)),
     "selection": Drawing("what DP-FROST selects", selection_figure, ("frost-text",)),
     "price": Drawing("test accuracy over time and memory of a step", price_figure, ("methods-cost", "frost-text"),
                      ("methods-text", "methods-headline")),

@@ -1,4 +1,4 @@
-"""The book as a whole: its chapters and labels, whether it is consistent (`check`, `exported`), and how it is run (`run`)."""
+"""The book as a whole: chapters and labels, whether it is consistent (`check`, `exported`), how long (`words`), how it is run (`run`)."""
 
 import ast
 import hashlib
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 BIBLIOGRAPHY = ROOT / "nbs" / "references.bib"
+MADE = "reference"  # the folder of pages that `_reference.py` makes from the package
 
 THEOREMS = {"lem": "Lemma", "thm": "Theorem", "def": "Definition", "cor": "Corollary", "prp": "Proposition", "exm": "Example"}
 KINDS = THEOREMS | {"fig": "Figure", "tbl": "Table", "eq": "Equation", "sec": "Section"}
@@ -29,6 +31,11 @@ OPEN = re.compile(r"^(:{3,})\s*(?:\{(.*)\}|(\w+))\s*$")
 CLOSE = re.compile(r"^:{3,}\s*$")
 EQUATION = re.compile(r"(\$\$(?:(?!\$\$).)+\$\$)(?:[ \t]*\{#(eq-[\w-]+)\})?", re.DOTALL)
 CAPTION = re.compile(r"^: (.*?)\s*\{#(tbl-[\w-]+)[^}]*\}\s*$")
+READ = re.compile(  # a name of records: read as such, of a file, or a quoted name with a hyphen
+    r"""(?:records_of|results_file)\(["']([\w-]+)["']|(?:results/|glob\(["'])([\w*-]+)\.jsonl|["']([a-z0-9]+(?:-[a-z0-9]+)+)["']""")
+DRAWN = re.compile(r"""["']([\w-]+)["']: Drawing\(((?:.(?!Drawing\())*)""", re.DOTALL)
+FORMULA = re.compile(r"\$\$.*?\$\$|\$[^$\n]+\$", re.DOTALL)
+HEADER, LONGEST = "takes", 3500  # id of the cell that says how long a chapter runs; words of prose in a chapter, at most
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/[\w.-]+/[\w.-]+/|/tmp/|site-packages")
 
 
@@ -205,7 +212,8 @@ class Writer:
             self.label(identifier, name)
             caption = f"[{name}]{{.label}} {options.get(f'{kind}-cap', '')}"
             results = f"::: {{#{identifier} .figure}}\n{results}\n\n::: {{.caption}}\n{caption}\n:::\n:::"
-        return "\n\n".join(filter(None, [f"```python\n{body}\n```" if shown else "", results]))
+        anchor = f" #{cell['id']}" if "exports" in options else ""                # the reference links to it
+        return "\n\n".join(filter(None, [f"```{{.python{anchor}}}\n{body}\n```" if shown else "", results]))
 
 
 def output(result: dict) -> str:
@@ -248,11 +256,39 @@ def prose(chapter: Chapter) -> Iterator[str]:
             yield from docstrings(body)
 
 
+def words(chapter: Chapter) -> int:
+    "Words of prose: without code and formulas."
+    texts = (FORMULA.sub(" ", CODE.sub(" ", source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
+    return sum(bool(re.search(r"\w", word)) for text in texts for word in text.split())
+
+
+def devices(chapter: Chapter) -> list[str]:
+    "On what the records were made that a chapter reads: those under nbs/results that its code names."
+    code = "\n".join(source(cell) for cell in chapter.cells if cell["cell_type"] == "code")
+    figures = ROOT / "dpft" / "figures.py"
+    if "DRAWINGS[" in code and figures.exists():                                  # what a figure stands on is written there
+        drawn = dict(DRAWN.findall(figures.read_text(encoding="utf-8")))
+        code += "".join(drawn[name] for name in re.findall(r"[\"']([\w-]+)[\"']", code) if name in drawn)
+    named = {name for found in READ.findall(code) for name in found if name}
+    files = sorted({path for name in named for path in (ROOT / "nbs" / "results").glob(f"{name}.jsonl")})
+    lines = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    return sorted({re.sub(r"\b1 threads$", "1 thread", entry["device"]) for entry in lines if "device" in entry})
+
+
+def header(chapter: Chapter, seconds: float, threads: int) -> str:
+    "How long a chapter runs and what its figures stand on, in one line."
+    known = devices(chapter)
+    told = f"records made on {' and on '.join(known)}, and on what is computed here" if known else "what is computed here"
+    run = f"{5 * max(1, round(seconds / 5))} s on {threads} thread{'s' * (threads > 1)} of a CPU"
+    return f"*Runs in about {run}; its figures stand on {told}.*"
+
+
 def problems() -> list[str]:
     "What is wrong with the book, one sentence each; an empty list when nothing is."
     book = chapters()
     listed = [chapter.path for chapter in book]
-    found = [f"_quarto.yml lists {path.relative_to(ROOT)}, which does not exist" for path in listed if not path.exists()]
+    written = [path for path in listed if path.parent.name != MADE]
+    found = [f"_quarto.yml lists {path.relative_to(ROOT)}, which does not exist" for path in written if not path.exists()]
     found += [f"{path.relative_to(ROOT)} is listed twice in _quarto.yml" for path, times in Counter(listed).items() if times > 1]
     notebooks = sorted((ROOT / "nbs").glob("**/[0-9][0-9]_*.ipynb"))
     found += [f"{path.relative_to(ROOT)} is no chapter of _quarto.yml" for path in notebooks if path not in listed]
@@ -275,6 +311,11 @@ def notebook_problems(chapter: Chapter) -> Iterator[str]:
     "What must not be in a notebook: repeated or missing cell ids, stored errors, paths of a machine."
     if chapter.path.suffix != ".ipynb":
         return
+    told = next((source(cell) for cell in chapter.cells if cell.get("id") == HEADER), "")
+    if told and any(device not in told for device in devices(chapter)):
+        yield f"{chapter.path.name}: the header does not name every device of its records; `make notebooks` writes it anew"
+    if words(chapter) > LONGEST:
+        yield f"{chapter.path.name}: {words(chapter)} words are more than {LONGEST}; split it"
     identifiers = Counter(cell.get("id") for cell in chapter.cells)
     yield from (f"{chapter.path.name}: {times} cells have the id {name}" for name, times in identifiers.items() if times > 1 or not name)
     for cell in chapter.cells:
@@ -325,20 +366,42 @@ def run(path: Path, flags: set[str]) -> list[str]:
     def skip(cell: dict) -> bool:
         return cell["cell_type"] != "code" or bool(skipped & directives(source(cell))[0].keys())
 
+    began = time.perf_counter()
     try:
         shell.run_all(notebook, exc_stop=True, preproc=skip)
     except Exception:
         return [shell.prettytb(fname=path.name)]
     write_nb(notebook, path)
+    if not flags:
+        write_header(path, time.perf_counter() - began)
+    return []
+
+
+def write_header(path: Path, seconds: float) -> None:
+    "The line on time and devices into the cell below the title, which is made where there is none."
+    notebook, torch = json.loads(path.read_text(encoding="utf-8")), sys.modules.get("torch")
+    cells = [cell for cell in notebook["cells"] if cell["id"] != HEADER]
+    if any(cell["cell_type"] == "code" for cell in cells):
+        line = header(Chapter(path, ""), seconds, torch.get_num_threads() if torch else 1)
+        cells.insert(1, {"cell_type": "markdown", "id": HEADER, "metadata": {}, "source": [line]})
+    notebook["cells"] = cells
+    path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def print_words() -> list[str]:
+    "The words of each chapter; nothing to say."
+    for chapter in chapters():
+        if chapter.path.suffix == ".ipynb":
+            print(f"{words(chapter):6,}  {chapter.path.stem}")
     return []
 
 
 def main(command: str, *arguments: str) -> int:
-    "check | export | exported | run NOTEBOOK [FLAG …]"
+    "check | export | exported | words | run NOTEBOOK [FLAG …]"
     if command == "run":
         found = run(Path(arguments[0]).resolve(), set(arguments[1:]))
     else:
-        found = {"check": problems, "export": export, "exported": exported}[command]()
+        found = {"check": problems, "export": export, "exported": exported, "words": print_words}[command]()
     for sentence in found:
         print(sentence, file=sys.stderr)
     return 1 if found else 0

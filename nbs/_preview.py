@@ -4,9 +4,12 @@ import html
 import os
 import re
 import sys
+from urllib.parse import quote
 
+import _reference
 import pypandoc
 from _book import BIBLIOGRAPHY, REFERENCE, ROOT, Chapter, Label, Writer, chapters, outside_code
+from _logo import logo
 
 PREVIEW = ROOT / "_preview"
 
@@ -20,7 +23,7 @@ def resolve(text: str, labels: dict[str, Label]) -> str:
 
     def change(piece: str) -> str:
         piece = re.sub(rf"\[-?({REFERENCE.pattern})\]", r"\1", piece)
-        piece = re.sub(r"\]\((?:nbs/)?([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
+        piece = re.sub(r"\]\((?:\.\./)?(?:nbs/)?([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
         return REFERENCE.sub(link, piece)
 
     return outside_code(text, change)
@@ -45,15 +48,16 @@ def contents(book: list[Chapter], current: Chapter) -> str:
 def page(chapter: Chapter, book: list[Chapter], body: str) -> str:
     "A whole HTML page."
     template = (ROOT / "nbs" / "styles" / "preview.html").read_text(encoding="utf-8")
-    fields = {"title": html.escape(chapter.title), "contents": contents(book, chapter), "body": body}
-    return re.sub(r"\{\{(title|contents|body)\}\}", lambda match: fields[match[1]], template)
+    fields = {"title": html.escape(chapter.title), "contents": contents(book, chapter), "body": body, "logo": logo(), "icon": quote(logo())}
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], template)
 
 
 def body(chapter: Chapter, text: str) -> str:
     "A chapter's Markdown as HTML; pictures keep their place, and the page of references lists everything."
     folder = os.path.relpath(chapter.path.parent, PREVIEW)
     text = re.sub(r"(!\[[^\]]*\]\()(?!https?:|data:|/)", rf"\1{folder}/", text)
-    options = ["--mathml", "--citeproc", f"--bibliography={BIBLIOGRAPHY}", "--metadata=link-citations:true", "--wrap=none"]
+    options = ["--mathml", "--citeproc", f"--bibliography={BIBLIOGRAPHY}", "--metadata=link-citations:true", "--wrap=none",
+               "--columns=10000"]                                                # so that a table's columns are as wide as their text
     if chapter.path.stem == "references":
         text = f"---\nnocite: '@*'\n---\n\n{text}"
     else:
@@ -64,6 +68,7 @@ def body(chapter: Chapter, text: str) -> str:
 def preview() -> list[str]:
     "Render every chapter that exists under _preview/; the sentences are references that did not resolve."
     PREVIEW.mkdir(exist_ok=True)
+    _reference.write()
     book = [chapter for chapter in chapters() if chapter.path.exists()]
     texts = [Writer(chapter).text() for chapter in book]
     labels = {name: label for chapter in book for name, label in chapter.labels.items()}

@@ -24,6 +24,16 @@ def grid(experiment, methods=("Full", "BiTFiT"), budgets=(0.5, 8.0, "inf"), **mo
     return [entry(experiment, method, epsilon, seed, **more) for method in methods for epsilon in budgets for seed in range(3)]
 
 
+def branch(kind, kept, last, seed):
+    score = 0.8 + {("one", 0): 0.02, ("upper", 1): 0.01}.get((kind, kept[0]), 0.0)
+    return entry("lf-layers", "LayerFreeze", 1, seed, score, "fashion_mnist", steps=100, kind=kind, kept=kept, last=last)
+
+
+def relevance(variant, base, seed, target=3.0, score=0.0, **more):
+    own = entry("rap-tables", "RapFT", target, seed, base=base, variant=variant, **more)
+    return {**own, "metrics": {"perplexity": 70.0 + seed + score}}
+
+
 def selection():
     round_ = {"values": [1e-3, None], "std": [1e-4, None]}
     return {"partitions": [{"name": "embeddings"}, {"name": "output.LayerNorm"}], "chosen": [1], "rounds": [round_]}
@@ -31,7 +41,9 @@ def selection():
 
 def angles(step, frozen):
     layer = {"strength": 0.1, "clipping": 0.2, "noise": 1.5, "total": 1.5}
-    return {"step": step, "frozen": frozen, "before": {"3": layer, "5": layer}, "after": {"3": layer, "5": layer}}
+    return {"step": step, "frozen": frozen, "before": {"3": layer, "5": layer}, "after": {"3": layer, "5": layer},
+            "groups": {bound: {"clipped_angle": [0.1], "unclipped_angle": [None if frozen else 0.2]} for bound in ("5.0", "0.1", "10.0")},
+            "status": {bound: {"clipped_before": 8, "clipped_after": 3} for bound in ("5.0", "0.1", "10.0")}}
 
 
 def attack(epsilon, seed):
@@ -56,7 +68,16 @@ RECORDS = {
     "methods-headline": grid("methods-headline", budgets=(2.0,)),
     "lf-pwcca": [entry("lf-pwcca", "Full", 1, seed, data="fashion_mnist", distances={
         str(step): {"0": 0.1 / step, "2": 0.2 / step} for step in (1, 20, 3)}) for seed in range(2)],
-    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, series=[angles(2, False), angles(8, True)]) for seed in range(2)],
+    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, batch_size=8, series=[angles(2, False), angles(8, True)])
+                  for seed in range(2)],
+    "lf-table1": [entry("lf-table1", "Full", 1, seed, 0.8, "fashion_mnist", steps=100, last=last) for seed in range(2) for last in (0, 20)],
+    "lf-layers": [branch(*run, seed) for seed in range(2) for run in (
+        ("one", [0, 3], 70), ("one", [2, 3], 70), ("upper", [1, 2, 3], 70), ("upper", [2, 3], 70), ("when", [2, 3], 20))],
+    "methods-rate": [entry("methods-rate", method, 2.0, seed, learning_rate=rate, data="digits")
+                     for method in ("Full", "BiTFiT") for seed in range(2) for rate in (0.01, 0.1)],
+    "rap-tables": [relevance(variant, base, seed, target, score) for base in ("LoRA", "BiTFiT") for seed in range(2)
+                   for variant, target, score in (("plain", 3.0, 0), ("tight", 3.0, 2), ("plain", "inf", 0), ("plain", 7.0, 0))],
+    "rap-beta": [relevance("tight", "LoRA", seed, options={"irrelevance": share}) for seed in range(2) for share in (0.9, 0.5)],
     "audits": [entry("audits", method, 8.0, 0, audited=3.0, claim=7.0, kind="separation", bounds={"separation": 4.0, "guesses": 1.0})
                for method in ("Full", "RapFT")],
     "attacks": [attack(epsilon, seed) for epsilon in (2.0, "inf") for seed in range(2)],
@@ -133,6 +154,42 @@ def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
     figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
     assert sum("degrees" in axis.get_ylabel() for axis in figure.axes) == 3 and "2 seeds" in figure.legends[0].get_title().get_text()
     plt.close("all")
+
+
+def drawn(name):
+    "Each axis's points, rounded, for a figure of `FIGURES`."
+    figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
+    plt.close(figure)
+    return figure, [[(round(float(x), 2), round(float(y), 3)) for line in axis.lines for x, y in zip(*line.get_data(), strict=True)
+                     if line.get_marker() not in ("", "None", None)] for axis in figure.axes]
+
+
+def test_layers_are_paired_with_the_plain_run_of_their_seed(results):
+    figure, (one, upper, when) = drawn("layers")
+    assert set(one) == {(0, 0.02), (1, 0)} and set(upper) == {(0, 0.01), (1, 0)} and set(when) == {(0, 0), (1, 0)}
+    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
+    assert labels == [["1", "3"], ["1", "2"], ["20", "70"]]                         # the lower half, frozen, stands in both
+
+
+def test_layers_without_their_plain_run_are_left_out(results):
+    write_records(results / "lf-layers.jsonl", [branch("one", [1, 3], 70, 7)])
+    assert drawn("layers")[1][0] == [(0, 0.02)] * 2 + [(1, 0)] * 2
+
+
+def test_variants_are_paired_at_the_smallest_budget(results):
+    figure, (points,) = drawn("relevance")
+    assert sorted(points) == [(-0.22, 2), (-0.22, 2), (0, 2), (0, 2)]
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["tight"]
+
+
+def test_shares_are_in_order_and_bounds_are_the_two_largest(results):
+    figure, (points,) = drawn("irrelevance")
+    assert sorted(x for x, _ in points) == [0.5, 0.5, 0.9, 0.9]
+    means = next(line for line in figure.axes[0].lines if line.get_marker() == "None")
+    assert list(means.get_xdata()) == [0.5, 0.9]
+    figure, _ = drawn("assumptions")
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        f"C = {bound}, {kind}" for bound in (5, 10) for kind in ("clipped", "unclipped")]
 
 
 def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tmp_path):
