@@ -18,7 +18,7 @@ ONE_CORE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPL
 # The stages of `make test`, cheap ones first.
 STAGES := lint types exported book executed tested
 
-.PHONY: help run test $(STAGES) export notebooks site preview bench clean
+.PHONY: help run test $(STAGES) export notebooks site preview bench fuzz mutants faults clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/make \1 @\2/' | column -t -s @
@@ -45,6 +45,7 @@ notebooks: $(READY) ## run every notebook from a fresh process and store its out
 
 site: $(READY) ## the book as a site under _docs/, with Quarto
 	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org; make preview does without it." >&2; exit 1; }
+	@$(BIN)/python nbs/_reference.py
 	@set -o pipefail; mkdir -p build; PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
 	@if grep "Unable to resolve" build/site.log || grep -rno --include='*.html' '?@[a-z]*-[a-z-]*' _docs; then exit 1; fi
 
@@ -54,8 +55,17 @@ preview: $(READY) ## every chapter as HTML under _preview/, without Quarto
 bench: $(READY) ## time and memory; the only place where a clock decides
 	@$(BIN)/python -m dpft bench
 
+fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test; counts into nbs/results/fuzz.jsonl
+	@$(ONE_CORE) DPFT_PROFILE=full DPFT_FUZZ=nbs/results/fuzz.jsonl $(BIN)/python -m pytest -q tests/test_fuzz.py
+
+faults: $(READY) ## break runs at every write, kill them, damage their files: a line for each in nbs/results/faults.jsonl
+	@$(ONE_CORE) $(BIN)/python tests/faults.py --full --output nbs/results/faults.jsonl
+
+mutants: $(READY) ## change the engine in 300 small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
+	@$(ONE_CORE) $(BIN)/python tests/mutants.py $(FLAGS)
+
 clean: ## remove what the targets made, apart from the environment
-	@rm -rf build dist *.egg-info _docs _preview _proc .quarto quickstart bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info _docs _preview reference _proc .quarto quickstart bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find dpft nbs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment: pinned by constraints.txt, with the checkout installed for development.

@@ -169,9 +169,9 @@ def start(
     device: str | None = None,  # "cpu" or "cuda"; None: cuda if there is one
 ) -> str:                       # this process's own
     "Join the processes that `torchrun` started, if it did; @sec-torchrun."
+    signal.signal(signal.SIGTERM, told_to_stop)
     if not launched():
         return own_device(device)
-    signal.signal(signal.SIGTERM, told_to_stop)
     store, rank, size = next(iter(dist.rendezvous("env://")))
     global _store
     _store = store
@@ -196,7 +196,8 @@ def speaks() -> bool:
         return True
 
 def told_to_stop(number: int, frame: Any) -> None:
-    "For the signal by which `torchrun` ends the others when one has failed: a sentence, and an exit that undoes what is half done."
+    "For SIGTERM, by which `torchrun` also ends the others when one has failed: a sentence, and an exit that undoes what is half done."
     if speaks():
-        print(f"dpft: this process was told to stop, as when another of the run has ended; {HOW_TO_GO_ON}", file=sys.stderr, flush=True)
+        why = "" if _store is None else ", as when another of the run has ended"
+        print(f"dpft: this process was told to stop{why}; {HOW_TO_GO_ON}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHECKED', 'SAME_INPUT', 'SAME_CHOICE', 'OPTIMIZERS', 'SCHEDULES', 'Plan', 'check_sizes', 'make_plan', 'Method',
-           'Context', 'CheckpointError', 'Store', 'set_modes', 'scaled_blocks', 'noise_spread', 'check_disjoint',
-           'Engine', 'check_supported', 'named_apart', 'choice_hash', 'with_precision', 'share_of', 'model_fingerprint',
-           'Step', 'make_optimizer', 'make_schedule', 'Average', 'Prepared', 'holds_texts', 'prepare', 'as_task', 'Run',
-           'load', 'fine_tune', 'progress_is_due', 'Loop']
+           'NotRunning', 'Context', 'CheckpointError', 'Store', 'set_modes', 'scaled_blocks', 'noise_spread',
+           'check_disjoint', 'Engine', 'check_supported', 'check_secure', 'entries', 'named_apart', 'choice_hash',
+           'with_precision', 'share_of', 'model_fingerprint', 'Step', 'make_optimizer', 'make_schedule', 'Average',
+           'Prepared', 'holds_texts', 'prepare', 'as_task', 'Run', 'load', 'fine_tune', 'progress_is_due', 'Loop']
 
 # %% ../nbs/07_training.ipynb #training-imports
 import hashlib
@@ -15,6 +15,9 @@ import io
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,8 +38,9 @@ from .gradients import reuse_memory, trainable
 from .guarantee import Guarantee
 from .models import accuracy, default_loss, fresh_head, head_parameters, load_model, load_tokenizer, perplexity, to_device, validate
 from .prefix import Prefix, worth_it
-from .privacy import Keystream, Ledger, LedgerError, Request, SampledGaussian, epsilon, plan_budget
-from .processes import Processes, check_whole, form
+from .noise import Keystream, grid_step, on_grid, secure_std
+from .privacy import Ledger, LedgerError, Request, SampledGaussian, epsilon, plan_budget
+from .processes import Processes, check_whole, form, speaks
 from .saving import how_to_load, read_model, tokenizer_of_base, write_model
 
 # %% ../nbs/07_training.ipynb #training-plan
@@ -187,6 +191,9 @@ class Method:
         return f"{type(self).__name__}({settings})"
 
 # %% ../nbs/07_training.ipynb #training-context
+class NotRunning(ValueError):
+    "A method asked for what only a run can give."
+
 class Context:
     "What a method may see and do."
 
@@ -198,6 +205,7 @@ class Context:
         self._open: int | None = None           # request whose draw has not been released yet
         self._released: dict[int, int] = {}     # releases of each request so far
         self.unpaid: list[str] = []             # looks at private data that no noise hides
+        self.rehearses = False                  # a start without values or draws: what is to be selected under noise is left as it is
 
     @property
     def head(self) -> list[nn.Parameter]:
@@ -241,7 +249,7 @@ class Context:
         trainable(self.model)
 
     def forfeit(self, what: str) -> None:
-        "From requests(context) on: this look at private data is not paid for, so the run promises nothing, and its ledger is told nothing."
+        "From requests(context) on: this look at private data is not paid for, so the run promises nothing, and is charged nothing."
         if what not in self.unpaid:
             self.unpaid.append(what)
 
@@ -272,12 +280,15 @@ class Context:
         self._released[number] = done + 1
         name = engine.requests[number].name
         digest = engine.charge(name, done, {"total": total})
-        if engine.adds_noise:
-            std = engine.plan.mechanisms[1 + number].noise_multiplier * sensitivity
+        std = engine.plan.mechanisms[1 + number].noise_multiplier * sensitivity if engine.plan.private else 0.0
+        dtype = total.dtype
+        if engine.secure_mode:
+            total = engine.secured(total, secure_std(std, sensitivity, total.numel()), "noise", name, done, digest)
+        elif engine.adds_noise:
             total = total + engine.keystream.normal(total.shape, std, "noise", name, done, digest, device=total.device, dtype=total.dtype)
         if not engine.processes.alone:          # slices differ, and so may what was drawn from torch's generator meanwhile
             torch.manual_seed(engine.keystream.seed("choice", name, done))
-        return engine.processes.total({"total": total})[0]["total"]
+        return engine.processes.total({"total": total})[0]["total"].to(dtype)
 
     def noise_multiplier(self, number: int = 0) -> float:
         "What the plan gives the method's own request of this number; 0 without noise."
@@ -299,7 +310,7 @@ class Context:
 
     def _running(self) -> "Engine":
         if self.engine is None:
-            raise ValueError("a method may draw and release from start(context) on, not in requests(context)")
+            raise NotRunning("a method may draw and release from start(context) on, not in requests(context)")
         return self.engine
 
 # %% ../nbs/07_training.ipynb #training-store
@@ -323,6 +334,7 @@ class Store:
         fresh = Keystream(seed)
         self.run, self.secret = fresh.key("run").hex()[:16] if seed is None else os.urandom(8).hex(), fresh.secret
         self.state: dict[str, Any] = {}
+        self.begun = False                   # whether the ledger has been told of the run
         if self.folder is not None:
             self._open()
 
@@ -340,25 +352,38 @@ class Store:
         "Continue the run in the folder, or begin one there."
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        known = self.folder / "run.json"
+        known, state = self.folder / "run.json", self.folder / "state.pt"
         if not known.exists():
-            self._write(known, json.dumps({"run": self.run, "secret": self.secret.hex(), **self.identity}).encode())
+            state.unlink(missing_ok=True)    # of a run whose secret is gone
+            self._remember()
             return
-        recorded = json.loads(known.read_text())
+        recorded = _unsealed(known)
         for name, value in self.identity.items():
             if recorded.get(name) != value:
                 raise CheckpointError(f"checkpoint {self.folder} belongs to another {name}; continue with the {name} it was made with, "
                                       "or choose an empty folder")
-        self.run, self.secret = recorded["run"], bytes.fromhex(recorded["secret"])
-        if (self.folder / "state.pt").exists():
-            self.state = torch.load(self.folder / "state.pt", weights_only=True, map_location="cpu")
+        self.run, self.secret, self.begun = recorded["run"], bytes.fromhex(recorded["secret"]), recorded["begun"]
+        if state.exists():
+            self.state = _whole_state(state)
+
+    def begin(self) -> None:
+        "From now on a ledger that does not know the run has lost it."
+        if not self.begun:
+            self.begun = True
+            self._remember()
+
+    def _remember(self) -> None:
+        if self.folder is not None:
+            recorded = {"run": self.run, "secret": self.secret.hex(), "begun": self.begun, **self.identity}
+            self._write(self.folder / "run.json", json.dumps(recorded | {"hash": _hash_of(recorded)}).encode())
 
     def save(self, state: dict[str, Any]) -> None:
         "Replace the last state in one move; when that fails, the last good one stays."
         if self.folder is not None:
             buffer = io.BytesIO()
             torch.save(state, buffer)
-            self._write(self.folder / "state.pt", buffer.getvalue())
+            content = buffer.getvalue()
+            self._write(self.folder / "state.pt", hashlib.sha256(content).digest() + content)
 
     def _write(self, path: Path, content: bytes) -> None:
         part = path.with_suffix(".part")
@@ -368,16 +393,48 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+            _sync_folder(path.parent)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise CheckpointError(f"{path} could not be written ({error.strerror}); the last good checkpoint stays, "
                                   "so make room and start the same command again") from error
 
     def remove(self) -> None:
-        "Remove the secret and the state; the ledger stays."
+        "Remove the state and the secret, which comes last: after a crash in between the run repeats itself instead of paying twice."
         if self.folder is not None:
-            for name in ("run.json", "state.pt"):
+            for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
+
+def _hash_of(recorded: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()
+
+def _unsealed(path: Path) -> dict[str, Any]:
+    "Who the run is, if the file is as it was written."
+    try:
+        recorded = json.loads(path.read_text())
+        whole = recorded.pop("hash", "") == _hash_of(recorded)
+    except (ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{path} is damaged, or of an older version, so the key of the run's noise is lost; "
+                              "choose an empty folder for a new run, which is charged by itself, and keep the ledger")
+    return recorded
+
+def _whole_state(path: Path) -> dict[str, Any]:
+    "The last state, if the file is as it was written."
+    content = path.read_bytes()
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
+        raise CheckpointError(f"{path} is damaged, or of an older version; remove it, and the same command repeats the run from its first "
+                              "step, where the same sums get the same noise and cost nothing more")
+    return torch.load(io.BytesIO(content[32:]), weights_only=True, map_location="cpu")
+
+def _sync_folder(folder: Path) -> None:
+    "Until then a new name may be lost with the power."
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 # %% ../nbs/07_training.ipynb #training-modes
 def set_modes(
@@ -462,6 +519,7 @@ class Engine:
         cache_folder: str | Path | None = None,  # None: in memory
         ledger: Ledger | str | Path | None = None,
         checkpoint: str | Path | None = None,    # folder; None: nothing is kept
+        secure_mode: bool = False,               # release no low-order bits that tell more than the noise allows
         seed: int | None = None,                 # None: the operating system's entropy
         assumed_public: Sequence[str] = (),      # further facts that the guarantee takes as public
     ):
@@ -476,6 +534,7 @@ class Engine:
         self.augment, self.copies = augment, augment.copies if augment else 1
         self.view_loss = share_of(self.loss_fn, self.copies)
         self.physical_batch_size, self.dropout = physical_batch_size or 64, dropout
+        self.secure_mode = secure_mode
         self.collate_fn = collate_fn or (None if hasattr(train, "batch") else collate_for(train))
         if next(model.parameters()).device.type == "cpu":
             reuse_memory()
@@ -489,12 +548,14 @@ class Engine:
         self.requests = named_apart(method.requests(self.context))
         content, settings = self._content(), (size, batch_size, steps, epsilon, noise_multiplier, delta, clip, clipping, accountant)
         self.processes.check_alike(SAME_INPUT, model_structure=form(model), data_set=content,
-                                   settings=(*settings, self.requests, repr(augment), seed))
+                                   settings=(*settings, self.requests, repr(augment), secure_mode, seed))
         self.processes.spread(model)
         self.plan = self.processes.first(lambda: make_plan(*settings, self.requests))
+        check_secure(secure_mode, self.plan.private, self.device)
         self.assumed_public = [f"the number of {self.unit}s, {size}", *assumed_public]
         self.uncharged: list[str] = []
         self.t, self.choice = 0, ""              # training steps done; what trains now, as a hash
+        self.told = self.stops = False           # whether this process was told to stop, and whether any was, as all know
         self.trains: dict[str, nn.Parameter] = {}
         self.new_phase = False                   # whether a phase has begun that the loop does not know of
         self._open_store(checkpoint, content, seed)
@@ -513,7 +574,8 @@ class Engine:
         "The first process makes or opens the store, and the others learn its secret and state, but not its folder."
         def opened() -> Store:
             return Store(checkpoint, {"model": model_fingerprint(self.model), **content, "method": repr(self.method),
-                                      "plan": asdict(self.plan), "number of processes": self.processes.size}, seed)
+                                      "plan": asdict(self.plan), "number of processes": self.processes.size,
+                                      "secure mode": self.secure_mode or None}, seed)   # None: what checkpoints from before it say
         self.store = self.processes.first(opened)
         self.store.folder = self.store.folder if self.processes.is_first else None
         self.keystream = Keystream(self.store.secret)
@@ -524,7 +586,12 @@ class Engine:
         self._ledger: Ledger | None = None
         def opened() -> bool:
             self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger or self.store.ledger_path)
-            return self.store.run in self._ledger.runs()
+            known = self.store.run in self._ledger.runs()
+            if self.store.begun and not known:
+                raise LedgerError(f"ledger {self._ledger.path} does not know run \"{self.store.run}\", which the checkpoint has begun: "
+                                  "rows are missing; bring back the ledger that belongs to it")
+            return known
+        self._shared = ledger is not None        # with runs that are known to be there, or to come
         self.begun, self._told = False, (list[SampledGaussian](), "")  # charges and last row, as the first process told them
         if self.processes.first(opened):
             self._begin()
@@ -565,7 +632,12 @@ class Engine:
 
     def _begin(self) -> None:
         "Record the plan, before the first draw and not sooner: a run that was refused at its start has spent nothing."
-        if self.begun or not self.charges:
+        if self.begun:
+            return
+        if not self.charges:
+            self.begun = True
+            reason = ", or ".join(self.context.unpaid) or "epsilon is infinite"
+            self.processes.first(lambda: self.ledger.note_unpaid(self.store.run, reason) if self._shared else None)
             return
         def begin() -> tuple[list[SampledGaussian], str]:
             self.ledger.begin(self.store.run, {
@@ -573,7 +645,8 @@ class Engine:
                                for m in self.plan.mechanisms],
                 "delta": self.plan.delta, "epsilon": self.plan.epsilon(), "accountant": self.plan.accountant, "size": self.plan.size,
                 "data": self.store.identity["data"], "method": repr(self.method), "clip": self.plan.clip, "clipping": self.plan.clipping,
-                "unit": self.unit, "reproducible": self.keystream.reproducible})
+                "unit": self.unit, "reproducible": self.keystream.reproducible, **({"secure_mode": True} if self.secure_mode else {})})
+            self.store.begin()
             return self._tell()
         self._told = self.processes.first(begin)
         self.begun = True
@@ -583,7 +656,7 @@ class Engine:
         "What this run has been charged so far, as the ledger has it or as the first process told."
         if self._ledger is None:
             return list(self._told[0])
-        return self.ledger.spent(self.store.run) if self.begun else []
+        return self.ledger.spent(self.store.run) if self.begun and self.charges else []
 
     def _refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks, in which mode."
@@ -592,6 +665,8 @@ class Engine:
         self.newly = [parameter for parameter in self.trains.values() if id(parameter) not in known] if self.t else []
         sigma = self.plan.mechanisms[0].noise_multiplier if self.plan.private else 1.0
         self.blocks = scaled_blocks(self.method.blocks(self.context), self.trains.values(), self.plan.clip, sigma)
+        if self.secure_mode:
+            self.blocks = [replace(block, noise=secure_std(block.noise, block.clip, entries(block))) for block in self.blocks]
         self.spread = noise_spread(self.blocks)
         self.choice = "" if self.processes.alone else choice_hash(self.trains, self.blocks)
         set_modes(self.model, self.dropout)
@@ -626,7 +701,12 @@ class Engine:
         "Of several processes: one random state for all, so that a method chooses alike on each."
         return nullcontext() if self.processes.alone else self.random_state("choice", *context)
 
-    def batches(self, sample_rate: float, *context: str | int, augment: Augmentation | None = None) -> Iterator[Batch]:
+    def batches(
+        self,
+        sample_rate: float,
+        *context: str | int,                  # key of the draw: what it is for, and its number
+        augment: Augmentation | None = None,  # views of each example
+    ) -> Iterator[Batch]:
         "One Poisson draw in physical batches on the model's device, or this process's slice of it; no batch at all when that is empty."
         self._begin()
         drawn = poisson_draw(len(self.units or self.train), sample_rate, self.keystream, "draw", *context)
@@ -670,7 +750,12 @@ class Engine:
         "Whether noise is added on this process: by the first alone, to its own sum, so that it is in the total once."
         return self.plan.private and self.processes.is_first
 
-    def charge(self, name: str, number: int, sums: dict[str, Tensor]) -> str:
+    def charge(
+        self,
+        name: str,                # of the mechanism
+        number: int,              # of its step
+        sums: dict[str, Tensor],  # what is about to be released
+    ) -> str:
         "Write the release of these sums into the ledger, before any reduction, and return the digest that keys their noise."
         self._begin()
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=self.choice,
@@ -708,6 +793,19 @@ class Engine:
                 return self._tell()
             self._told = self.processes.first(finish)
 
+    def secured(
+        self,
+        total: Tensor,            # this process's part of a sum
+        std: Tensor | float,      # standard deviation of each entry's noise
+        *context: str | int,      # what the noise is keyed by
+    ) -> Tensor:                  # float64, to be added up exactly
+        "In secure mode, the sum on the grid of its noise, and on the first process with the noise; @lem-grid."
+        step = grid_step(torch.as_tensor(std, dtype=torch.float64, device=total.device))
+        fixed = on_grid(total, step)
+        if self.adds_noise:
+            fixed += on_grid(self.keystream.secure_normal(total.shape, *context).to(total.device) * std, step)
+        return fixed
+
     @property
     def guarantee(self) -> Guarantee:
         "What has been promised so far."
@@ -715,7 +813,8 @@ class Engine:
         spent, planned = (self.spent, list(self.plan.mechanisms)) if self.charges else ([], [])
         return Guarantee(spent, target_delta=self.plan.delta, spent=spent, planned=planned, unit=self.unit, unpaid=", or ".join(unpaid),
                          accountant=self.plan.accountant, assumed_public=list(self.assumed_public), uncharged=[*unpaid, *self.uncharged],
-                         reproducible=self.keystream.reproducible, clip=self.plan.clip, clipping=self.plan.clipping,
+                         reproducible=self.keystream.reproducible, secure_mode=self.secure_mode,
+                         clip=self.plan.clip, clipping=self.plan.clipping,
                          private=self.charges, run=self.store.run if self.charges else "", data=self.store.identity["data"],
                          method=repr(self.method), ledger_head=self._head(), checked=list(CHECKED) if self.plan.private and self.t else [])
 
@@ -734,6 +833,17 @@ def check_supported(precision: str | None) -> None:
     "ValueError on settings that would silently mean something else."
     if precision not in (None, "bf16"):
         raise ValueError(f"precision={precision!r}: choose None or 'bf16'; float16 would need loss scaling, which breaks the clip bound")
+
+def check_secure(secure_mode: bool, private: bool, device: torch.device) -> None:
+    "ValueError where secure mode would mean nothing, or cannot be."
+    if secure_mode and not private:
+        raise ValueError("secure_mode=True with epsilon=inf: there is no noise to add safely; leave one of them out")
+    if secure_mode and device.type == "mps":
+        raise ValueError("secure_mode=True needs float64, which device mps does not have; train on cpu or cuda")
+
+def entries(block: Block) -> int:
+    "How many entries a block has."
+    return sum(parameter.numel() if mask is None else int(mask.sum()) for parameter, mask in members(block))
 
 def named_apart(requests: Sequence[Request]) -> list[Request]:
     "The requests under names of their own: a name tells draws, noise and charges from others."
@@ -791,7 +901,8 @@ class Step:
 
     def __init__(self, engine: Engine):
         self.engine, self.t = engine, engine.t
-        self.sums = {name: torch.zeros_like(full(p.detach())) for name, p in engine.trains.items()}
+        wide = torch.float64 if engine.secure_mode else None
+        self.sums = {name: torch.zeros_like(full(p.detach()), dtype=wide) for name, p in engine.trains.items()}
         self.examples, self.loss_sum, self.batch_number = 0, 0.0, 0
         self.not_finite = 0                      # examples whose gradient was not finite: they contributed nothing
         self.privatized = self.finished = False
@@ -850,10 +961,14 @@ class Step:
             raise RuntimeError(f"step {self.t} is private already; a second noisy copy of its sum would cost another step")
         self.privatized = True
         digest = engine.charge("train", self.t, self.sums)
-        if engine.adds_noise:
-            for name, parameter in engine.trains.items():
+        for name, parameter in engine.trains.items():
+            if engine.secure_mode:
+                spread = engine.spread[id(parameter)]
+                self.sums[name] = engine.secured(self.sums[name], spread, "noise", "train", self.t, digest, name)
+            elif engine.adds_noise:
                 self.sums[name] += self._noise(name, parameter, digest)
-        self.sums, counts = engine.processes.total(self.sums, [self.examples, self.loss_sum, self.not_finite])
+        self.sums, counts = engine.processes.total(self.sums, [self.examples, self.loss_sum, self.not_finite, engine.told])
+        engine.stops = counts[3] > 0
         self.examples, self.loss_sum, self.not_finite = round(counts[0]), counts[1], round(counts[2])
         for parameter in engine.model.parameters():
             parameter.grad = None
@@ -1045,8 +1160,8 @@ class Run:
     "A finished run: the model, what happened, and what is promised."
     model: nn.Module
     history: list[dict[str, Any]]   # one entry for each step, and the scores at the end
-    guarantee: Guarantee
-    prepared: Prepared
+    guarantee: Guarantee            # what is promised
+    prepared: Prepared              # the data and model as training had them
     trained: list[str]              # names of the parameters that trained
     ledger: Ledger | None = None    # what was charged, on the process that keeps it
 
@@ -1141,6 +1256,7 @@ def fine_tune(
     checkpoint: str | Path | None = None,    # folder: an interrupted run continues from it
     checkpoint_every: int | None = None,     # steps; None: ten times in a run
     keep_secrets: bool = False,              # leave in that folder, at the end, what undoes the noise
+    secure_mode: bool = False,               # release no low-order bits that tell more than the noise allows; slower noise
     seed: int | None = None,                 # None: the operating system's entropy
     progress: bool = True,
 ) -> Run:
@@ -1154,7 +1270,7 @@ def fine_tune(
                     noise_multiplier=noise_multiplier, collate_fn=collate_fn, accountant=accountant, unit=unit, unit_cap=unit_cap,
                     augment=augment,
                     public_size=public_size, physical_batch_size=physical_batch_size, precision=precision, dropout=dropout,
-                    cache=cache, cache_folder=cache_folder, ledger=ledger, checkpoint=checkpoint, seed=seed,
+                    cache=cache, cache_folder=cache_folder, ledger=ledger, checkpoint=checkpoint, secure_mode=secure_mode, seed=seed,
                     assumed_public=[*ready.assumed_public, f"the weights that training started from ({ready.origin})"])
     every = list(engine.model.parameters()) if method.changes else engine.parameters()  # what may train later too
     optimizer = make_optimizer(optimizer, every, learning_rate, weight_decay)
@@ -1197,7 +1313,7 @@ class Loop:
             engine.uncharged.append("the training loss and the number of gradients that were not finite, shown and in run.history")
         drawn = 0
         shows = progress and engine.processes.is_first
-        with tqdm(total=engine.plan.steps, initial=engine.t, disable=not shows, unit="step") as bar:
+        with self._listening(), tqdm(total=engine.plan.steps, initial=engine.t, disable=not shows, unit="step") as bar:
             for step in engine:
                 self._prepare()
                 if self.average is not None:
@@ -1213,10 +1329,36 @@ class Loop:
                 if shows:
                     bar.set_postfix(self._shown(step, drawn / (time.perf_counter() - started)))
                 bar.update()
-                if engine.t % self.checkpoint_every == 0:
+                if engine.t % self.checkpoint_every == 0 or engine.stops:
                     engine.processes.first(lambda: engine.store.save(self._state()))
+                if engine.stops:
+                    self._leave()
         if self.average is not None:
             self.average.put()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        "Where there is a checkpoint to write, SIGTERM ends the run after the step that is under way, and a second one at once."
+        keeps = self.engine.processes.first(lambda: self.engine.store.folder is not None)
+        if not keeps or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        def told(number: int, frame: Any) -> None:
+            self.engine.told = True
+            signal.signal(number, before)
+        before = signal.signal(signal.SIGTERM, told) or signal.SIG_DFL
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _leave(self) -> None:
+        "Say where the state is, and end the process."
+        engine = self.engine
+        if engine.processes.is_first and speaks():
+            print(f"dpft: told to stop; the state after step {engine.t} of {engine.plan.steps} is in {engine.store.folder}, "
+                  "and the same command continues from it", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGTERM)
 
     @property
     def touched(self) -> set[str]:

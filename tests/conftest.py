@@ -18,7 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     settings.register_profile("dpft", deadline=None)  # no test asserts a wall-clock time
-    settings.load_profile("dpft")
+    settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
+    settings.load_profile(os.environ.get("DPFT_PROFILE", "dpft"))
 
 
 @pytest.fixture

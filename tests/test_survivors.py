@@ -1,0 +1,345 @@
+"""Behaviour that a small change to the engine once left unnoticed by all other fast tests; `make mutants` found each."""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import math
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import zoo
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+from test_gradients import Chain, exact, noise
+from test_training import OnlyTheHead, Thaws, engine, net, run_all, tune
+from torch import nn, tensor
+from zoo import toy
+
+from dpft import privacy, training
+from dpft.clipping import clip_factor, effective_noise_multiplier
+from dpft.gradients import untraced
+from dpft.noise import Keystream, _encode
+from dpft.privacy import BudgetError, Ledger, SampledGaussian, epsilon, noise_multiplier
+from dpft.training import Context, Store, make_schedule, progress_is_due
+
+NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
+
+# ---- what is spent
+
+
+def test_a_mechanism_cannot_be_changed_after_it_was_priced():
+    spent = SampledGaussian(1.0, 0.1, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spent.steps = 0
+    assert spent.name == "train"
+
+
+def test_a_price_that_cannot_be_computed_is_no_proof_that_a_budget_is_met(monkeypatch):
+    def accountant(history, delta):
+        if min(sigma for sigma, _, _ in history) < 1:
+            raise ArithmeticError("no price below 1")
+        return 2 / min(sigma for sigma, _, _ in history)
+
+    monkeypatch.setitem(privacy._ACCOUNTANTS, "half blind", accountant)
+    assert 1 <= noise_multiplier(4.0, 1e-5, 0.1, 1, accountant="half blind") < 1.002
+    with pytest.raises(BudgetError):
+        epsilon(SampledGaussian(0.5, 0.1, 1), 1e-5, "half blind")
+
+
+def test_a_target_at_the_floor_is_met():
+    privacy._check_budget(1.0, 1.0, 0.0, "")
+    with pytest.raises(BudgetError):
+        privacy._check_budget(1.0, math.nextafter(1.0, 2), 0.0, "")
+
+
+def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
+    from opacus.accountants import PRVAccountant
+
+    built = []
+    domain = PRVAccountant._get_domain
+
+    def spy(self, *arguments, **settings):
+        built.append(domain(self, *arguments, **settings))
+        return built[-1]
+
+    monkeypatch.setattr(PRVAccountant, "_get_domain", spy)
+    history = ((2.0, 0.1, 30),)
+    privacy._prv_epsilon(history, 1e-4)
+    for size, refused in ((built[0].size / 1.1, True), (built[0].size * 1.1, False)):
+        monkeypatch.setattr(privacy, "PRV_POINTS", size)
+        if refused:
+            with pytest.raises(ValueError, match="the grid would need"):
+                privacy._prv_epsilon(history, 1e-4)
+        else:
+            privacy._prv_epsilon(history, 1e-4)
+
+
+@pytest.mark.parametrize("old, new", [({"b": 1}, 2), (2, {"b": 1}), ([1], 1), (1, [1])])
+def test_a_field_of_another_kind_is_named_as_different(old, new):
+    assert privacy._difference({"a": old}, {"a": new}) == f"a is {old!r} in the ledger and {new!r} now"
+
+
+def test_a_part_of_a_context_is_encoded_by_its_type_its_length_and_itself():
+    for part, kind, raw in ((b"ab", b"b", b"ab"), ("ab", b"s", b"ab"), (-12, b"i", b"-12")):
+        assert _encode(part) == kind + len(raw).to_bytes(8, "little") + raw
+    secret = bytes(range(32))
+    assert Keystream(secret).key("a") == hashlib.blake2b(_encode("a"), key=secret, digest_size=32).digest()
+
+
+def test_a_key_gives_the_same_noise_in_every_version():
+    "A run that is resumed under a later version repeats its last step uncharged, so its noise must be the same: chunks of 2^16 numbers."
+    key = Keystream(0).key("a")
+    parts = [Cipher(ChaCha20(key, bytes(8) + chunk.to_bytes(8, "little")), mode=None).encryptor().update(bytes(8 * size))
+             for chunk, size in enumerate((2**16, 70_000 - 2**16))]
+    assert b"".join(bits.tobytes() for bits in Keystream(0)._bits(70_000, "a")) == b"".join(parts)
+
+
+def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
+    class Elsewhere:
+        "torch, but for its devices, of which there is none beside the processor."
+        device = staticmethod(lambda name: types.SimpleNamespace(type="elsewhere"))
+        Generator = staticmethod(lambda name: torch.Generator())
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr("dpft.noise.torch", Elsewhere())
+    stream = Keystream(0)
+    a, b, again = (stream.normal((100, 100), 3.0, *context) for context in (("a", 1), ("a", 2), ("a", 1)))
+    assert torch.equal(a, again) and abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
+    assert a.shape == (100, 100) and abs(a.mean()) < 0.15 and abs(a.std() - 3) < 0.1
+
+
+def test_a_ledger_tells_with_what_a_run_was_planned():
+    ledger = Ledger()
+    for seed in (0, None):
+        e = engine(ledger=ledger, seed=seed, clip=0.5, **NOISE)
+        next(iter(next(iter(e))), None)
+        plan = ledger.plan(e.store.run)
+        assert (plan["clip"], plan["clipping"], plan["unit"], plan["size"], plan["reproducible"]) == (0.5, "flat", "example", 60, seed == 0)
+        assert plan["delta"] == e.plan.delta and plan["epsilon"] == e.plan.epsilon() and plan["accountant"] == "rdp"
+
+
+# ---- what is bounded
+
+
+def test_the_smallest_factor_that_is_precise_is_kept_and_smaller_ones_are_zero():
+    for dtype in (torch.float32, torch.float64):
+        tiny = torch.finfo(dtype).tiny
+        assert clip_factor(tensor([2.0], dtype=dtype), 2 * tiny).item() == tiny
+        assert clip_factor(tensor([4.0], dtype=dtype), 2 * tiny).item() == 0
+
+
+def test_a_block_without_noise_has_no_noise_multiplier():
+    with pytest.raises(ValueError, match="must all be positive"):
+        effective_noise_multiplier(tensor([1.0, 1.0]), tensor([1.0, 0.0]))
+
+
+def test_channels_without_positions_have_biases_and_norms_too():
+    exact(Chain(norm=nn.GroupNorm(2, 4), a=nn.Linear(4, 2)), two_waves, (noise(5, 4),))
+
+
+def two_waves(model, batch):
+    return torch.sin(model(batch[0]) * tensor([0.5, 2.0], dtype=torch.float64)).sum(1)
+
+
+def test_hooks_are_kept_from_the_compiler_where_there_is_one(monkeypatch):
+    def hook():
+        return 1
+    monkeypatch.setattr(torch.compiler, "disable", lambda kept: ("not compiled", kept))
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    assert untraced(hook) is hook
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("compiler"))
+    assert untraced(hook) == ("not compiled", hook)
+
+
+# ---- what is kept
+
+
+def test_the_folder_of_an_unfinished_run_is_its_owners(tmp_path):
+    store = Store(tmp_path / "a" / "run", {})
+    assert store.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_state_that_holds_more_than_numbers_is_not_unpacked(tmp_path):
+    store, told = Store(tmp_path, {}), []
+    store.save({"step": 3})
+    assert Store(tmp_path, {}).step == 3
+
+    class Harm:
+        def __reduce__(self):
+            return told.append, ("done",)
+
+    store.save({"step": Harm()})
+    with pytest.raises(pickle.UnpicklingError):
+        Store(tmp_path, {})
+    assert not told
+
+
+def test_a_state_of_another_device_is_read_into_memory(tmp_path, monkeypatch):
+    Store(tmp_path, {}).save({"step": 1})
+    read, asked = torch.load, {}
+    monkeypatch.setattr(torch, "load", lambda path, **settings: asked.update(settings) or read(path, **settings))
+    Store(tmp_path, {})
+    assert asked == {"weights_only": True, "map_location": "cpu"}
+
+
+def test_a_checkpoint_must_agree_in_all_that_a_run_depends_on():
+    identity = engine(**NOISE).store.identity
+    assert identity["number of processes"] == 1 and identity["method"] == "Full()" and identity["plan"]["clip"] == 0.5
+    assert {"model", "data", "tokens", "units", "unit_cap", "augmentation"} <= set(identity)
+
+
+def test_every_entry_of_a_small_model_tells_it_from_others():
+    model = nn.Linear(3, 2)
+    known = training.model_fingerprint(model)
+    for parameter in model.parameters():
+        for place in range(parameter.numel()):
+            other = copy.deepcopy(model)
+            dict(other.named_parameters())[next(n for n, p in model.named_parameters() if p is parameter)].data.view(-1)[place] += 1
+            assert training.model_fingerprint(other) != known
+
+
+def test_what_has_trained_is_remembered_after_it_is_frozen():
+    run = tune(method=OnlyTheHead(), steps=4, **NOISE)
+    assert run.trained == sorted(name for name, _ in run.model.named_parameters())
+
+
+def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    tune(model, optimizer=optimizer, steps=4, **NOISE)
+    assert [int(state["step"]) for state in optimizer.state.values()] == [4] * 4
+
+
+# ---- what is said
+
+
+def test_other_processes_answer_with_what_the_first_told_them():
+    e = engine(**NOISE)
+    e._ledger, e._told = None, ([SampledGaussian(1.0, 0.1, 3)], "head of the ledger")
+    assert e.spent == [SampledGaussian(1.0, 0.1, 3)] and e._head() == "head of the ledger"
+    with pytest.raises(ValueError, match="only the first process"):
+        _ = e.ledger
+
+
+def test_nothing_counts_as_checked_before_the_first_step_or_without_privacy():
+    e = engine(**NOISE)
+    assert e.guarantee.checked == []
+    assert run_all(e).guarantee.checked == list(training.CHECKED)
+    assert run_all(engine(epsilon=math.inf)).guarantee.checked == []
+
+
+def test_an_example_without_a_finite_loss_counts_as_zero_in_the_mean():
+    data = toy()
+    data.images[7] = math.nan
+    e = engine(data=data, batch_size=60, **NOISE)
+    step = next(iter(e))
+    losses = torch.cat([(step.add(batch), zoo.image_loss(e.model, batch))[1] for batch in step])
+    assert losses.isnan().sum() == 1 and step.loss == pytest.approx(losses.nan_to_num(0.0).mean().item(), rel=1e-5)
+
+
+def test_the_loop_is_silent_without_progress(capsys):
+    tune(steps=2, **NOISE)
+    said = capsys.readouterr()
+    assert said.out == said.err == ""
+
+
+def test_epsilon_is_shown_at_both_ends_and_twenty_times_between():
+    due = [t for t in range(1, 101) if progress_is_due(t, 100)]
+    assert due == [1, *range(5, 101, 5)]
+    assert all(progress_is_due(t, 7) for t in range(1, 8))
+
+
+def test_a_function_of_the_users_may_score_the_model():
+    run = tune(steps=1, **NOISE, evaluate=lambda model: {"parameters": sum(1 for _ in model.parameters())})
+    assert run.scores == {"parameters": 4}
+
+
+def test_texts_to_go_on_with_are_scored_by_perplexity(monkeypatch):
+    class Texts(list):
+        labels = None
+
+    def perplexity(model, data):
+        return 7.0
+
+    monkeypatch.setattr(training, "perplexity", perplexity)
+    assert tune(steps=1, **NOISE, evaluate=Texts([1, 2])).scores == {"perplexity": 7.0}
+
+
+def test_a_saved_run_says_of_what_kind_it_is_and_what_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "write_model", lambda *_: {"base": None})     # weights have tests of their own
+    monkeypatch.setattr(training, "how_to_load", lambda _: "load it\n")
+    tune(steps=1, epsilon=math.inf).save(tmp_path)
+    told = json.loads((tmp_path / "dpft.json").read_text())
+    assert told["kind"] == "image" and told["trained"] == ["1.bias", "1.weight", "4.bias", "4.weight"]
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("# Model card\n\n") and card.endswith("load it\n") and "\n\n\n" not in card
+
+
+# ---- what trains, and how
+
+
+def test_a_part_of_a_method_has_the_steps_of_its_phase_or_all():
+    context = Context(net(), zoo.image_loss, 10, 7, 60)
+    assert context.part(0, 1).steps == 7 and context.part(0, 1, 3).steps == 3 and context.steps == 7
+    assert context.part(2, 2).part(1, 1)._own == range(3, 4)
+
+
+def test_a_new_phase_is_known_to_the_engine():
+    e = engine(**NOISE)
+    assert not e.new_phase
+    e.context.begin_phase()
+    assert e.new_phase is True
+
+
+class Unused(nn.Module):
+    "One parameter that no example uses."
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.unused = net(), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_without_privacy_a_parameter_may_be_unused():
+    e = run_all(engine(Unused(), epsilon=math.inf))
+    assert e.model.unused.item() == 0
+
+
+class ThawsAll(Thaws):
+    "What `Thaws` does, for a model around the small one."
+
+    def start(self, context):
+        context.train_only(context.model.body[-1].parameters())
+
+
+def test_what_is_new_may_stay_where_it_is_when_its_gradient_is_zero_and_not_otherwise():
+    run_all(engine(Unused(), ThawsAll(), epsilon=math.inf))            # the smallest of the new ones has no gradient
+    e = engine(method=Thaws(), **NOISE)
+    with pytest.raises(ValueError, match="the optimizer does not hold the parameters"):
+        run_all(e, torch.optim.SGD(e.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("schedule, rates", [("constant", [1, 1, 1, 1]), ("linear", [1, 0.75, 0.5, 0.25]),
+                                             ("cosine", [1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4])])
+def test_the_rate_falls_as_its_schedule_says(schedule, rates):
+    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), []
+    schedule = make_schedule(optimizer, schedule, 4)
+    for _ in rates:
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert found == pytest.approx(rates)
+
+
+def test_data_of_no_items_holds_no_texts():
+    assert not training.holds_texts([]) and training.holds_texts([{"text": "a"}]) and not training.holds_texts([("a", 1)])
+
+
