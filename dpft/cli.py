@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from inspect import signature
 from math import inf
 from pathlib import Path
@@ -68,11 +67,11 @@ def method_named(
     given: Sequence[str] = (),  # name=value, instead of the defaults
 ) -> tuple[Any, float]:
     "A method and its default learning rate; ValueError with the nearest names."
-    if name not in METHODS:
-        near = get_close_matches(name, METHODS, n=2, cutoff=0.4) or sorted(METHODS)
-        raise ValueError(f"unknown method {name!r}; did you mean {' or '.join(near)}?")
     import dpft
+    from dpft.data import did_you_mean
     from dpft.experiments import method_from
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; {did_you_mean(name, METHODS)}")
     kind, own, rate = METHODS[name]
     chosen = options_of(given)
     known = signature(getattr(dpft, kind)).parameters
@@ -144,6 +143,8 @@ def train(
     who: Annotated[str | None, typer.Option(help="Name that the ledger records for this run.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")] = None,
     keep_secrets: Annotated[bool, typer.Option(help="Leave there, at the end, what undoes the noise.")] = False,
+    secure_mode: Annotated[bool, typer.Option("--secure-mode", help="Release no low-order bits that tell more than the noise allows; "
+                                                                    "the noise then takes four to five times as long.")] = False,
     seed: Annotated[int | None, typer.Option(help="Makes the run reproducible, and not private to whoever knows it.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the model, its guarantee and its card.")] = None,
@@ -165,7 +166,7 @@ def train(
                     tokenizer=recipe.pop("tokenizer"), accountant=accountant, unit=unit, unit_cap=unit_cap, public_size=public_size,
                     physical_batch_size=physical_batch_size, precision=precision, dropout=dropout, cache=cache, cache_folder=cache_folder,
                     evaluate=scored_part(task, score), ledger=Ledger(ledger, who=who) if ledger and Processes().is_first else None,
-                    checkpoint=checkpoint, keep_secrets=keep_secrets, seed=seed, progress=progress)
+                    checkpoint=checkpoint, keep_secrets=keep_secrets, secure_mode=secure_mode, seed=seed, progress=progress)
     run.prepared.recipe = recipe
     if Processes().is_first:
         tell_result(run, score, output)
@@ -296,7 +297,7 @@ def account(
             book.set_budget(budget, delta, reason=reason)
         elif remove_budget:
             book.remove_budget(reason)
-        if not book.runs() and not book.budgets():
+        if not book.runs() and not book.budgets() and not book.unpaid():
             raise ValueError(f"ledger {ledger} has no runs")
         print("\n".join(account_lines(book, delta, accountant)))
 
@@ -312,6 +313,7 @@ def account_lines(book: Any, delta: float | None, accountant: str) -> list[str]:
         share = f"{held.share(charged):.1%}" if held else "-"
         lines.append(f"{run:18s} {book.owner(run) or '-':10s} {book.plan(run).get('method', ''):24s} {state:12s} {released:32s} "
                      f"{share:>9s} {book.epsilon(at, run, accountant):8.3f}")
+    lines += [f"run {run} promises nothing: {reason}" for run, reason in book.unpaid().items()]
     if runs:
         lines.append(f"together: epsilon {book.epsilon(at, accountant=accountant):.3f} at delta {at:.3g} ({accountant})")
     for entry in book.budgets():
@@ -371,6 +373,7 @@ def run_named(
     "Make the records of an experiment of the book, those that are missing."
     from tqdm import tqdm
 
+    from dpft.data import did_you_mean
     from dpft.evidence import EXPERIMENTS
     from dpft.experiments import results_file, run_experiment
     if name is None:
@@ -378,8 +381,7 @@ def run_named(
             print(f"{known:20s} {its.question} In full: {its.needs}.")
         return
     if name not in EXPERIMENTS:
-        near = get_close_matches(name, EXPERIMENTS, n=3, cutoff=0.4) or sorted(EXPERIMENTS)
-        raise ValueError(f"unknown experiment {name!r}; did you mean {' or '.join(near)}?")
+        raise ValueError(f"unknown experiment {name!r}; {did_you_mean(name, EXPERIMENTS)}")
     def wanted(settings: dict[str, Any]) -> bool:
         its = settings["data"]
         return (its == data if data else its not in EXPERIMENTS[name].elsewhere) and method in (None, settings["method"])
@@ -402,13 +404,13 @@ def figures_named(
     ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
+    from dpft.data import did_you_mean
     from dpft.evidence import FIGURES
     from dpft.figures import redraw
 
     for name in names or ():
         if name not in FIGURES:
-            near = get_close_matches(name, FIGURES, n=3, cutoff=0.4) or sorted(FIGURES)
-            raise ValueError(f"unknown figure {name!r}; did you mean {' or '.join(near)}?")
+            raise ValueError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
     drawn = 0
     for sentence in redraw({name: FIGURES[name] for name in names or FIGURES}, output, ending):
         drawn += ": skipped, " not in sentence
@@ -436,6 +438,9 @@ def audit(
     from dpft.experiments import recorded, results_file
 
     if full:
+        from dpft.evidence import EXPERIMENTS
+
+        print(f"{EXPERIMENTS['audits'].needs}; each is written down when it is made, and one that is there is skipped", flush=True)
         run_named("audits", full=True, output=output)
         records = recorded(results_file("audits") if output is None else output / "audits.jsonl")
         print(auditing.audit_table([entry for entry in records if not entry["reduced"]]))

@@ -10,7 +10,7 @@ import io
 import lzma
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dpft.privacy import Keystream
+    from dpft.noise import Keystream
 
 # %% auto #0
 __all__ = ['CIFAR10_MEAN', 'CIFAR10_STD', 'CIFAR10_CLASSES', 'HUB', 'COLLECTIONS', 'PAIRS', 'LOCAL', 'TensorData', 'TableData',
            'Public', 'check_labels', 'fingerprint', 'Task', 'digits', 'font_digits', 'sst2', 'e2e', 'fashion_mnist',
-           'cifar10', 'cifar100', 'public_text', 'from_hub', 'load_data', 'EncodedData', 'encode', 'is_chat',
-           'row_hashes', 'shared_rows', 'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw',
+           'cifar10', 'cifar100', 'public_text', 'from_hub', 'did_you_mean', 'load_data', 'EncodedData', 'encode',
+           'is_chat', 'row_hashes', 'shared_rows', 'check_disjoint_rows', 'collate_for', 'gather', 'poisson_draw',
            'physical_batches', 'Units', 'units_of', 'Augmentation']
 
 # %% ../nbs/05_data.ipynb #data-tensordata
@@ -219,13 +219,18 @@ class Task:
     classes: tuple[str, ...] = ()      # class names; empty for "causal"
     columns: tuple[str, ...] = ()      # text columns, then the label column; "causal": prompts, then the completion; or one of chats
     source: str = ""                   # where the rows come from
-    public: Public | None = None       # public data of the same kind, for pre-training
     assumed_public: list[str] = field(default_factory=list)  # facts about the data that the guarantee takes as public
+    make_public: Callable[[], Public] | None = None          # makes public data of the same kind
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
         return tuple(self.train[0][0].shape) if self.kind == "image" else None
+
+    @property
+    def public(self) -> Public | None:
+        "Public data of the same kind, for pre-training; made when it is asked for, which may take seconds."
+        return self.make_public() if self.make_public else None
 
 # %% ../nbs/05_data.ipynb #data-digits
 def digits() -> Task:
@@ -461,6 +466,16 @@ LOCAL: dict[str, Callable[[str | Path | None], Task]] = {
     "sst2": sst2, "e2e": e2e, "fashion_mnist": fashion_mnist, "cifar10": cifar10, "cifar100": cifar100}
 
 
+def did_you_mean(
+    name: str,             # that nothing answers to
+    known: Iterable[str],  # what something answers to
+) -> str:
+    "The end of a refusal: the nearest of the known names, whatever their case, or all of them."
+    names = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(names[one] for one in near)}?" if near else f"choose {', '.join(names.values())}"
+
+
 def load_data(
     name: str,                              # "digits", a local data set, "hub:owner/name" or a folder of data files
     root: str | Path | None = None,         # folder of the local files; None: DPFT_DATA
@@ -473,12 +488,11 @@ def load_data(
     folder = root or os.environ.get("DPFT_DATA")
     if name == "digits":
         task = digits()
-        task.public = font_digits()
+        task.make_public = font_digits
     elif name.startswith("hub:") or Path(name).is_dir() and name not in known:
         task = from_hub(name.removeprefix("hub:"), columns)
     elif name not in known:
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or known
-        raise ValueError(f"unknown data set {name!r}; did you mean {' or '.join(near)}? (or 'hub:owner/name', or a folder of data files)")
+        raise ValueError(f"unknown data set {name!r}; {did_you_mean(name, known)} (or 'hub:owner/name', or a folder of data files)")
     elif source == "hub" or name not in LOCAL:
         task = from_hub(HUB[name], columns)
     elif source == "local" or folder:

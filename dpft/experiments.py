@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'machine', 'device_name', 'write_records', 'read_records',
-           'recorded', 'Experiment', 'results_file', 'run_experiment', 'provenance', 'source_hash', 'is_stale',
-           'commit', 'measured_run', 'accuracies', 'method_from', 'prepared_task', 'cache_folder', 'with_fresh_head',
-           'quickstart', 'printed_digits_network']
+           'recorded', 'Experiment', 'results_file', 'records_of', 'run_experiment', 'provenance', 'source_hash',
+           'is_stale', 'commit', 'measured_run', 'accuracies', 'method_from', 'prepared_task', 'cache_folder',
+           'with_fresh_head', 'quickstart', 'printed_digits_network']
 
 # %% ../nbs/70_experiments.ipynb #experiments-imports
 import contextlib
@@ -96,8 +96,18 @@ class Experiment:
     elsewhere: tuple[str, ...] = ()              # data that is not among the local files: left out unless it is named
 
 def results_file(name: str) -> Path:
-    "Where the records of an experiment lie: under `DPFT_RESULTS`, or in the book's own folder."
-    return Path(os.environ.get("DPFT_RESULTS", "nbs/results")) / f"{name}.jsonl"
+    "Where the records of an experiment lie: under `DPFT_RESULTS`, or in the book's own folder, from wherever in the checkout."
+    return Path(os.environ.get("DPFT_RESULTS") or _book()) / f"{name}.jsonl"
+
+def _book() -> Path:
+    "The results of the checkout around the working directory, or of one that is to be there; relative, so that no path tells the machine."
+    above = (Path("../" * depth) / "nbs" / "results" for depth in range(len(Path.cwd().parts)))
+    return next((folder for folder in above if folder.is_dir()), Path("nbs/results"))
+
+def records_of(*names: str) -> list[Settings]:
+    "The records of some experiments: those of full grids as soon as there are any, else the reduced ones, never both."
+    found = [entry for name in names for entry in recorded(results_file(name))]
+    return [entry for entry in found if not entry.get("reduced", True)] or found
 
 def run_experiment(
     name: str,

@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,15 +22,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .data import Public, collate_for, gather
+from .data import Public, collate_for, did_you_mean, gather
 from .gradients import RULES, Contribution, Dense, Outer, Rule, channel_bias, evaluating, full, unfolded
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'HEADS', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small',
            'Projected', 'StandardisedConv2d', 'standardised_weight', 'Affine', 'wide_layer', 'WideBlock', 'wide_resnet',
-           'mean_pooled_classifier', 'minilm_folder', 'load_model', 'load_pretrained', 'load_tokenizer', 'logits',
-           'example_losses', 'token_losses', 'summed_losses', 'default_loss', 'head_parameters', 'output_layer',
-           'fresh_head', 'validate', 'replace_batchnorm', 'to_device', 'accuracy', 'perplexity', 'pretrain']
+           'mean_pooled_classifier', 'minilm_folder', 'load_model', 'check_name', 'load_pretrained', 'load_tokenizer',
+           'logits', 'example_losses', 'token_losses', 'summed_losses', 'default_loss', 'head_parameters',
+           'output_layer', 'fresh_head', 'validate', 'replace_batchnorm', 'to_device', 'accuracy', 'perplexity',
+           'pretrain']
 
 # %% ../nbs/06_models.ipynb #models-tempered
 class TemperedSigmoid(nn.Module):
@@ -317,16 +317,15 @@ def load_model(
             return BUILT[name](classes) if image_shape is None else BUILT[name](classes, image_shape)
         if name == "minilm":
             return load_pretrained(mean_pooled_classifier(), minilm_folder(), num_labels=classes)
-        _check_name(name)
+        check_name(name)
         return _load_transformers(name, classes, kind)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     "Refuse a short name that nothing answers to, with the nearest that something does."
     known = ["minilm", *BUILT, *HUB_NAMES]
     if name not in known and "/" not in name and not Path(name).is_dir():
-        near = get_close_matches(name, known, n=3, cutoff=0.4) or ["minilm", *BUILT]
-        raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}? (or a Transformers name 'owner/name', or a folder)")
+        raise ValueError(f"unknown model {name!r}; {did_you_mean(name, known)} (or a Transformers name 'owner/name', or a folder)")
 
 
 def _load_transformers(name: str, classes: int, kind: str) -> nn.Module:
@@ -374,7 +373,7 @@ def load_tokenizer(
     if name in BUILT:
         raise ValueError(f"{name!r} is a model for images and has no tokenizer")
     if name != "minilm":
-        _check_name(name)
+        check_name(name)
     known = Path(name) / "dpft.json"
     if known.exists() and not (Path(name) / "tokenizer_config.json").exists():  # a run saved without the tokenizer, which is its base's
         base = (json.loads(known.read_text()).get("base") or {}).get("name")

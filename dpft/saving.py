@@ -12,6 +12,7 @@ __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'restores', 'no
 import copy
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -251,7 +252,7 @@ def how_to_load(
 ) -> str:                         # Markdown
     "The end of a model card: what the folder holds, and how to load it."
     part, base, kind = description["part"], description["base"], description["class"]
-    alone = base["name"] if part else description["recipe"] or class_named(kind)
+    alone = base["name"] if part else description["recipe"] or "transformers" in sys.modules and class_named(kind)  # its models loaded it
     lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
     if part:
         where = f" from `{base['name']}`" if base["name"] else ", which has to be given"

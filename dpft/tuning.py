@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -22,11 +21,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from .data import Public, Task, check_disjoint_rows, units_of
+from .data import Public, Task, check_disjoint_rows, did_you_mean, units_of
 from .gradients import Batch, batch_rows, clipped_sum
 from .guarantee import Guarantee, PrivacyCurve, best_true_positive_rate
-from .models import BUILT, HUB_NAMES, accuracy, default_loss, mean_pooled_classifier, minilm_folder, perplexity
-from .privacy import NOISE_CAP, BudgetError, Keystream, Ledger, SampledGaussian, epsilon, noise_multiplier
+from .models import BUILT, accuracy, check_name, default_loss, mean_pooled_classifier, minilm_folder, perplexity
+from .noise import Keystream
+from .privacy import NOISE_CAP, BudgetError, Ledger, SampledGaussian, epsilon, noise_multiplier
 from .training import Context, Method, Run, check_sizes, fine_tune
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'PRICED', 'HELD', 'Proposer', 'DEFAULT_STEPS', 'DATA_SHAPES', 'TrialLaw',
            'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'price', 'repeated', 'NoisyAccuracy',
            'noisy_accuracy', 'scorer', 'trial_noise', 'Charge', 'settle', 'grouped', 'TunedGuarantee', 'Trial',
-           'settings_grid', 'check_setting', 'Tuning', 'tune', 'Search', 'whole_guarantee', 'merged', 'Cell',
-           'default_batch_sizes', 'plan_table', 'recommended', 'plan_text', 'plan_figure', 'duration', 'DataShape',
-           'data_shape', 'model_shape', 'count_trainable', 'made_up_batch', 'probe_seconds']
+           'settings_grid', 'check_setting', 'Tuning', 'tune', 'check_paid', 'Search', 'whole_guarantee', 'merged',
+           'Cell', 'default_batch_sizes', 'plan_table', 'recommended', 'plan_text', 'plan_figure', 'duration',
+           'DataShape', 'data_shape', 'model_shape', 'count_trainable', 'made_up_batch', 'probe_seconds']
 
 # %% ../nbs/08_tuning.ipynb #tuning-law
 LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0} # the shape eta; infinite: Poisson, the limit
@@ -464,8 +464,7 @@ def check_setting(
     "Refuse what a trial may not vary."
     known = list(inspect.signature(fine_tune).parameters)
     if name not in known:
-        near = get_close_matches(name, known, n=1) or ["learning_rate"]
-        raise ValueError(f"{name!r} is no setting of fine_tune; did you mean {near[0]!r}?")
+        raise ValueError(f"{name!r} is no setting of fine_tune; {did_you_mean(name, (one for one in known if one not in PRICED + HELD))}")
     if name in PRICED:
         raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary it; dpft plan helps to choose it and spends nothing")
     if name in HELD:
@@ -478,7 +477,7 @@ class Tuning:
     best: dict[str, Any]            # the settings that scored best
     run: Run                        # its run, with the guarantee of the whole search
     trials: list[Trial]             # under selection the best only
-    charge: Charge
+    charge: Charge                  # how the search was paid for
     price: Price | None             # at the trial's noise, both ways; None without noise
     guarantee: Guarantee            # for a unit of the training data
     score_guarantee: Guarantee | None = None # for a row of the development set, where its scores were paid for
@@ -525,6 +524,7 @@ def tune(
     count = round(epochs * size / batch_size) if steps is None else steps
     delta = 0.5 / size if delta is None else delta
     check_sizes(size, batch_size, count, delta, settings.get("clip", 0.1))
+    search.check_methods(epsilon, batch_size, count, size)
     common = {"delta": delta, "steps": count, "batch_size": batch_size, "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
               "public_size": size, "ledger": ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)}
     if epsilon == math.inf:
@@ -541,6 +541,13 @@ def tune(
                   search.score_guarantee(best, paid, sigma, len(done)))
 
 # %% ../nbs/08_tuning.ipynb #tuning-search
+def check_paid(unpaid: Sequence[str], target: float) -> None:
+    "ValueError when a trial would promise nothing and the search is to promise something."
+    if unpaid and target < math.inf:
+        raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises nothing and a search cannot meet its epsilon; "
+                         "pay for that look, take it from public data, or say epsilon=math.inf")
+
+
 class Search:
     "What a search does, apart from its price: checks, draws, trials."
 
@@ -566,11 +573,18 @@ class Search:
             if name in PRICED or name in HELD:
                 raise ValueError(f"{name!r} cannot be given to every trial; see what tune itself takes, or leave it out")
             check_setting(name)
-        for method in [self.method, *(setting["method"] for setting in self.grid if "method" in setting)]:
-            if method.may_spend and self.charge != "none":
-                raise ValueError(f"{type(method).__name__} may spend besides training, which a search cannot price yet; use charge='none'")
         if isinstance(self.score, (Public, NoisyAccuracy)):
             check_disjoint_rows(self.score.data, self.rows, "scored" if isinstance(self.score, NoisyAccuracy) else "public")
+
+    def check_methods(self, target: float, batch_size: int, steps: int, size: int) -> None:
+        "Refuse a method that looks at private data unpaid, and one that spends what the charge cannot price."
+        for method in [self.method, *(setting["method"] for setting in self.grid if "method" in setting)]:
+            if isinstance(self.model, nn.Module):                # one that is still to be loaded is asked after its first trial
+                context = Context(self.model, default_loss(self.model), batch_size, steps, size)
+                method.requests(context)
+                check_paid(context.unpaid, target)
+            if method.may_spend and self.charge != "none":
+                raise ValueError(f"{type(method).__name__} may spend besides training, which a search cannot price yet; use charge='none'")
 
     @property
     def different(self) -> int:
@@ -623,6 +637,7 @@ class Search:
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model
         seed = self.keystream.seed("trial", number) if self.keystream.reproducible else None
         run = fine_tune(model, self.train, method, seed=seed, progress=False, **common, **arguments)
+        check_paid([run.guarantee.unpaid] * bool(run.guarantee.unpaid), common.get("epsilon", 0.0))  # an infinite one is in there
         rate = common["batch_size"] / common["public_size"]
         expected = [(common["noise_multiplier"], rate, common["steps"])] if "noise_multiplier" in common else []
         if [(m.noise_multiplier, m.sample_rate, m.steps) for m in run.guarantee.planned] != expected:
@@ -832,8 +847,7 @@ DATA_SHAPES = {
 def data_shape(name: str) -> DataShape:
     "What is published about a data set of this book; for any other, its size is given by hand."
     if name not in DATA_SHAPES:
-        near = get_close_matches(name, DATA_SHAPES, n=2, cutoff=0.4) or list(DATA_SHAPES)
-        raise ValueError(f"the size of {name!r} is not published here; did you mean {' or '.join(near)}? Otherwise give the size instead")
+        raise ValueError(f"the size of {name!r} is not published here; {did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
     return DATA_SHAPES[name]
 
 
@@ -851,9 +865,7 @@ def model_shape(
         with torch.device("meta"):
             return mean_pooled_classifier()(config)
     autos = {"text": hf.AutoModelForSequenceClassification, "image": hf.AutoModelForImageClassification, "causal": hf.AutoModelForCausalLM}
-    if "/" not in name and name not in HUB_NAMES and not Path(name).is_dir():
-        near = get_close_matches(name, ["minilm", *BUILT, *HUB_NAMES], n=3, cutoff=0.4) or ["minilm", *BUILT]
-        raise ValueError(f"unknown model {name!r}; did you mean {' or '.join(near)}?")
+    check_name(name)
     labels = {} if data.kind == "causal" else {"num_labels": data.classes}
     config = hf.AutoConfig.from_pretrained(name, **labels)
     with torch.device("meta"):

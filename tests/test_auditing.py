@@ -14,6 +14,7 @@ from scipy import stats
 
 from dpft import BiTFiT, Full, LastLayer, auditing, cli, prefix
 from dpft.auditing import (
+    IN_FULL,
     METHODS,
     VARIANTS,
     Audit,
@@ -221,7 +222,7 @@ def test_a_record_of_the_grid():
     entry = audit_entry(settings | {"canaries": 60})
     assert entry["audited"] <= entry["bounds"]["separation"] and entry["claim"] < entry["epsilon"] <= 8 and 0 < entry["p_value"] <= 1
     full = list(audit_grid(True))
-    assert len(full) == len(METHODS) + len(VARIANTS) and all(settings["canaries"] >= 500 for settings in full)
+    assert len(full) == len(METHODS) + len(VARIANTS) + len(IN_FULL) and all(settings["canaries"] >= 500 for settings in full)
 
 
 def test_a_false_claim_is_refuted():
@@ -295,7 +296,7 @@ def test_all_methods_by_one_command(run, monkeypatch, tmp_path):
     experiment = replace(EXPERIMENTS["audits"], grid=lambda full: small_grid)
     monkeypatch.setitem(EXPERIMENTS, "audits", experiment)
     status, out, _ = run("audit", "--full", "--output", tmp_path)
-    assert status == 0 and "| Full | 8.00 |" in out and "| LastLayer | 8.00 |" in out
+    assert status == 0 and "23 audits" in out and "| Full | 8.00 |" in out and "| LastLayer | 8.00 |" in out
     records = read_records(tmp_path / "audits.jsonl")
     assert len(records) == 2 and not records[0]["reduced"]
     with pytest.raises(ValueError, match="the claim of LastLayer is false"):

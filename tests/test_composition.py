@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import toy
 
 import dpft
+from dpft.auditing import Stopped, stopping
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
 from dpft.composition import Chain, Then
 from dpft.freezing import LayerFreeze
@@ -385,11 +386,72 @@ def test_an_optimizer_that_misses_the_second_phase_is_noticed():
             step.take(optimizer)
 
 
+# nothing is paid for what cannot begin ----------------------------------------------------------------------------------------------
+
+SELECT = dict(rounds=1, sample_rate=0.5)
+HOPELESS = {  # what cannot begin, after something that is paid for
+    "a schedule beyond the run": (lambda: Chain(DPFrost(0.6, **SELECT), LayerFreeze(1, 99)), "after=99 lies beyond the run of 4 steps"),
+    "a layer that is not there": (lambda: Chain(DPFrost(0.6, **SELECT), LoRA(targets="query")), "no linear layer of the 'query'"),
+    "single entries": (lambda: Chain(EntrySelection(0.6, sample_rate=0.5), LoRA(targets="query")), "no linear layer of the 'query'"),
+    "the same once more": (lambda: Chain(LoRA(targets=("1", "4")), DPFrost(0.6, **SELECT), LoRA(targets="6")), "low-rank matrices"),
+    "the second phase": (lambda: Then(Full(), None, LoRA(targets="query"), steps=2), "no linear layer of the 'query'"),
+    "a phase that is too short": (lambda: Then(Full(), None, LayerFreeze(1, 3), steps=2), "after=3 lies beyond the run of 2 steps"),
+    "the last of three phases": (lambda: Then(Full(), None, Then(Full(), None, LayerFreeze(1, 3), steps=1), steps=1), "after=3"),
+    "the same in both phases": (lambda: Then(LoRA(targets="1"), None, LoRA(targets="4"), steps=2), "has low-rank matrices already"),
+    "under Rap-FT": (lambda: dpft.RapFT(HOPELESS["a schedule beyond the run"][0](), relevance_data="private", share=0.1), "after=99"),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_what_cannot_begin_is_refused_before_anything_is_charged(case, tmp_path):
+    method, message = HOPELESS[case]
+    before = net()
+    model = copy.deepcopy(before)
+    with Ledger(tmp_path / "ledger") as ledger:
+        with pytest.raises(ValueError, match=message):
+            tune(method(), model, ledger=ledger)
+        assert not ledger.runs() and not ledger.charged()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in before.named_parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    def go():
+        torch.manual_seed(3)
+        method, model = Chain(DPFrost(0.6, **SELECT), LoRA(targets=("1", "4"))), net()
+        run = tune(method, model, seed=5)
+        return run, method.parts[0].selection.record(), torch.rand(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dpft.composition, "rehearse", lambda method, context: None)
+        plain, chosen, after = go()
+    run, again, later = go()
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), plain.model.parameters(), strict=True))
+    assert again == chosen and run.mechanisms == plain.mechanisms and torch.equal(after, later)
+
+
+def test_what_wants_a_draw_or_numbers_is_taken_on_trust():
+    class Reads(Method):
+        def choose(self, context, among):
+            return [p for p in among if p.square().sum().item() > 0]
+    asks = Asks("1.weight", "4.weight")
+    for method in (Chain(asks, Reads()), Chain(asks, LargestWeights(0.5)), Then(asks, None, Reads(), steps=2)):
+        assert tune(method).guarantee.private
+
+
+def test_a_copy_without_values_keeps_ties_and_takes_no_memory():
+    model, _, _ = zoo.build("gpt2-lm")
+    twin = dpft.composition.without_values(model)
+    assert all(tensor.is_meta for tensor in (*twin.parameters(), *twin.buffers()))
+    assert [(name, p.shape, p.requires_grad) for name, p in twin.named_parameters()] == [
+        (name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 # going on ---------------------------------------------------------------------------------------------------------------------------
 
 def broken(method, folder, at, model, every, **changes):
-    with pytest.raises(zoo.Stop):
-        tune(method, model, checkpoint=folder, checkpoint_every=every, optimizer=zoo.stopping(at), **changes)
+    with pytest.raises(Stopped):
+        tune(method, model, checkpoint=folder, checkpoint_every=every, optimizer=stopping(at), **changes)
 
 
 ONE = dict(rounds=1, sample_rate=0.2)

@@ -23,6 +23,7 @@ from dpft.data import (
     TensorData,
     check_disjoint_rows,
     check_labels,
+    did_you_mean,
     collate_for,
     digits,
     encode,
@@ -34,7 +35,7 @@ from dpft.data import (
     poisson_draw,
     shared_rows,
 )
-from dpft.privacy import Keystream
+from dpft.noise import Keystream
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +231,20 @@ def test_font_digits_follow_the_seed_and_look_like_digits():
 def test_unknown_name_gets_the_nearest(name, near):
     with pytest.raises(ValueError, match=f"unknown data set '{name}'; did you mean .*{near}"):
         load_data(name)
+
+
+def test_public_data_is_made_when_it_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr("dpft.data.font_digits", lambda: asked.append(1))
+    task = load_data("digits", limit=10)
+    assert not asked and task.public is None and asked and digits().public is None
+
+
+@pytest.mark.parametrize("name, said", [
+    ("alph", "did you mean alpha?"), ("ALPHA", "did you mean alpha?"), ("dpfrost", "did you mean DPFrost?"), ("bet", "did you mean beta?"),
+    ("zzz", "choose alpha, beta, DPFrost")])
+def test_a_refusal_ends_in_the_nearest_names_whatever_their_case(name, said):
+    assert did_you_mean(name, iter(["alpha", "beta", "DPFrost"])) == said
 
 
 def test_missing_files_are_named(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,30 @@ def test_a_record_says_all_that_is_needed(records, tmp_path):
         file.write("{broken\n")
     with pytest.raises(ValueError, match="line 7"):
         experiments.read_records(tmp_path / "r.jsonl")
+
+
+def test_records_lie_in_the_checkout_around_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("DPFT_RESULTS", raising=False)
+    inside = tmp_path / "nbs" / "evidence"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert experiments.results_file("a") == Path("nbs/results/a.jsonl")          # no checkout around: where it is to be
+    (tmp_path / "nbs" / "results").mkdir()
+    for folder, above in ((tmp_path, ""), (tmp_path / "nbs", "../"), (inside, "../../")):
+        monkeypatch.chdir(folder)
+        assert experiments.results_file("a") == Path(f"{above}nbs/results/a.jsonl")
+    monkeypatch.setenv("DPFT_RESULTS", "elsewhere")
+    assert experiments.results_file("a") == Path("elsewhere/a.jsonl")
+
+
+def test_full_records_stand_in_place_of_reduced_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    assert experiments.records_of("a", "b") == []
+    experiments.write_records(tmp_path / "a.jsonl", [{"n": 1, "reduced": True}, {"n": 2}])
+    experiments.write_records(tmp_path / "b.jsonl", [{"n": 3, "reduced": True}])
+    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [1, 2, 3]
+    experiments.write_records(tmp_path / "b.jsonl", [{"n": 4, "reduced": False}])
+    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [4] and len(experiments.records_of("a")) == 2
 
 
 def test_the_same_seed_gives_the_same_record(records):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import zoo
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from zoo import Plain, inner
 
@@ -24,7 +24,7 @@ from dpft.freezing import (
     status_changes,
     true_gradient,
 )
-from dpft.gradients import Partition, only_training, per_example_gradients, select_rows
+from dpft.gradients import Groups, Partition, only_training, per_example_gradients, select_rows
 
 SEEDS = st.integers(0, 10**6)
 
@@ -419,6 +419,27 @@ def test_status_changes_only_from_clipped_to_unclipped(seed, clip):
             assert value.item() == pytest.approx(angle([sums[0]], [sums[1]]).item(), abs=1e-7)
         else:
             assert value.isnan().all()
+
+
+@given(seed=SEEDS, clip=st.sampled_from([0.5, 3.0]))
+@settings(max_examples=15)
+def test_rows_of_one_unit_count_as_their_sum(seed, clip):
+    model, rows, units = Plain([2, 3]), normal(seed, 9, 5), torch.tensor([0, 1, 1, 2, 0, 3, 1, 4, 4])
+    summed = torch.zeros(5, 5, dtype=torch.float64).index_add_(0, units, rows)
+    own, parts = {"groups": lambda batch: Groups(units)}, layers_of(model)
+    def same(look):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UndefinedAngle)                      # of an empty group
+            whole, apart = look((summed,), {}), look((rows,), own)
+        for name, value in vars(whole).items():
+            torch.testing.assert_close(value, vars(apart)[name], rtol=1e-9, atol=1e-7, equal_nan=True) if isinstance(value, torch.Tensor) \
+                else name in ("before", "after") or value == vars(apart)[name] or pytest.fail(name)
+    same(lambda batch, groups: distortion_angles(model, inner, batch, clip, 0.0, parts, **groups))
+    same(lambda batch, groups: freezing_effect(model, inner, batch, clip, 0.0, parts[:1], **groups))
+    same(lambda batch, groups: freezing_effect(model, inner, batch, clip, 0.0, parts[:1], **groups).after)
+    same(lambda batch, groups: clip_groups(model, inner, batch, clip, **groups))
+    same(lambda batch, groups: status_changes(model, inner, batch, clip, parts[1:], **groups))
+    assert signals(model, inner, (rows,), clip, **own).strength("biased", parts).norm() > 0
 
 
 def test_layers_of_modules_count_tied_and_frozen_parameters_once_or_never():

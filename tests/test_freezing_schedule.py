@@ -15,6 +15,7 @@ from zoo import toy
 import dpft
 import dpft.prefix
 from dpft import bench
+from dpft.auditing import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.data import TensorData
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
@@ -300,8 +301,8 @@ def test_the_account_and_the_run_until_it_freezes_are_those_of_dp_sgd():
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_a_run_resumed_before_or_after_freezing_is_the_same_run(tmp_path, at, average):
     whole = tune(average=average)
-    with pytest.raises(zoo.Stop):
-        tune(average=average, checkpoint=tmp_path, checkpoint_every=1, optimizer=zoo.stopping(at))
+    with pytest.raises(Stopped):
+        tune(average=average, checkpoint=tmp_path, checkpoint_every=1, optimizer=stopping(at))
     resumed = tune(average=average, checkpoint=tmp_path, checkpoint_every=1)
     assert torch.equal(weights(resumed.model), weights(whole.model)) and resumed.epsilon == whole.epsilon
     assert resumed.trained == whole.trained == sorted(name for name, _ in net().named_parameters())
@@ -310,13 +311,8 @@ def test_a_run_resumed_before_or_after_freezing_is_the_same_run(tmp_path, at, av
 
 
 def test_another_schedule_does_not_continue_a_checkpoint(tmp_path):
-    class Stop(Exception):
-        pass
-    class Breaking(torch.optim.SGD):
-        def step(self, closure=None):
-            raise Stop
-    with pytest.raises(Stop):
-        tune(checkpoint=tmp_path, optimizer=Breaking)
+    with pytest.raises(Stopped):
+        tune(checkpoint=tmp_path, optimizer=stopping(1))
     with pytest.raises(ValueError, match="another method"):
         tune(method=LayerFreeze([2, 3], [2, 5]), checkpoint=tmp_path)
 

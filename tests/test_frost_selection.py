@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
+from zoo import toy
 
-from dpft.data import TensorData, load_data
+from dpft.data import load_data
 from dpft.frost import DPFrost, EntrySelection, paper_settings, partitions, select, sensitivity
 from dpft.frost.selection import admitted, check_fits, entry_magnitudes, freezing_threshold, released, take
 from dpft.gradients import Partition, per_example_gradients
@@ -118,12 +119,6 @@ def test_the_papers_settings():
 
 # With a model
 
-def toy(size=120, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(0, 3, (size,), generator=generator)
-    return TensorData(torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None], labels)
-
-
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(),
@@ -135,11 +130,12 @@ SETTINGS = dict(batch_size=30, steps=4, clip=0.5, seed=0, accountant="rdp", delt
 
 def engine(method, model=None, **changes):
     settings = {"epsilon": 3.0, **SETTINGS, **changes}
-    return Engine(model or net(), zoo.image_loss, method, toy(), **settings)
+    return Engine(model or net(), zoo.image_loss, method, toy(120), **settings)
 
 
 def tune(method, model=None, **changes):
-    return fine_tune(model or net(), toy(), method, **{"epsilon": 3.0, "progress": False, "loss_fn": zoo.image_loss, **SETTINGS, **changes})
+    changes = {"epsilon": 3.0, "progress": False, "loss_fn": zoo.image_loss, **SETTINGS, **changes}
+    return fine_tune(model or net(), toy(120), method, **changes)
 
 
 @pytest.mark.parametrize("method,rounds", [(DPFrost(0.4, sample_rate=0.5), 5), (DPFrost(0.4, sample_rate=0.5, rounds=1), 1),
@@ -215,7 +211,7 @@ def test_dropout_does_not_reach_the_selection_and_modes_stay():
     def loss_fn(model, batch):
         seen.append(model[2].training)
         return zoo.image_loss(model, batch)
-    Engine(model, loss_fn, DPFrost(0.9, sample_rate=1.0, rounds=1), toy(), epsilon=3.0, **SETTINGS)
+    Engine(model, loss_fn, DPFrost(0.9, sample_rate=1.0, rounds=1), toy(120), epsilon=3.0, **SETTINGS)
     assert seen and not any(seen) and model.training
 
 
@@ -242,7 +238,7 @@ def test_gradients_that_are_not_finite_add_nothing_and_the_run_goes_on():
 
     torch.manual_seed(0)
     model = Model()
-    bad = toy().batch(range(120))[0].flatten(1)[:, 0] > 1.5
+    bad = toy(120).batch(range(120))[0].flatten(1)[:, 0] > 1.5
     assert 10 < bad.sum() < 110
     method = DPFrost(0.7, sample_rate=1.0, rounds=2)
     run = tune(method, model)

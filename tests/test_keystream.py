@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft.privacy import Keystream
+from dpft.noise import Keystream
 
 SECRET = bytes(range(32))
 parts = st.one_of(st.text(max_size=6), st.integers(-(2**70), 2**70), st.binary(max_size=6))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import dp_accounting
@@ -258,3 +259,18 @@ def test_shares_must_leave_something():
 def test_bad_request(field, value):
     with pytest.raises(ValueError, match=f"select: {field}={value}"):
         Request(**({"sample_rate": 0.1, "steps": 5, "share": 0.1} | {field: value}))
+
+
+@pytest.mark.parametrize("plan, delta", [
+    ([(1.0, 0.3, 6)], 1e-3), ([(0.4, 0.02, 2000)], 1e-6), ([(30.0, 0.01, 10)], 1e-5), ([(2.0, 1.0, 3), (1.1, 0.1, 50)], 1e-9),
+    ([(8.0, 0.5, 1), (0.9, 0.001, 500)], 0.05)])
+def test_the_best_order_is_found_without_trying_all(plan, delta):
+    from opacus.accountants import RDPAccountant
+    from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    every = sum(compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=orders) for sigma, q, steps in plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                                          # the best order may be the first or the last
+        best = get_privacy_spent(orders=orders, rdp=every, delta=delta)[0]
+    assert epsilon([SampledGaussian(*entry) for entry in plan], delta, "rdp") == pytest.approx(max(best, 0), rel=1e-9, abs=1e-9)

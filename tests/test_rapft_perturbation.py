@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpft.auditing import Stopped, stopping
 from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.clipping import effective_noise_multiplier
@@ -331,13 +332,23 @@ def test_an_interrupted_run_goes_on_bit_for_bit_and_pays_once(where, stopped_at,
         names = {p: name for name, p in run.model.named_parameters()}
         return run, {names[p]: mask for p, mask in method.masks.items()}
     whole, mask = go(tmp_path / "whole")
-    with pytest.raises(zoo.Stop):
-        go(tmp_path / "parts", zoo.stopping(stopped_at))
+    with pytest.raises(Stopped):
+        go(tmp_path / "parts", stopping(stopped_at))
     again, mask_again = go(tmp_path / "parts")
     assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True))
     assert mask.keys() == mask_again.keys() and all(torch.equal(mask[name], mask_again[name]) for name in mask)
     assert [(m.name, m.steps) for m in again.mechanisms] == [(m.name, m.steps) for m in whole.mechanisms]
     assert len(again.mechanisms) == {"private": 2, "public": 1, "paper": 0}[where]
+
+
+def test_attention_without_a_rule_is_refused_before_anything_is_charged(tmp_path):
+    model, loss_fn, batch = zoo.build("llama")                                   # all heads share one key head
+    data, collate = zoo.as_data(batch)
+    with Ledger(tmp_path / "ledger") as ledger:
+        with pytest.raises(ValueError, match="query heads share one key head"):
+            fine_tune(model, data, RapFT(Full(), relevance_data="private", share=0.1), epsilon=3.0, steps=2, batch_size=3, delta=0.01,
+                      loss_fn=loss_fn, collate_fn=collate, accountant="rdp", ledger=ledger, progress=False)
+        assert not ledger.runs()
 
 
 # What is not paid for

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -18,7 +19,18 @@ from dpft.composition import Chain
 from dpft.data import TableData
 from dpft.models import load_tokenizer
 from dpft.privacy import Ledger
-from dpft.saving import ADAPTER, PART, add_again, additions, base_name, frozen_fingerprint, note_addition, restores, stored_name
+from dpft.saving import (
+    ADAPTER,
+    PART,
+    add_again,
+    additions,
+    base_name,
+    frozen_fingerprint,
+    how_to_load,
+    note_addition,
+    restores,
+    stored_name,
+)
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
              max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
@@ -260,6 +272,14 @@ def test_the_part_of_a_roberta_base_is_small(tmp_path):
 
 
 # ---- the pieces
+
+
+def test_saying_how_to_load_imports_no_transformers(monkeypatch):
+    description = {"part": False, "base": None, "class": "Net", "recipe": None, "added": [], "adapters": []}
+    monkeypatch.setattr("dpft.saving.class_named", lambda kind: pytest.fail("only a model of Transformers needs its classes"))
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert "dpft.load(path, model=…)" in how_to_load(description)
+    assert "dpft.load(path)" in how_to_load(description | {"recipe": {"name": "mlp"}})
 
 
 def test_names_in_all_their_wrappings():

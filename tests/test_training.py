@@ -17,6 +17,7 @@ from torch import nn
 from zoo import toy
 
 import dpft
+from dpft.auditing import Stopped, stopping
 from dpft.data import TableData, TensorData
 from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.privacy import Ledger, LedgerError, Request, epsilon
@@ -383,8 +384,8 @@ def test_saving_and_loading_a_module(tmp_path):
 
 def interrupted(folder, at, model=None, **settings):
     """A run that is stopped by its optimizer at one step."""
-    with pytest.raises(zoo.Stop):
-        tune(model, checkpoint=folder, checkpoint_every=2, optimizer=zoo.stopping(at), **{"learning_rate": 0.05, **settings})
+    with pytest.raises(Stopped):
+        tune(model, checkpoint=folder, checkpoint_every=2, optimizer=stopping(at), **{"learning_rate": 0.05, **settings})
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6])

@@ -144,19 +144,3 @@ class Plain(nn.Module):
 
 def inner(model, batch):
     return model(batch[0])
-
-
-class Stop(Exception):
-    """What ends a run that is to be resumed."""
-
-
-def stopping(at, base=torch.optim.AdamW):
-    """An optimizer that stops the run instead of taking one of its steps."""
-    class Stopping(base):
-        def step(self, closure=None):
-            self.count = getattr(self, "count", 0) + 1
-            if self.count == at:
-                raise Stop
-            return super().step(closure)
-
-    return Stopping

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..gradients import Batch, LossFunction, Partition, batch_rows, gradients, per_example_losses, tensors, trainable
+from ..gradients import Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses, tensors, trainable
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-angle
 Vector = dict[str, Tensor]  # one number for each parameter entry: a parameter's name -> float64 of its shape
@@ -45,7 +45,7 @@ def direction(pieces: Sequence[Tensor]) -> list[Tensor]:
 def angle(
     first: Sequence[Tensor],   # a vector in pieces
     second: Sequence[Tensor],  # another, in pieces of the same shapes
-    what: str = "these vectors",
+    what: str = "these vectors",  # in the warning
 ) -> Tensor:                   # () radians in [0, pi], float64
     "Angle between two vectors, precise near 0 and pi too; NaN with a warning if one of them has no direction; @lem-half-angle."
     u, v = direction(first), direction(second)
@@ -93,14 +93,15 @@ def stream(
     parts: Sequence[Partition],  # K sets of parameters, whose norms decide the factors
     weigh: Weigh,
     names: Iterable[str],        # of the parameters whose gradients are summed
-) -> tuple[dict[str, Vector], Tensor]:  # the sums; (N, K) norms of all examples
-    "Several weighted sums of the same per-example gradients in one pass over the data; what is not finite counts nowhere."
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+) -> tuple[dict[str, Vector], Tensor]:  # the sums; (N, K) norms of all units
+    "Several weighted sums of the same units' gradients in one pass over the data; what is not finite counts nowhere."
     names, rows = list(names), [torch.zeros(0, len(parts))]
     totals: dict[str, Vector] = defaultdict(dict)
     for label, name in ((label, name) for label in weigh(rows[0]) for name in names):
         totals[label][name] = torch.zeros_like(trainable(model)[name], dtype=torch.float64)
     for batch in each_batch(batches):
-        taken = gradients(model, loss_fn, batch)
+        taken = gradients(model, loss_fn, batch, groups(batch))
         rows.append(taken.norms(partitions=parts))
         finite = rows[-1].isfinite().all(1)
         for label, factors in weigh(rows[-1]).items():
@@ -149,7 +150,7 @@ def module_layers(model: nn.Module) -> list[Partition]:
 @dataclass(frozen=True)
 class Angles:
     "Strength and distortion of each of M layers. A diagnostic on private data."
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # M names
     strength: Tensor  # (M,) length of the biased signal
     clipping: Tensor  # (M,) reference to biased signal: the paper's gamma^B, or gamma^UB against the unbiased signal
     noise: Tensor     # (M,) biased to private signal: gamma^BP
@@ -164,19 +165,32 @@ class Angles:
 @dataclass(frozen=True)
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]  # those that train, by name
     vectors: dict[str, Vector]  # "unbiased", "biased", "private", and "true" if it was given
 
-    def pieces(self, kind: str, layer: Partition) -> list[Tensor]:
+    def pieces(
+        self,
+        kind: str,         # of signal, a key of `vectors`
+        layer: Partition,  # whose part is wanted
+    ) -> list[Tensor]:     # of the shapes of the layer's parameters
         "A layer's part of a signal; a parameter that does not train has none."
         own = {id(parameter) for parameter in layer.parameters}
         return [self.vectors[kind][name] for name, parameter in self.parameters.items() if id(parameter) in own]
 
-    def strength(self, kind: str, layers: Sequence[Partition]) -> Tensor:
+    def strength(
+        self,
+        kind: str,                    # of signal, a key of `vectors`
+        layers: Sequence[Partition],  # M of them
+    ) -> Tensor:
         "(M,) length of a signal in each layer."
         return torch.stack([length(self.pieces(kind, layer)).cpu() for layer in layers])
 
-    def angle(self, first: str, second: str, layers: Sequence[Partition]) -> Tensor:
+    def angle(
+        self,
+        first: str,                   # kind of signal, a key of `vectors`
+        second: str,                  # another
+        layers: Sequence[Partition],  # M of them
+    ) -> Tensor:
         "(M,) angle between two signals in each layer, radians; NaN with a warning where one of them is zero."
         return torch.stack([angle(self.pieces(first, layer), self.pieces(second, layer), f"{layer.name}, {first} to {second} signal").cpu()
                             for layer in layers])
@@ -229,11 +243,12 @@ def signals(
     batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
 ) -> Signals:
     "The signals of a batch for what trains now, from one pass. A diagnostic on private data, never part of a private run; @def-signals."
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         return {"unbiased": torch.ones_like(norms[:, 0]), "biased": clip_factor(norms[:, 0], clip, style)}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model))
+    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model), groups)
     size = _divisor(batch_size, len(norms))
     means = {kind: {name: value / size for name, value in total.items()} for kind, total in sums.items()}
     noise = _noise(means["biased"], _noise_std(noise_multiplier, clip, size), generator)
@@ -251,13 +266,14 @@ def distortion_angles(
     batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
 ) -> Angles:
     """How far clipping and noise turn a step, layer by layer. A diagnostic on private data, never part of a private run.
 
     NaN, with a warning, where a signal is zero; Definition 3.2 of DP-SGD-LF; @lem-sphere.
     """
     return signals(model, loss_fn, batch, clip, noise_multiplier, true=true, batch_size=batch_size, style=style,
-                   generator=generator).angles(layers)
+                   generator=generator, groups=groups).angles(layers)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-effect
 @dataclass(frozen=True)
@@ -265,9 +281,9 @@ class FreezingEffect:
     "The layers that still train, under the clip factors of the whole gradient and of their own. A diagnostic on private data."
     before: Angles       # factors from the norm of all that trains now
     after: Angles        # factors from the norm of what is kept
-    examples: int
+    examples: int        # in the batch
     clipped_before: int  # examples longer than the bound
-    clipped_after: int
+    clipped_after: int   # the same, by the norm of what is kept
 
     def record(self) -> dict:
         "Plain numbers, for a record."
@@ -295,6 +311,7 @@ def freezing_effect(
     batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise, the same before and after
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
 ) -> FreezingEffect:
     """Strength and angles of the kept layers as they are and as they would be with the rest frozen, from one pass.
 
@@ -304,7 +321,7 @@ def freezing_effect(
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         return {"unbiased": torch.ones_like(norms[:, 0]), "before": clip_factor(torch.linalg.vector_norm(norms, dim=1), clip, style),
                 "after": clip_factor(norms[:, 1], clip, style)}
-    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays)
+    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     size = _divisor(batch_size, len(norms))
     means = {kind: {name: value / size for name, value in total.items()} for kind, total in sums.items()}
     noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size), generator)
@@ -316,9 +333,9 @@ def freezing_effect(
 @dataclass(frozen=True)
 class ClipGroups:
     "The clipped and the unclipped examples of a batch. A diagnostic on private data."
-    layers: tuple[str, ...]
-    clipped: int
-    unclipped: int
+    layers: tuple[str, ...]  # M names
+    clipped: int             # examples longer than the bound
+    unclipped: int           # the others
     clipped_angle: Tensor    # (M,) of their mean gradient to the true (or unbiased) signal, radians; NaN for an empty group
     unclipped_angle: Tensor  # (M,) Assumption 3.1: the larger of the two
     gain: Tensor             # (M,) positive: giving the clipped examples more weight turns the biased signal the right way
@@ -326,12 +343,12 @@ class ClipGroups:
 @dataclass(frozen=True)
 class StatusChanges:
     "What freezing does to the groups of clipped and unclipped examples. A diagnostic on private data."
-    layers: tuple[str, ...]
-    examples: int
-    clipped_before: int
+    layers: tuple[str, ...]  # M names
+    examples: int            # in the batch
+    clipped_before: int      # by the norm of all that trains now
     clipped_after: int       # the difference moved from clipped to unclipped; none ever moves back
     turned_clipped: Tensor   # (M,) angle between the group's summed gradient before and after, radians
-    turned_unclipped: Tensor
+    turned_unclipped: Tensor # (M,) the same for the group of the others
 
 def clip_groups(
     model: nn.Module,
@@ -341,13 +358,14 @@ def clip_groups(
     layers: Sequence[Partition] | None = None,  # M sets of parameters; None: everything that trains, as one
     *,
     true: Vector | None = None,  # true_gradient of all the data; None: angles against the batch's mean gradient
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
 ) -> ClipGroups:
     "Whether clipped gradients point better: Assumption 3.1, Figure 7 of DP-SGD-LF. A diagnostic on private data; @lem-scaling."
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         long = (norms[:, 0] > clip).to(norms)
         factors = clip_factor(norms[:, 0], clip)
         return {"unbiased": torch.ones_like(long), "clipped": long, "unclipped": 1 - long, "bounded": factors * long, "biased": factors}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model))
+    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model), groups)
     found = Signals(trainable(model), sums if true is None else sums | {"true": true})
     layers = [everything(model)] if layers is None else list(layers)
     reference = "unbiased" if true is None else "true"
@@ -363,13 +381,15 @@ def status_changes(
     batch: Batches,
     clip: float,                # C
     kept: Sequence[Partition],  # M layers that train after freezing
+    *,
+    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
 ) -> StatusChanges:
     "How many examples freezing moves from clipped to unclipped: Assumption 3.2, Figure 8 of DP-SGD-LF. A diagnostic on private data."
     parts, stays = _rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         long = [(each > clip).to(norms) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
         return {"clipped before": long[0], "clipped after": long[1], "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
-    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays)
+    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     found = Signals(stays, sums)
     clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept) for group in ("clipped", "unclipped"))
     before, after = (int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))

@@ -256,7 +256,7 @@ class LayerFreeze(Method):
     def _check(self, context: Context, trains: Sequence[nn.Parameter]) -> None:
         "Refuse before the run what would fail in it."
         self._stages = None
-        if context.engine is not None:  # else there is no run, and no number of steps
+        if context.engine is not None or context.rehearses:  # else there is no run, and no number of steps
             check_steps(self._times(context.steps), context.steps)
         self._staged(context, trains)
 

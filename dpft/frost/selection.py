@@ -72,8 +72,8 @@ Observe = Callable[[Sequence[Partition], float], Tensor]  # (partitions, their s
 class Selection:
     "What was chosen, and why."
     partitions: list[Partition]   # all M, in the model's order
-    ratio: float
-    rounds: list[Round] = field(default_factory=list)
+    ratio: float                  # rho, the share of all entries that may be chosen
+    rounds: list[Round] = field(default_factory=list)  # what each saw and chose
     estimate: Estimate | None = None   # after the last round
 
     @property
@@ -108,7 +108,7 @@ class Selection:
     @classmethod
     def from_record(
         cls,
-        record: dict[str, Any],
+        record: dict[str, Any],           # what `record` gave
         partitions: Sequence[Partition],  # those that it was made of
         sample_rate: float,               # q of each draw
     ) -> "Selection":
@@ -127,9 +127,9 @@ def select(
     rounds: int = 5,                   # T; 1: the paper's SINGLE
     sample_rate: float = 0.02,         # q of each draw
     gap: float = 5.0,                  # nu, in standard deviations
-    kind: str = "mgna",
-    order: int = 1,
-    clip: float = 1.0,
+    kind: str = "mgna",                # "mg" | "mgn" | "mgna"
+    order: int = 1,                    # of the norm: 1 or 2
+    clip: float = 1.0,                 # C
 ) -> Selection:
     "Choose partitions in rounds from noisy magnitudes; Algorithm 4 of DP-FROST, repaired; @def-psel."
     check_settings(ratio, rounds, sample_rate, gap)
@@ -262,7 +262,7 @@ class DPFrost(Method):
         check_fits(self._pieces, self.ratio)
         names = {id(parameter): name for name, parameter in context.model.named_parameters()}
         self._names = [[names[id(parameter)] for parameter in part.parameters] for part in self._pieces]
-        return self._select(context)
+        return list(among) if context.rehearses else self._select(context)
 
     def step(self, context: Context, t: int) -> None:
         "Select again at the beginning of each K-th part of the run; Section 5.3 of DP-FROST."
@@ -363,6 +363,8 @@ class EntrySelection(Method):
         count = admitted(self.ratio, sum(part.size for part in pieces))
         if not count:
             raise ValueError(f"ratio={self.ratio:g} lets no entry train; raise it")
+        if context.rehearses:
+            return parameters
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
             return entry_magnitudes(context.model, context.loss_fn, batches, pieces, absolute, self.order, self.clip, reduce,
                                     context.groups)

@@ -22,7 +22,7 @@ from ..data import Public, check_disjoint_rows, gather, poisson_draw
 from ..gradients import Block, Partition, full, members, trainable
 from ..models import fresh_head, to_device
 from ..privacy import Request
-from .relevance import Initialisation, check_map, check_started, clipped_relevance, relevance_map
+from .relevance import Initialisation, attention_configs, check_map, check_started, clipped_relevance, relevance_map
 from ..training import Context, Engine, Method
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-mask
@@ -239,6 +239,11 @@ class RapFT(Method):
         "Until the map is taken, blocks are still to change."
         return self._weak is None or self.method.changes
 
+    @property
+    def may_spend(self) -> bool:
+        "Whether relevance is paid for, or the method may spend."
+        return self.share is not None or self.method.may_spend
+
     def _views(self, context: Context) -> tuple[Context, Context]:
         "What the wrapped method sees, and what belongs to the relevance."
         count = len(self.method.requests(context.part(0, 0)))
@@ -257,6 +262,7 @@ class RapFT(Method):
         "The method starts, and the map is taken unless there is a warm-up."
         self._weak = None
         self._check_public(context)
+        attention_configs(context.model)                                         # refuses what has no rule before anything is paid for
         self.method.start(self._views(context)[0])
         if not self.warmup_steps:
             self._take(context)

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['TINY', 'EMPTY', 'MATRIX_PRODUCTS', 'HOOKED', 'HANDLERS', 'FEW', 'KEEPERS', 'Rules', 'away', 'own_sums', 'per_row',
-           'Damped', 'Signed', 'linear', 'Through', 'activation', 'softmax', 'Held', 'layer_norm', 'group_norm',
-           'Split', 'Halved', 'branches', 'skip', 'product', 'Attended', 'dot_product', 'check_attention', 'attention',
-           'hooked_attention', 'attention_configs', 'Propagation', 'composed', 'whole', 'relevance_rules',
-           'Initialisation', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams', 'counted', 'initial_relevance',
-           'Seeded', 'relevance_loss', 'check_started', 'check_map', 'relevance_map', 'inner_with', 'group_table',
-           'clipped_relevance']
+           'Damped', 'Signed', 'linear', 'Through', 'activation', 'softmax', 'Held', 'layer_norm', 'rms_norm',
+           'held_root', 'group_norm', 'Split', 'Halved', 'branches', 'skip', 'product', 'Attended', 'dot_product',
+           'check_attention', 'check_heads', 'attention', 'hooked_attention', 'attention_configs', 'Propagation',
+           'composed', 'whole', 'relevance_rules', 'Initialisation', 'keep_class', 'keep_top_k', 'keep_top_p',
+           'keep_beams', 'counted', 'initial_relevance', 'Seeded', 'relevance_loss', 'check_started', 'check_map',
+           'relevance_map', 'inner_with', 'group_table', 'clipped_relevance']
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-imports
 import sys
@@ -156,36 +156,49 @@ def softmax(rules: Rules, function: Callable, values: Tensor, *args: Any, **kwar
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-norm
 class Held(torch.autograd.Function):
-    "A layer or group normalisation whose backward pass holds the standard deviation constant, which makes it linear."
+    "A layer, group or root-mean-square normalisation whose backward pass holds the divisor constant, which makes it linear."
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable, rows: Callable,
-                epsilon: float) -> Tensor:
+                epsilon: float, centred: bool) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.rows, ctx.epsilon, ctx.biased = rows, epsilon, bias is not None
+        ctx.rows, ctx.epsilon, ctx.centred = rows, epsilon, centred
         return normalise(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         inputs, weight = ctx.saved_tensors
         rows = ctx.rows(inputs)                                                  # (..., d): what shares a mean
-        centred = rows - rows.mean(-1, keepdim=True)
+        centred = rows - rows.mean(-1, keepdim=True) if ctx.centred else rows
         scale = (centred.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
         inner = ctx.rows(modified if weight is None else modified * weight)
-        to_inputs = ((inner - inner.mean(-1, keepdim=True)) * scale).view_as(inputs) if ctx.needs_input_grad[0] else None
+        inner = inner - inner.mean(-1, keepdim=True) if ctx.centred else inner
+        to_inputs = (inner * scale).view_as(inputs) if ctx.needs_input_grad[0] else None
         to_weight = to_bias = None
         if ctx.needs_input_grad[1]:
             to_weight = (modified * (centred * scale).view_as(inputs)).sum_to_size(weight.shape)
         if ctx.needs_input_grad[2]:
             to_bias = modified.sum_to_size(weight.shape)
-        return to_inputs, to_weight, to_bias, None, None, None
+        return to_inputs, to_weight, to_bias, None, None, None, None
 
 def layer_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int], weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     "Layer normalisation under its rule."
     def normalise(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
         return function(x, shape, w, b, eps)
-    return Held.apply(inputs, weight, bias, normalise, lambda x: x.flatten(-len(shape)), eps)
+    return Held.apply(inputs, weight, bias, normalise, lambda x: x.flatten(-len(shape)), eps, True)
+
+def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int], weight: Tensor | None = None,
+             eps: float | None = None) -> Tensor:
+    "Root-mean-square normalisation under its rule."
+    def normalise(x: Tensor, w: Tensor | None, b: None) -> Tensor:
+        return function(x, shape, w, eps)
+    added = torch.finfo(inputs.dtype).eps if eps is None else eps
+    return Held.apply(inputs, weight, None, normalise, lambda x: x.flatten(-len(shape)), added, False)
+
+def held_root(rules: Rules, function: Callable, values: Tensor, **kwargs: Any) -> Tensor:
+    "The divisor of a norm that is written out: a reciprocal root, which is held constant."
+    return function(values, **kwargs).detach()
 
 def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int, weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -194,7 +207,7 @@ def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int, we
         return None if values is None else values.view(-1, *(1,) * (inputs.ndim - 2))
     def normalise(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
         return function(x, groups, None if w is None else w.flatten(), None if b is None else b.flatten(), eps)
-    return Held.apply(inputs, stretched(weight), stretched(bias), normalise, lambda x: x.reshape(len(x), groups, -1), eps)
+    return Held.apply(inputs, stretched(weight), stretched(bias), normalise, lambda x: x.reshape(len(x), groups, -1), eps, True)
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-pairs
 MATRIX_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.bmm, torch.Tensor.bmm)
@@ -268,6 +281,9 @@ class Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         query, key, value, mask = ctx.saved_tensors
+        shared = query.shape[1] // key.shape[1] if query.ndim == 4 else 1        # query heads to a key head
+        if shared > 1:
+            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
         scores = query @ key.mT * ctx.scaling                                    # (B, H, T, S), made again instead of kept
         weights = _masked(scores, mask).softmax(-1).nan_to_num(0)                # a row that sees nothing
         to_value = weights.mT @ modified / 2
@@ -277,7 +293,10 @@ class Attended(torch.autograd.Function):
         else:
             to_scores = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True))
         to_scores = to_scores * (ctx.scaling / 2)
-        return to_scores @ key, to_scores.mT @ query, to_value, None, None, None, None
+        to_key = to_scores.mT @ query
+        if shared > 1:
+            to_key, to_value = (found.unflatten(1, (-1, shared)).sum(2) for found in (to_key, to_value))
+        return to_scores @ key, to_key, to_value, None, None, None, None
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     "Scores with a mask laid over: True where to look, or numbers to add."
@@ -293,7 +312,7 @@ def dot_product(rules: Rules, function: Callable, query: Tensor, key: Tensor, va
                 dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
     "PyTorch's fused attention under its rules."
     check_attention("scaled_dot_product_attention", query, key, dropout_p)
-    attend = partial(function, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
+    attend = partial(function, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     mask = _lower(query, key) if is_causal else attn_mask
     return Attended.apply(query, key, value, attend, mask, query.shape[-1] ** -0.5 if scale is None else scale, rules)
 
@@ -301,9 +320,14 @@ def check_attention(name: str, query: Tensor, key: Tensor, dropout: float) -> No
     "ValueError for attention that has no rule."
     if dropout:
         raise ValueError(f"{name}: dropout={dropout} in attention has no relevance rule; put the model into evaluation mode")
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(f"{name}: {query.shape[1]} query heads share {key.shape[1]} key heads, which has no relevance rule; "
-                         "use a model with as many of the one as of the other")
+    if query.ndim == 4:
+        check_heads(name, query.shape[1], key.shape[1])
+
+def check_heads(name: str, queries: int, keys: int) -> None:
+    "ValueError for a single key head of many query heads: its rotation looks like a product of features."
+    if queries > keys == 1:
+        raise ValueError(f"{name}: all {queries} query heads share one key head, which has no relevance rule; "
+                         "use a model with two key heads or more")
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-interface
 HOOKED = "relevance-"  # before the name of the implementation whose values are kept
@@ -363,6 +387,7 @@ def attention_configs(model: nn.Module) -> list[Any]:
                              "(_supports_attention_backend is False), so relevance cannot pass its attention; use a model that does, "
                              "such as GPT-2, BERT or RoBERTa")
         if looks and module._supports_attention_backend:
+            check_heads(type(module).__name__, getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 0)
             found[id(config)] = config
     return list(found.values())
 
@@ -372,7 +397,8 @@ HANDLERS: dict[Callable, Callable[..., Tensor]] = {
     **dict.fromkeys((F.relu, torch.relu, torch.Tensor.relu, F.gelu, F.silu, F.elu, F.selu, F.leaky_relu, F.mish, F.hardtanh, F.softsign,
                      torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid), activation),
     **dict.fromkeys((F.softmax, torch.softmax, torch.Tensor.softmax), softmax),
-    F.layer_norm: layer_norm, F.group_norm: group_norm, F.scaled_dot_product_attention: dot_product,
+    F.layer_norm: layer_norm, F.group_norm: group_norm, F.rms_norm: rms_norm, F.scaled_dot_product_attention: dot_product,
+    **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), held_root),
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), skip),
     **dict.fromkeys((torch.mul, torch.Tensor.mul, *MATRIX_PRODUCTS), product),
 }
@@ -569,10 +595,10 @@ def relevance_map(
     model: nn.Module,
     batches: Iterable[Batch],       # of public examples, or of private ones that the caller answers for
     init: str | None = None,        # where relevance begins; see `Initialisation`
-    rule: str | Rules = "epsilon",
-    k: int = 5,
-    p: float = 0.9,
-    beams: int = 5,
+    rule: str | Rules = "epsilon",  # of linear layers: "epsilon" or "alpha-beta"; or `Rules` for every kind of layer
+    k: int = 5,                     # tokens that "top-k" keeps at each position
+    p: float = 0.9,                 # probability that those which "top-p" keeps add up to
+    beams: int = 5,                 # most probable sequences that "beam" keeps
 ) -> dict[str, Tensor]:             # name -> relevance, of the parameter's shape
     """Relevance of every trainable parameter, summed over the examples, with its sign: parameter times modified gradient; eq. (13).
 
@@ -623,12 +649,12 @@ def clipped_relevance(
     model: nn.Module,
     batch: Batch,                               # physical batch; of no examples gives zeros
     clip: float,                                # bound on the 2-norm of one example's map, or of its M numbers
-    init: str | None = None,
+    init: str | None = None,                    # where relevance begins; see `Initialisation`
     groups: Sequence[Partition] | None = None,  # M of them: one number for each, instead of a map
-    rule: str | Rules = "epsilon",
-    k: int = 5,
-    p: float = 0.9,
-    beams: int = 5,
+    rule: str | Rules = "epsilon",              # how a layer shares relevance out; see `relevance_map`
+    k: int = 5,                                 # tokens that "top-k" keeps at each position
+    p: float = 0.9,                             # probability that those which "top-p" keeps add up to
+    beams: int = 5,                             # most probable sequences that "beam" keeps
     units: Groups | None = None,                # rows that make one unit of privacy, whose maps are summed first; None: every row is one
 ) -> dict[str, Tensor] | Tensor:                # name -> relevance, or (M,)
     """Sum of the examples' relevance maps, each clipped: one example, added or removed, moves it by at most `clip` in 2-norm.
