@@ -485,6 +485,20 @@ def test_the_order_is_the_first_runs_and_does_not_move():
         assert ledger.budget == Budget(5.0, 1e-5, order, "more work")
 
 
+def test_a_run_that_promises_nothing_is_noted_once_with_its_reason(tmp_path):
+    with Ledger(tmp_path / "ledger") as ledger:
+        for run, reason in (("anna", "epsilon=inf"), ("ben", "an unpaid look"), ("anna", "said again")):
+            ledger.note_unpaid(run, reason)
+        assert ledger.unpaid() == {"anna": "epsilon=inf", "ben": "an unpaid look"}
+        with pytest.raises(BudgetError, match='run "anna" promised nothing'):
+            ledger.set_budget(2.0, 1e-5)
+    with Ledger(tmp_path / "another") as ledger:
+        ledger.set_budget(2.0, 1e-5)
+        with pytest.raises(BudgetError, match="this run promises nothing .epsilon=inf"):
+            ledger.note_unpaid("anna", "epsilon=inf")
+        assert ledger.unpaid() == {}
+
+
 @pytest.mark.parametrize("arguments, message", [
     ((0, 1e-5), "budget epsilon=0"), ((math.inf, 1e-5), "epsilon=inf"), ((1.0, 0.0), "delta=0"), ((1.0, 1e-5, 5.05), "order=5.05"),
     ((0.05, 1e-5), "spent before the first run"), ((0.5, 1e-5, 4.0), "another order")])

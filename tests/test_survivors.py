@@ -5,7 +5,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import pickle
+import signal
 import sys
 import types
 
@@ -14,16 +16,18 @@ import torch
 import zoo
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from test_gradients import Chain, exact, noise
+from test_gradients import Chain, exact, noise, wave
 from test_training import OnlyTheHead, Thaws, engine, net, run_all, tune
 from torch import nn, tensor
 from zoo import toy
 
+import dpft
 from dpft import privacy, training
 from dpft.clipping import clip_factor, effective_noise_multiplier
-from dpft.gradients import untraced
-from dpft.noise import Keystream, _encode
-from dpft.privacy import BudgetError, Ledger, SampledGaussian, epsilon, noise_multiplier
+from dpft.data import load_data
+from dpft.gradients import Block, Dense, Outer, Rows, only_rows, untraced
+from dpft.noise import Keystream, _encode, grid_step, on_grid, secure_std
+from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.training import Context, Store, make_schedule, progress_is_due
 
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
@@ -98,6 +102,27 @@ def test_a_key_gives_the_same_noise_in_every_version():
     assert b"".join(bits.tobytes() for bits in Keystream(0)._bits(70_000, "a")) == b"".join(parts)
 
 
+def test_a_digest_is_the_same_in_every_version():
+    "Rows of an earlier version are found again by it."
+    stream, value = Keystream(0), tensor([1.0, 2.0, 3.0])
+    key = stream.key("digest", "torch.float32", 3, "of", "sum")
+    assert stream.digest(value, "sum") == hashlib.blake2b(value.numpy().tobytes(), key=key, digest_size=32).hexdigest()
+
+
+def test_the_noise_of_a_step_is_the_same_in_every_version():
+    "Its stream is named by what it hides: the mechanism, the step, the digest of the sums, the parameter."
+    running = engine(**NOISE)
+    step = next(iter(running))
+    for batch in step:
+        step.add(batch)
+    sums, digest = {name: total.clone() for name, total in step.sums.items()}, running.charge("train", step.t, step.sums)
+    step.privatize()
+    for name, total in sums.items():
+        noise = running.keystream.normal(total.shape, 1.0, "noise", "train", step.t, digest, name)
+        parameter = running.trains[name]
+        assert torch.equal(parameter.grad, (total + noise * running.spread[id(parameter)]) / running.plan.batch_size)
+
+
 def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
     class Elsewhere:
         "torch, but for its devices, of which there is none beside the processor."
@@ -110,6 +135,7 @@ def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
     monkeypatch.setattr("dpft.noise.torch", Elsewhere())
     stream = Keystream(0)
     a, b, again = (stream.normal((100, 100), 3.0, *context) for context in (("a", 1), ("a", 2), ("a", 1)))
+    assert torch.equal(a, torch.empty(100, 100).normal_(0, 3.0, generator=torch.Generator().manual_seed(stream.seed("normal", "a", 1))))
     assert torch.equal(a, again) and abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
     assert a.shape == (100, 100) and abs(a.mean()) < 0.15 and abs(a.std() - 3) < 0.1
 
@@ -343,3 +369,155 @@ def test_data_of_no_items_holds_no_texts():
     assert not training.holds_texts([]) and training.holds_texts([{"text": "a"}]) and not training.holds_texts([("a", 1)])
 
 
+
+
+def test_groups_of_outer_products_are_summed_in_their_order():
+    left, right, factors = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 6), tensor([1.0, -0.5, 2.0])
+    outer = Outer(left, right, torch.Size([10, 6]))
+    torch.testing.assert_close(outer.weighted(factors), torch.tensordot(factors, outer.dense(), dims=1))
+
+
+def test_look_ups_of_one_table_are_one_contribution_of_its_shape():
+    uses = [Rows(tensor([[0, 2], [1, 1]]), torch.randn(2, 2, 3), torch.Size([4, 3])) for _ in range(2)]
+    both = only_rows(uses)
+    torch.testing.assert_close(both.dense(), uses[0].dense() + uses[1].dense())
+    assert only_rows([*uses, Dense(torch.zeros(2, 4, 3))]) is None and only_rows([]) is None
+
+
+def test_a_bare_row_of_one_is_stretched_over_the_examples():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(1, 3))
+
+        def forward(self, values):
+            return torch.cat([values, self.shift.expand(len(values), -1)], 1)
+
+    exact(nn.Sequential(Shifted(), nn.Linear(6, 2)).double(), wave, (noise(5, 3),))
+
+
+def test_a_view_counts_with_its_share_of_the_loss():
+    def loss(model, batch):
+        return batch
+    assert training.share_of(loss, 1) is loss
+    for copies in (2, 3):
+        share = training.share_of(loss, copies)
+        assert share(None, tensor([6.0])).item() == share.full_precision(None, tensor([6.0])).item() == 6 / copies
+
+
+def test_without_memory_for_it_there_is_no_cache():
+    without, cached = engine(cache=0, **NOISE), engine(cache=0.1, **NOISE)
+    assert without.prefix is None and without.loss_fn is zoo.image_loss and cached.loss_fn is cached.prefix is not None
+
+
+def test_a_method_is_asked_what_it_requests_with_the_run_before_it():
+    class Asks(dpft.Full):
+        def requests(self, context):
+            self.asked = context
+            return super().requests(context)
+
+    running = engine(method=Asks(), **NOISE)
+    assert running.method.asked is running.context
+
+
+def test_a_model_made_by_name_is_remembered_by_name():
+    "So that its folder says how to load it."
+    task = load_data("digits")
+    ready = training.prepare("cnn", task)
+    assert ready.recipe == {"name": "cnn", "classes": 10, "kind": "image", "image_shape": task.image_shape}
+    assert training.prepare(ready.model, task).recipe is None
+
+
+def test_a_module_names_its_tokenizer_by_where_it_came_from(monkeypatch):
+    monkeypatch.setattr(training, "load_tokenizer", lambda name: pytest.fail(f"asked for {name}"))
+    model = net()
+    model.config = types.SimpleNamespace(_name_or_path="where/it/came/from")
+    with pytest.raises(pytest.fail.Exception, match="asked for where/it/came/from"):
+        training.prepare(model, [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
+
+
+def test_each_entry_has_the_noise_of_the_block_that_holds_it():
+    "One parameter, two blocks: the second block's noise comes beside the first's."
+    one, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
+    mask = tensor([[True, False], [False, True]])
+    spread = training.noise_spread([Block([one], [mask], noise=2.0), Block([one, other], [~mask, torch.ones(3, dtype=bool)], noise=5.0)])
+    assert torch.equal(spread[id(one)], tensor([[2.0, 5.0], [5.0, 2.0]])) and torch.equal(spread[id(other)], torch.full((3,), 5.0))
+
+
+def test_a_run_with_a_checkpoint_leaves_soon_after_it_was_told_to(tmp_path, capsys):
+    told = []
+
+    class Told(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if not told:
+                told.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    with pytest.raises(SystemExit) as left:
+        tune(optimizer=Told, checkpoint=tmp_path, **NOISE)
+    assert left.value.code == 128 + signal.SIGTERM and (tmp_path / "state.pt").exists()
+    assert f"the state after step 2 of 6 is in {tmp_path}" in capsys.readouterr().err
+    assert [mechanism.steps for mechanism in Ledger(tmp_path / "ledger.sqlite").spent()] == [2]  # its wish travels with the next sum
+
+
+def test_the_noise_of_a_methods_release_is_the_same_in_every_version():
+    class Looks(dpft.Full):
+        def requests(self, context):
+            return [Request(0.5, 1, 0.2)]
+
+        def start(self, context):
+            running, total = context.engine, torch.arange(3.0)
+            list(context.draw(0.5))
+            name, std = running.requests[0].name, running.plan.mechanisms[1].noise_multiplier * 2.0
+            digest = running.charge(name, 0, {"total": total})
+            released = context.release(total, 2.0)
+            noise = running.keystream.normal((3,), std, "noise", name, 0, digest)
+            if running.secure_mode:
+                std = secure_std(std, 2.0, 3)
+                step = grid_step(std)
+                total, noise = on_grid(total, step), on_grid(running.keystream.secure_normal((3,), "noise", name, 0, digest) * std, step)
+            assert torch.equal(released, (total + noise).float())
+            super().start(context)
+
+    for secure_mode in (False, True):
+        engine(method=Looks(), secure_mode=secure_mode)
+
+
+def test_what_trained_before_a_freeze_has_trained():
+    run = tune(method=dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=3), **NOISE)
+    assert run.trained == sorted(name for name, _ in run.model.named_parameters())
+
+
+def test_labels_beyond_the_classes_are_refused_before_a_step():
+    task = load_data("digits")
+    with pytest.raises(ValueError, match="class"):
+        training.prepare(net(), dataclasses.replace(task, classes=task.classes[:5]))
+
+
+def test_rows_that_end_in_text_are_for_writing():
+    rows = [{"question": "a", "reply": "b"}]
+    assert training.as_task(rows, ("question", "reply")).kind == "causal"
+    assert training.as_task([{"text": "a", "label": 0}], None).kind == "text"
+
+
+def test_secure_mode_is_for_devices_with_float64():
+    for device in ("cpu", "cuda"):
+        training.check_secure(True, True, torch.device(device))
+    with pytest.raises(ValueError, match="mps does not have"):
+        training.check_secure(True, True, torch.device("mps"))
+
+
+def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
+    running, loose = engine(**NOISE), engine(epsilon=math.inf)
+    assert running.guarantee.checked == []
+    for one in (running, loose):
+        next(iter(one)).take()
+    assert running.guarantee.checked == list(training.CHECKED) and loose.guarantee.checked == []
+    assert running.guarantee.run == running.store.run in running.ledger.runs() and loose.guarantee.run == ""
+
+
+def test_a_run_without_noise_is_noted_in_a_ledger_that_it_was_given(tmp_path):
+    given, own = engine(epsilon=math.inf, ledger=tmp_path / "shared"), engine(epsilon=math.inf)
+    for one in (given, own):
+        next(iter(one)).take()
+    assert list(given.ledger.unpaid()) == [given.store.run] and own.ledger.unpaid() == {}
