@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from dpft.training import CheckpointError, Store
 def records(tmp_path_factory):
     """What the reduced run found; in a process of its own, because it forks, and torch cannot go backward on both sides of a fork."""
     output = tmp_path_factory.mktemp("faults") / "records.jsonl"
-    done = subprocess.run([sys.executable, faults.__file__, "--output", output], capture_output=True, text=True, timeout=600)
+    here = os.pathsep.join([str(Path(faults.__file__).parent), os.environ.get("PYTHONPATH", "")])  # its folder may not be on the path
+    done = subprocess.run([sys.executable, faults.__file__, "--output", output], capture_output=True, text=True, timeout=600,
+                          env=os.environ | {"PYTHONPATH": here})
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 
