@@ -77,7 +77,7 @@ def rehearse(method: Method, context: Context) -> None:
     "ValueError when a method, or one that it holds, could not begin in this run: known before anything is paid for; @sec-chain-refusals."
     view = copy.copy(context)
     view.model, view.engine, view.rehearses = without_values(context.model), None, True
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), suppress(NotRunning, NotImplementedError, RuntimeError):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), suppress(NotRunning, RuntimeError):
         warnings.simplefilter("ignore")                                          # the real start says it again
         method.start(view)                                                       # what wants a draw or a number is taken on trust
 

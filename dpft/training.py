@@ -35,7 +35,7 @@ from .data import Public, Task, check_disjoint_rows, check_labels, collate_for, 
 from .data import PAIRS, Augmentation, is_chat, poisson_draw, units_of
 from .gradients import Batch, Block, Groups, LossFunction, batch_rows, full, gradients, members, per_example_losses
 from .gradients import reuse_memory, trainable
-from .guarantee import Guarantee
+from .guarantee import Guarantee, content_digest
 from .models import accuracy, default_loss, fresh_head, head_parameters, load_model, load_tokenizer, perplexity, to_device, validate
 from .prefix import Prefix, worth_it
 from .noise import Keystream, grid_step, on_grid, secure_std
@@ -375,7 +375,7 @@ class Store:
     def _remember(self) -> None:
         if self.folder is not None:
             recorded = {"run": self.run, "secret": self.secret.hex(), "begun": self.begun, **self.identity}
-            self._write(self.folder / "run.json", json.dumps(recorded | {"hash": _hash_of(recorded)}).encode())
+            self._write(self.folder / "run.json", json.dumps(recorded | {"hash": content_digest(recorded)}).encode())
 
     def save(self, state: dict[str, Any]) -> None:
         "Replace the last state in one move; when that fails, the last good one stays."
@@ -405,14 +405,11 @@ class Store:
             for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
 
-def _hash_of(recorded: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()
-
 def _unsealed(path: Path) -> dict[str, Any]:
     "Who the run is, if the file is as it was written."
     try:
         recorded = json.loads(path.read_text())
-        whole = recorded.pop("hash", "") == _hash_of(recorded)
+        whole = recorded.pop("hash", "") == content_digest(recorded)
     except (ValueError, AttributeError):
         whole = False
     if not whole:

@@ -22,8 +22,7 @@ from .frost import METHODS, RATES, VISION_RATES, clock, digits_run, measured, me
 from ..experiments import Experiment, Settings, method_from, prepared_task, recorded, results_file
 from ..figures import interval, label_of
 from ..frost.selection import LEARNING_RATES
-from ..gradients import members
-from ..training import Engine
+from ..training import Engine, entries
 
 # %% ../../nbs/78_methods_evidence.ipynb #methods-evidence-interval
 def score_interval(
@@ -165,12 +164,9 @@ def cost_entry(settings: Settings) -> Settings:
             _step(*both)
             took[label].append(clock() - began)
     costs = {label: {"start_seconds": took[label][0], "step_seconds": median(took[label][2:]), "slowest_seconds": max(took[label][2:]),
-                     "trainable": _entries(both[0]), "peak_mib": live_peak(partial(_step, *both))} for label, both in engines.items()}
+                     "trainable": sum(map(entries, both[0].blocks)), "peak_mib": live_peak(partial(_step, *both))}
+             for label, both in engines.items()}
     return {"costs": costs, "metrics": {}}
-
-def _entries(engine: Engine) -> int:
-    "How many entries train, of masked parameters those within the mask."
-    return sum(p.numel() if mask is None else int(mask.sum()) for block in engine.blocks for p, mask in members(block))
 
 def _step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     "The next logical step with all that belongs to it."
