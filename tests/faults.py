@@ -197,7 +197,7 @@ class Place:
             kill(numbers)
         return self.ended(numbers)
 
-    def ended(self, numbers: list[int], seconds: float = 20) -> list[int]:
+    def ended(self, numbers: list[int], seconds: float = 120) -> list[int]:
         "The exit statuses of processes, of which those that wait for one that never came are killed."
         statuses, begun = {}, time.monotonic()
         while len(statuses) < len(numbers):
@@ -213,8 +213,8 @@ class Place:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        "What was done so far, in order."
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        "What was done so far, in order; a line that is still being written comes next time."
+        return [json.loads(line) for line in self.log.read_text().rpartition("\n")[0].splitlines()] if self.log.exists() else []
 
     def spent(self) -> dict[str, int]:
         "What the ledger says, read from a copy, so that reading mends nothing."
