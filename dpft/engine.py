@@ -27,7 +27,8 @@ from .models import default_loss, validate
 from .noise import Keystream, secure_std
 from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, sizes_of
 from .prefix import Prefix, worth_it
-from .privacy import Ledger, Request, SampledGaussian
+from .ledger import Ledger
+from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
 from .settings import Settings, identity, settings_from, takes_settings
 from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Releases, Share, Step, set_modes, with_precision

@@ -19,7 +19,8 @@ from .gradients import Batch, Groups, LossFunction, batch_rows, full, gradients,
 from .models import to_device
 from .noise import Keystream, grid_step, noise_key, on_grid
 from .plan import Plan
-from .privacy import Ledger, LedgerError, SampledGaussian
+from .ledger import Ledger, LedgerError
+from .privacy import SampledGaussian
 from .processes import Processes
 from .settings import Settings
 from .store import Store
