@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from ..baselines import admitted, masked_block, offered
 from ..clipping import clip_factor
 from .estimation import Estimate, estimate
-from .magnitude import GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, sensitivity
-from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients, only_training
+from dpft.frost.magnitude import (
+    GroupsOf, Reduce, Sums, check_kind, gradient_magnitudes, norm_table, sensitivity,
+)
+from dpft.gradients import (
+    Batch, Block, LossFunction, Partition, evaluating, gradients, only_training,
+)
 from ..models import fresh_head
 from ..privacy import Request
 from ..training import Context, Engine, Method
@@ -29,10 +33,13 @@ from ..training import Context, Engine, Method
 # %% ../../nbs/32_frost_selection.ipynb #selection-round
 @dataclass
 class Round:
-    "What one round saw and did; everything in it was released or follows from what was."
+    """What one round saw and did.
+
+    Everything in it was released or follows from what was.
+    """
     noisy: Tensor         # (M,) released magnitudes, NaN where not measured
     sensitivity: float    # of those that were measured
-    values: Tensor        # (M,) estimates from all rounds so far, on the scale of all data
+    values: Tensor  # (M,) estimates from all rounds so far, on the scale of all data
     std: Tensor           # (M,) their standard deviations
     threshold: float      # what the values are compared with
     allowance: int        # entries that may have been chosen by the end of this round
@@ -43,7 +50,8 @@ def freezing_threshold(
     sizes: Sequence[int],
     frozen: float,             # entries that stay frozen at the end
 ) -> float:
-    "The largest value among the smallest-valued partitions that hold `frozen` entries together; lines 11 to 18 of Algorithm 4."
+    """The largest value among the smallest-valued partitions that hold `frozen` entries
+    together; lines 11 to 18 of Algorithm 4."""
     held = 0
     for value, size in sorted(zip(values, sizes, strict=True)):
         held += size
@@ -57,7 +65,10 @@ def take(
     least: Sequence[float],    # what each value must exceed
     room: int,                 # entries that still fit
 ) -> list[int]:
-    "By falling value, each that fits and is large enough; a misfit is skipped, for smaller ones may fit; lines 19 to 23, repaired."
+    """By falling value, each that fits and is large enough.
+
+    A misfit is skipped, for smaller ones may fit; lines 19 to 23, repaired.
+    """
     chosen = []
     for i in sorted(range(len(values)), key=lambda i: -values[i]):
         if sizes[i] <= room and values[i] > least[i]:
@@ -66,7 +77,8 @@ def take(
     return chosen
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-select
-Observe = Callable[[Sequence[Partition], float], Tensor]  # (partitions, their sensitivity) -> noisy magnitudes of one more draw
+# (partitions, their sensitivity) -> noisy magnitudes of one more draw
+Observe = Callable[[Sequence[Partition], float], Tensor]
 
 @dataclass
 class Selection:
@@ -97,13 +109,20 @@ class Selection:
         return [past.threshold for past in self.rounds]
 
     def record(self) -> dict[str, Any]:
-        "All of it as plain JSON, for `nbs/results` and checkpoints; not measured is null."
+        """All of it as plain JSON, for `nbs/results` and checkpoints.
+
+        Not measured is null.
+        """
         def plain(values: Tensor) -> list[float | None]:
             return [None if math.isnan(value) else value for value in values.tolist()]
-        return {"ratio": self.ratio, "partitions": [{"name": part.name, "size": part.size} for part in self.partitions],
+        return {"ratio": self.ratio,
+                "partitions": [{"name": part.name, "size": part.size}
+                               for part in self.partitions],
                 "chosen": self.numbers, "rounds": [
-                    {"noisy": plain(past.noisy), "sensitivity": past.sensitivity, "values": plain(past.values), "std": plain(past.std),
-                     "threshold": past.threshold, "allowance": past.allowance, "chosen": past.chosen} for past in self.rounds]}
+                    {"noisy": plain(past.noisy), "sensitivity": past.sensitivity,
+                     "values": plain(past.values), "std": plain(past.std),
+                     "threshold": past.threshold, "allowance": past.allowance,
+                     "chosen": past.chosen} for past in self.rounds]}
 
     @classmethod
     def from_record(
@@ -114,15 +133,20 @@ class Selection:
     ) -> "Selection":
         "What `record` wrote."
         def tensor(values: list[float | None]) -> Tensor:
-            return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
-        rounds = [Round(**past | {name: tensor(past[name]) for name in ("noisy", "values", "std")}) for past in record["rounds"]]
-        found = estimate([past.noisy for past in rounds], [past.sensitivity for past in rounds], sample_rate)
+            return torch.tensor([math.nan if value is None else value
+                                 for value in values], dtype=torch.float64)
+        rounds = [
+            Round(**past
+                  | {name: tensor(past[name]) for name in ("noisy", "values", "std")})
+                  for past in record["rounds"]]
+        found = estimate([past.noisy for past in rounds],
+                         [past.sensitivity for past in rounds], sample_rate)
         return cls(list(partitions), record["ratio"], rounds, found)
 
 def select(
     partitions: Sequence[Partition],   # M of them
-    observe: Observe,                  # releases the magnitudes of those that it is given
-    ratio: float,                      # rho in (0, 1], share of all entries that may be chosen
+    observe: Observe,  # releases the magnitudes of those that it is given
+    ratio: float,  # rho in (0, 1], share of all entries that may be chosen
     noise_multiplier: float = 0.0,     # sigma of each release
     rounds: int = 5,                   # T; 1: the paper's SINGLE
     sample_rate: float = 0.02,         # q of each draw
@@ -131,30 +155,41 @@ def select(
     order: int = 1,                    # of the norm: 1 or 2
     clip: float = 1.0,                 # C
 ) -> Selection:
-    "Choose partitions in rounds from noisy magnitudes; Algorithm 4 of DP-FROST, repaired; @def-psel."
+    """Choose partitions in rounds from noisy magnitudes.
+
+    Algorithm 4 of DP-FROST, repaired; @def-psel.
+    """
     check_settings(ratio, rounds, sample_rate, gap)
-    sizes, found = [part.size for part in partitions], Selection(list(partitions), ratio)
+    sizes, found = [part.size for part in partitions], Selection(list(partitions),
+                                                                 ratio)
     deltas: list[float] = []
     for t in range(1, rounds + 1):
         remaining = [i for i in range(len(sizes)) if i not in set(found.numbers)]
         deltas.append(sensitivity([sizes[i] for i in remaining], clip, kind, order))
         noisy = torch.full((len(sizes),), torch.nan, dtype=torch.float64)
-        noisy[remaining] = observe([partitions[i] for i in remaining], deltas[-1]).double().cpu()
-        found.estimate = now = estimate([*(past.noisy for past in found.rounds), noisy], deltas, sample_rate)
+        noisy[remaining] = observe([partitions[i] for i in remaining],
+                                   deltas[-1]).double().cpu()
+        found.estimate = now = estimate([*(past.noisy for past in found.rounds),
+                                         noisy], deltas, sample_rate)
         std, last = now.std(noise_multiplier), t == rounds
         own = [sizes[i] for i in remaining]
         values, spreads = now.values[remaining].tolist(), std[remaining].tolist()
         bar = freezing_threshold(values, own, (1 - ratio) * sum(sizes))
         allowance = admitted(ratio * t / rounds, sum(sizes))
         least = [-math.inf if last else bar + gap * spread for spread in spreads]
-        chosen = [remaining[i] for i in take(values, own, least, allowance - found.size)]
-        found.rounds.append(Round(noisy, deltas[-1], now.values, std, bar, allowance, chosen))
+        chosen = [remaining[i]
+                  for i in take(values, own, least, allowance - found.size)]
+        found.rounds.append(Round(noisy, deltas[-1], now.values, std, bar, allowance,
+                                  chosen))
     return found
 
 def check_settings(ratio: float, rounds: int, sample_rate: float, gap: float) -> None:
     "ValueError on settings that no selection can have."
-    checks = [(0 < ratio <= 1, f"ratio={ratio} must lie in (0, 1]: the share of all entries that may train"),
-              (rounds >= 1 and rounds == int(rounds), f"rounds={rounds} must be a whole number, 1 or more"),
+    checks = [(0 < ratio <= 1,
+               f"ratio={ratio} must lie in (0, 1]: the share of all entries that may "
+               "train"),
+              (rounds >= 1 and rounds == int(rounds),
+               f"rounds={rounds} must be a whole number, 1 or more"),
               (0 < sample_rate <= 1, f"sample_rate={sample_rate} must lie in (0, 1]"),
               (gap >= 0, f"gap={gap} must be 0 or more standard deviations")]
     for holds, message in checks:
@@ -168,75 +203,103 @@ def check_fits(
     partitions: Sequence[Partition],
     ratio: float,
 ) -> None:
-    "ValueError when no partition fits into the ratio, a warning when hardly any does; both say which would, and from which ratio on."
+    """ValueError when no partition fits into the ratio, a warning when hardly any does.
+
+    Both say which would, and from which ratio on.
+    """
     if not partitions:
-        raise ValueError("there is nothing to select: the model has no partition outside its head; choose LastLayer()")
+        raise ValueError(
+            "there is nothing to select: the model has no partition outside its head; "
+            "choose LastLayer()")
     total = sum(part.size for part in partitions)
     room = admitted(ratio, total)
     fitting = [part for part in partitions if part.size <= room]
     larger = [part for part in partitions if part.size > room]
     held = sum(part.size for part in fitting)
-    next_sizes = {part.size: part for part in reversed(larger)}                  # the first of each size
-    hint = ", ".join(f"{part.name} ({part.size:,} entries) from ratio={math.ceil(part.size / total * 1e6) / 1e6:g} on"
-                     for part in sorted(next_sizes.values(), key=lambda part: part.size)[:3])
+    # the first of each size
+    next_sizes = {part.size: part for part in reversed(larger)}
+    hint = ", ".join(
+        f"{part.name} ({part.size:,} entries) from "
+        f"ratio={math.ceil(part.size / total * 1e6) / 1e6:g} on"
+        for part in sorted(next_sizes.values(), key=lambda part: part.size)[:3])
     allowed = f"ratio={ratio:g} lets {room:,} of {total:,} entries train"
     if not fitting:
-        raise ValueError(f"{allowed}, and no partition is that small; these would fit: {hint}")
+        raise ValueError(
+            f"{allowed}, and no partition is that small; these would fit: {hint}")
     if larger and held < FEW * total:
-        warnings.warn(f"{allowed}, so only {len(fitting)} of {len(partitions)} partitions can be selected, with {held / total:.1%} of all "
-                      f"entries; the next would be {hint}", stacklevel=3)
+        warnings.warn(
+            f"{allowed}, so only {len(fitting)} of {len(partitions)} partitions can be "
+            f"selected, with {held / total:.1%} of all "
+            f"entries; the next would be {hint}", stacklevel=3)
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-method
 def released(
     context: Context,
     sample_rate: float,
-    measure: Callable[[Iterator[Batch], Reduce], Tensor],  # of a draw; it hands sums that do not add up later to the second argument
-    bound: float,                                          # on what one example changes, in 2-norm
-    additive: bool,                                        # whether what several processes measure on their slices may be added
+    # of a draw; it hands sums that do not add up later to the second argument
+    measure: Callable[[Iterator[Batch], Reduce], Tensor],
+    bound: float,  # on what one example changes, in 2-norm
+    # whether what several processes measure on their slices may be added
+    additive: bool,
 ) -> Tensor:
     "What `measure` finds on a fresh draw, plus accounted noise."
     processes = running(context).processes
     total = measure(context.draw(sample_rate), lambda sums: processes.total(sums)[0])
-    if not additive and not processes.is_first:                                  # all have the whole already: count it once
+    # all have the whole already: count it once
+    if not additive and not processes.is_first:
         total = torch.zeros_like(total)
     return context.release(total, bound)
 
 def running(context: Context) -> Engine:
     "The engine of a run that has begun."
     if context.engine is None:
-        raise ValueError("DPFrost selects on private data, so it needs a run: dpft.fine_tune(...) or dpft.Engine(...)")
+        raise ValueError(
+            "DPFrost selects on private data, so it needs a run: dpft.fine_tune(...) "
+            "or dpft.Engine(...)")
     return context.engine
 
 class DPFrost(Method):
-    """DP-FROST: the partitions of the largest private gradient magnitudes train, and a fresh head.
+    """DP-FROST: the partitions of the largest private gradient magnitudes train, and a
+    fresh head.
 
-    Costs `rounds` releases for each selection, besides training; `share` of epsilon buys them.
+    Costs `rounds` releases for each selection, besides training; `share` of epsilon
+    buys them.
     Raises ValueError when no partition is as small as `ratio` asks.
     Algorithm 1 of DP-FROST; @def-psel, @def-bounded-magnitudes.
     """
 
     def __init__(
         self,
-        ratio: float,                   # share of all entries outside the head that may train, in (0, 1]
+        ratio: float,  # share of all entries outside the head that may train, in (0, 1]
         rounds: int = 5,                # T; 1: the paper's SINGLE
-        sample_rate: float = 0.02,      # q of each round; small data needs more, @fig-magnitude-kinds
-        gap: float = 5.0,               # nu: what a choice before the last round must stand out by, in standard deviations
+        # q of each round; small data needs more, @fig-magnitude-kinds
+        sample_rate: float = 0.02,
+        # nu: what a choice before the last round must stand out by, in standard
+        # deviations
+        gap: float = 5.0,
         share: float = 0.1,             # of epsilon, in (0, 1)
         kind: str = "mgna",             # "mg" | "mgn" | "mgna"
         order: int = 1,                 # 1 or 2
-        clip: float = 1.0,              # bound on an example's gradient in a selection round
-        reselect: int = 1,              # K: selections over the run, at its beginning and every steps // K
-        clip_order: int | None = None,  # 2: bound the M norms of an example in 2-norm, @lem-two-norm
+        clip: float = 1.0,  # bound on an example's gradient in a selection round
+        # K: selections over the run, at its beginning and every steps // K
+        reselect: int = 1,
+        # 2: bound the M norms of an example in 2-norm, @lem-two-norm
+        clip_order: int | None = None,
     ):
         check_settings(ratio, rounds, sample_rate, gap)
         check_kind(kind, order, clip, clip_order)
         if reselect < 1 or reselect != int(reselect):
-            raise ValueError(f"reselect={reselect} must be a whole number, 1 or more: how often to select in a run")
-        self.ratio, self.rounds, self.sample_rate, self.gap, self.share = ratio, rounds, sample_rate, gap, share
-        self.kind, self.order, self.clip, self.reselect, self.clip_order = kind, order, clip, reselect, clip_order
+            raise ValueError(
+                f"reselect={reselect} must be a whole number, 1 or more: how often to "
+                "select in a run")
+        self.ratio, self.rounds, self.sample_rate, self.gap, self.share = (
+            ratio, rounds, sample_rate, gap, share)
+        self.kind, self.order, self.clip, self.reselect, self.clip_order = (
+            kind, order, clip, reselect, clip_order)
         self._selections: list[Selection] = []
         self._pieces: list[Partition] = []
-        self._names: list[list[str]] = []   # of the parameters of each piece, as they were called when it was found
+        # of the parameters of each piece, as they were called when it was found
+        self._names: list[list[str]] = []
 
     @property
     def selection(self) -> Selection:
@@ -253,59 +316,83 @@ class DPFrost(Method):
     def requests(self, context: Context) -> list[Request]:
         "The rounds of all selections together."
         if self.reselect > context.steps:
-            raise ValueError(f"reselect={self.reselect} selections do not fit into {context.steps} steps; lower it or raise epochs")
-        return [Request(self.sample_rate, self.rounds * self.reselect, self.share, "select")]
+            raise ValueError(
+                f"reselect={self.reselect} selections do not fit into {context.steps} "
+                "steps; lower it or raise epochs")
+        return [Request(self.sample_rate, self.rounds * self.reselect, self.share,
+                        "select")]
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "Select for the first time; what there is to choose from is found once, after any adapters were added."
+    def choose(self, context: Context,
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Select for the first time.
+
+        What there is to choose from is found once, after any adapters were added.
+        """
         self._selections, self._pieces = [], offered(context, among)
         check_fits(self._pieces, self.ratio)
-        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
-        self._names = [[names[id(parameter)] for parameter in part.parameters] for part in self._pieces]
+        names = {id(parameter): name
+                 for name, parameter in context.model.named_parameters()}
+        self._names = [[names[id(parameter)] for parameter in part.parameters]
+                       for part in self._pieces]
         return list(among) if context.rehearses else self._select(context)
 
     def step(self, context: Context, t: int) -> None:
-        "Select again at the beginning of each K-th part of the run; Section 5.3 of DP-FROST."
+        """Select again at the beginning of each K-th part of the run.
+
+        Section 5.3 of DP-FROST.
+        """
         period = context.steps // self.reselect
         number, left = divmod(t, period)
         if left or not 0 < number < self.reselect:
             return
         if len(self._selections) != number:
-            raise ValueError(f"selection {number + 1} of {self.reselect} cannot follow {len(self._selections)}: step(context, t) must come "
-                             "once before each step, in order")
+            raise ValueError(
+                f"selection {number + 1} of {self.reselect} cannot follow "
+                f"{len(self._selections)}: step(context, t) must come "
+                "once before each step, in order")
         context.train_only([*self._select(context), *fresh_head(context.model)])
 
     def state(self, context: Context) -> dict[str, Any]:
         "All selections so far, and what they chose from."
-        return {"names": self._names, "selections": [past.record() for past in self._selections]}
+        return {"names": self._names,
+                "selections": [past.record() for past in self._selections]}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
         "Go on after the last selection; none is made again."
-        named, self._names, past = dict(context.model.named_parameters()), state["names"], state["selections"]
+        named, self._names, past = dict(context.model.named_parameters()), state[
+            "names"], state["selections"]
         called = [part["name"] for part in past[-1]["partitions"]]
-        self._pieces = [Partition(name, tuple(named[one] for one in own)) for name, own in zip(called, self._names, strict=True)]
-        self._selections = [Selection.from_record(record, self._pieces, self.sample_rate) for record in past]
+        self._pieces = [Partition(name, tuple(named[one] for one in own))
+                        for name, own in zip(called, self._names, strict=True)]
+        self._selections = [Selection.from_record(record, self._pieces,
+                                                  self.sample_rate) for record in past]
         context.already_released(self.rounds * len(past))
         context.train_only([*self._parameters(), *fresh_head(context.model)])
 
     def _parameters(self) -> list[nn.Parameter]:
         "Of the last selection."
-        return [parameter for part in self.selection.chosen for parameter in part.parameters]
+        return [parameter for part in self.selection.chosen
+                for parameter in part.parameters]
 
     def _select(self, context: Context) -> list[nn.Parameter]:
         running(context)
         with evaluating(context.model):
-            found = select(self._pieces, lambda asked, bound: self._observe(context, asked, bound), self.ratio,
-                           context.noise_multiplier(), self.rounds, self.sample_rate, self.gap, self.kind, self.order, self.clip)
+            found = select(self._pieces, lambda asked,
+                           bound: self._observe(context, asked, bound), self.ratio,
+                           context.noise_multiplier(), self.rounds, self.sample_rate,
+                           self.gap, self.kind, self.order, self.clip)
         self._selections.append(found)
         return self._parameters()
 
-    def _observe(self, context: Context, asked: Sequence[Partition], bound: float) -> Tensor:
+    def _observe(self, context: Context, asked: Sequence[Partition],
+                 bound: float) -> Tensor:
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
-            return gradient_magnitudes(context.model, context.loss_fn, batches, asked, self.kind, self.order, self.clip, self.clip_order,
+            return gradient_magnitudes(context.model, context.loss_fn, batches, asked,
+                                       self.kind, self.order, self.clip,
+                                       self.clip_order,
                                        reduce, context.groups)
-        return released(context, self.sample_rate, measure, bound, additive=self.kind == "mgna" and self.order == 1)
-
+        return released(context, self.sample_rate, measure, bound,
+                        additive=self.kind == "mgna" and self.order == 1)
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-entries
 def entry_magnitudes(
@@ -321,7 +408,9 @@ def entry_magnitudes(
 ) -> Tensor:  # (number of entries,)
     "The magnitude of every single entry over all batches; @lem-entries."
     sums = Sums(partitions, order, absolute, by_entry=True)
-    with only_training(model, (parameter for part in partitions for parameter in part.parameters)):
+    with only_training(model,
+                       (parameter for part in partitions
+                        for parameter in part.parameters)):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
             table = norm_table(taken, partitions, order)
@@ -330,7 +419,9 @@ def entry_magnitudes(
     return torch.cat([total.flatten() for total in reduce(sums.values).values()]).abs()
 
 class EntrySelection(Method):
-    """Single entries of the largest noisy gradient magnitude train, and a fresh head: PARAM, the baseline of DP-FROST's ablation.
+    """Single entries of the largest noisy gradient magnitude train, and a fresh head.
+
+    PARAM, the baseline of DP-FROST's ablation.
 
     One release of a vector as long as the model; `share` of epsilon buys it.
     Section 5.2 of DP-FROST; @lem-entries.
@@ -338,11 +429,11 @@ class EntrySelection(Method):
 
     def __init__(
         self,
-        ratio: float,               # share of all entries outside the head that train, in (0, 1]
+        ratio: float,  # share of all entries outside the head that train, in (0, 1]
         sample_rate: float = 0.02,
         share: float = 0.1,         # of epsilon, in (0, 1)
         kind: str = "mgna",         # "mg": signed sums; "mgna": absolute ones
-        order: int = 1,             # which norm of an example's gradient is bounded, 1 or 2
+        order: int = 1,  # which norm of an example's gradient is bounded, 1 or 2
         clip: float = 1.0,
     ):
         check_settings(ratio, 1, sample_rate, 0.0)
@@ -350,14 +441,19 @@ class EntrySelection(Method):
         self.ratio, self.sample_rate, self.share = ratio, sample_rate, share
         self.kind, self.order, self.clip = kind, order, clip
         self._masks: dict[nn.Parameter, Tensor] = {}
-        self._names: list[str] = []   # of what has a mask, as it was called when it was chosen
+        # of what has a mask, as it was called when it was chosen
+        self._names: list[str] = []
 
     def requests(self, context: Context) -> list[Request]:
         "One release."
         return [Request(self.sample_rate, 1, self.share, "select")]
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "The parameters that hold an entry of the largest noisy magnitudes; `blocks` lets only these entries train."
+    def choose(self, context: Context,
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that hold an entry of the largest noisy magnitudes.
+
+        `blocks` lets only these entries train.
+        """
         pieces, absolute = offered(context, among), self.kind == "mgna"
         parameters = [parameter for part in pieces for parameter in part.parameters]
         count = admitted(self.ratio, sum(part.size for part in pieces))
@@ -366,15 +462,21 @@ class EntrySelection(Method):
         if context.rehearses:
             return parameters
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
-            return entry_magnitudes(context.model, context.loss_fn, batches, pieces, absolute, self.order, self.clip, reduce,
+            return entry_magnitudes(context.model, context.loss_fn, batches, pieces,
+                                    absolute, self.order, self.clip, reduce,
                                     context.groups)
         with evaluating(context.model):
-            noisy = released(context, self.sample_rate, measure, self.clip, additive=False)
+            noisy = released(context, self.sample_rate, measure, self.clip,
+                             additive=False)
         flat = torch.zeros_like(noisy, dtype=torch.bool)
         flat[noisy.topk(count).indices] = True
-        masks = [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
-        self._masks = {p: mask for p, mask in zip(parameters, masks, strict=True) if bool(mask.any())}
-        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
+        masks = [part.view_as(p)
+                 for part, p in zip(flat.split([p.numel() for p in parameters]),
+                                    parameters, strict=True)]
+        self._masks = {p: mask for p, mask in zip(parameters, masks, strict=True)
+                       if bool(mask.any())}
+        names = {id(parameter): name
+                 for name, parameter in context.model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._masks]
         return list(self._masks)
 
@@ -385,7 +487,8 @@ class EntrySelection(Method):
     def restore(self, context: Context, state: dict[str, Tensor]) -> None:
         "Go on with what was chosen; nothing is measured again."
         named, self._names = dict(context.model.named_parameters()), list(state)
-        self._masks = {named[name]: mask.to(named[name].device) for name, mask in state.items()}
+        self._masks = {named[name]: mask.to(named[name].device)
+                       for name, mask in state.items()}
         context.already_released(1)
         context.train_only([*self._masks, *fresh_head(context.model)])
 
@@ -396,17 +499,25 @@ class EntrySelection(Method):
 # %% ../../nbs/32_frost_selection.ipynb #selection-settings
 RATIOS = tuple(0.25**k for k in range(1, 5))
 LEARNING_RATES = (3e-3, 1e-3, 3e-4, 1e-4)
-PAPER: dict[str, tuple[float, int]] = {  # data set -> batch size as a share of the training data, epochs
-    "sst2": (1024 / 67_349, 3), "qnli": (1024 / 67_349, 6), "qqp": (1024 / 67_349, 18), "mnli": (1024 / 67_349, 18),
+# data set -> batch size as a share of the training data, epochs
+PAPER: dict[str, tuple[float, int]] = {
+    "sst2": (1024 / 67_349, 3), "qnli": (1024 / 67_349, 6), "qqp": (1024 / 67_349, 18),
+    "mnli": (1024 / 67_349, 18),
     "cifar100": (1000 / 50_000, 3)}
 
 def paper_settings(
     data: str,   # a name in `PAPER`
     size: int,   # number of training examples
 ) -> dict[str, Any]:
-    "What `fine_tune` is given to repeat the paper on a data set; the defaults of `DPFrost` are the paper's own."
+    """What `fine_tune` is given to repeat the paper on a data set.
+
+    The defaults of `DPFrost` are the paper's own.
+    """
     if data not in PAPER:
-        raise ValueError(f"the paper has no settings for {data!r}; it has some for {', '.join(PAPER)}")
+        raise ValueError(
+            f"the paper has no settings for {data!r}; it has some for "
+            f"{', '.join(PAPER)}")
     share, epochs = PAPER[data]
-    return {"batch_size": max(1, round(share * size)), "epochs": epochs, "delta": 0.5 / size, "clip": 0.1,
+    return {"batch_size": max(1, round(share * size)), "epochs": epochs,
+            "delta": 0.5 / size, "clip": 0.1,
             "optimizer": "adam" if data == "cifar100" else "adamw"}

@@ -22,7 +22,10 @@ from ..data import Public, check_disjoint_rows, gather, poisson_draw
 from ..gradients import Block, Partition, full, members, trainable
 from ..models import fresh_head, to_device
 from ..privacy import Request
-from .relevance import Initialisation, attention_configs, check_map, check_started, clipped_relevance, relevance_map
+from dpft.rapft.relevance import (
+    Initialisation, attention_configs, check_map, check_started, clipped_relevance,
+    relevance_map,
+)
 from ..training import Context, Engine, Method
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-mask
@@ -33,33 +36,44 @@ def stretched(values: Tensor) -> Tensor:
     if not len(values):
         return values
     low, high = values.aminmax()
-    return (values - low) / (high - low) if bool(high > low) else torch.zeros_like(values)
+    return (values - low) / (high - low) if bool(high > low) else torch.zeros_like(
+        values)
 
 def smallest(
     values: Tensor,  # (m,)
     share: float,
-) -> Tensor:         # (m,) True for exactly round(share * m) entries: the smallest, of equal ones the first
+# (m,) True for exactly round(share * m) entries: the smallest, of equal ones the first
+) -> Tensor:
     "Which entries are the smallest; on every device the same."
     chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     chosen[values.argsort(stable=True)[:round(share * len(values))]] = True
     return chosen
 
 def relevance_mask(
-    relevance: Mapping[str, Tensor],       # name -> signed relevance of each entry, of the parameter's shape
-    irrelevance: float = 0.7,              # beta in (0, 1), share of the entries that are called weak
-    per_layer: bool = False,               # rank the entries of each parameter among themselves
-    ranking: str = "magnitude",            # "magnitude": by |R|; "signed": by R, as the paper does
+    # name -> signed relevance of each entry, of the parameter's shape
+    relevance: Mapping[str, Tensor],
+    # beta in (0, 1), share of the entries that are called weak
+    irrelevance: float = 0.7,
+    per_layer: bool = False,  # rank the entries of each parameter among themselves
+    # "magnitude": by |R|; "signed": by R, as the paper does
+    ranking: str = "magnitude",
     normalise: bool = True,                # stretch each layer to [0, 1] first
-    entries: Mapping[str, Tensor] | None = None,  # of a parameter that trains in part: which entries do
-) -> dict[str, Tensor]:                    # name -> True where an entry is weakly significant
+    # of a parameter that trains in part: which entries do
+    entries: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # name -> True where an entry is weakly significant
     """The entries that may be hidden under more noise.
 
-    Raises ValueError for relevance that is not finite or zero throughout, and for a ratio that leaves a block empty.
+    Raises ValueError for relevance that is not finite or zero throughout, and for a
+    ratio that leaves a block empty.
     Equation 19 of Rap-FT, repaired; @def-relevance-mask.
     """
     check_ranked(relevance, irrelevance, ranking)
-    inside = {name: (entries or {}).get(name, torch.ones_like(values, dtype=torch.bool)) for name, values in relevance.items()}
-    scores = {name: (values.abs() if ranking == "magnitude" else values)[inside[name]].double() for name, values in relevance.items()}
+    inside = {name: (entries or {}).get(name,
+                                        torch.ones_like(values, dtype=torch.bool))
+              for name, values in relevance.items()}
+    scores = {name: (values.abs() if ranking == "magnitude"
+                     else values)[inside[name]].double()
+              for name, values in relevance.items()}
     if normalise:
         scores = {name: stretched(values) for name, values in scores.items()}
     if per_layer:
@@ -67,15 +81,21 @@ def relevance_mask(
     else:
         weak = smallest(torch.cat([*scores.values()]), irrelevance)
     if bool(weak.all()) or not bool(weak.any()):
-        raise ValueError(f"irrelevance={irrelevance} of {len(weak)} entries leaves the {'strong' if weak.all() else 'weak'} block empty; "
-                         "choose another ratio")
+        raise ValueError(
+            f"irrelevance={irrelevance} of {len(weak)} entries leaves the "
+            f"{'strong' if weak.all() else 'weak'} block empty; "
+            "choose another ratio")
     parts = weak.split([len(values) for values in scores.values()])
-    return {name: torch.zeros_like(own).masked_scatter(own, part) for (name, own), part in zip(inside.items(), parts, strict=True)}
+    return {name: torch.zeros_like(own).masked_scatter(own, part)
+            for (name, own), part in zip(inside.items(), parts, strict=True)}
 
-def check_ranked(relevance: Mapping[str, Tensor], irrelevance: float, ranking: str) -> None:
+def check_ranked(relevance: Mapping[str, Tensor], irrelevance: float,
+                 ranking: str) -> None:
     "ValueError on what cannot be ranked."
     if not 0 < irrelevance < 1:
-        raise ValueError(f"irrelevance={irrelevance} must lie strictly between 0 and 1: the share of the entries called weakly significant")
+        raise ValueError(
+            f"irrelevance={irrelevance} must lie strictly between 0 and 1: the share "
+            "of the entries called weakly significant")
     if ranking not in RANKINGS:
         raise ValueError(f"ranking={ranking!r}: choose 'magnitude' or 'signed'")
     check_map(relevance)
@@ -95,17 +115,21 @@ def allocate(
     counts: Sequence[float],               # (K,) entries of each block
     allocation: str = "tight",             # "tight" | "paper" | "weighted"
     weights: Sequence[float] | None = None,  # (K,) of "weighted"
-) -> tuple[Tensor, Tensor]:                # (K,) bounds relative to C, (K,) noise relative to sigma C
+) -> tuple[Tensor, Tensor]:  # (K,) bounds relative to C, (K,) noise relative to sigma C
     "Bound and noise of each block by its share of the entries; @tbl-allocations."
     if allocation not in ALLOCATIONS:
-        raise ValueError(f"allocation={allocation!r}: choose 'tight', 'paper' or 'weighted'")
+        raise ValueError(
+            f"allocation={allocation!r}: choose 'tight', 'paper' or 'weighted'")
     if (weights is None) == (allocation == "weighted"):
-        raise ValueError(f"allocation={allocation!r} {'needs a' if weights is None else 'has no'} preference: "
-                         "it is what \"weighted\" allocates by")
+        raise ValueError(
+            f"allocation={allocation!r} {'needs a' if weights is None else 'has no'} "
+            "preference: "
+            "it is what \"weighted\" allocates by")
     count = torch.tensor(counts, dtype=torch.float64)
     share = count / count.sum()
     if allocation == "weighted":
-        return share.sqrt(), optimal_noise(share.sqrt(), share, torch.tensor(weights, dtype=torch.float64))
+        return share.sqrt(), optimal_noise(share.sqrt(), share,
+                                           torch.tensor(weights, dtype=torch.float64))
     return share if allocation == "tight" else share.square(), share.sqrt()
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-blocks
@@ -113,21 +137,30 @@ def relevance_blocks(
     whole: Block,                        # what trains, as one
     weak: Mapping[nn.Parameter, Tensor], # of each parameter, which entries are weak
     allocation: str = "tight",
-    preference: float | None = None,     # of "weighted": weight of a strong entry over that of a weak one
-) -> list[Block]:                        # the weak block and the strong one; one alone where nothing of the other is left
-    "Split a block by relevance, bounds and noise by the blocks' counts; @thm-fixed-blocks."
+    # of "weighted": weight of a strong entry over that of a weak one
+    preference: float | None = None,
+# the weak block and the strong one; one alone where nothing of the other is left
+) -> list[Block]:
+    """Split a block by relevance, bounds and noise by the blocks' counts.
+
+    @thm-fixed-blocks.
+    """
     parts: list[dict[nn.Parameter, Tensor]] = [{}, {}]
     for parameter, inside in members(whole):
         if parameter not in weak:
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} trains that had no relevance when the mask was made; "
-                             "wrap each phase by itself: Then(RapFT(a), n, RapFT(b))")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} trains that had no "
+                "relevance when the mask was made; "
+                "wrap each phase by itself: Then(RapFT(a), n, RapFT(b))")
         for part, mask in zip(parts, (weak[parameter], ~weak[parameter]), strict=True):
             part[parameter] = mask if inside is None else mask & inside
     counts = [sum(int(mask.sum()) for mask in part.values()) for part in parts]
     kept = [i for i, count in enumerate(counts) if count]
     weights = None if preference is None else [(1.0, preference)[i] for i in kept]
     clips, noises = allocate([counts[i] for i in kept], allocation, weights)
-    return [_masked(parts[i], clip, noise) for i, clip, noise in zip(kept, clips.tolist(), noises.tolist(), strict=True)]
+    return [_masked(parts[i], clip, noise)
+            for i, clip, noise in zip(kept, clips.tolist(), noises.tolist(),
+                                      strict=True)]
 
 def _masked(part: Mapping[nn.Parameter, Tensor], clip: float, noise: float) -> Block:
     "A block of those parameters that have entries in it."
@@ -138,18 +171,28 @@ def _masked(part: Mapping[nn.Parameter, Tensor], clip: float, noise: float) -> B
 LEVELS = ("parameter", "group")
 UNPAID = "the relevance mask of Rap-FT, which was taken from private data without noise"
 
-def check_source(relevance_data: Any, share: float | None, allow_non_private: bool) -> None:
+def check_source(relevance_data: Any, share: float | None,
+                 allow_non_private: bool) -> None:
     "ValueError unless relevance is public, paid for, or unpaid on purpose."
-    public, private, paper = isinstance(relevance_data, Public), relevance_data == "private", relevance_data == "paper"
+    public, private, paper = isinstance(relevance_data,
+                                        Public), relevance_data == "private", relevance_data == "paper"
     if not (public or private or paper):
-        raise ValueError(f"relevance_data={relevance_data!r}: choose Public(data, source), \"private\", or \"paper\"")
+        raise ValueError(
+            f"relevance_data={relevance_data!r}: choose Public(data, source), "
+            "\"private\", or \"paper\"")
     if private and share is None:
-        raise ValueError("relevance_data=\"private\" needs share, the part of epsilon that pays for the relevance, such as share=0.05")
+        raise ValueError(
+            "relevance_data=\"private\" needs share, the part of epsilon that pays for "
+            "the relevance, such as share=0.05")
     if share is not None and not (private and 0 < share < 1):
-        raise ValueError(f"share={share}: only private relevance is paid for, by a share strictly between 0 and 1")
+        raise ValueError(
+            f"share={share}: only private relevance is paid for, by a share strictly "
+            "between 0 and 1")
     if paper and not allow_non_private:
-        raise ValueError("relevance_data=\"paper\" takes the mask from private data without paying, so the run promises nothing; "
-                         "say allow_non_private=True if that is meant, or choose \"private\"")
+        raise ValueError(
+            "relevance_data=\"paper\" takes the mask from private data without paying, "
+            "so the run promises nothing; "
+            "say allow_non_private=True if that is meant, or choose \"private\"")
 
 def check_wrapped(method: Any) -> None:
     "ValueError unless this is a method whose one block can be split for the whole run."
@@ -157,19 +200,30 @@ def check_wrapped(method: Any) -> None:
         hint = "; write it with ()" if isinstance(method, type) else ""
         raise ValueError(f"RapFT wraps a method, and {method!r} is none{hint}")
     if isinstance(method, (RapFT, Then)) or method.unfreezes:
-        raise ValueError(f"{type(method).__name__} cuts blocks of its own, or lets train later what has no relevance now; "
-                         "wrap each phase by itself: Then(RapFT(a), n, RapFT(b)), or select once")
+        raise ValueError(
+            f"{type(method).__name__} cuts blocks of its own, or lets train later what "
+            "has no relevance now; "
+            "wrap each phase by itself: Then(RapFT(a), n, RapFT(b)), or select once")
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
     "ValueError on the first setting out of range."
-    preference, steps, clip, rate = (settings[name] for name in ("preference", "warmup_steps", "relevance_clip", "relevance_rate"))
-    allocate([1, 1], settings["allocation"], None if preference is None else [1, preference])
-    checks = [(0 < settings["irrelevance"] < 1, "irrelevance", "strictly between 0 and 1"),
-              (preference is None or 0 < preference < math.inf, "preference", "positive and finite"),
-              (steps >= 0 and steps == int(steps), "warmup_steps", "a whole number, 0 or more"),
-              (0 < clip < math.inf, "relevance_clip", "positive and finite"), (0 < rate <= 1, "relevance_rate", "in (0, 1]"),
+    preference, steps, clip, rate = (settings[name]
+                                     for name in ("preference", "warmup_steps",
+                                                  "relevance_clip", "relevance_rate"))
+    allocate([1, 1], settings["allocation"], None if preference is None
+             else [1, preference])
+    checks = [(0 < settings["irrelevance"] < 1, "irrelevance",
+               "strictly between 0 and 1"),
+              (preference is None or 0 < preference < math.inf, "preference",
+               "positive and finite"),
+              (steps >= 0 and steps == int(steps), "warmup_steps",
+               "a whole number, 0 or more"),
+              (0 < clip < math.inf, "relevance_clip", "positive and finite"),
+              (0 < rate <= 1, "relevance_rate", "in (0, 1]"),
               (settings["level"] in LEVELS, "level", "'parameter' or 'group'"),
-              (settings["level"] == "parameter" or settings["relevance_data"] == "private", "level", "'parameter' unless it is private"),
+              (settings["level"] == "parameter"
+               or settings["relevance_data"] == "private", "level",
+               "'parameter' unless it is private"),
               (settings["ranking"] in RANKINGS, "ranking", "'magnitude' or 'signed'")]
     for holds, name, must in checks:
         if not holds:
@@ -178,17 +232,25 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-check-options
 def check_options(options: Mapping[str, Any]) -> None:
     "ValueError on an option that `relevance_map` has not, or that it would refuse."
-    known = [name for name in signature(relevance_map).parameters if name not in ("model", "batches")]
+    known = [name for name in signature(relevance_map).parameters
+             if name not in ("model", "batches")]
     if unknown := [name for name in options if name not in known]:
-        raise ValueError(f"RapFT has no option {unknown[0]!r}; of the relevance it takes {', '.join(known)}")
+        raise ValueError(
+            f"RapFT has no option {unknown[0]!r}; of the relevance it takes "
+            f"{', '.join(known)}")
     Initialisation(**{name: value for name, value in options.items() if name != "rule"})
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-class
 class RapFT(Method):
-    """Rap-FT over another method: what trains is split by relevance into a weak and a strong block, each with its own bound and noise.
+    """Rap-FT over another method.
 
-    Costs one sampled Gaussian step for private relevance, nothing for public relevance; with "paper" nothing is promised.
-    Raises ValueError for public data that shares rows with the training data, and for LoRA at its start without `warmup_steps`.
+    What trains is split by relevance into a weak and a strong block, each with its own
+    bound and noise.
+
+    Costs one sampled Gaussian step for private relevance, nothing for public relevance;
+    with "paper" nothing is promised.
+    Raises ValueError for public data that shares rows with the training data, and for
+    LoRA at its start without `warmup_steps`.
     Algorithm 1 of Rap-FT, repaired; @thm-fixed-blocks, @lem-private-relevance.
     """
 
@@ -196,26 +258,36 @@ class RapFT(Method):
         self,
         method: Method,                    # what trains
         *,
-        relevance_data: Public | str,      # Public(data, source), "private", or "paper": private and not paid for
+        # Public(data, source), "private", or "paper": private and not paid for
+        relevance_data: Public | str,
         irrelevance: float = 0.7,          # beta, share of the entries called weak
         share: float | None = None,        # of epsilon, for private relevance
-        allocation: str = "tight",         # "tight" | "paper" | "weighted", @tbl-allocations
-        preference: float | None = None,   # of "weighted": weight of a strong entry over that of a weak one
+        allocation: str = "tight",  # "tight" | "paper" | "weighted", @tbl-allocations
+        # of "weighted": weight of a strong entry over that of a weak one
+        preference: float | None = None,
         warmup_steps: int = 0,             # plain private steps before the map is taken
-        relevance_clip: float = 0.01,      # R_c, bound on the 2-norm of one example's map; small, for only the order counts
+        # R_c, bound on the 2-norm of one example's map; small, for only the order
+        # counts
+        relevance_clip: float = 0.01,
         relevance_rate: float = 0.1,       # q_R of the draw from private data
-        level: str = "parameter",          # "parameter" | "group": what is released of private data
+        # "parameter" | "group": what is released of private data
+        level: str = "parameter",
         ranking: str = "magnitude",        # "magnitude" | "signed"
         per_layer: bool = False,           # rank each layer by itself
         allow_non_private: bool = False,   # needed for "paper"
-        **options: Any,                    # where and how relevance propagates: init, rule, k, p, beams of `relevance_map`
+        # where and how relevance propagates: init, rule, k, p, beams of `relevance_map`
+        **options: Any,
     ):
         check_wrapped(method)
         check_source(relevance_data, share, allow_non_private)
-        self.method, self.relevance_data, self.irrelevance, self.share = method, relevance_data, irrelevance, share
-        self.allocation, self.preference, self.warmup_steps = allocation, preference, warmup_steps
-        self.relevance_clip, self.relevance_rate, self.level = relevance_clip, relevance_rate, level
-        self.ranking, self.per_layer, self.allow_non_private, self.options = ranking, per_layer, allow_non_private, options
+        self.method, self.relevance_data, self.irrelevance, self.share = (
+            method, relevance_data, irrelevance, share)
+        self.allocation, self.preference, self.warmup_steps = (allocation, preference,
+                                                               warmup_steps)
+        self.relevance_clip, self.relevance_rate, self.level = (relevance_clip,
+                                                                relevance_rate, level)
+        self.ranking, self.per_layer, self.allow_non_private, self.options = (
+            ranking, per_layer, allow_non_private, options)
         check_numbers(vars(self))
         check_options(options)
         self._weak: dict[nn.Parameter, Tensor] | None = None
@@ -223,7 +295,8 @@ class RapFT(Method):
     def __repr__(self) -> str:
         known = signature(RapFT).parameters
         changed = [f"{name}={value!r}" for name, value in vars(self).items()
-                   if name in known and name != "options" and value != known[name].default]
+                   if name in known and name != "options"
+                   and value != known[name].default]
         changed += [f"{name}={value!r}" for name, value in self.options.items()]
         return f"RapFT({', '.join(changed)})"
 
@@ -231,7 +304,9 @@ class RapFT(Method):
     def masks(self) -> dict[nn.Parameter, Tensor]:
         "Of each parameter that trains, which entries are weak."
         if self._weak is None:
-            raise ValueError("no relevance has been taken yet: start a run first, and let it pass its warmup_steps")
+            raise ValueError(
+                "no relevance has been taken yet: start a run first, and let it pass "
+                "its warmup_steps")
         return self._weak
 
     @property
@@ -247,22 +322,28 @@ class RapFT(Method):
     def _views(self, context: Context) -> tuple[Context, Context]:
         "What the wrapped method sees, and what belongs to the relevance."
         count = len(self.method.requests(context.part(0, 0)))
-        return context.part(0, count), context.part(count, int(self.relevance_data == "private"))
+        return context.part(0, count), context.part(count,
+                                                    int(self.relevance_data
+                                                        == "private"))
 
     def requests(self, context: Context) -> list[Request]:
         "Those of the method, and one release for private relevance."
         if self.warmup_steps >= context.steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} leaves none of the {context.steps} steps for Rap-FT; choose fewer")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} leaves none of the {context.steps} "
+                "steps for Rap-FT; choose fewer")
         if self.relevance_data == "paper":
             context.forfeit(UNPAID)
-        own = [] if self.share is None else [Request(self.relevance_rate, 1, self.share, "relevance")]
+        own = [] if self.share is None else [Request(self.relevance_rate, 1,
+                                                     self.share, "relevance")]
         return [*self.method.requests(context.part(0, 0)), *own]
 
     def start(self, context: Context) -> None:
         "The method starts, and the map is taken unless there is a warm-up."
         self._weak = None
         self._check_public(context)
-        attention_configs(context.model)                                         # refuses what has no rule before anything is paid for
+        # refuses what has no rule before anything is paid for
+        attention_configs(context.model)
         self.method.start(self._views(context)[0])
         if not self.warmup_steps:
             self._take(context)
@@ -274,11 +355,14 @@ class RapFT(Method):
             self._take(context)
 
     def blocks(self, context: Context) -> list[Block]:
-        "Those of the method before the map is taken, and then the weak and the strong one."
+        """Those of the method before the map is taken, and then the weak and the strong
+        one."""
         found = self.method.blocks(self._views(context)[0])
         if self._weak is None:
             return found
-        return [part for whole in found for part in relevance_blocks(whole, self._weak, self.allocation, self.preference)]
+        return [part for whole in found
+                for part in relevance_blocks(whole, self._weak, self.allocation,
+                                             self.preference)]
 
     def rate_factor(self, context: Context, t: int) -> float:
         "That of the method."
@@ -286,8 +370,10 @@ class RapFT(Method):
 
     def state(self, context: Context) -> dict[str, Any]:
         "That of the method, and the mask."
-        names = {parameter: name for name, parameter in context.model.named_parameters()}
-        weak = None if self._weak is None else {names[parameter]: mask for parameter, mask in self._weak.items()}
+        names = {parameter: name
+                 for name, parameter in context.model.named_parameters()}
+        weak = None if self._weak is None else {names[parameter]: mask
+                                                for parameter, mask in self._weak.items()}
         return {"method": self.method.state(self._views(context)[0]), "weak": weak}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
@@ -297,40 +383,58 @@ class RapFT(Method):
         self._weak = None
         if state["weak"] is not None:
             named = dict(context.model.named_parameters())
-            self._weak = {named[name]: mask.to(named[name].device) for name, mask in state["weak"].items()}
+            self._weak = {named[name]: mask.to(named[name].device)
+                          for name, mask in state["weak"].items()}
 
     def _check_public(self, context: Context) -> None:
         "Refuse public data that is private too, and say what is taken as public."
         if isinstance(self.relevance_data, Public) and context.engine is not None:
             check_disjoint_rows(self.relevance_data, context.engine.train)
-            context.engine.assumed_public.append(f"the data that decides what is relevant ({self.relevance_data.source})")
+            context.engine.assumed_public.append(
+                f"the data that decides what is relevant ({self.relevance_data.source})")
 
     def _take(self, context: Context) -> None:
         "Take the map, and make the mask."
-        if context.engine is None:                                               # no run: nothing to hide, and nothing to look at
+        if context.engine is None:  # no run: nothing to hide, and nothing to look at
             return
         check_started(context.model)
         inner, own = self._views(context)
         if len(found := self.method.blocks(inner)) != 1:
-            raise ValueError(f"{type(self.method).__name__} cuts what trains into {len(found)} blocks, and Rap-FT splits one")
-        relevance = released_map(own, self) if self.share is not None else looked_at(context.engine, self)
-        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
-        whole = {names[id(parameter)]: (parameter, mask) for parameter, mask in members(found[0])}
-        entries = {name: mask.to(relevance[name].device) for name, (_, mask) in whole.items() if mask is not None}
-        weak = relevance_mask(relevance, self.irrelevance, self.per_layer, self.ranking, self.level == "parameter", entries)
-        self._weak = {parameter: weak[name].to(parameter.device) for name, (parameter, _) in whole.items()}
+            raise ValueError(
+                f"{type(self.method).__name__} cuts what trains into {len(found)} "
+                "blocks, and Rap-FT splits one")
+        relevance = released_map(own,
+                                 self) if self.share is not None else looked_at(
+                                 context.engine, self)
+        names = {id(parameter): name
+                 for name, parameter in context.model.named_parameters()}
+        whole = {names[id(parameter)]: (parameter, mask)
+                 for parameter, mask in members(found[0])}
+        entries = {name: mask.to(relevance[name].device)
+                   for name, (_, mask) in whole.items() if mask is not None}
+        weak = relevance_mask(relevance, self.irrelevance, self.per_layer,
+                              self.ranking, self.level == "parameter", entries)
+        self._weak = {parameter: weak[name].to(parameter.device)
+                      for name, (parameter, _) in whole.items()}
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-sources
 def looked_at(engine: Engine, method: RapFT) -> dict[str, Tensor]:
     "The map over public data, or over a draw from private data that nobody pays for."
     data, rows = method.relevance_data, torch.arange(len(method.relevance_data))
     if data == "paper":
-        data, rows = engine.train, poisson_draw(len(engine.train), method.relevance_rate, engine.keystream, "relevance")
+        data, rows = engine.train, poisson_draw(len(engine.train),
+                                                method.relevance_rate,
+                                                engine.keystream, "relevance")
     if not len(rows):
-        raise ValueError(f"there are no examples to take relevance from; give some, or raise relevance_rate={method.relevance_rate}")
+        raise ValueError(
+            "there are no examples to take relevance from; give some, or raise "
+            f"relevance_rate={method.relevance_rate}")
     def look() -> dict[str, Tensor]:
-        parts = (to_device(gather(data, part, engine.collate_fn), engine.device) for part in rows.split(engine.physical_batch_size))
-        return {name: values.cpu() for name, values in relevance_map(engine.model, parts, **method.options).items()}
+        parts = (to_device(gather(data, part, engine.collate_fn), engine.device)
+                 for part in rows.split(engine.physical_batch_size))
+        return {name: values.cpu()
+                for name, values in relevance_map(engine.model, parts,
+                                                  **method.options).items()}
     return engine.processes.first(look)
 
 def relevance_groups(context: Context) -> list[Partition]:
@@ -343,17 +447,30 @@ def released_map(
     own: Context,   # that may draw and release for the relevance
     method: RapFT,
 ) -> dict[str, Tensor]:
-    "The noisy sum of clipped maps over a draw; of groups, each entry gets its group's relevance per entry; @def-private-relevance."
+    """The noisy sum of clipped maps over a draw.
+
+    Of groups, each entry gets its group's relevance per entry; @def-private-relevance.
+    """
     parameters = trainable(own.model)
     groups = relevance_groups(own) if method.level == "group" else None
-    size = sum(parameter.numel() for parameter in parameters.values()) if groups is None else len(groups)
+    size = sum(parameter.numel()
+               for parameter in parameters.values()) if groups is None else len(groups)
     total = full(next(iter(parameters.values())).detach()).new_zeros(size)
     for batch in own.draw(method.relevance_rate):
-        found = clipped_relevance(own.model, batch, method.relevance_clip, groups=groups, units=own.groups(batch), **method.options)
-        total += found if isinstance(found, Tensor) else torch.cat([found[name].flatten() for name in parameters])
+        found = clipped_relevance(own.model, batch, method.relevance_clip,
+                                  groups=groups, units=own.groups(batch),
+                                  **method.options)
+        total += found if isinstance(found,
+                                     Tensor) else torch.cat(
+                                     [found[name].flatten() for name in parameters])
     noisy = own.release(total, method.relevance_clip)
     if groups is None:
         parts = noisy.split([parameter.numel() for parameter in parameters.values()])
-        return {name: part.view_as(parameter) for (name, parameter), part in zip(parameters.items(), parts, strict=True)}
-    density = {id(parameter): value / group.size for group, value in zip(groups, noisy, strict=True) for parameter in group.parameters}
-    return {name: density[id(parameter)].expand_as(parameter) for name, parameter in parameters.items()}
+        return {name: part.view_as(parameter)
+                for (name, parameter), part in zip(parameters.items(), parts,
+                                                   strict=True)}
+    density = {id(parameter): value / group.size
+               for group, value in zip(groups, noisy, strict=True)
+               for parameter in group.parameters}
+    return {name: density[id(parameter)].expand_as(parameter)
+            for name, parameter in parameters.items()}
