@@ -142,7 +142,8 @@ def test_the_alpha_beta_rule_is_made_of_captums(name):
         values = inputs.clone().requires_grad_()
         with relevance_rules(layer, Rules(linear="alpha-beta", alpha=alpha)):
             modified, = torch.autograd.grad(layer(values).flatten(1)[:, 3].sum(), values)
-        torch.testing.assert_close(inputs * modified, alpha * parts[0] + (1 - alpha) * parts[1])
+        wanted = alpha * parts[0] + (1 - alpha) * parts[1]                        # captum adds 1e-9 to every denominator
+        torch.testing.assert_close(inputs * modified, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 def two_signs(x, weight, bias, out, alpha):
@@ -185,6 +186,8 @@ def total(values):
 
 def test_linear_rules_conserve_without_bias_and_with_its_share():
     x, weight, bias, out = drawn(4, 6), drawn(5, 6, seed=1), drawn(5, seed=2), drawn(4, 5, seed=3).abs()
+    x[:, :2] = x[:, :2].abs()
+    weight[:, :2] = weight[:, :2].abs() * torch.tensor([1.0, -1.0])               # every output has contributions of both signs
     for rule in ("epsilon", "alpha-beta"):
         alone, = passed(F.linear, [x, weight], out, rule)[:1]
         assert abs(alone.sum() - out.sum()) <= rounded(alone, out)
@@ -286,10 +289,13 @@ def test_relevance_is_input_times_gradient_in_a_net_of_relus_without_biases():
     with relevance_rules(net):
         output = net(x)
         found = torch.autograd.grad(output[:, 0].sum(), [x, *net.parameters()])
+    least = min(net[:depth](x).abs().min().item() for depth in (1, 5))           # what enters the ReLUs, which are stabilised by TINY
+    off = 4 * relevance.TINY / least + 1e-9
     for mine, wanted in zip(found, plain, strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(mine, wanted, rtol=off, atol=off * wanted.abs().max().item())
     for values, modified in zip([x, *net.parameters()], found, strict=True):     # and every layer holds all of it
-        assert (values * modified).sum().item() == pytest.approx(output[:, 0].sum().item(), rel=1e-6)
+        parts = values * modified
+        assert abs(parts.sum() - output[:, 0].sum()) <= off * parts.abs().sum() * parts.numel()
 
 
 # Transformers
