@@ -10,13 +10,14 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import toy
 
 from dpft.data import load_data
 from dpft.frost import DPFrost, EntrySelection, paper_settings, partitions, select, sensitivity
-from dpft.frost.selection import admitted, check_fits, entry_magnitudes, freezing_threshold, released, take
+from dpft.frost.entries import entry_magnitudes
+from dpft.frost.selection import admitted, check_fits, freezing_threshold, released, take
 from dpft.gradients import Partition, per_example_gradients
 from dpft.models import load_model
 from dpft.training import Context, Engine, Method, fine_tune
@@ -355,28 +356,21 @@ class Stub:
     "A context of two processes that already agree on a draw."
 
     def __init__(self, first):
-        class Processes:
-            is_first, alone = first, False
-
-            @staticmethod
-            def total(sums, counts=()):
-                return {name: 2 * value for name, value in sums.items()}, list(counts)
-
-        self.engine = type("E", (), {"processes": Processes})()
-        self.released: Tensor | None = None
+        self.first = first
 
     def draw(self, rate):
         return iter(())
 
-    def release(self, total, bound):
-        self.released = total
-        return total
+    def total(self, sums):
+        return {name: 2 * value for name, value in sums.items()}
+
+    def release(self, total, bound, summed=False):
+        return torch.zeros_like(total) if summed and not self.first else total
 
 
 @pytest.mark.parametrize("first,additive,counts", [(True, False, 1), (False, False, 0), (True, True, 1), (False, True, 1)])
 def test_of_several_processes_a_norm_of_the_whole_counts_once(first, additive, counts):
-    context = Stub(first)
-    found = released(context, 0.5, lambda batches, reduce: reduce({"x": torch.ones(2)})["x"], 1.0, additive)
+    found = released(Stub(first), 0.5, lambda batches, reduce: reduce({"x": torch.ones(2)})["x"], 1.0, additive)
     assert found.tolist() == [2.0 * counts] * 2
 
 
@@ -403,8 +397,8 @@ def test_single_entries_move_and_no_others():
     total = sum(mask.numel() for mask in moved)
     assert sum(int(mask.sum()) for mask in moved) == admitted(0.25, total)
     for name, p in run.model.named_parameters():
-        if p in method._masks:
-            assert torch.equal(method._masks[p], p != before.get_parameter(name))
+        if p in method.masks:
+            assert torch.equal(method.masks[p], p != before.get_parameter(name))
     assert not torch.equal(run.model[7].weight, before[7].weight)
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..data import Augmentation
 from ..gradients import Partition, trainable
 from ..models import fresh_head
-from ..training import Context, Method
+from ..method import Context, Method
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-find-root
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _NormBase)
@@ -340,7 +340,7 @@ class LayerFreeze(Method):
         "Refuse before the run what would fail in it."
         self._stages = None
         # else there is no run, and no number of steps
-        if context.engine is not None or context.rehearses:
+        if context.running or context.rehearses:
             check_steps(self._times(context.steps), context.steps)
         self._staged(context, trains)
 

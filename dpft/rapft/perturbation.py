@@ -6,13 +6,14 @@
 __all__ = ['RANKINGS', 'RANKS', 'ROUNDINGS', 'AS_PUBLISHED', 'MASK_CHOICES', 'ALLOCATIONS', 'LEVELS', 'UNPAID', 'stretched',
            'weak_count', 'smallest', 'scored', 'cut', 'relevance_mask', 'check_choices', 'check_ranked',
            'optimal_noise', 'allocate', 'relevance_blocks', 'check_source', 'check_wrapped', 'check_numbers',
-           'check_options', 'TwoBlocks', 'mask_state', 'mask_from', 'RapFT', 'name_public', 'taken', 'looked_at',
+           'check_options', 'TwoBlocks', 'mask_state', 'mask_from', 'RapFT', 'name_public', 'taken', 'unpaid_map',
            'relevance_groups', 'released_map', 'by_name']
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-imports
 import math
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 
 from ..baselines import offered
 from ..composition import Then
-from ..data import Public, check_disjoint_rows, gather, poisson_draw
-from ..gradients import Block, Partition, full, members, trainable
-from ..models import fresh_head, to_device
+from ..data import Public
+from ..gradients import Block, batch_rows, Partition, full, members, trainable
+from ..models import fresh_head
 from ..privacy import Request
 from dpft.rapft.relevance import (
     Initialisation, attention_configs, check_map, check_started, clipped_relevance,
     relevance_map,
 )
-from ..training import Context, Engine, Method
+from ..method import Context, Method
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-mask
 RANKINGS = ("magnitude", "signed")
@@ -364,13 +365,6 @@ class RapFT(TwoBlocks):
         self.allow_non_private, self.options = allow_non_private, options
         check_numbers(vars(self))
 
-    def __repr__(self) -> str:
-        known = signature(RapFT).parameters
-        changed = [f"{name}={value!r}" for name, value in vars(self).items()
-                   if name in known and name != "options" and value != known[name].default]
-        changed += [f"{name}={value!r}" for name, value in self.options.items()]
-        return f"RapFT({', '.join(changed)})"
-
     @property
     def may_spend(self) -> bool:
         "Whether relevance is paid for, or the method may spend."
@@ -416,14 +410,13 @@ class RapFT(TwoBlocks):
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-taken
 def name_public(context: Context, data: Public | str) -> None:
     "Refuse public data that is private too, and say what is taken as public."
-    if isinstance(data, Public) and context.engine is not None:
-        check_disjoint_rows(data, context.engine.train)
-        context.engine.assumed_public.append(
-            f"the data that decides what is relevant ({data.source})")
+    if isinstance(data, Public) and context.running:
+        context.check_public(data)
+        context.assume_public(f"the data that the method looked at ({data.source})")
 
 def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
     "The mask by a map that is taken now; None without a run, which has nothing to look at."
-    if context.engine is None:
+    if not context.running:
         return None
     check_started(context.model)
     inner = method.inner(context)
@@ -431,8 +424,7 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
         raise ValueError(f"{type(method.method).__name__} cuts what trains into "
                          f"{len(found)} blocks, and Rap-FT splits one")
     own = context.part(len(method.method.requests(context.part(0, 0))), 1)
-    paid = method.share is not None
-    relevance = released_map(own, method) if paid else looked_at(context.engine, method)
+    relevance = (released_map if method.share is not None else unpaid_map)(own, method)
     names = {id(p): name for name, p in context.model.named_parameters()}
     whole = {names[id(p)]: (p, mask) for p, mask in members(found[0])}
     entries = {name: mask.to(relevance[name].device)
@@ -443,22 +435,20 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
     return {p: weak[name].to(p.device) for name, (p, _) in whole.items()}
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-looked
-def looked_at(engine: Engine, method: RapFT) -> dict[str, Tensor]:
+def unpaid_map(context: Context, method: RapFT) -> dict[str, Tensor]:
     "The map over public data, or over a draw from private data that nobody pays for."
-    data: Any = method.relevance_data
-    rows = torch.arange(len(data))
-    if data == "paper":
-        data, rows = engine.train, poisson_draw(
-            len(engine.train), method.relevance_rate, engine.keystream, "relevance")
-    if not len(rows):
-        raise ValueError("there are no examples to take relevance from; give some, or "
-                         f"raise relevance_rate={method.relevance_rate}")
     def look() -> dict[str, Tensor]:
-        parts = (to_device(gather(data, part, engine.collate_fn), engine.device)
-                 for part in rows.split(engine.physical_batch_size))
-        found = relevance_map(engine.model, parts, **check_options(method.options)[0])
+        data = method.relevance_data
+        batches = (context.public_batches(data) if isinstance(data, Public) else
+                   context.draw_unpaid(method.relevance_rate, "relevance"))
+        begin = next((batch for batch in batches if batch_rows(batch)), None)
+        if begin is None:
+            raise ValueError("there are no examples to take relevance from; give some, or "
+                             f"raise relevance_rate={method.relevance_rate}")
+        found = relevance_map(context.model, chain([begin], batches),
+                              **check_options(method.options)[0])
         return {name: values.cpu() for name, values in found.items()}
-    return engine.processes.first(look)
+    return context.first(look)
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-released
 def relevance_groups(context: Context) -> list[Partition]:
