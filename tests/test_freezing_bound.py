@@ -115,11 +115,12 @@ def test_runs_of_clipped_noisy_logistic_regression(free, clip, sigma, eta):
 
 def test_a_bound_without_the_dimension_or_the_signal_is_broken_by_a_run():
     d, eta, steps = 200, 0.1, 40
-    random, x, squares = generator(0), math.sqrt(0.1 / 1.9) * normal(1, 400, d), []
+    runs = 2000                                                                  # each of the margins below is eight standard errors
+    random, x, squares = generator(0), math.sqrt(0.1 / 1.9) * normal(1, runs, d), []
     start = x.square().sum(1).mean() / 2
     for _ in range(steps):
         squares.append(x.square().sum(1).mean())
-        x = (1 - eta) * x - eta * torch.randn(400, d, generator=random, dtype=torch.float64)
+        x = (1 - eta) * x - eta * torch.randn(runs, d, generator=random, dtype=torch.float64)
     drop, squares, rates = start - x.square().sum(1).mean() / 2, torch.stack(squares), torch.full((steps,), eta)
     assert torch.isclose(squares.mean(), convergence_bound(drop, rates, 1.0, d, 1.0, 1.0, 1.0, squares, 0.0), rtol=0.02)
     assert convergence_bound(drop, rates, 1.0, 1, 1.0, 1.0, 1.0, squares, 0.0) < squares.min()            # one dimension's noise

@@ -62,7 +62,7 @@ def run_all(e, watch=lambda step: None, optimizer=None):
 
 def tune(model=None, method=None, **changes):
     method = method or LayerFreeze([2, 3], [2, 4])
-    options = {"epsilon": 2.0, "batch_size": 20, "steps": 6, "clip": 0.5, "seed": 0, "accountant": "rdp", "progress": False,
+    options = {"cache": 0.0, "epsilon": 2.0, "batch_size": 20, "steps": 6, "clip": 0.5, "seed": 0, "accountant": "rdp", "progress": False,
                "learning_rate": 0.05, **changes}
     return dpft.fine_tune(net() if model is None else model, toy(), method, loss_fn=zoo.image_loss, **options)
 
@@ -495,7 +495,7 @@ def test_the_steps_that_remain_decide_and_not_those_of_the_run(left, used):
 def test_a_deeper_freeze_near_the_end_keeps_what_is_stored(monkeypatch):
     made = searches(monkeypatch)
     model, counts = wide(), []
-    run_all(engine(LayerFreeze([1, 3], [2, 48]), model, batch_size=12, steps=50),
+    run_all(engine(LayerFreeze([1, 3], [2, 48]), model, batch_size=30, steps=50),          # one of 60 is not drawn by step 40: 2e-10
             lambda step: counts.append((model[1].examples, len(made))))
     assert counts[-1][0] == counts[40][0] and counts[-1][1] == 1                       # nothing below the first cut is called again
     made.clear()

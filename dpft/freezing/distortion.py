@@ -20,10 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..gradients import Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses, tensors, trainable
+from dpft.gradients import (
+    Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses,
+    tensors, trainable,
+)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-angle
-Vector = dict[str, Tensor]  # one number for each parameter entry: a parameter's name -> float64 of its shape
+# one number for each parameter entry: a parameter's name -> float64 of its shape
+Vector = dict[str, Tensor]
 
 class UndefinedAngle(UserWarning):
     "An angle with a vector that is zero or not finite."
@@ -31,14 +35,20 @@ class UndefinedAngle(UserWarning):
 def length(pieces: Iterable[Tensor]) -> Tensor:
     "2-norm of a vector that comes in pieces, float64."
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(
+        (), dtype=torch.float64)
 
 def direction(pieces: Sequence[Tensor]) -> list[Tensor]:
-    "The vector divided by its length; empty for one that is zero or not finite, which has no direction."
-    largest = max((piece.abs().max().double() for piece in pieces if piece.numel()), default=torch.zeros(()))
+    """The vector divided by its length.
+
+    Empty for one that is zero or not finite, which has no direction.
+    """
+    largest = max((piece.abs().max().double() for piece in pieces if piece.numel()),
+                  default=torch.zeros(()))
     if not bool(largest.isfinite() & (largest > 0)):
         return []
-    scaled = [piece.double() / largest for piece in pieces]                      # squares neither overflow nor vanish
+    # squares neither overflow nor vanish
+    scaled = [piece.double() / largest for piece in pieces]
     norm = length(scaled)
     return [piece / norm for piece in scaled]
 
@@ -47,20 +57,30 @@ def angle(
     second: Sequence[Tensor],  # another, in pieces of the same shapes
     what: str = "these vectors",  # in the warning
 ) -> Tensor:                   # () radians in [0, pi], float64
-    "Angle between two vectors, precise near 0 and pi too; NaN with a warning if one of them has no direction; @lem-half-angle."
+    """Angle between two vectors, precise near 0 and pi too.
+
+    NaN with a warning if one of them has no direction; @lem-half-angle.
+    """
     u, v = direction(first), direction(second)
     if not u or not v:
-        warnings.warn(f"{what}: the angle is undefined, for a vector is zero or not finite", UndefinedAngle, stacklevel=2)
+        warnings.warn(
+            f"{what}: the angle is undefined, for a vector is zero or not finite",
+            UndefinedAngle, stacklevel=2)
         return torch.tensor(float("nan"), dtype=torch.float64)
-    apart, together = (length(a + sign * b for a, b in zip(u, v, strict=True)) for sign in (-1, 1))
+    apart, together = (length(a + sign * b for a, b in zip(u, v, strict=True))
+                       for sign in (-1, 1))
     return 2 * torch.atan2(apart, together)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-sphere
 def angle_range(
-    clipping: Tensor,       # angle between true (or unbiased) and biased signal, radians
+    clipping: Tensor,  # angle between true (or unbiased) and biased signal, radians
     noise: Tensor,          # angle between biased and private signal, radians
-) -> tuple[Tensor, Tensor]:  # least and largest possible angle between true (or unbiased) and private signal
-    "What two sides of a triangle on the sphere say about the third; Definition 3.2 of DP-SGD-LF, corrected; @lem-sphere."
+# least and largest possible angle between true (or unbiased) and private signal
+) -> tuple[Tensor, Tensor]:
+    """What two sides of a triangle on the sphere say about the third.
+
+    Definition 3.2 of DP-SGD-LF, corrected; @lem-sphere.
+    """
     total = clipping + noise
     return (clipping - noise).abs(), torch.minimum(total, 2 * math.pi - total)
 
@@ -72,17 +92,24 @@ def expected_noise_angle(
     clip: float,              # C
     batch_size: float,        # B, expected
 ) -> Tensor:                  # radians
-    "About the mean angle by which noise turns a biased signal of this length; @lem-noise-angle."
+    """About the mean angle by which noise turns a biased signal of this length.
+
+    @lem-noise-angle.
+    """
     strength = torch.as_tensor(strength, dtype=torch.float64)
-    return torch.atan2(torch.full_like(strength, math.sqrt(dimension - 1) * noise_multiplier * clip / batch_size), strength)
+    return torch.atan2(torch.full_like(strength,
+                                       math.sqrt(dimension - 1) * noise_multiplier
+                                       * clip / batch_size), strength)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-sums
 Batches = Batch | Iterable[Batch]
-Weigh = Callable[[Tensor], dict[str, Tensor]]  # (B, K) norms -> for each sum that is wanted, its (B,) factors
+# (B, K) norms -> for each sum that is wanted, its (B,) factors
+Weigh = Callable[[Tensor], dict[str, Tensor]]
 
 def each_batch(batches: Batches) -> Iterable[Batch]:
     "The physical batches of one batch, or of several."
-    if isinstance(batches, Mapping) or (isinstance(batches, Sequence) and tensors(batches)):
+    if isinstance(batches, Mapping) or (isinstance(batches, Sequence)
+                                        and tensors(batches)):
         return [batches]
     return cast(Iterable[Batch], batches)
 
@@ -93,23 +120,31 @@ def stream(
     parts: Sequence[Partition],  # K sets of parameters, whose norms decide the factors
     weigh: Weigh,
     names: Iterable[str],        # of the parameters whose gradients are summed
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> tuple[dict[str, Vector], Tensor]:  # the sums; (N, K) norms of all units
-    "Several weighted sums of the same units' gradients in one pass over the data; what is not finite counts nowhere."
+    """Several weighted sums of the same units' gradients in one pass over the data.
+
+    What is not finite counts nowhere.
+    """
     names, rows = list(names), [torch.zeros(0, len(parts))]
     totals: dict[str, Vector] = defaultdict(dict)
     for label, name in ((label, name) for label in weigh(rows[0]) for name in names):
-        totals[label][name] = torch.zeros_like(trainable(model)[name], dtype=torch.float64)
+        totals[label][name] = torch.zeros_like(trainable(model)[name],
+                                               dtype=torch.float64)
     for batch in each_batch(batches):
         taken = gradients(model, loss_fn, batch, groups(batch))
         rows.append(taken.norms(partitions=parts))
         finite = rows[-1].isfinite().all(1)
         for label, factors in weigh(rows[-1]).items():
             for name in names:
-                totals[label][name] += taken.weighted_sum({name: factors * finite})[name]
+                totals[label][name] += taken.weighted_sum({name: factors * finite})[
+                    name]
     norms = torch.cat([row.double().cpu() for row in rows])
     if lost := int((~norms.isfinite().all(1)).sum()):
-        warnings.warn(f"{lost} of {len(norms)} examples have a gradient that is not finite and are left out", stacklevel=3)
+        warnings.warn(
+            f"{lost} of {len(norms)} examples have a gradient that is not finite and "
+            "are left out", stacklevel=3)
     return dict(totals), norms
 
 def true_gradient(
@@ -117,19 +152,26 @@ def true_gradient(
     loss_fn: LossFunction,  # (model, batch) -> (B,) losses
     batches: Batches,       # all of the data, in physical batches
 ) -> Vector:
-    "The true signal: mean gradient over all examples, in one ordinary backward pass for each batch. A diagnostic on private data."
+    """The true signal: mean gradient over all examples, in one ordinary backward pass
+    for each batch. A diagnostic on private data."""
     parameters, count = trainable(model), 0
-    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    total = {name: torch.zeros_like(p, dtype=torch.float64)
+             for name, p in parameters.items()}
     for batch in each_batch(batches):
-        found = torch.autograd.grad(per_example_losses(model, loss_fn, batch).sum(), list(parameters.values()), allow_unused=True)
-        sums = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+        found = torch.autograd.grad(per_example_losses(model, loss_fn, batch).sum(),
+                                    list(parameters.values()), allow_unused=True)
+        sums = {name: g for name, g in zip(parameters, found, strict=True)
+                if g is not None}
         if not all(bool(g.isfinite().all()) for g in sums.values()):
-            sums = stream(model, loss_fn, batch, [everything(model)], lambda norms: {"sum": torch.ones_like(norms[:, 0])}, sums)[0]["sum"]
+            sums = stream(model, loss_fn, batch, [everything(model)],
+                          lambda norms: {"sum": torch.ones_like(norms[:, 0])},
+                          sums)[0]["sum"]
         for name, g in sums.items():
             total[name] += g
         count += batch_rows(batch)
     if not count:
-        raise ValueError("a true gradient is a mean over all examples, and there are none")
+        raise ValueError(
+            "a true gradient is a mean over all examples, and there are none")
     return {name: value / count for name, value in total.items()}
 
 def everything(model: nn.Module) -> Partition:
@@ -137,11 +179,13 @@ def everything(model: nn.Module) -> Partition:
     return Partition("all", tuple(trainable(model).values()))
 
 def module_layers(model: nn.Module) -> list[Partition]:
-    "Each module that has trainable parameters of its own as a layer, tied ones where they come first."
+    """Each module that has trainable parameters of its own as a layer, tied ones where
+    they come first."""
     seen: set[nn.Parameter] = set()
     layers = []
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in seen]
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad
+               and p not in seen]
         seen.update(own)
         layers += [Partition(name or "model", tuple(own))] if own else []
     return layers
@@ -152,7 +196,9 @@ class Angles:
     "Strength and distortion of each of M layers. A diagnostic on private data."
     layers: tuple[str, ...]  # M names
     strength: Tensor  # (M,) length of the biased signal
-    clipping: Tensor  # (M,) reference to biased signal: the paper's gamma^B, or gamma^UB against the unbiased signal
+    # (M,) reference to biased signal: the paper's gamma^B, or gamma^UB against the
+    # unbiased signal
+    clipping: Tensor
     noise: Tensor     # (M,) biased to private signal: gamma^BP
     total: Tensor     # (M,) reference to private signal: gamma
     reference: str    # "true" or "unbiased"
@@ -160,13 +206,15 @@ class Angles:
     def record(self) -> dict[str, dict[str, float]]:
         "Plain numbers, layer by layer."
         kinds = ("strength", "clipping", "noise", "total")
-        return {layer: {kind: getattr(self, kind)[i].item() for kind in kinds} for i, layer in enumerate(self.layers)}
+        return {layer: {kind: getattr(self, kind)[i].item() for kind in kinds}
+                for i, layer in enumerate(self.layers)}
 
 @dataclass(frozen=True)
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."
     parameters: dict[str, nn.Parameter]  # those that train, by name
-    vectors: dict[str, Vector]  # "unbiased", "biased", "private", and "true" if it was given
+    # "unbiased", "biased", "private", and "true" if it was given
+    vectors: dict[str, Vector]
 
     def pieces(
         self,
@@ -175,7 +223,8 @@ class Signals:
     ) -> list[Tensor]:     # of the shapes of the layer's parameters
         "A layer's part of a signal; a parameter that does not train has none."
         own = {id(parameter) for parameter in layer.parameters}
-        return [self.vectors[kind][name] for name, parameter in self.parameters.items() if id(parameter) in own]
+        return [self.vectors[kind][name] for name, parameter in self.parameters.items()
+                if id(parameter) in own]
 
     def strength(
         self,
@@ -191,45 +240,68 @@ class Signals:
         second: str,                  # another
         layers: Sequence[Partition],  # M of them
     ) -> Tensor:
-        "(M,) angle between two signals in each layer, radians; NaN with a warning where one of them is zero."
-        return torch.stack([angle(self.pieces(first, layer), self.pieces(second, layer), f"{layer.name}, {first} to {second} signal").cpu()
-                            for layer in layers])
+        """(M,) angle between two signals in each layer, radians.
+
+        NaN with a warning where one of them is zero.
+        """
+        return torch.stack(
+            [angle(self.pieces(first, layer), self.pieces(second, layer),
+                   f"{layer.name}, {first} to {second} signal").cpu()
+             for layer in layers])
 
     def angles(
         self,
-        layers: Sequence[Partition] | None = None,  # M sets of parameters; None: everything that trains, as one
+        # M sets of parameters; None: everything that trains, as one
+        layers: Sequence[Partition] | None = None,
     ) -> Angles:
         "Strength and angles of each layer, against the true signal if it is there."
-        layers = [Partition("all", tuple(self.parameters.values()))] if layers is None else list(layers)
+        layers = [Partition("all",
+                            tuple(self.parameters.values()))] if layers is None else list(layers)
         if not layers:
-            raise ValueError("layers: there is none to measure; leave it out to measure everything that trains as one")
+            raise ValueError(
+                "layers: there is none to measure; leave it out to measure everything "
+                "that trains as one")
         reference = "true" if "true" in self.vectors else "unbiased"
-        return Angles(tuple(layer.name for layer in layers), self.strength("biased", layers), self.angle(reference, "biased", layers),
-                      self.angle("biased", "private", layers), self.angle(reference, "private", layers), reference)
+        return Angles(tuple(layer.name for layer in layers),
+                      self.strength("biased", layers),
+                      self.angle(reference, "biased", layers),
+                      self.angle("biased", "private", layers),
+                      self.angle(reference, "private", layers), reference)
 
-def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: Vector, noise: Vector, true: Vector | None) -> Signals:
+def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: Vector,
+                noise: Vector, true: Vector | None) -> Signals:
     "Put the vectors together."
-    vectors = {"unbiased": unbiased, "biased": biased, "private": {name: value + noise[name] for name, value in biased.items()}}
-    if true is not None and (missing := [name for name in parameters if name not in true]):
-        raise ValueError(f"{missing[0]}: the true gradient lacks it; take true_gradient with the same parameters trainable, or more")
+    vectors = {"unbiased": unbiased, "biased": biased,
+               "private": {name: value + noise[name] for name, value in biased.items()}}
+    if true is not None and (missing := [name for name in parameters
+                                         if name not in true]):
+        raise ValueError(
+            f"{missing[0]}: the true gradient lacks it; take true_gradient with the "
+            "same parameters trainable, or more")
     return Signals(parameters, vectors if true is None else vectors | {"true": true})
 
 def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vector:
-    "Gaussian noise of each entry's standard deviation, from the generator's device to the parameter's."
+    """Gaussian noise of each entry's standard deviation, from the generator's device to
+    the parameter's."""
     device = generator.device if generator else "cpu"
-    return {name: std * torch.randn(value.shape, dtype=torch.float64, generator=generator, device=device).to(value.device)
+    return {name: std * torch.randn(value.shape, dtype=torch.float64,
+                                    generator=generator, device=device).to(value.device)
             for name, value in like.items()}
 
 def _divisor(batch_size: float | None, count: int) -> float:
     "What the sums are divided by; ValueError when that is unknown."
     if (size := count if batch_size is None else batch_size) > 0:
         return float(size)
-    raise ValueError(f"batch_size={batch_size} with {count} examples: a mean needs a positive expected batch size; give batch_size")
+    raise ValueError(
+        f"batch_size={batch_size} with {count} examples: a mean needs a positive "
+        "expected batch size; give batch_size")
 
 def _noise_std(noise_multiplier: float, clip: float, size: float) -> float:
     "sigma C / B."
     if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(f"noise_multiplier={noise_multiplier}: the noise must be finite and not negative")
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier}: the noise must be finite and not "
+            "negative")
     return noise_multiplier * clip / size if noise_multiplier else 0.0
 
 def signals(
@@ -240,19 +312,28 @@ def signals(
     noise_multiplier: float = 0.0,      # sigma
     *,
     true: Vector | None = None,         # true_gradient of all the data
-    batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
+    # B, the expected size that divides; None: the number of examples in the batch
+    batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> Signals:
-    "The signals of a batch for what trains now, from one pass. A diagnostic on private data, never part of a private run; @def-signals."
+    """The signals of a batch for what trains now, from one pass.
+
+    A diagnostic on private data, never part of a private run; @def-signals.
+    """
     def weigh(norms: Tensor) -> dict[str, Tensor]:
-        return {"unbiased": torch.ones_like(norms[:, 0]), "biased": clip_factor(norms[:, 0], clip, style)}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model), groups)
+        return {"unbiased": torch.ones_like(norms[:, 0]),
+                "biased": clip_factor(norms[:, 0], clip, style)}
+    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh,
+                         trainable(model), groups)
     size = _divisor(batch_size, len(norms))
-    means = {kind: {name: value / size for name, value in total.items()} for kind, total in sums.items()}
+    means = {kind: {name: value / size for name, value in total.items()}
+             for kind, total in sums.items()}
     noise = _noise(means["biased"], _noise_std(noise_multiplier, clip, size), generator)
-    return _as_signals(trainable(model), means["unbiased"], means["biased"], noise, true)
+    return _as_signals(trainable(model), means["unbiased"], means["biased"], noise,
+                       true)
 
 def distortion_angles(
     model: nn.Module,
@@ -260,25 +341,34 @@ def distortion_angles(
     batch: Batches,                     # a draw, whole or in physical batches
     clip: float,                        # C
     noise_multiplier: float,            # sigma
-    layers: Sequence[Partition] | None = None,  # M sets of parameters; None: everything that trains, as one
+    # M sets of parameters; None: everything that trains, as one
+    layers: Sequence[Partition] | None = None,
     *,
-    true: Vector | None = None,         # true_gradient of all the data; None: angles against the unbiased signal
-    batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
+    # true_gradient of all the data; None: angles against the unbiased signal
+    true: Vector | None = None,
+    # B, the expected size that divides; None: the number of examples in the batch
+    batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> Angles:
-    """How far clipping and noise turn a step, layer by layer. A diagnostic on private data, never part of a private run.
+    """How far clipping and noise turn a step, layer by layer.
 
-    NaN, with a warning, where a signal is zero; Definition 3.2 of DP-SGD-LF; @lem-sphere.
+    A diagnostic on private data, never part of a private run.
+
+    NaN, with a warning, where a signal is zero; Definition 3.2 of DP-SGD-LF;
+    @lem-sphere.
     """
-    return signals(model, loss_fn, batch, clip, noise_multiplier, true=true, batch_size=batch_size, style=style,
+    return signals(model, loss_fn, batch, clip, noise_multiplier, true=true,
+                   batch_size=batch_size, style=style,
                    generator=generator, groups=groups).angles(layers)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-effect
 @dataclass(frozen=True)
 class FreezingEffect:
-    "The layers that still train, under the clip factors of the whole gradient and of their own. A diagnostic on private data."
+    """The layers that still train, under the clip factors of the whole gradient and of
+    their own. A diagnostic on private data."""
     before: Angles       # factors from the norm of all that trains now
     after: Angles        # factors from the norm of what is kept
     examples: int        # in the batch
@@ -287,15 +377,21 @@ class FreezingEffect:
 
     def record(self) -> dict:
         "Plain numbers, for a record."
-        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return counts | {"reference": self.before.reference, "before": self.before.record(), "after": self.after.record()}
+        counts = {name: value for name, value in vars(self).items()
+                  if isinstance(value, int)}
+        return counts | {"reference": self.before.reference,
+                         "before": self.before.record(), "after": self.after.record()}
 
-def _rest_and_kept(model: nn.Module, kept: Sequence[Partition]) -> tuple[list[Partition], dict[str, nn.Parameter]]:
+def _rest_and_kept(model: nn.Module,
+                   kept: Sequence[Partition]) -> tuple[list[Partition],
+                   dict[str, nn.Parameter]]:
     "What would freeze and what would stay, each as one part; the parameters that stay."
     chosen = {id(parameter) for layer in kept for parameter in layer.parameters}
     stays = {name: p for name, p in trainable(model).items() if id(p) in chosen}
     if not stays:
-        raise ValueError("kept: none of these layers trains; call this while both the kept and the frozen layers require gradients")
+        raise ValueError(
+            "kept: none of these layers trains; call this while both the kept and the "
+            "frozen layers require gradients")
     rest = tuple(p for p in trainable(model).values() if id(p) not in chosen)
     return [Partition("rest", rest), Partition("kept", tuple(stays.values()))], stays
 
@@ -305,28 +401,40 @@ def freezing_effect(
     batch: Batches,                     # a draw, whole or in physical batches
     clip: float,                        # C
     noise_multiplier: float,            # sigma
-    kept: Sequence[Partition],          # M layers that train after freezing; the rest of what trains now would freeze
+    # M layers that train after freezing; the rest of what trains now would freeze
+    kept: Sequence[Partition],
     *,
-    true: Vector | None = None,         # true_gradient of all the data; None: angles against the unbiased signal
-    batch_size: float | None = None,    # B, the expected size that divides; None: the number of examples in the batch
+    # true_gradient of all the data; None: angles against the unbiased signal
+    true: Vector | None = None,
+    # B, the expected size that divides; None: the number of examples in the batch
+    batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise, the same before and after
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> FreezingEffect:
-    """Strength and angles of the kept layers as they are and as they would be with the rest frozen, from one pass.
+    """Strength and angles of the kept layers as they are and as they would be with the
+    rest frozen, from one pass.
 
-    A diagnostic on private data, never part of a private run; Figures 3 to 5 of DP-SGD-LF; @lem-freezing-examples.
+    A diagnostic on private data, never part of a private run; Figures 3 to 5 of
+    DP-SGD-LF; @lem-freezing-examples.
     """
     parts, stays = _rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
-        return {"unbiased": torch.ones_like(norms[:, 0]), "before": clip_factor(torch.linalg.vector_norm(norms, dim=1), clip, style),
+        return {"unbiased": torch.ones_like(norms[:, 0]),
+                "before": clip_factor(torch.linalg.vector_norm(norms, dim=1), clip,
+                                      style),
                 "after": clip_factor(norms[:, 1], clip, style)}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     size = _divisor(batch_size, len(norms))
-    means = {kind: {name: value / size for name, value in total.items()} for kind, total in sums.items()}
-    noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size), generator)
-    before, after = (_as_signals(stays, means["unbiased"], means[when], noise, true).angles(kept) for when in ("before", "after"))
-    longer, still = (int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    means = {kind: {name: value / size for name, value in total.items()}
+             for kind, total in sums.items()}
+    noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size),
+                   generator)
+    before, after = (_as_signals(stays, means["unbiased"], means[when], noise,
+                                 true).angles(kept) for when in ("before", "after"))
+    longer, still = (int((each > clip).sum())
+                     for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
     return FreezingEffect(before, after, len(norms), longer, still)
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-groups
@@ -336,18 +444,27 @@ class ClipGroups:
     layers: tuple[str, ...]  # M names
     clipped: int             # examples longer than the bound
     unclipped: int           # the others
-    clipped_angle: Tensor    # (M,) of their mean gradient to the true (or unbiased) signal, radians; NaN for an empty group
+    # (M,) of their mean gradient to the true (or unbiased) signal, radians; NaN for an
+    # empty group
+    clipped_angle: Tensor
     unclipped_angle: Tensor  # (M,) Assumption 3.1: the larger of the two
-    gain: Tensor             # (M,) positive: giving the clipped examples more weight turns the biased signal the right way
+    # (M,) positive: giving the clipped examples more weight turns the biased signal the
+    # right way
+    gain: Tensor
 
 @dataclass(frozen=True)
 class StatusChanges:
-    "What freezing does to the groups of clipped and unclipped examples. A diagnostic on private data."
+    """What freezing does to the groups of clipped and unclipped examples.
+
+    A diagnostic on private data.
+    """
     layers: tuple[str, ...]  # M names
     examples: int            # in the batch
     clipped_before: int      # by the norm of all that trains now
-    clipped_after: int       # the difference moved from clipped to unclipped; none ever moves back
-    turned_clipped: Tensor   # (M,) angle between the group's summed gradient before and after, radians
+    # the difference moved from clipped to unclipped; none ever moves back
+    clipped_after: int
+    # (M,) angle between the group's summed gradient before and after, radians
+    turned_clipped: Tensor
     turned_unclipped: Tensor # (M,) the same for the group of the others
 
 def clip_groups(
@@ -355,25 +472,37 @@ def clip_groups(
     loss_fn: LossFunction,      # (model, batch) -> (B,) losses
     batch: Batches,
     clip: float,                # C
-    layers: Sequence[Partition] | None = None,  # M sets of parameters; None: everything that trains, as one
+    # M sets of parameters; None: everything that trains, as one
+    layers: Sequence[Partition] | None = None,
     *,
-    true: Vector | None = None,  # true_gradient of all the data; None: angles against the batch's mean gradient
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # true_gradient of all the data; None: angles against the batch's mean gradient
+    true: Vector | None = None,
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> ClipGroups:
-    "Whether clipped gradients point better: Assumption 3.1, Figure 7 of DP-SGD-LF. A diagnostic on private data; @lem-scaling."
+    """Whether clipped gradients point better.
+
+    Assumption 3.1, Figure 7 of DP-SGD-LF. A diagnostic on private data; @lem-scaling.
+    """
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         long = (norms[:, 0] > clip).to(norms)
         factors = clip_factor(norms[:, 0], clip)
-        return {"unbiased": torch.ones_like(long), "clipped": long, "unclipped": 1 - long, "bounded": factors * long, "biased": factors}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh, trainable(model), groups)
+        return {"unbiased": torch.ones_like(long), "clipped": long,
+                "unclipped": 1 - long, "bounded": factors * long, "biased": factors}
+    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh,
+                         trainable(model), groups)
     found = Signals(trainable(model), sums if true is None else sums | {"true": true})
     layers = [everything(model)] if layers is None else list(layers)
     reference = "unbiased" if true is None else "true"
-    clipped, unclipped = (found.angle(reference, group, layers) for group in ("clipped", "unclipped"))
-    better, now, between = (found.angle(*pair, layers).cos() for pair in ((reference, "bounded"), (reference, "biased"),
-                                                                          ("biased", "bounded")))
+    clipped, unclipped = (found.angle(reference, group, layers)
+                          for group in ("clipped", "unclipped"))
+    better, now, between = (found.angle(*pair, layers).cos()
+                            for pair in ((reference, "bounded"), (reference, "biased"),
+                                                                          ("biased",
+                                                                           "bounded")))
     count = int((norms[:, 0] > clip).sum())
-    return ClipGroups(tuple(layer.name for layer in layers), count, len(norms) - count, clipped, unclipped, better - now * between)
+    return ClipGroups(tuple(layer.name for layer in layers), count, len(norms) - count,
+                      clipped, unclipped, better - now * between)
 
 def status_changes(
     model: nn.Module,
@@ -382,15 +511,24 @@ def status_changes(
     clip: float,                # C
     kept: Sequence[Partition],  # M layers that train after freezing
     *,
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> StatusChanges:
-    "How many examples freezing moves from clipped to unclipped: Assumption 3.2, Figure 8 of DP-SGD-LF. A diagnostic on private data."
+    """How many examples freezing moves from clipped to unclipped.
+
+    Assumption 3.2, Figure 8 of DP-SGD-LF. A diagnostic on private data.
+    """
     parts, stays = _rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
-        long = [(each > clip).to(norms) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
-        return {"clipped before": long[0], "clipped after": long[1], "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
+        long = [(each > clip).to(norms)
+                for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
+        return {"clipped before": long[0], "clipped after": long[1],
+                "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     found = Signals(stays, sums)
-    clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept) for group in ("clipped", "unclipped"))
-    before, after = (int((each > clip).sum()) for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
-    return StatusChanges(tuple(layer.name for layer in kept), len(norms), before, after, clipped, unclipped)
+    clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept)
+                          for group in ("clipped", "unclipped"))
+    before, after = (int((each > clip).sum())
+                     for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    return StatusChanges(tuple(layer.name for layer in kept), len(norms), before,
+                         after, clipped, unclipped)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..data import Augmentation
 from ..gradients import Partition, trainable
 from ..models import fresh_head
-from ..training import Context, Method
+from ..method import Context, Method
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-find-root
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _NormBase)
@@ -26,46 +26,64 @@ Piece = list[nn.Parameter]
 
 def unwrapped(model: nn.Module) -> nn.Module:
     "The model inside wrappers that have nothing of their own, such as those of peft."
-    while not isinstance(model, nn.Sequential) and not any(True for _ in model.parameters(recurse=False)):
-        holding = [child for child in model.children() if any(True for _ in child.parameters())]
+    while not isinstance(model,
+                         nn.Sequential) and not any(True
+                         for _ in model.parameters(recurse=False)):
+        holding = [child for child in model.children()
+                   if any(True for _ in child.parameters())]
         if len(holding) != 1 or isinstance(holding[0], (nn.ModuleList, nn.ModuleDict)):
             break
         model = holding[0]
     return model
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-find-blocks
-AFTER_BLOCKS = ("final_", "project_out")  # parameters that some decoders register before their blocks and use after them
+# parameters that some decoders register before their blocks and use after them
+AFTER_BLOCKS = ("final_", "project_out")
 
 def block_list(root: nn.Module) -> str | None:
     "Name of the one list of blocks in a Transformer, or None."
-    lists = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    lists = [name for name, module in root.named_modules()
+             if isinstance(module, nn.ModuleList)
+             and any(True for _ in module.parameters())]
+    outermost = [name for name in lists
+                 if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outermost) != 1:
         return None
-    compound = all(len(list(block.children())) > 1 for block in root.get_submodule(outermost[0]).children())
+    compound = all(len(list(block.children())) > 1
+                   for block in root.get_submodule(outermost[0]).children())
     return outermost[0] if compound or hasattr(root, "config") else None
 
 def stacked(root: nn.Module, blocks: str) -> list[Piece]:
-    "Embeddings, blocks, and what comes after them, by the order in which they are registered."
+    """Embeddings, blocks, and what comes after them, by the order in which they are
+    registered."""
     modules = list(root.get_submodule(blocks).children())
-    inside = {id(p): number for number, block in enumerate(modules, 1) for p in block.parameters()}
+    inside = {id(p): number for number, block in enumerate(modules, 1)
+              for p in block.parameters()}
     place: dict[nn.Parameter, int] = {}
     reached = False
     for name, parameter in root.named_parameters(remove_duplicate=False):
         reached = reached or id(parameter) in inside
-        after = reached or any(part.startswith(AFTER_BLOCKS) for part in name.split("."))
-        place[parameter] = max(place.get(parameter, 0), inside.get(id(parameter), len(modules) + 1 if after else 0))
-    return [[p for p, number in place.items() if number == wanted] for wanted in range(len(modules) + 2)]
+        after = reached or any(part.startswith(AFTER_BLOCKS)
+                               for part in name.split("."))
+        place[parameter] = max(place.get(parameter, 0),
+                               inside.get(id(parameter), len(modules) + 1 if after
+                                          else 0))
+    return [[p for p, number in place.items() if number == wanted]
+            for wanted in range(len(modules) + 2)]
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-trace
-SIDE = {"size", "dim", "numel", "shape", "ndim", "dtype", "device"}  # what a value is asked for besides its numbers
+# what a value is asked for besides its numbers
+SIDE = {"size", "dim", "numel", "shape", "ndim", "dtype", "device"}
 
 class LayerTracer(fx.Tracer):
     "Follows a forward pass down to the modules that hold parameters themselves."
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         "Whether a call is one step of the pass."
-        return super().is_leaf_module(m, module_qualified_name) or not any(True for child in m.children() for _ in child.parameters())
+        return super().is_leaf_module(m,
+                                      module_qualified_name) or not any(True
+                                      for child in m.children()
+                                      for _ in child.parameters())
 
 def parameters_of(root: nn.Module, node: fx.Node) -> Piece:
     "What a step of the pass brings in."
@@ -79,8 +97,8 @@ def traced(root: nn.Module) -> list[Piece]:
     "The parameters between the waists of the forward pass; @def-layer."
     nodes = list(LayerTracer().trace(root).nodes)[:-1]  # without the output
     place = {node: number for number, node in enumerate(nodes)}
-    carries: set[fx.Node] = set()                       # values that depend on a parameter
-    last_source = -1                                    # the last module with parameters that sees the input alone
+    carries: set[fx.Node] = set()  # values that depend on a parameter
+    last_source = -1  # the last module with parameters that sees the input alone
     for node in nodes:
         depends = not carries.isdisjoint(node.all_input_nodes)
         side = node.target in SIDE or node.target is getattr and node.args[1] in SIDE
@@ -95,38 +113,53 @@ def traced(root: nn.Module) -> list[Piece]:
         if node in carries and node.op != "get_attr" and last_use <= place[node]:
             pieces.append([])
         if node in carries:
-            last_use = max([last_use, *(place.get(user, len(nodes)) for user in node.users)])
+            last_use = max([last_use,
+                            *(place.get(user, len(nodes)) for user in node.users)])
     return pieces
 
 def in_sequence(root: nn.Sequential) -> list[Piece]:
-    "The modules of a chain, one by one, for a pass that cannot be followed inside them."
+    """The modules of a chain, one by one, for a pass that cannot be followed inside
+    them."""
     return [piece for module in root
-            for piece in (in_sequence(module) if isinstance(module, nn.Sequential) else [list(module.parameters())])]
+            for piece in (in_sequence(module) if isinstance(module, nn.Sequential)
+                          else [list(module.parameters())])]
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-layers
-UNORDERED = ("{0}: its layers cannot be put in order ({1}); name them yourself, first to last with the head at the end: "
-             "LayerFreeze(…, order=['stem', ['block1', 'block2'], 'head'])")
+UNORDERED = (
+    "{0}: its layers cannot be put in order ({1}); name them yourself, first to last "
+    "with the head at the end: "
+    "LayerFreeze(…, order=['stem', ['block1', 'block2'], 'head'])")
 
 def pieces_of(root: nn.Module) -> list[Piece]:
-    "Parameters in forward order, one set for each layer; ValueError when no order can be seen."
+    """Parameters in forward order, one set for each layer.
+
+    ValueError when no order can be seen.
+    """
     if blocks := block_list(root):
         return stacked(root, blocks)
     try:
         return traced(root)
-    except Exception as error:  # a forward function may do anything, and so stop with anything
+    # a forward function may do anything, and so stop with anything
+    except Exception as error:
         if isinstance(root, nn.Sequential):
             return in_sequence(root)
-        raise ValueError(UNORDERED.format(type(root).__name__, f"its forward pass could not be followed: "
+        raise ValueError(UNORDERED.format(type(root).__name__,
+                                          f"its forward pass could not be followed: "
                                           f"{(str(error).splitlines() or [type(error).__name__])[0]}")) from error
 
 def is_vector(parameter: nn.Parameter) -> bool:
-    "Whether a parameter is a vector, as a bias or a scale is, perhaps stretched to (C, 1, 1)."
-    return parameter.ndim < 2 or parameter.ndim > 2 and sum(size > 1 for size in parameter.shape) < 2
+    """Whether a parameter is a vector, as a bias or a scale is, perhaps stretched to
+    (C, 1, 1)."""
+    return parameter.ndim < 2 or parameter.ndim > 2 and sum(
+        size > 1 for size in parameter.shape) < 2
 
 def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
-    "Every parameter in the last layer that uses it, and vectors and norm layers with the layer before them."
-    last = {parameter: number for number, piece in enumerate(pieces) for parameter in piece}
-    norms = {p for module in root.modules() if isinstance(module, NORMS) for p in module.parameters()}
+    """Every parameter in the last layer that uses it, and vectors and norm layers with
+    the layer before them."""
+    last = {parameter: number for number, piece in enumerate(pieces)
+            for parameter in piece}
+    norms = {p for module in root.modules() if isinstance(module, NORMS)
+             for p in module.parameters()}
     found: list[Piece] = []
     waiting: Piece = []
     for number, piece in enumerate(pieces):
@@ -141,27 +174,35 @@ def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
 def layers(
     model: nn.Module,
 ) -> list[Partition]:  # in forward order, the head last
-    "The layers of a model: convolutions and matrices of a chain, residual blocks, embeddings and blocks of a Transformer; @def-layer."
+    """The layers of a model: convolutions and matrices of a chain, residual blocks,
+    embeddings and blocks of a Transformer; @def-layer."""
     root = unwrapped(model)
     found = settled(root, pieces_of(root))
     if len(found) < 2:
-        raise ValueError(UNORDERED.format(type(root).__name__, "no value separates one part from the next"))
+        raise ValueError(UNORDERED.format(type(root).__name__,
+                                          "no value separates one part from the next"))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return [Partition(called([names[p] for p in piece], names.values(), piece is found[-1]), tuple(piece)) for piece in found]
+    return [Partition(called([names[p] for p in piece], names.values(),
+                             piece is found[-1]), tuple(piece)) for piece in found]
 
 def called(own: Sequence[str], names: Iterable[str], head: bool) -> str:
-    "The highest module around a layer's first parameter, or the head's last, that holds nothing else."
+    """The highest module around a layer's first parameter, or the head's last, that
+    holds nothing else."""
     one = own[-1 if head else 0]
     parts = one.split(".")[:-1]
     paths = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    alone = (path for path in paths if all(name in own for name in names if name.startswith(f"{path}.")))
+    alone = (path for path in paths
+             if all(name in own for name in names if name.startswith(f"{path}.")))
     return next(alone, paths[-1] if paths else one)
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-checks
 LAST_STEPS = 20  # the paper's advice: freeze so many steps before the end
 
 def lower_half(count: int) -> int:
-    "How many of so many layers freeze by default: half, rounded up, but never the head."
+    """How many of so many layers freeze by default.
+
+    Half, rounded up, but never the head.
+    """
     return min(-(-count // 2), count - 1)
 
 def whole_numbers(
@@ -170,74 +211,113 @@ def whole_numbers(
     least: int,
 ) -> list[int]:  # increasing
     "One number or several as a list; ValueError on anything that is no schedule."
-    numbers = [value] if isinstance(value, int) else [] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else []
-    if not numbers or any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-        raise ValueError(f"{name}={value!r} must be a whole number or a list of them, fixed before the run: looking at private data to "
-                         "choose it has a price, which dpft.tuning.tune pays")
-    if min(numbers) < least or any(later <= earlier for earlier, later in zip(numbers, numbers[1:], strict=False)):
-        raise ValueError(f"{name}={value!r} must be {least} or more, and each number of a list larger than the one before it")
+    numbers = [value] if isinstance(value,
+                                    int) else [] if isinstance(value,
+                                    str) else list(value) if isinstance(value,
+                                    Iterable) else []
+    if not numbers or any(isinstance(number, bool) or not isinstance(number, int)
+                          for number in numbers):
+        raise ValueError(
+            f"{name}={value!r} must be a whole number or a list of them, fixed before "
+            "the run: looking at private data to "
+            "choose it has a price, which dpft.tuning.tune pays")
+    if min(numbers) < least or any(later <= earlier
+                                   for earlier, later in zip(numbers, numbers[1:],
+                                                             strict=False)):
+        raise ValueError(
+            f"{name}={value!r} must be {least} or more, and each number of a list "
+            "larger than the one before it")
     return numbers
 
 def check_steps(after: Sequence[int], steps: int) -> None:
     "ValueError when a time to freeze lies outside the run."
     if after[0] < 0:
-        raise ValueError(f"a run of {steps} steps has no step {LAST_STEPS} before its end; say when to freeze: LayerFreeze(after=…)")
+        raise ValueError(
+            f"a run of {steps} steps has no step {LAST_STEPS} before its end; say when "
+            "to freeze: LayerFreeze(after=…)")
     if after[-1] >= steps:
-        raise ValueError(f"after={after[-1]} lies beyond the run of {steps} steps, so nothing would freeze; choose at most {steps - 1}")
+        raise ValueError(
+            f"after={after[-1]} lies beyond the run of {steps} steps, so nothing would "
+            f"freeze; choose at most {steps - 1}")
 
 def check_count(counts: Sequence[int], found: Sequence[Partition]) -> None:
     "ValueError when the head would freeze."
     if counts[-1] >= len(found):
-        raise ValueError(f"layers={counts[-1]} of {len(found)} would freeze the head, {found[-1].name}; choose at most {len(found) - 1}: "
-                         f"{', '.join(layer.name for layer in found[:-1])}")
+        raise ValueError(
+            f"layers={counts[-1]} of {len(found)} would freeze the head, "
+            f"{found[-1].name}; choose at most {len(found) - 1}: "
+            f"{', '.join(layer.name for layer in found[:-1])}")
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-ordered
 def ordered(
     model: nn.Module,
-    order: Sequence[str | Sequence[str]],  # for each layer the names of its modules or parameters, first to last, the head at the end
+    # for each layer the names of its modules or parameters, first to last, the head at
+    # the end
+    order: Sequence[str | Sequence[str]],
 ) -> list[Partition]:
     "Layers by the user's own order; what is not named is in none."
     named, taken = dict(model.named_parameters()), set[str]()
     found = []
     for entry in order:
         wanted = [entry] if isinstance(entry, str) else list(entry)
-        own = [name for name in named if any(name == want or name.startswith(f"{want}.") for want in wanted)]
-        missing = [want for want in wanted if not any(name == want or name.startswith(f"{want}.") for name in own)]
+        own = [name for name in named
+               if any(name == want or name.startswith(f"{want}.") for want in wanted)]
+        missing = [want for want in wanted
+                   if not any(name == want or name.startswith(f"{want}.")
+                              for name in own)]
         if missing or not own or taken & set(own):
-            what = f"{missing[0]!r} names no parameter" if missing else f"{next(iter(taken & set(own)), entry)!r} is in two layers"
-            raise ValueError(f"order: {what} of {type(model).__name__}; use names such as {next(iter(named))!r}, each once")
+            what = (f"{missing[0]!r} names no parameter" if missing
+                    else f"{next(iter(taken & set(own)), entry)!r} is in two layers")
+            raise ValueError(
+                f"order: {what} of {type(model).__name__}; use names such as "
+                f"{next(iter(named))!r}, each once")
         taken |= set(own)
         found.append(Partition(wanted[0], tuple(named[name] for name in own)))
     if len(found) < 2:
-        raise ValueError(f"order={list(order)!r} must name two layers at least, the last of which, the head, is never frozen")
+        raise ValueError(
+            f"order={list(order)!r} must name two layers at least, the last of which, "
+            "the head, is never frozen")
     return found
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-method
 class LayerFreeze(Method):
-    """DP-SGD-LF: after step t_f the first m_f layers train no more, and everything above them goes on; lists of both freeze in stages.
+    """DP-SGD-LF: after step t_f the first m_f layers train no more, and everything
+    above them goes on; lists of both freeze in stages.
 
-    Costs nothing besides training, and changes nothing in its account: the schedule is fixed before the run.
-    Raises ValueError for a schedule that does not fit the run, and for a model whose layers cannot be ordered.
+    Costs nothing besides training, and changes nothing in its account: the schedule is
+    fixed before the run.
+    Raises ValueError for a schedule that does not fit the run, and for a model whose
+    layers cannot be ordered.
     Algorithm 1 of DP-SGD-LF; @thm-layer-freeze.
     """
 
     def __init__(
         self,
-        layers: int | Sequence[int] | None = None,           # m_f: how many of the first layers freeze; None: the lower half, rounded up
-        after: int | Sequence[int] | None = None,            # t_f: after how many steps; None: 20 before the end of the run
-        order: Sequence[str | Sequence[str]] | None = None,  # names of each layer's modules, first to last; None: as `layers` finds them
+        # m_f: how many of the first layers freeze; None: the lower half, rounded up
+        layers: int | Sequence[int] | None = None,
+        # t_f: after how many steps; None: 20 before the end of the run
+        after: int | Sequence[int] | None = None,
+        # names of each layer's modules, first to last; None: as `layers` finds them
+        order: Sequence[str | Sequence[str]] | None = None,
     ):
         counts = [0] if layers is None else whole_numbers("layers", layers, 1)
         times = [0] if after is None else whole_numbers("after", after, 0)
         if len(counts) != len(times):
-            raise ValueError(f"layers={layers!r} and after={after!r} must be equally long: one number of layers for each time to freeze")
+            raise ValueError(
+                f"layers={layers!r} and after={after!r} must be equally long: one "
+                "number of layers for each time to freeze")
         if isinstance(order, str):
-            raise ValueError(f"order={order!r} must be a list with one entry for each layer")
+            raise ValueError(
+                f"order={order!r} must be a list with one entry for each layer")
         self.layers, self.after, self.order = layers, after, order
         self._stages: list[tuple[int, Piece]] | None = None
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "All of it trains at first; ValueError when the schedule fits neither model nor run."
+    def choose(self, context: Context,
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """All of it trains at first.
+
+        ValueError when the schedule fits neither model nor run.
+        """
         self._check(context, [*among, *fresh_head(context.model)])
         return list(among)
 
@@ -249,52 +329,81 @@ class LayerFreeze(Method):
 
     def step(self, context: Context, t: int) -> None:
         "Freeze what is due by now; what another method has frozen stays frozen."
-        if self._stages is None:  # not sooner: other methods may have added parameters since this one started
-            self._stages = self._staged(context, list(trainable(context.model).values()))
-        context.freeze(parameter for time, lower in self._stages if t >= time for parameter in lower)
+        # not sooner: other methods may have added parameters since this one started
+        if self._stages is None:
+            self._stages = self._staged(context,
+                                        list(trainable(context.model).values()))
+        context.freeze(parameter for time, lower in self._stages if t >= time
+                       for parameter in lower)
 
     def _check(self, context: Context, trains: Sequence[nn.Parameter]) -> None:
         "Refuse before the run what would fail in it."
         self._stages = None
-        if context.engine is not None or context.rehearses:  # else there is no run, and no number of steps
+        # else there is no run, and no number of steps
+        if context.running or context.rehearses:
             check_steps(self._times(context.steps), context.steps)
         self._staged(context, trains)
 
     def _times(self, steps: int) -> list[int]:
         "When layers freeze."
-        return [steps - LAST_STEPS] if self.after is None else whole_numbers("after", self.after, 0)
+        return [steps - LAST_STEPS] if self.after is None else whole_numbers(
+            "after", self.after, 0)
 
-    def _staged(self, context: Context, trains: Sequence[nn.Parameter]) -> list[tuple[int, Piece]]:
+    def _staged(self, context: Context,
+                trains: Sequence[nn.Parameter]) -> list[tuple[int, Piece]]:
         "When to freeze what; ValueError when that would leave nothing of what trains."
-        found = layers(context.model) if self.order is None else ordered(context.model, self.order)
-        counts = [lower_half(len(found))] if self.layers is None else whole_numbers("layers", self.layers, 1)
+        found = layers(context.model) if self.order is None else ordered(context.model,
+                                                                         self.order)
+        counts = [lower_half(len(found))] if self.layers is None else whole_numbers(
+            "layers", self.layers, 1)
         check_count(counts, found)
-        lower = {parameter for layer in found[:counts[-1]] for parameter in layer.parameters}
+        lower = {parameter for layer in found[:counts[-1]]
+                 for parameter in layer.parameters}
         if lower.issuperset(trains):
-            raise ValueError(f"all that trains lies in the first {counts[-1]} of {len(found)} layers, so nothing would be left; "
-                             "freeze fewer")
-        return [(time, [parameter for layer in found[:count] for parameter in layer.parameters])
+            raise ValueError(
+                f"all that trains lies in the first {counts[-1]} of {len(found)} "
+                "layers, so nothing would be left; "
+                "freeze fewer")
+        return [(time,
+                 [parameter for layer in found[:count]
+                  for parameter in layer.parameters])
                 for time, count in zip(self._times(context.steps), counts, strict=True)]
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-settings
-_CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15, "batch_size": 2048, "learning_rate": 4.0}
-_MNIST = _CNN | {"model": "tempered-cnn", "noise_multiplier": 1.923, "learning_rate": 2.0}
-_WIDE = {"model": "wrn-16-4", "clip": 1.0, "noise_multiplier": 10.0, "batch_size": 4096, "learning_rate": 2.0, "average": 0.9999,
+_CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15,
+        "batch_size": 2048, "learning_rate": 4.0}
+_MNIST = _CNN | {"model": "tempered-cnn", "noise_multiplier": 1.923,
+                 "learning_rate": 2.0}
+_WIDE = {"model": "wrn-16-4", "clip": 1.0, "noise_multiplier": 10.0,
+         "batch_size": 4096, "learning_rate": 2.0, "average": 0.9999,
          "augment": Augmentation(copies=16)}
-PAPER: dict[tuple[str, float], tuple[dict[str, Any], int, int, int]] = {  # name, epsilon -> settings, steps, m_f, t_f
-    ("mnist", 1): (_MNIST, 138, 2, 88), ("mnist", 2): (_MNIST, 543, 2, 498), ("mnist", 3): (_MNIST, 1163, 2, 1143),
-    ("fashion_mnist", 1): (_CNN, 187, 3, 117), ("fashion_mnist", 2): (_CNN, 715, 3, 557), ("fashion_mnist", 3): (_CNN, 1519, 3, 1172),
-    ("cifar10", 3): (_CNN | {"clip": 3.0, "noise_multiplier": 1.0, "batch_size": 512, "learning_rate": 0.15}, 2083, 3, 1953),
+# name, epsilon -> settings, steps, m_f, t_f
+PAPER: dict[tuple[str, float], tuple[dict[str, Any], int, int, int]] = {
+    ("mnist", 1): (_MNIST, 138, 2, 88), ("mnist", 2): (_MNIST, 543, 2, 498),
+    ("mnist", 3): (_MNIST, 1163, 2, 1143),
+    ("fashion_mnist", 1): (_CNN, 187, 3, 117),
+    ("fashion_mnist", 2): (_CNN, 715, 3, 557),
+    ("fashion_mnist", 3): (_CNN, 1519, 3, 1172),
+    ("cifar10", 3): (_CNN | {"clip": 3.0, "noise_multiplier": 1.0, "batch_size": 512,
+                             "learning_rate": 0.15}, 2083, 3, 1953),
     ("cifar10", 7): (_CNN | {"noise_multiplier": 1.47}, 1873, 3, 1831),
-    ("cifar10-wide-resnet", 1): (_WIDE, 895, 5, 800), ("cifar10-wide-resnet", 2): (_WIDE, 3190, 5, 3000)}
+    ("cifar10-wide-resnet", 1): (_WIDE, 895, 5, 800),
+    ("cifar10-wide-resnet", 2): (_WIDE, 3190, 5, 3000)}
 
 def paper_settings(
     name: str,       # "mnist" | "fashion_mnist" | "cifar10" | "cifar10-wide-resnet"
     epsilon: float,  # a column of Table 1
 ) -> dict[str, Any]:
-    "What `fine_tune` is given besides the data to repeat a cell of Table 1; Appendix D of DP-SGD-LF, and @sec-lf-settings."
+    """What `fine_tune` is given besides the data to repeat a cell of Table 1.
+
+    Appendix D of DP-SGD-LF, and @sec-lf-settings.
+    """
     if (name, epsilon) not in PAPER:
-        known = [f"{data} at {', '.join(f'{e:g}' for n, e in PAPER if n == data)}" for data in dict.fromkeys(n for n, _ in PAPER)]
-        raise ValueError(f"the paper has no settings for {name!r} at epsilon {epsilon:g}; it has some for {'; '.join(known)}")
+        known = [f"{data} at {', '.join(f'{e:g}' for n, e in PAPER if n == data)}"
+                 for data in dict.fromkeys(n for n, _ in PAPER)]
+        raise ValueError(
+            f"the paper has no settings for {name!r} at epsilon {epsilon:g}; it has "
+            f"some for {'; '.join(known)}")
     settings, steps, layers, after = PAPER[name, epsilon]
-    return settings | {"steps": steps, "method": LayerFreeze(layers, after), "optimizer": "sgd", "delta": 1e-5, "accountant": "rdp"}
+    return settings | {"steps": steps, "method": LayerFreeze(layers, after),
+                       "optimizer": "sgd", "delta": 1e-5, "accountant": "rdp"}

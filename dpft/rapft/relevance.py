@@ -25,33 +25,51 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..clipping import clip_factor
-from ..gradients import Batch, Contribution, Gradients, Groups, LossFunction, Outer, Partition, Rows
-from ..gradients import batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable
+from dpft.gradients import (
+    Batch, Contribution, Gradients, Groups, LossFunction, Outer, Partition, Rows,
+)
+from dpft.gradients import (
+    batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
+)
 from ..models import TemperedSigmoid, logits
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-rules
 @dataclass(frozen=True)
 class Rules:
-    "How relevance passes each kind of operation; which of them conserve it is in @tbl-lrp."
-    linear: str = "epsilon"      # linear layers and convolutions: "epsilon" or "alpha-beta"
-    epsilon: float = 0.0         # stabiliser of the first; 0 is the z-rule, which divides by nothing
-    alpha: float = 0.5           # share of the positive contributions in the second; the negative ones get the rest
-    activation: str = "pass"     # element by element: "pass", or "positive": only where the output is above zero
-    softmax: str = "gradient"    # "gradient", eq. (6), bounded; or "pass", conserving, and unbounded near a score of zero
+    """How relevance passes each kind of operation.
+
+    Which of them conserve it is in @tbl-lrp.
+    """
+    linear: str = "epsilon"  # linear layers and convolutions: "epsilon" or "alpha-beta"
+    # stabiliser of the first; 0 is the z-rule, which divides by nothing
+    epsilon: float = 0.0
+    # share of the positive contributions in the second; the negative ones get the rest
+    alpha: float = 0.5
+    # element by element: "pass", or "positive": only where the output is above zero
+    activation: str = "pass"
+    # "gradient", eq. (6), bounded; or "pass", conserving, and unbounded near a score of
+    # zero
+    softmax: str = "gradient"
     skip: str = "normalised"     # "normalised" by eq. (11), or "plain"
 
     def __post_init__(self) -> None:
-        choices = {"linear": ("epsilon", "alpha-beta"), "activation": ("pass", "positive"), "softmax": ("gradient", "pass"),
+        choices = {"linear": ("epsilon", "alpha-beta"),
+                   "activation": ("pass", "positive"), "softmax": ("gradient", "pass"),
                    "skip": ("normalised", "plain")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: the rules are {' and '.join(map(repr, known))}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: the rules are "
+                    f"{' and '.join(map(repr, known))}")
         if not 0 <= self.epsilon < float("inf") or not 0 <= self.alpha < float("inf"):
-            raise ValueError(f"epsilon={self.epsilon}, alpha={self.alpha}: both must be finite and not negative")
+            raise ValueError(
+                f"epsilon={self.epsilon}, alpha={self.alpha}: both must be finite and "
+                "not negative")
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-helpers
 TINY = 1e-9      # added to a denominator, with its sign
-EMPTY = 16       # units of rounding below which a sum of contributions of one sign counts as none at all
+# units of rounding below which a sum of contributions of one sign counts as none at all
+EMPTY = 16
 
 def away(
     values: Tensor,
@@ -64,8 +82,12 @@ def own_sums(
     values: Tensor,   # (B, ...)
     modified: Tensor, # (B, ...), or what broadcasts with it
 ) -> Tensor:          # (B,)
-    "Relevance of each example's values: never a sum over the batch, which would couple the examples."
-    return by_example((values * modified).masked_fill(modified == 0, 0)).sum(1)  # a mask holds -inf where nothing comes back
+    """Relevance of each example's values.
+
+    Never a sum over the batch, which would couple the examples.
+    """
+    # a mask holds -inf where nothing comes back
+    return by_example((values * modified).masked_fill(modified == 0, 0)).sum(1)
 
 def per_row(factors: Tensor, like: Tensor) -> Tensor:
     "(B,) as (B, 1, ..., 1)."
@@ -73,7 +95,10 @@ def per_row(factors: Tensor, like: Tensor) -> Tensor:
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-linear
 class Damped(torch.autograd.Function):
-    "The identity whose backward pass is damped where the output is near zero: the epsilon rule."
+    """The identity whose backward pass is damped where the output is near zero.
+
+    The epsilon rule.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, epsilon: float) -> Tensor:
@@ -87,10 +112,12 @@ class Damped(torch.autograd.Function):
         return modified * output / away(output, ctx.epsilon), None
 
 class Signed(torch.autograd.Function):
-    "The output, with a backward pass that sends relevance to the positive and to the negative contributions apart; @lem-two-signs."
+    """The output, with a backward pass that sends relevance to the positive and to the
+    negative contributions apart; @lem-two-signs."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, function: Callable[..., Tensor], alpha: float, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, function: Callable[..., Tensor],
+                alpha: float, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(output, *inputs)
         ctx.function, ctx.alpha = function, alpha
         return output.view_as(output)
@@ -98,20 +125,29 @@ class Signed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         output, *inputs = ctx.saved_tensors
-        with torch.enable_grad(), torch._C.DisableTorchFunction():               # made again, instead of kept
-            own = [values.detach().requires_grad_(need) for values, need in zip(inputs, ctx.needs_input_grad[3:], strict=True)]
+        # made again, instead of kept
+        with torch.enable_grad(), torch._C.DisableTorchFunction():
+            own = [values.detach().requires_grad_(need)
+                   for values, need in zip(inputs, ctx.needs_input_grad[3:],
+                                           strict=True)]
             absolute = ctx.function(*(values.abs() for values in own))
         size = absolute.detach()
-        relevance, none = output * modified, 2 * EMPTY * torch.finfo(size.dtype).eps * size
-        above, below = output + size, output - size                              # twice the sums of either sign
+        relevance, none = output * modified, 2 * EMPTY * torch.finfo(
+            size.dtype).eps * size
+        above, below = output + size, output - size  # twice the sums of either sign
         positive = (relevance / above).mul_(ctx.alpha).masked_fill_(above <= none, 0)
-        negative = (relevance / below).mul_(1 - ctx.alpha).masked_fill_(below >= -none, 0)
+        negative = (relevance / below).mul_(1 - ctx.alpha).masked_fill_(below >= -none,
+                                                                        0)
         wanted = [values for values in own if values.requires_grad]
-        found = iter(torch.autograd.grad(absolute, wanted, positive - negative) if wanted else ())
-        return positive.add_(negative), None, None, *(next(found) if values.requires_grad else None for values in own)
+        found = iter(torch.autograd.grad(absolute, wanted, positive - negative)
+                     if wanted else ())
+        return positive.add_(negative), None, None, *(next(found)
+                                                      if values.requires_grad else None
+                                                      for values in own)
 
 def linear(rules: Rules, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    "A linear layer or a convolution under its rule, and the plain gradient under the z-rule; eqs. (4) and (6), @lem-two-signs."
+    """A linear layer or a convolution under its rule, and the plain gradient under the
+    z-rule; eqs. (4) and (6), @lem-two-signs."""
     output = function(*args, **kwargs)
     if rules.linear == "epsilon":
         return Damped.apply(output, rules.epsilon) if rules.epsilon else output
@@ -122,15 +158,18 @@ def linear(rules: Rules, function: Callable, *args: Any, **kwargs: Any) -> Tenso
         every = list(fixed)
         for i, value in zip(places, values, strict=True):
             every[i] = value
-        return function(*every[:len(args)], **dict(zip(kwargs, every[len(args):], strict=True)))
+        return function(*every[:len(args)],
+                        **dict(zip(kwargs, every[len(args):], strict=True)))
     return Signed.apply(output, call, rules.alpha, *(given[i] for i in places))
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-activation
 class Through(torch.autograd.Function):
-    "A function applied element by element, through which relevance passes unchanged, or only where the output is positive; eq. (7)."
+    """A function applied element by element, through which relevance passes unchanged,
+    or only where the output is positive; eq. (7)."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor], positive: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor],
+                positive: bool) -> Tensor:
         ctx.save_for_backward(values)
         ctx.function, ctx.positive = function, positive
         return function(values)
@@ -138,17 +177,21 @@ class Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         values, = ctx.saved_tensors
-        output = ctx.function(values)                                            # again, instead of kept
+        output = ctx.function(values)  # again, instead of kept
         passed = modified * output / away(values)
-        return torch.where(output > 0, passed, 0) if ctx.positive else passed, None, None
+        return torch.where(output > 0, passed,
+                           0) if ctx.positive else passed, None, None
 
-def activation(rules: Rules, function: Callable, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def activation(rules: Rules, function: Callable, values: Tensor, *args: Any,
+               **kwargs: Any) -> Tensor:
     "An activation under its rule."
-    if kwargs.pop("inplace", False):                                             # what is overwritten could not be divided by
+    if kwargs.pop("inplace", False):  # what is overwritten could not be divided by
         kwargs["inplace"] = False
-    return Through.apply(values, lambda x: function(x, *args, **kwargs), rules.activation == "positive")
+    return Through.apply(values, lambda x: function(x, *args, **kwargs),
+                         rules.activation == "positive")
 
-def softmax(rules: Rules, function: Callable, values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def softmax(rules: Rules, function: Callable, values: Tensor, *args: Any,
+            **kwargs: Any) -> Tensor:
     "A softmax under its rule."
     if rules.softmax == "gradient":
         return function(values, *args, **kwargs)
@@ -156,10 +199,12 @@ def softmax(rules: Rules, function: Callable, values: Tensor, *args: Any, **kwar
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-norm
 class Held(torch.autograd.Function):
-    "A layer, group or root-mean-square normalisation whose backward pass holds the divisor constant, which makes it linear."
+    """A layer, group or root-mean-square normalisation whose backward pass holds the
+    divisor constant, which makes it linear."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None, normalise: Callable, rows: Callable,
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, bias: Tensor | None,
+                normalise: Callable, rows: Callable,
                 epsilon: float, centred: bool) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.rows, ctx.epsilon, ctx.centred = rows, epsilon, centred
@@ -168,7 +213,7 @@ class Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         inputs, weight = ctx.saved_tensors
-        rows = ctx.rows(inputs)                                                  # (..., d): what shares a mean
+        rows = ctx.rows(inputs)  # (..., d): what shares a mean
         centred = rows - rows.mean(-1, keepdim=True) if ctx.centred else rows
         scale = (centred.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
         inner = ctx.rows(modified if weight is None else modified * weight)
@@ -176,49 +221,67 @@ class Held(torch.autograd.Function):
         to_inputs = (inner * scale).view_as(inputs) if ctx.needs_input_grad[0] else None
         to_weight = to_bias = None
         if ctx.needs_input_grad[1]:
-            to_weight = (modified * (centred * scale).view_as(inputs)).sum_to_size(weight.shape)
+            to_weight = (modified * (centred * scale).view_as(inputs)).sum_to_size(
+                weight.shape)
         if ctx.needs_input_grad[2]:
             to_bias = modified.sum_to_size(weight.shape)
         return to_inputs, to_weight, to_bias, None, None, None, None
 
-def layer_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int], weight: Tensor | None = None,
+def layer_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int],
+               weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     "Layer normalisation under its rule."
     def normalise(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
         return function(x, shape, w, b, eps)
-    return Held.apply(inputs, weight, bias, normalise, lambda x: x.flatten(-len(shape)), eps, True)
+    return Held.apply(inputs, weight, bias, normalise,
+                      lambda x: x.flatten(-len(shape)), eps, True)
 
-def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int], weight: Tensor | None = None,
+def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int],
+             weight: Tensor | None = None,
              eps: float | None = None) -> Tensor:
     "Root-mean-square normalisation under its rule."
     def normalise(x: Tensor, w: Tensor | None, b: None) -> Tensor:
         return function(x, shape, w, eps)
     added = torch.finfo(inputs.dtype).eps if eps is None else eps
-    return Held.apply(inputs, weight, None, normalise, lambda x: x.flatten(-len(shape)), added, False)
+    return Held.apply(inputs, weight, None, normalise,
+                      lambda x: x.flatten(-len(shape)), added, False)
 
-def held_root(rules: Rules, function: Callable, values: Tensor, **kwargs: Any) -> Tensor:
-    "The divisor of a norm that is written out: a reciprocal root, which is held constant."
+def held_root(rules: Rules, function: Callable, values: Tensor,
+              **kwargs: Any) -> Tensor:
+    """The divisor of a norm that is written out.
+
+    A reciprocal root, which is held constant.
+    """
     return function(values, **kwargs).detach()
 
-def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int, weight: Tensor | None = None,
+def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int,
+               weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    "Group normalisation under its rule; the channels' scale and shift are stretched over the positions."
+    """Group normalisation under its rule.
+
+    The channels' scale and shift are stretched over the positions.
+    """
     def stretched(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.view(-1, *(1,) * (inputs.ndim - 2))
     def normalise(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
-        return function(x, groups, None if w is None else w.flatten(), None if b is None else b.flatten(), eps)
-    return Held.apply(inputs, stretched(weight), stretched(bias), normalise, lambda x: x.reshape(len(x), groups, -1), eps, True)
+        return function(x, groups, None if w is None else w.flatten(),
+                        None if b is None else b.flatten(), eps)
+    return Held.apply(inputs, stretched(weight), stretched(bias), normalise,
+                      lambda x: x.reshape(len(x), groups, -1), eps, True)
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-pairs
 MATRIX_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.bmm, torch.Tensor.bmm)
 
 class Split(torch.autograd.Function):
-    "A sum of two tensors whose relevances are normalised as in eq. (11), example by example."
+    """A sum of two tensors whose relevances are normalised as in eq.
+
+    (11), example by example.
+    """
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
         output = left + right
-        ctx.save_for_backward(output, right)                                     # what follows keeps the output anyway
+        ctx.save_for_backward(output, right)  # what follows keeps the output anyway
         ctx.shapes = left.shape, right.shape
         return output
 
@@ -229,11 +292,15 @@ class Split(torch.autograd.Function):
         other = total - one
         size = one.abs() + other.abs()
         share = torch.where(size > 0, total / size, 1)
-        return tuple((modified * per_row(torch.where(own < 0, -share, share), modified)).sum_to_size(shape)
+        return tuple((modified * per_row(torch.where(own < 0, -share, share),
+                                         modified)).sum_to_size(shape)
                      for own, shape in zip((other, one), ctx.shapes, strict=True))
 
 class Halved(torch.autograd.Function):
-    "The identity that hands on half of what comes back: each factor of a product would get all of it; @lem-halves."
+    """The identity that hands on half of what comes back.
+
+    Each factor of a product would get all of it; @lem-halves.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -244,15 +311,19 @@ class Halved(torch.autograd.Function):
         return modified / 2
 
 def branches(left: Any, right: Any) -> bool:
-    """Whether two values are features of the same examples, not a parameter or a number.
+    """Whether two values are features of the same examples, not a parameter or a
+    number.
 
-    By their shapes, not by what trains: a parameter's relevance must not depend on which others train.
+    By their shapes, not by what trains: a parameter's relevance must not depend on
+    which others train.
     """
     both = isinstance(left, Tensor) and isinstance(right, Tensor)
     return (both and left.ndim == right.ndim > 1 and left.shape[1:] == right.shape[1:]
-            and not isinstance(left, nn.Parameter) and not isinstance(right, nn.Parameter))
+            and not isinstance(left, nn.Parameter)
+            and not isinstance(right, nn.Parameter))
 
-def skip(rules: Rules, function: Callable, left: Any, right: Any, **kwargs: Any) -> Tensor:
+def skip(rules: Rules, function: Callable, left: Any, right: Any,
+         **kwargs: Any) -> Tensor:
     "A sum under its rule; one in place stays in place."
     if rules.skip == "plain" or kwargs or not branches(left, right):
         return function(left, right, **kwargs)
@@ -260,19 +331,24 @@ def skip(rules: Rules, function: Callable, left: Any, right: Any, **kwargs: Any)
         return left.copy_(Split.apply(left.clone(), right))
     return Split.apply(left, right)
 
-def product(rules: Rules, function: Callable, left: Any, right: Any, **kwargs: Any) -> Tensor:
-    "A product of features, element by element or of a matrix for each example, under its rule."
+def product(rules: Rules, function: Callable, left: Any, right: Any,
+            **kwargs: Any) -> Tensor:
+    """A product of features, element by element or of a matrix for each example, under
+    its rule."""
     matrices = function in MATRIX_PRODUCTS and left.ndim == right.ndim > 2
-    if kwargs or not (matrices or function not in MATRIX_PRODUCTS and branches(left, right)):
+    if kwargs or not (matrices or function not in MATRIX_PRODUCTS
+                      and branches(left, right)):
         return function(left, right, **kwargs)
     return function(Halved.apply(left), Halved.apply(right))
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-attention
 class Attended(torch.autograd.Function):
-    "Attention with the value that its own implementation gives, and with the rules of products and softmax in its backward pass."
+    """Attention with the value that its own implementation gives, and with the rules of
+    products and softmax in its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Callable, mask: Tensor | None, scaling: float,
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Callable,
+                mask: Tensor | None, scaling: float,
                 rules: Rules) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.scaling, ctx.rules = scaling, rules
@@ -281,85 +357,120 @@ class Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         query, key, value, mask = ctx.saved_tensors
-        shared = query.shape[1] // key.shape[1] if query.ndim == 4 else 1        # query heads to a key head
+        # query heads to a key head
+        shared = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
         if shared > 1:
-            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        scores = query @ key.mT * ctx.scaling                                    # (B, H, T, S), made again instead of kept
-        weights = _masked(scores, mask).softmax(-1).nan_to_num(0)                # a row that sees nothing
+            key, value = key.repeat_interleave(shared,
+                                               1), value.repeat_interleave(shared, 1)
+        # (B, H, T, S), made again instead of kept
+        scores = query @ key.mT * ctx.scaling
+        # a row that sees nothing
+        weights = _masked(scores, mask).softmax(-1).nan_to_num(0)
         to_value = weights.mT @ modified / 2
         to_weights = modified @ value.mT / 2
         if ctx.rules.softmax == "pass":
             to_scores = to_weights * weights / away(scores)
         else:
-            to_scores = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True))
+            to_scores = weights * (to_weights
+                                   - (weights * to_weights).sum(-1, keepdim=True))
         to_scores = to_scores * (ctx.scaling / 2)
         to_key = to_scores.mT @ query
         if shared > 1:
-            to_key, to_value = (found.unflatten(1, (-1, shared)).sum(2) for found in (to_key, to_value))
+            to_key, to_value = (found.unflatten(1, (-1, shared)).sum(2)
+                                for found in (to_key, to_value))
         return to_scores @ key, to_key, to_value, None, None, None, None
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     "Scores with a mask laid over: True where to look, or numbers to add."
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(~mask,
+                              float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 def _lower(query: Tensor, key: Tensor) -> Tensor:
     "(T, S), True where a token may look: at itself and before."
-    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool,
+                      device=query.device).tril()
 
-def dot_product(rules: Rules, function: Callable, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+def dot_product(rules: Rules, function: Callable, query: Tensor, key: Tensor,
+                value: Tensor, attn_mask: Tensor | None = None,
+                dropout_p: float = 0.0, is_causal: bool = False,
+                scale: float | None = None, enable_gqa: bool = False) -> Tensor:
     "PyTorch's fused attention under its rules."
     check_attention("scaled_dot_product_attention", query, key, dropout_p)
-    attend = partial(function, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    attend = partial(function, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
+                     enable_gqa=enable_gqa)
     mask = _lower(query, key) if is_causal else attn_mask
-    return Attended.apply(query, key, value, attend, mask, query.shape[-1] ** -0.5 if scale is None else scale, rules)
+    return Attended.apply(query, key, value, attend, mask, query.shape[-1] ** -0.5
+                          if scale is None else scale, rules)
 
 def check_attention(name: str, query: Tensor, key: Tensor, dropout: float) -> None:
     "ValueError for attention that has no rule."
     if dropout:
-        raise ValueError(f"{name}: dropout={dropout} in attention has no relevance rule; put the model into evaluation mode")
+        raise ValueError(
+            f"{name}: dropout={dropout} in attention has no relevance rule; put the "
+            "model into evaluation mode")
     if query.ndim == 4:
         check_heads(name, query.shape[1], key.shape[1])
 
 def check_heads(name: str, queries: int, keys: int) -> None:
-    "ValueError for a single key head of many query heads: its rotation looks like a product of features."
+    """ValueError for a single key head of many query heads.
+
+    Its rotation looks like a product of features.
+    """
     if queries > keys == 1:
-        raise ValueError(f"{name}: all {queries} query heads share one key head, which has no relevance rule; "
-                         "use a model with two key heads or more")
+        raise ValueError(
+            f"{name}: all {queries} query heads share one key head, which has no "
+            "relevance rule; "
+            "use a model with two key heads or more")
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-interface
 HOOKED = "relevance-"  # before the name of the implementation whose values are kept
 
-def attention(rules: Rules, own: Callable | None, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-              attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0, **kwargs: Any) -> tuple[Tensor, None]:
-    "What Transformers calls for attention: the values of `own`, or of the model's eager function, under the rules."
+def attention(rules: Rules, own: Callable | None, module: nn.Module, query: Tensor,
+              key: Tensor, value: Tensor,
+              attention_mask: Tensor | None, scaling: float | None = None,
+              dropout: float = 0.0, **kwargs: Any) -> tuple[Tensor, None]:
+    """What Transformers calls for attention.
+
+    The values of `own`, or of the model's eager function, under the rules.
+    """
     name = type(module).__name__
     check_attention(name, query, key, dropout)
-    own = own or getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own = own or getattr(sys.modules[type(module).__module__],
+                         "eager_attention_forward", None)
     if own is None:
-        raise ValueError(f"{name}: its file has no eager_attention_forward, so its attention has no hook; "
-                         "load the model with attn_implementation='sdpa'")
+        raise ValueError(
+            f"{name}: its file has no eager_attention_forward, so its attention has no "
+            "hook; "
+            "load the model with attn_implementation='sdpa'")
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return own(module, q, k, v, attention_mask, scaling=scaling, dropout=0.0, **kwargs)[0].transpose(1, 2)
+        return own(module, q, k, v, attention_mask, scaling=scaling, dropout=0.0,
+                   **kwargs)[0].transpose(1, 2)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
-    mask = _lower(query, key) if attention_mask is None and causal and query.shape[2] > 1 else attention_mask
+    mask = _lower(query,
+                  key) if attention_mask is None and causal and query.shape[
+                  2] > 1 else attention_mask
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return Attended.apply(query, key, value, attend, mask, scale, rules).transpose(1, 2), None
+    return Attended.apply(query, key, value, attend, mask, scale,
+                          rules).transpose(1, 2), None
 
 @contextmanager
 def hooked_attention(config: Any, rules: Rules) -> Iterator[None]:
     "A Transformers configuration that asks for our attention in place of its own."
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface,
+    )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     before = config._attn_implementation
     name = before or "eager"
     if name not in ("eager", "sdpa"):
-        raise ValueError(f"attention implementation {name!r} has no hook for relevance; leave an outer relevance_rules first, or load the "
-                         "model with attn_implementation='sdpa' or 'eager'")
+        raise ValueError(
+            f"attention implementation {name!r} has no hook for relevance; leave an "
+            "outer relevance_rules first, or load the "
+            "model with attn_implementation='sdpa' or 'eager'")
     own = None if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     AttentionInterface.register(HOOKED + name, partial(attention, rules, own))
     AttentionMaskInterface.register(HOOKED + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
@@ -372,32 +483,46 @@ def hooked_attention(config: Any, rules: Rules) -> Iterator[None]:
         AttentionMaskInterface._global_mapping.pop(HOOKED + name, None)
 
 def attention_configs(model: nn.Module) -> list[Any]:
-    "The configurations of the Transformers models in a model; ValueError for attention without a hook."
+    """The configurations of the Transformers models in a model.
+
+    ValueError for attention without a hook.
+    """
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            raise ValueError(f"{name or type(model).__name__}: nn.MultiheadAttention is one closed function without an attention hook; "
-                             "write it with linear layers and torch.nn.functional.scaled_dot_product_attention")
+            raise ValueError(
+                f"{name or type(model).__name__}: nn.MultiheadAttention is one closed "
+                "function without an attention hook; "
+                "write it with linear layers and "
+                "torch.nn.functional.scaled_dot_product_attention")
         config = getattr(module, "config", None)
         if not hasattr(type(module), "_supports_attention_backend") or config is None:
             continue
         looks = any("Attention" in type(part).__name__ for part in module.modules())
         if looks and not module._supports_attention_backend:
-            raise ValueError(f"{type(module).__name__} has no attention hook: its class does not call Transformers' attention interface "
-                             "(_supports_attention_backend is False), so relevance cannot pass its attention; use a model that does, "
-                             "such as GPT-2, BERT or RoBERTa")
+            raise ValueError(
+                f"{type(module).__name__} has no attention hook: its class does not "
+                "call Transformers' attention interface "
+                "(_supports_attention_backend is False), so relevance cannot pass its "
+                "attention; use a model that does, "
+                "such as GPT-2, BERT or RoBERTa")
         if looks and module._supports_attention_backend:
-            check_heads(type(module).__name__, getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 0)
+            check_heads(type(module).__name__,
+                        getattr(config, "num_attention_heads", 0),
+                        getattr(config, "num_key_value_heads", 0) or 0)
             found[id(config)] = config
     return list(found.values())
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-handlers
 HANDLERS: dict[Callable, Callable[..., Tensor]] = {
     **dict.fromkeys((F.linear, F.conv1d, F.conv2d, F.conv3d, torch.addmm), linear),
-    **dict.fromkeys((F.relu, torch.relu, torch.Tensor.relu, F.gelu, F.silu, F.elu, F.selu, F.leaky_relu, F.mish, F.hardtanh, F.softsign,
-                     torch.tanh, torch.Tensor.tanh, torch.sigmoid, torch.Tensor.sigmoid), activation),
+    **dict.fromkeys((F.relu, torch.relu, torch.Tensor.relu, F.gelu, F.silu, F.elu,
+                     F.selu, F.leaky_relu, F.mish, F.hardtanh, F.softsign,
+                     torch.tanh, torch.Tensor.tanh, torch.sigmoid,
+                     torch.Tensor.sigmoid), activation),
     **dict.fromkeys((F.softmax, torch.softmax, torch.Tensor.softmax), softmax),
-    F.layer_norm: layer_norm, F.group_norm: group_norm, F.rms_norm: rms_norm, F.scaled_dot_product_attention: dot_product,
+    F.layer_norm: layer_norm, F.group_norm: group_norm, F.rms_norm: rms_norm,
+    F.scaled_dot_product_attention: dot_product,
     **dict.fromkeys((torch.rsqrt, torch.Tensor.rsqrt), held_root),
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), skip),
     **dict.fromkeys((torch.mul, torch.Tensor.mul, *MATRIX_PRODUCTS), product),
@@ -410,22 +535,27 @@ class Propagation(TorchFunctionMode):
         super().__init__()
         self.rules = rules
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
         handler = HANDLERS.get(func) if torch.is_grad_enabled() else None
-        if handler is None or not any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *(kwargs or {}).values())):
+        if handler is None or not any(isinstance(value, Tensor) and value.requires_grad
+                                      for value in (*args, *(kwargs or {}).values())):
             return func(*args, **(kwargs or {}))
         return handler(self.rules, func, *args, **(kwargs or {}))
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-context
 def composed(module: nn.Module) -> bool:
-    "Whether a module is an activation written as a formula, which is one step to relevance and not several."
-    return type(module).__module__ == "transformers.activations" and not list(module.parameters()) or isinstance(module, TemperedSigmoid)
+    """Whether a module is an activation written as a formula, which is one step to
+    relevance and not several."""
+    return type(module).__module__ == "transformers.activations" and not list(
+        module.parameters()) or isinstance(module, TemperedSigmoid)
 
 @contextmanager
 def whole(module: nn.Module, rules: Rules) -> Iterator[None]:
     "An activation module whose formula is taken as one function."
     before = module.forward
-    module.forward = lambda values: Through.apply(values, before, rules.activation == "positive")  # type: ignore[method-assign]
+    module.forward = lambda values: Through.apply(values, before,
+                                                  rules.activation == "positive")  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -436,9 +566,12 @@ def relevance_rules(
     model: nn.Module,
     rule: str | Rules = "epsilon",  # of the linear layers, or the rules of all
 ) -> Iterator[Rules]:
-    """Backward passes of the model are relevance propagation: of x it is x times its gradient, of a parameter likewise.
+    """Backward passes of the model are relevance propagation.
 
-    Forward values are untouched, and everything is as it was on exit. Eqs. (4) to (13) of Rap-FT; @def-modified-gradient.
+    Of x it is x times its gradient, of a parameter likewise.
+
+    Forward values are untouched, and everything is as it was on exit. Eqs. (4) to (13)
+    of Rap-FT; @def-modified-gradient.
     Raises ValueError for attention without a hook.
     """
     rules = rule if isinstance(rule, Rules) else Rules(rule)
@@ -454,37 +587,50 @@ def relevance_rules(
 @dataclass(frozen=True)
 class Initialisation:
     "Which outputs relevance begins at, and how much of it each gets."
-    init: str | None = None  # "class" | "naive" | "top-k" | "top-p" | "beam"; None: "class" for a classifier, else "top-p"
+    # "class" | "naive" | "top-k" | "top-p" | "beam"; None: "class" for a classifier,
+    # else "top-p"
+    init: str | None = None
     k: int = 5               # tokens kept at each position
     p: float = 0.9           # probability that those kept add up to
     beams: int = 5           # most probable sequences kept
 
     def __post_init__(self) -> None:
         if self.init is not None and self.init not in KEEPERS:
-            raise ValueError(f"init={self.init!r} is unknown: choose {', '.join(map(repr, KEEPERS))}")
+            raise ValueError(
+                f"init={self.init!r} is unknown: choose {', '.join(map(repr, KEEPERS))}")
         if not 0 < self.p <= 1:
             raise ValueError(f"p={self.p} must be a probability above 0 and at most 1")
         for name in ("k", "beams"):
-            if getattr(self, name) < 1 or getattr(self, name) != int(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a whole number, 1 or more")
+            if getattr(self, name) < 1 or getattr(self,
+                                                  name) != int(getattr(self, name)):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be a whole number, 1 or more")
 
     def resolved(self, scores: Tensor) -> str:
         "The name of the initialisation for scores (B, classes) or (B, T, V)."
         if self.init == "class" and scores.ndim == 3:
-            raise ValueError("init='class' needs one class for each example, and this model scores every token; "
-                             "choose 'top-p', 'top-k', 'beam' or 'naive'")
+            raise ValueError(
+                "init='class' needs one class for each example, and this model scores "
+                "every token; "
+                "choose 'top-p', 'top-k', 'beam' or 'naive'")
         name = self.init or ("class" if scores.ndim == 2 else "top-p")
         size = {"top-k": self.k, "beam": self.beams}.get(name, 1)
         if size > scores.shape[-1]:
-            raise ValueError(f"init={name!r} keeps {size} of only {scores.shape[-1]} outputs; choose fewer")
+            raise ValueError(
+                f"init={name!r} keeps {size} of only {scores.shape[-1]} outputs; "
+                "choose fewer")
         return name
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-keep
 FEW = 1024  # tokens that are looked at first for the most probable ones
 
 def keep_class(probabilities: Tensor, how: Initialisation) -> Tensor:
-    "One for the predicted class; the label would do as well, but costs as much privacy and is not always there."
-    return F.one_hot(probabilities.argmax(-1), probabilities.shape[-1]).to(probabilities)
+    """One for the predicted class.
+
+    The label would do as well, but costs as much privacy and is not always there.
+    """
+    return F.one_hot(probabilities.argmax(-1),
+                     probabilities.shape[-1]).to(probabilities)
 
 def keep_top_k(probabilities: Tensor, how: Initialisation) -> Tensor:
     "The k most probable tokens of each position."
@@ -496,39 +642,50 @@ def keep_top_p(probabilities: Tensor, how: Initialisation) -> Tensor:
     kept, vocabulary = torch.zeros_like(probabilities), probabilities.shape[-1]
     few = min(FEW, vocabulary)
     open_rows = torch.arange(len(probabilities), device=probabilities.device)
-    while len(open_rows):                                                        # a sort of the whole vocabulary only for flat rows
+    while len(open_rows):  # a sort of the whole vocabulary only for flat rows
         values, tokens = probabilities[open_rows].topk(few)
         below = values.cumsum(-1) - values < how.p
         reached = ~below[:, -1] if few < vocabulary else torch.ones_like(below[:, -1])
         done = open_rows[reached]
-        kept[done] = kept[done].scatter_(-1, tokens[reached], values[reached] * below[reached])
+        kept[done] = kept[done].scatter_(-1, tokens[reached],
+                                         values[reached] * below[reached])
         open_rows, few = open_rows[~reached], vocabulary
     return kept
 
 def keep_beams(probabilities: Tensor, how: Initialisation) -> Tensor:
-    "The tokens of the most probable sequences, where the positions are independent given the text, as one pass sees them."
-    values, tokens = probabilities.topk(how.beams)                               # (T, b)
+    """The tokens of the most probable sequences, where the positions are independent
+    given the text, as one pass sees them."""
+    values, tokens = probabilities.topk(how.beams)  # (T, b)
     score, steps = values.new_zeros(1), []
     for step in values.log():
-        score, chosen = (score[:, None] + step).flatten().topk(min(how.beams, len(score) * how.beams))
-        steps.append((chosen // how.beams, chosen % how.beams))                  # the beam before, and the token now
-    kept, alive = torch.zeros_like(probabilities), torch.arange(len(score), device=score.device)
+        score, chosen = (score[:, None] + step).flatten().topk(
+            min(how.beams, len(score) * how.beams))
+        # the beam before, and the token now
+        steps.append((chosen // how.beams, chosen % how.beams))
+    kept, alive = torch.zeros_like(probabilities), torch.arange(len(score),
+                                                                device=score.device)
     for t, (parent, choice) in reversed([*enumerate(steps)]):
         kept[t, tokens[t, choice[alive]]] = values[t, choice[alive]]
         alive = parent[alive]
     return kept
 
-KEEPERS: dict[str, Callable[[Tensor, Initialisation], Tensor]] = {  # (T, V) probabilities -> those that are kept
-    "class": keep_class, "naive": lambda probabilities, how: probabilities, "top-k": keep_top_k, "top-p": keep_top_p, "beam": keep_beams}
+# (T, V) probabilities -> those that are kept
+KEEPERS: dict[str, Callable[[Tensor, Initialisation], Tensor]] = {
+    "class": keep_class, "naive": lambda probabilities, how: probabilities,
+    "top-k": keep_top_k, "top-p": keep_top_p, "beam": keep_beams}
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-seed
 def counted(
     batch: Batch,
     scores: Tensor,  # (B, T, V)
 ) -> Tensor:         # (B, T)
-    "Which positions predict a token that counts: one that has a label, else one that is no padding."
+    """Which positions predict a token that counts.
+
+    One that has a label, else one that is no padding.
+    """
     given = batch if isinstance(batch, Mapping) else {}
-    marks = given["labels"] != -100 if "labels" in given else given.get("attention_mask", torch.ones(scores.shape[:2])).bool()
+    marks = given["labels"] != -100 if "labels" in given else given.get(
+        "attention_mask", torch.ones(scores.shape[:2])).bool()
     following = torch.zeros(scores.shape[:2], dtype=torch.bool, device=scores.device)
     following[:, :-1] = marks[:, 1:]
     return following
@@ -539,22 +696,30 @@ def initial_relevance(
     positions: Tensor | None,   # (B, T) that count; None for a classifier
     how: Initialisation = Initialisation(),
 ) -> Tensor:                    # the scores' shape: modified gradient of the scores
-    "The start of the propagation, with one copy of the scores' size and never two; @sec-initialisation."
+    """The start of the propagation, with one copy of the scores' size and never two.
+
+    @sec-initialisation.
+    """
     keep = KEEPERS[how.resolved(scores)]
     seed = torch.zeros_like(scores)
     for i, own in enumerate(scores):
-        rows = torch.ones(1, dtype=torch.bool, device=scores.device) if positions is None else positions[i]
+        rows = torch.ones(1, dtype=torch.bool,
+                          device=scores.device) if positions is None else positions[i]
         if bool(rows.any()):
-            seed[i].view(len(rows), -1)[rows] = keep(own.view(len(rows), -1)[rows].softmax(-1), how)
+            seed[i].view(len(rows),
+                         -1)[rows] = keep(own.view(len(rows), -1)[rows].softmax(-1),
+                         how)
     return seed
 
 class Seeded(torch.autograd.Function):
-    "Each example's sum of score times seed, whose backward pass hands on the seed itself, once, and not a copy."
+    """Each example's sum of score times seed, whose backward pass hands on the seed
+    itself, once, and not a copy."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, seed: Tensor) -> Tensor:
         ctx.seed = seed
-        return (scores.flatten(1)[:, None] @ seed.flatten(1)[..., None]).flatten()  # without a product of their size
+        # without a product of their size
+        return (scores.flatten(1)[:, None] @ seed.flatten(1)[..., None]).flatten()
 
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
@@ -564,45 +729,67 @@ class Seeded(torch.autograd.Function):
 @cache
 def relevance_loss(
     how: Initialisation,
-    rules: Rules,         # under which it is used: what the engine has found out holds for them alone
-) -> LossFunction:        # (model, batch) -> (B,) total relevance; the same function for the same arguments
-    "What is propagated, as a loss: its modified gradients are the relevance maps divided by the parameters."
+    # under which it is used: what the engine has found out holds for them alone
+    rules: Rules,
+# (model, batch) -> (B,) total relevance; the same function for the same arguments
+) -> LossFunction:
+    """What is propagated, as a loss.
+
+    Its modified gradients are the relevance maps divided by the parameters.
+    """
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         scores = logits(model, batch)
-        seed = initial_relevance(scores, counted(batch, scores) if scores.ndim == 3 else None, how)
+        seed = initial_relevance(scores, counted(batch, scores) if scores.ndim == 3
+                                 else None, how)
         return Seeded.apply(scores, seed)
     return loss
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-map
 def check_started(model: nn.Module) -> None:
-    "ValueError when LoRA is as it was made: the relevance of all its matrices is exactly zero, @lem-lora-zero."
-    zeros = [parameter for name, parameter in trainable(model).items() if ".lora_B." in name or ".lora_embedding_A." in name]
+    """ValueError when LoRA is as it was made.
+
+    The relevance of all its matrices is exactly zero, @lem-lora-zero.
+    """
+    zeros = [parameter for name, parameter in trainable(model).items()
+             if ".lora_B." in name or ".lora_embedding_A." in name]
     if zeros and not any(bool(parameter.any()) for parameter in zeros):
-        raise ValueError("every low-rank pair is at its start, where one matrix is zero and so is every relevance; "
-                         "train a little first: RapFT(..., warmup_steps=...)")
+        raise ValueError(
+            "every low-rank pair is at its start, where one matrix is zero and so is "
+            "every relevance; "
+            "train a little first: RapFT(..., warmup_steps=...)")
 
 def check_map(relevance: Mapping[str, Tensor]) -> None:
     "ValueError for a map that cannot rank anything."
     for name, values in relevance.items():
         if not bool(values.isfinite().all()):
-            raise ValueError(f"{name}: its relevance is not finite, so nothing can be ranked; look for examples or weights that are not "
-                             "finite, or choose softmax='gradient' among the Rules")
+            raise ValueError(
+                f"{name}: its relevance is not finite, so nothing can be ranked; look "
+                "for examples or weights that are not "
+                "finite, or choose softmax='gradient' among the Rules")
     if not any(bool(values.any()) for values in relevance.values()):
-        raise ValueError("every relevance is exactly zero, so nothing can be ranked: the trainable parameters are zero or cut off from the "
-                         "output; train a little first (RapFT's warmup_steps), or let other parameters train")
+        raise ValueError(
+            "every relevance is exactly zero, so nothing can be ranked: the trainable "
+            "parameters are zero or cut off from the "
+            "output; train a little first (RapFT's warmup_steps), or let other "
+            "parameters train")
 
 def relevance_map(
     model: nn.Module,
-    batches: Iterable[Batch],       # of public examples, or of private ones that the caller answers for
+    # of public examples, or of private ones that the caller answers for
+    batches: Iterable[Batch],
     init: str | None = None,        # where relevance begins; see `Initialisation`
-    rule: str | Rules = "epsilon",  # of linear layers: "epsilon" or "alpha-beta"; or `Rules` for every kind of layer
+    # of linear layers: "epsilon" or "alpha-beta"; or `Rules` for every kind of layer
+    rule: str | Rules = "epsilon",
     k: int = 5,                     # tokens that "top-k" keeps at each position
-    p: float = 0.9,                 # probability that those which "top-p" keeps add up to
+    p: float = 0.9,  # probability that those which "top-p" keeps add up to
     beams: int = 5,                 # most probable sequences that "beam" keeps
 ) -> dict[str, Tensor]:             # name -> relevance, of the parameter's shape
-    """Relevance of every trainable parameter, summed over the examples, with its sign: parameter times modified gradient; eq. (13).
+    """Relevance of every trainable parameter, summed over the examples, with its sign.
 
-    Neither bounded nor hidden, so not private: @sec-private-relevance. Raises ValueError for a map that ranks nothing.
+    Parameter times modified gradient; eq. (13).
+
+    Neither bounded nor hidden, so not private: @sec-private-relevance. Raises
+    ValueError for a map that ranks nothing.
     """
     check_started(model)
     parameters = trainable(model)
@@ -612,12 +799,16 @@ def relevance_map(
         for batch in batches:
             if batch_rows(batch):
                 total = per_example_losses(model, loss, batch).sum()
-                found = dict(zip(parameters, torch.autograd.grad(total, [*parameters.values()], allow_unused=True), strict=True))
-                for name in list(found):                                         # each is freed as soon as it is added
+                found = dict(zip(parameters,
+                                 torch.autograd.grad(total, [*parameters.values()],
+                                                     allow_unused=True), strict=True))
+                for name in list(found):  # each is freed as soon as it is added
                     modified = found.pop(name)
                     if modified is not None:
-                        maps[name] = maps[name] + modified if name in maps else full(modified)
-    maps = {name: maps.pop(name) * values.detach() if name in maps else torch.zeros_like(full(values.detach()))
+                        maps[name] = maps[name] + modified if name in maps else full(
+                            modified)
+    maps = {name: maps.pop(name) * values.detach() if name in maps
+            else torch.zeros_like(full(values.detach()))
             for name, values in parameters.items()}
     check_map(maps)
     return maps
@@ -627,11 +818,13 @@ def inner_with(
     use: Contribution,
     values: Tensor,    # of the parameter's shape
 ) -> Tensor:           # (B,)
-    "Inner product of each example's gradient with fixed values, without writing the gradient out."
+    """Inner product of each example's gradient with fixed values, without writing the
+    gradient out."""
     if isinstance(use, Rows):
         return (full(use.right) * values[use.index]).sum((1, 2))
     if isinstance(use, Outer):
-        matrices = values.reshape(use.left.shape[1], use.left.shape[3], use.right.shape[3])
+        matrices = values.reshape(use.left.shape[1], use.left.shape[3],
+                                  use.right.shape[3])
         return (full(use.left) * (full(use.right) @ matrices.mT)).flatten(1).sum(1)
     return by_example(use.dense() * values).sum(1)
 
@@ -641,36 +834,53 @@ def group_table(
 ) -> Tensor:                      # (B, M)
     "Each example's relevance of each group: the sum over the group's entries."
     zero = taken.losses.new_zeros(taken.size)
-    names = [[taken.names[id(parameter)] for parameter in group.parameters if id(parameter) in taken.names] for group in groups]
-    return torch.stack([sum((inner_with(use, full(taken.parameters[name].detach())) for name in own for use in taken.uses[name]), zero)
-                        for own in names], 1)
+    names = [[taken.names[id(parameter)] for parameter in group.parameters
+              if id(parameter) in taken.names] for group in groups]
+    return torch.stack(
+        [sum((inner_with(use, full(taken.parameters[name].detach())) for name in own
+              for use in taken.uses[name]), zero)
+         for own in names], 1)
 
 def clipped_relevance(
     model: nn.Module,
-    batch: Batch,                               # physical batch; of no examples gives zeros
-    clip: float,                                # bound on the 2-norm of one example's map, or of its M numbers
-    init: str | None = None,                    # where relevance begins; see `Initialisation`
-    groups: Sequence[Partition] | None = None,  # M of them: one number for each, instead of a map
-    rule: str | Rules = "epsilon",              # how a layer shares relevance out; see `relevance_map`
-    k: int = 5,                                 # tokens that "top-k" keeps at each position
-    p: float = 0.9,                             # probability that those which "top-p" keeps add up to
-    beams: int = 5,                             # most probable sequences that "beam" keeps
-    units: Groups | None = None,                # rows that make one unit of privacy, whose maps are summed first; None: every row is one
+    batch: Batch,  # physical batch; of no examples gives zeros
+    clip: float,  # bound on the 2-norm of one example's map, or of its M numbers
+    init: str | None = None,  # where relevance begins; see `Initialisation`
+    # M of them: one number for each, instead of a map
+    groups: Sequence[Partition] | None = None,
+    # how a layer shares relevance out; see `relevance_map`
+    rule: str | Rules = "epsilon",
+    k: int = 5,  # tokens that "top-k" keeps at each position
+    p: float = 0.9,  # probability that those which "top-p" keeps add up to
+    beams: int = 5,  # most probable sequences that "beam" keeps
+    # rows that make one unit of privacy, whose maps are summed first; None: every row
+    # is one
+    units: Groups | None = None,
 ) -> dict[str, Tensor] | Tensor:                # name -> relevance, or (M,)
-    """Sum of the examples' relevance maps, each clipped: one example, added or removed, moves it by at most `clip` in 2-norm.
+    """Sum of the examples' relevance maps, each clipped.
 
-    An example whose map is not finite contributes exactly zero; @lem-relevance-sensitivity. Without noise it is not private.
+    One example, added or removed, moves it by at most `clip` in 2-norm.
+
+    An example whose map is not finite contributes exactly zero;
+    @lem-relevance-sensitivity. Without noise it is not private.
     """
     if not 0 < clip < float("inf"):
-        raise ValueError(f"clip={clip}: the bound on an example's relevance must be positive and finite")
+        raise ValueError(
+            f"clip={clip}: the bound on an example's relevance must be positive and "
+            "finite")
     check_started(model)
     with evaluating(model), relevance_rules(model, rule) as rules:
-        taken = gradients(model, relevance_loss(Initialisation(init, k, p, beams), rules), batch, units)
+        taken = gradients(model,
+                          relevance_loss(Initialisation(init, k, p, beams), rules),
+                          batch, units)
     if groups is not None:
         table = group_table(taken, groups)
-        factors = clip_factor(table.norm(dim=1), clip)[:, None]                  # 0 for what is not finite
+        # 0 for what is not finite
+        factors = clip_factor(table.norm(dim=1), clip)[:, None]
         return (table * factors).masked_fill(factors == 0, 0).sum(0)
-    values = {name: full(parameter.detach()) for name, parameter in taken.parameters.items()}
-    norms = torch.stack([taken.square_norms(name, mask=value) for name, value in values.items()]).sum(0).sqrt()
+    values = {name: full(parameter.detach())
+              for name, parameter in taken.parameters.items()}
+    norms = torch.stack([taken.square_norms(name, mask=value)
+                         for name, value in values.items()]).sum(0).sqrt()
     sums = taken.weighted_sum(clip_factor(norms, clip))
     return {name: sums[name] * value for name, value in values.items()}
