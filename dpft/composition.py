@@ -76,7 +76,7 @@ def without_values(model: nn.Module) -> nn.Module:
 def rehearse(method: Method, context: Context) -> None:
     "ValueError when a method, or one that it holds, could not begin in this run: known before anything is paid for; @sec-chain-refusals."
     view = copy.copy(context)
-    view.model, view.engine, view.rehearses = without_values(context.model), None, True
+    view.model, view.access, view.rehearses = without_values(context.model), None, True
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), suppress(NotRunning, RuntimeError):
         warnings.simplefilter("ignore")                                          # the real start says it again
         method.start(view)                                                       # what wants a draw or a number is taken on trust
@@ -133,7 +133,7 @@ class Chain(Method):
         self._effects = []
         if fresh_head(context.model) and any(isinstance(part, LastLayer) for part in self.parts[1:]):
             raise ValueError("this Chain makes no sense: LastLayer adds nothing, for a fresh head trains in every method; leave it out")
-        if context.engine is not None and self.may_spend:
+        if context.running and self.may_spend:
             rehearse(self, context)
             self._effects = []
         for part, view in zip(self.parts, self._views(context), strict=True):
@@ -277,7 +277,7 @@ class Then(Method):
     def start(self, context: Context) -> None:
         "The first phase begins; of a rehearsal, the second too."
         self._boundary, self._second, self._touched = None, False, set()
-        if context.engine is not None:
+        if context.running:
             rehearse(self, context)
         for method, view in list(zip((self.first, self.second), self._views(context), strict=True))[:1 + context.rehearses]:
             method.start(view)
@@ -305,7 +305,7 @@ class Then(Method):
     def _begin_second(self, context: Context) -> None:
         "Keep what a checkpoint will need, and let the second method begin on the model as it is."
         first, second = self._views(context)
-        if context.engine is not None and context.engine.store.folder is not None:
+        if context.running and context.needs().keeps:
             names = {parameter: name for name, parameter in context.model.named_parameters()}
             self._boundary = {"first": self.first.state(first), "trains": sorted(trainable(context.model)),
                               "weights": {names[p]: p.detach().clone() for p in self._touched}}
@@ -315,8 +315,7 @@ class Then(Method):
     def _start_second(self, context: Context, view: Context, state: dict[str, Any] | None = None) -> None:
         "In a random state of its own, so that a second time it begins alike."
         self._second = True
-        assert context.engine is not None
-        with context.engine.random_state("choice", "phase", self.length(context)):
+        with context.random_state("phase", self.length(context)):
             if state is None:
                 self.second.start(view)
             else:
