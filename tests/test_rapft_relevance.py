@@ -23,7 +23,9 @@ from dpft.bitfit import biases
 from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
 from dpft.models import TemperedSigmoid, logits
 from dpft.rapft import relevance
-from dpft.rapft.relevance import Initialisation, Rules, clipped_relevance, initial_relevance, relevance_loss, relevance_map, relevance_rules
+from dpft.rapft.propagation import relevance_rules
+from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map
+from dpft.rapft.rules import TINY, Rules
 
 
 
@@ -290,7 +292,7 @@ def test_relevance_is_input_times_gradient_in_a_net_of_relus_without_biases():
         output = net(x)
         found = torch.autograd.grad(output[:, 0].sum(), [x, *net.parameters()])
     least = min(net[:depth](x).abs().min().item() for depth in (1, 5))           # what enters the ReLUs, which are stabilised by TINY
-    off = 4 * relevance.TINY / least + 1e-9
+    off = 4 * TINY / least + 1e-9
     for mine, wanted in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=off, atol=off * wanted.abs().max().item())
     for values, modified in zip([x, *net.parameters()], found, strict=True):     # and every layer holds all of it
