@@ -27,10 +27,11 @@ from .models import default_loss, validate
 from .noise import Keystream, secure_std
 from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, sizes_of
 from .prefix import Prefix, worth_it
-from .privacy import Ledger, Request, SampledGaussian
+from .ledger import Ledger
+from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
 from .settings import Settings, identity, settings_from, takes_settings
-from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Lowered, Releases, Share, Step, set_modes
+from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Releases, Share, Step, set_modes, with_precision
 from .store import Store
 
 # %% ../nbs/07_engine.ipynb #engine-setup
@@ -67,8 +68,7 @@ class Setup:
 
     def _make_losses(self) -> None:
         "The loss as training calls it: in its precision, through the cache of the frozen trunk, for one view."
-        known, precision = self.settings.loss_fn or default_loss(self.model), self.settings.precision
-        plain = known if precision is None else Lowered(known)
+        plain = with_precision(self.settings.loss_fn or default_loss(self.model), self.settings.precision)
         room, folder = int(self.settings.cache * 2**30), self.settings.cache_folder
         self.prefix = Prefix(self.model, plain, room, folder) if room > 0 else None
         self.loss_fn: LossFunction = self.prefix or plain
@@ -98,8 +98,9 @@ class Setup:
         facts = {**named, "model": model_fingerprint(self.model), "method": repr(self.method), "plan": asdict(self.plan),
                  "loop": self.loop, "number of processes": self.processes.size, "device": self.device.type}
         complete = complete and (self.loop is not None or "loop" in self.readers)
+        further = identity(self.settings, self.readers, ("run",))[0]
         self.store: Store = self.processes.first(
-            lambda: Store(self.settings.checkpoint, facts, self.content, self.settings.seed, complete))
+            lambda: Store(self.settings.checkpoint, facts, self.content, self.settings.seed, complete, further))
         self.store.folder = self.store.folder if self.processes.is_first else None
         self.keystream = Keystream(self.store.secret)
         self.keystream.reproducible = self.settings.seed is not None

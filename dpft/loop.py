@@ -30,7 +30,8 @@ from .gradients import full
 from .guarantee import Guarantee
 from .method import Method
 from .models import accuracy, load_model, load_tokenizer, perplexity
-from .privacy import Ledger, SampledGaussian
+from .ledger import Ledger
+from .privacy import SampledGaussian
 from .processes import speaks
 from .saving import how_to_load, read_model, tokenizer_of_base, write_model
 from .settings import settings_from, takes_settings

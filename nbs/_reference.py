@@ -237,8 +237,8 @@ def described(entry: Entry) -> str:
     if gives := entry.returns:
         rows.append(("*gives*", _code(gives[0]), "", _cell(gives[1])))
     if any(row[1] or row[3] for row in rows):
-        lines += ["| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
-        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in rows), ":::", ""]
     return "\n".join(lines)
 
 
