@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['HOOKED', 'HANDLERS', 'Attended', 'dot_product', 'check_attention', 'check_heads', 'attention', 'hooked_attention',
-           'attention_configs', 'Propagation', 'composed', 'whole', 'relevance_rules']
+           'attention_configs', 'calls_interface', 'check_reached', 'Propagation', 'composed', 'whole',
+           'relevance_rules']
 
 # %% ../../nbs/53_rapft_propagation.ipynb #propagation-imports
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -104,7 +106,7 @@ def check_heads(name: str, queries: int, keys: int) -> None:
 
     Its rotation looks like a product of features.
     """
-    if queries > keys == 1:
+    if isinstance(queries, int) and isinstance(keys, int) and queries > keys == 1:
         raise ValueError(
             f"{name}: all {queries} query heads share one key head, which has no "
             "relevance rule; "
@@ -171,35 +173,37 @@ def hooked_attention(config: Any, rules: Rules) -> Iterator[None]:
 
 # %% ../../nbs/53_rapft_propagation.ipynb #propagation-configs
 def attention_configs(model: nn.Module) -> list[Any]:
-    """The configurations of the Transformers models in a model.
-
-    ValueError for attention without a hook.
-    """
+    "The configurations whose attention is called by name; ValueError for what has no rule."
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            raise ValueError(
-                f"{name or type(model).__name__}: nn.MultiheadAttention is one closed "
-                "function without an attention hook; "
-                "write it with linear layers and "
-                "torch.nn.functional.scaled_dot_product_attention")
+        check_reached(name or type(model).__name__, module)
         config = getattr(module, "config", None)
-        if not hasattr(type(module), "_supports_attention_backend") or config is None:
-            continue
-        looks = any("Attention" in type(part).__name__ for part in module.modules())
-        if looks and not module._supports_attention_backend:
-            raise ValueError(
-                f"{type(module).__name__} has no attention hook: its class does not "
-                "call Transformers' attention interface "
-                "(_supports_attention_backend is False), so relevance cannot pass its "
-                "attention; use a model that does, "
-                "such as GPT-2, BERT or RoBERTa")
-        if looks and module._supports_attention_backend:
-            check_heads(type(module).__name__,
-                        getattr(config, "num_attention_heads", 0),
-                        getattr(config, "num_key_value_heads", 0) or 0)
+        if hasattr(type(module), "_supports_attention_backend") and config is not None \
+                and any(calls_interface(part) for part in module.modules()):
+            keys = getattr(config, "num_key_value_heads", 0) or 0
+            heads = getattr(config, "num_attention_heads", 0)
+            check_heads(type(module).__name__, heads, keys)
             found[id(config)] = config
     return list(found.values())
+
+def calls_interface(module: nn.Module) -> bool:
+    "Whether this is attention that Transformers calls by name."
+    file = sys.modules[type(module).__module__]
+    return "Attention" in type(module).__name__ and hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+
+def check_reached(name: str, module: nn.Module) -> None:
+    "ValueError for attention that neither has a hook nor is made of operations with rules."
+    if isinstance(module, nn.MultiheadAttention):
+        raise ValueError(f"{name}: nn.MultiheadAttention is one closed function without an "
+                         "attention hook; write it with linear layers and "
+                         "torch.nn.functional.scaled_dot_product_attention")
+    kind = type(module)
+    if "Attention" in kind.__name__ and kind.__module__.startswith("transformers.") \
+            and not calls_interface(module) and "einsum(" in inspect.getsource(kind):
+        raise ValueError(f"{name}: {kind.__name__} has no attention hook and is written "
+                         "with torch.einsum, which has no relevance rule; use a model whose "
+                         "attention is called by name or written with matmul and softmax, "
+                         "such as GPT-2, BERT, BART or T5")
 
 # %% ../../nbs/53_rapft_propagation.ipynb #propagation-handlers
 HANDLERS: dict[Callable, Callable[..., Tensor]] = {
@@ -266,8 +270,11 @@ def relevance_rules(
     """
     rules = rule if isinstance(rule, Rules) else Rules(rule)
     with ExitStack() as stack:
-        for config in attention_configs(model):
-            stack.enter_context(hooked_attention(config, rules))
+        configs = attention_configs(model)
+        own = {id(config): config._attn_implementation for config in configs}
+        for config in configs:       # a whole model's configuration changes those of its parts
+            if config._attn_implementation == own[id(config)]:
+                stack.enter_context(hooked_attention(config, rules))
         for module in [module for module in model.modules() if composed(module)]:
             stack.enter_context(whole(module, rules))
         stack.enter_context(Propagation(rules))
