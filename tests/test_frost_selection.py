@@ -163,9 +163,9 @@ def test_what_was_chosen_moves_with_the_head_and_nothing_else(way):
 def test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity(monkeypatch):
     released_with: list[float] = []
     original = Context.release
-    def watch(self, total, bound):
+    def watch(self, total, bound, summed=False):
         released_with.append(bound)
-        return original(self, total, bound)
+        return original(self, total, bound, summed)
     monkeypatch.setattr(Context, "release", watch)
     method = DPFrost(0.4, sample_rate=1.0, gap=0.0)
     engine(method, epsilon=50.0)

@@ -34,6 +34,17 @@ def largest_signal_energy(
     "The most that E||s^B||^2 can be, C^2 (1 + (1 - q) / B); @lem-private-energy."
     return clip**2 * (1 + (1 - sample_rate) / batch_size)
 
+# %% ../../nbs/41_freezing_bound.ipynb #bound-rates
+#| code-fold: true
+def _rates(learning_rates: Tensor) -> Tensor:
+    "The step sizes in float64; ValueError unless there are some and all are positive."
+    rates = torch.as_tensor(learning_rates, dtype=torch.float64)
+    if rates.ndim != 1 or not len(rates) or not bool((rates > 0).all()):
+        raise ValueError(
+            f"learning_rates of shape {tuple(rates.shape)}: give one positive step "
+            "size for each of T >= 1 steps")
+    return rates
+
 # %% ../../nbs/41_freezing_bound.ipynb #bound-theorem
 def convergence_bound(
     drop: float | Tensor,  # f(theta_0) - E f(theta_T), or more: f(theta_0) - inf f
@@ -67,15 +78,6 @@ def convergence_bound(
                                        * torch.as_tensor(bias,
                                                          dtype=torch.float64)).sum()
     return (reach - agreed) / rates.sum()
-
-def _rates(learning_rates: Tensor) -> Tensor:
-    "The step sizes in float64; ValueError unless there are some and all are positive."
-    rates = torch.as_tensor(learning_rates, dtype=torch.float64)
-    if rates.ndim != 1 or not len(rates) or not bool((rates > 0).all()):
-        raise ValueError(
-            f"learning_rates of shape {tuple(rates.shape)}: give one positive step "
-            "size for each of T >= 1 steps")
-    return rates
 
 # %% ../../nbs/41_freezing_bound.ipynb #bound-paper
 def paper_bound_not_valid(

@@ -50,7 +50,7 @@ def best_scales(
     return ((noisy @ values) / (seen @ values.square())).nan_to_num(1.0, 1.0,
                                                                     1.0).clamp(min=0)
 
-# %% ../../nbs/31_frost_estimation.ipynb #estimation-estimate
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-class
 @dataclass
 class Estimate:
     "Magnitudes over all data, estimated from noisy rounds."
@@ -71,6 +71,34 @@ class Estimate:
         return noise_multiplier / ((self.scales / self.sensitivities).square()
                                    @ self.seen).sqrt()
 
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-checked
+#| code-fold: true
+def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
+             sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
+    """What was seen as (t, M) float64 on the CPU, and the sensitivities.
+
+    ValueError on what cannot be estimated from.
+    """
+    if not 0 < sample_rate <= 1 or iterations < 1:
+        raise ValueError(
+            f"sample_rate={sample_rate} must lie in (0, 1], and "
+            f"iterations={iterations} must be at least 1")
+    if len(noisy) != len(sensitivities) or not len(noisy) or len(
+        {len(values) for values in noisy}) > 1:
+        raise ValueError(
+            f"{len(noisy)} rounds with {len(sensitivities)} sensitivities: give one "
+            "for each round, and as many "
+            "magnitudes in each round, NaN where a partition was not observed")
+    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
+    deltas = torch.as_tensor([float(value) for value in sensitivities],
+                             dtype=torch.float64)
+    if not bool((deltas > 0).all()) or bool(rounds.isinf().any()):
+        raise ValueError(
+            "sensitivities must be positive and noisy magnitudes finite, or NaN where "
+            "not observed")
+    return rounds, deltas
+
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-estimate
 def estimate(
     noisy: Sequence[Tensor],         # t tensors (M,), NaN = not observed
     sensitivities: Sequence[float],  # (t,) of the partitions observed in each round
@@ -98,28 +126,3 @@ def estimate(
             break
     values = torch.where(seen.any(0), values, torch.nan)
     return Estimate(values / sample_rate, scales * sample_rate, deltas, seen, sweep)
-
-def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
-             sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
-    """What was seen as (t, M) float64 on the CPU, and the sensitivities.
-
-    ValueError on what cannot be estimated from.
-    """
-    if not 0 < sample_rate <= 1 or iterations < 1:
-        raise ValueError(
-            f"sample_rate={sample_rate} must lie in (0, 1], and "
-            f"iterations={iterations} must be at least 1")
-    if len(noisy) != len(sensitivities) or not len(noisy) or len(
-        {len(values) for values in noisy}) > 1:
-        raise ValueError(
-            f"{len(noisy)} rounds with {len(sensitivities)} sensitivities: give one "
-            "for each round, and as many "
-            "magnitudes in each round, NaN where a partition was not observed")
-    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
-    deltas = torch.as_tensor([float(value) for value in sensitivities],
-                             dtype=torch.float64)
-    if not bool((deltas > 0).all()) or bool(rounds.isinf().any()):
-        raise ValueError(
-            "sensitivities must be positive and noisy magnitudes finite, or NaN where "
-            "not observed")
-    return rounds, deltas

@@ -30,6 +30,7 @@ def absolute_norms(taken: Gradients, name: str) -> Tensor:
             (1, 2))
     return taken.absolute_norms(name)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-absolute
 def absolute_sum(
     taken: Gradients,
     name: str,
@@ -43,6 +44,7 @@ def absolute_sum(
                 rows.right.abs().masked_fill((factors == 0)[:, None, None], 0),
                 rows.shape).weighted(factors)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-norm-table
 def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Tensor:
     "Norms of the examples' gradients, partition by partition, (B, M)."
     if order == 2:
@@ -53,7 +55,8 @@ def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Ten
     return torch.stack([sum((absolute_norms(taken, name) for name in own), zero)
                         for own in names], 1)
 
-# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-measure
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-kinds-check
+#| code-fold: true
 KINDS = ("mg", "mgn", "mgna")
 
 def check_kind(kind: str, order: int, clip: float,
@@ -69,6 +72,7 @@ def check_kind(kind: str, order: int, clip: float,
             f"clip={clip}: the bound on an example's gradient must be positive and "
             "finite")
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-threshold
 def threshold(
     sizes: Sequence[int],  # (M,)
     clip: float,
@@ -82,6 +86,7 @@ def threshold(
     """
     return clip if kind == "mg" else clip / (sum(sizes) / len(sizes)) ** (1 / order)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-measure
 class Sums:
     """What is kept of a draw: M norms for absolute values at order 1,
     @lem-scalar-shortcut, else one sum of the model's size."""
@@ -121,6 +126,20 @@ class Sums:
                for i, piece in enumerate(self.pieces)]
         return torch.stack([torch.linalg.vector_norm(torch.stack(part), self.order)
                             for part in own])
+
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-sizes
+#| code-fold: true
+def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
+    """The sizes, and their roots as a (M,) tensor.
+
+    ValueError when there is nothing to measure.
+    """
+    if not pieces:
+        raise ValueError(
+            "there is no partition to measure; dpft.frost.partitions(model) lists "
+            "those of a model")
+    sizes = [part.size for part in pieces]
+    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
 
 # %% ../../nbs/30_frost_magnitude.ipynb #magnitude-gradient-magnitudes
 Reduce = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -165,6 +184,7 @@ def gradient_magnitudes(
     found = sums.norms(reduce)
     return found / roots.to(found)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-exact
 def exact_magnitudes(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -187,18 +207,6 @@ def exact_magnitudes(
     found = sums.norms(lambda values: values)
     return found / roots.to(found)
 
-def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
-    """The sizes, and their roots as a (M,) tensor.
-
-    ValueError when there is nothing to measure.
-    """
-    if not pieces:
-        raise ValueError(
-            "there is no partition to measure; dpft.frost.partitions(model) lists "
-            "those of a model")
-    sizes = [part.size for part in pieces]
-    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
-
 # %% ../../nbs/30_frost_magnitude.ipynb #magnitude-sensitivity
 def sensitivity(
     sizes: Sequence[int],  # (M,) entries of the partitions that are measured together
@@ -211,9 +219,10 @@ def sensitivity(
     Lemma 3 of DP-FROST, @lem-sensitivity.
     """
     check_kind(kind, order, clip)
+    sizes = [int(size) for size in sizes]     # a tensor of sizes is welcome
     if not sizes or min(sizes) < 1:
         raise ValueError(
-            f"sizes={list(sizes)}: every partition needs at least one entry, and there "
+            f"sizes={sizes}: every partition needs at least one entry, and there "
             "must be one")
     return clip / min(sizes) ** (1 / order) if kind == "mg" else threshold(sizes, clip,
                                                                            kind, order)

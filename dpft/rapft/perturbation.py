@@ -25,9 +25,9 @@ from ..data import Public
 from ..gradients import Block, batch_rows, Partition, full, members, trainable
 from ..models import fresh_head
 from ..privacy import Request
+from .propagation import attention_configs
 from dpft.rapft.relevance import (
-    Initialisation, attention_configs, check_map, check_started, clipped_relevance,
-    relevance_map,
+    Initialisation, check_map, check_started, clipped_relevance, relevance_map,
 )
 from ..method import Context, Method
 
