@@ -31,6 +31,9 @@ CAPTION = re.compile(r"<figcaption\b[^>]*>(.*?)</figcaption>", re.DOTALL)
 IMAGE = re.compile(r"<img\b[^>]*>")
 FORMULA = re.compile(r"<math\b.*?</math>", re.DOTALL)
 STOPPED = re.compile(r"(<math\b[^>]*display=\"inline\"(?:(?!</math>).)*</math>)([.,;:!?)’”]+)", re.DOTALL)
+FENCED = re.compile(r"<mrow><mo stretchy=\"true\" form=\"prefix\">(‖|\||\(|\[)</mo>((?:(?!stretchy=\"true\").)*?)"
+                    r"<mo stretchy=\"true\" form=\"postfix\">(‖|\||\)|\])</mo></mrow>", re.DOTALL)
+TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
 ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
@@ -70,6 +73,17 @@ def with_alt(page: str) -> str:
 def with_stops(page: str) -> str:
     "A stop or a bracket stays on the line of the formula before it."
     return STOPPED.sub(r'<span class="with-stop">\1\2</span>', page)
+
+
+def with_low_fences(page: str) -> str:
+    "The bars of a norm around one line stay as high as the line; around a fraction or a sum they grow."
+
+    def fence(match: re.Match) -> str:
+        return match[0] if TALL.search(match[2]) else match[0].replace('stretchy="true"', 'stretchy="false"')
+
+    for _ in range(3):                                                             # from the inside out
+        page = FENCED.sub(fence, page)
+    return page
 
 
 def with_links(page: str, labels: dict[str, Label], here: str, cited: set[str]) -> str:
@@ -149,7 +163,7 @@ def finish(folder: Path = SITE) -> list[str]:
     for name, page in pages.items():
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
-        done = with_reference_folded(with_links(with_stops(with_alt(without_scripts(page))), labels, name, cited))
+        done = with_reference_folded(with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited))
         (folder / name).write_text(done, encoding="utf-8")
     return []
 
@@ -234,7 +248,7 @@ const look = async (name) => {
   if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
   const across = page.documentElement.scrollWidth;
   if (across > width + 1) {
-    const wide = [...page.querySelectorAll("main *")].filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
+    const wide = [...page.querySelectorAll("main *, .page-navigation *, .quarto-secondary-nav *")].filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
     found.push([name, "across", `${across} px: ${wide ? wide.tagName.toLowerCase() + " " + wide.textContent.trim().slice(0, 40) : ""}`]);
   }
 };
@@ -247,21 +261,19 @@ const look = async (name) => {
 
 def measured(folder: Path, names: list[str], width: int, chromium: str) -> list[list[str]]:
     "What Chromium sees at one width: page, kind, words. All pages load, one after the other, in a frame of that width."
-    with tempfile.TemporaryDirectory() as profile, tempfile.NamedTemporaryFile("w", suffix=".html", dir=folder, delete=False) as driver:
-        driver.write(MEASURE.replace("PAGES", json.dumps(names)).replace("WIDTH", str(width)))
-    try:
-        with tempfile.TemporaryDirectory() as profile:
-            command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
-                       "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={profile}",
-                       "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
-                       "--timeout=150000", "--virtual-time-budget=3600000", "--dump-dom", Path(driver.name).as_uri()]
-            seen = subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
-    finally:
-        Path(driver.name).unlink()
+    with tempfile.TemporaryDirectory() as aside:
+        driver, addresses = Path(aside, "measure.html"), [(folder / name).resolve().as_uri() for name in names]
+        driver.write_text(MEASURE.replace("PAGES", json.dumps(addresses)).replace("WIDTH", str(width)), encoding="utf-8")
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
+                   "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={aside}/profile",
+                   "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
+                   "--virtual-time-budget=3600000", "--dump-dom", driver.as_uri()]
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     told = re.search(r'<pre id="found">done(.*?)</pre>', seen, re.DOTALL)
     if not told:
         raise RuntimeError(f"{chromium} did not come to the end of {len(names)} pages at {width} px")
-    return json.loads(html.unescape(told[1]))
+    named = dict(zip(addresses, names, strict=True))
+    return [[named[address], kind, words] for address, kind, words in json.loads(html.unescape(told[1]))]
 
 
 def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:

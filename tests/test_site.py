@@ -57,6 +57,19 @@ def test_a_stop_stays_beside_its_formula(site):
     assert site.with_stops('<math display="block"><mi>x</mi></math>.') == '<math display="block"><mi>x</mi></math>.'
 
 
+def fence(inside, sign="‖", stretchy="true"):
+    return (f'<mrow><mo stretchy="{stretchy}" form="prefix">{sign}</mo>{inside}<mo stretchy="{stretchy}" form="postfix">'
+            f'{sign.translate({40: 41, 91: 93})}</mo></mrow>')
+
+
+def test_fences_are_as_high_as_what_they_hold(site):
+    line, fraction = "<mi>g</mi>", "<mfrac><mi>a</mi><mi>b</mi></mfrac>"
+    assert site.with_low_fences(fence(line)) == fence(line, stretchy="false")
+    assert site.with_low_fences(fence(fence(line, "("))) == fence(fence(line, "(", "false"), stretchy="false")
+    assert site.with_low_fences(fence(fraction)) == fence(fraction)
+    assert site.with_low_fences(fence(line + fence(fraction, "("))) == fence(line + fence(fraction, "("))
+
+
 def test_references_in_code_lead_to_what_they_name(site):
     labels = {"lem-a": site.Label("Lemma 1.2", "nbs/1_start/01_a.html")}
     page = '<pre class="sourceCode python"><span class="co">By @lem-a and @paper, not @lem-b or me@paper.</span></pre> @lem-a'
