@@ -245,10 +245,13 @@ def described(entry: Entry) -> str:
     "One name of a page."
     level = "###" if entry.owner else "##"
     kind = "class " if isinstance(entry.node, ast.ClassDef) else ""
-    lines = [f"{level} {entry.name} {{#{entry.anchor} .unnumbered}}", "", "```python", kind + entry.signature, "```", "",
+    gives, rows = entry.returns, [(_code(p.name), _code(p.type), _code(p.default), _cell(p.meaning)) for p in entry.parameters]
+    alone = f" -> {gives[0]}" if gives and not rows else ""                        # a table for one type would be too much
+    lines = [f"{level} {entry.name} {{#{entry.anchor} .unnumbered}}", "", "```python", kind + entry.signature + alone, "```", "",
              f"{_plain(entry.docstring)} [[source]({entry.source})]", ""]
-    rows = [(_code(p.name), _code(p.type), _code(p.default), _cell(p.meaning)) for p in entry.parameters]
-    if gives := entry.returns:
+    if alone and gives[1]:
+        lines += [f"*Gives* {_plain(gives[1])}.", ""]
+    elif gives and rows:
         rows.append(("*gives*", _code(gives[0]), "", _cell(gives[1])))
     if any(row[1] or row[3] for row in rows):
         lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
@@ -273,7 +276,8 @@ def page(module: Module) -> str:
     "A module's page."
     values = [entry for entry in module.entries if isinstance(entry.node, ast.Assign | ast.AnnAssign)]
     others = [entry for entry in module.entries if entry not in values]
-    head = [f"# {module.name} {{#sec-ref-{module.stem.replace('_', '-')} .unnumbered}}", "", f"> {_plain(ast.get_docstring(module.tree) or '')}", "",
+    words = _plain(ast.get_docstring(module.tree) or "")
+    head = [f"# {module.name} {{#sec-ref-{module.stem.replace('_', '-')} .unnumbered}}", "", f"> {words}", "",
             f"Derived in [{module.title}](../nbs/{module.chapter}).", ""]
     return "\n".join([*head, *map(described, others), constants(values)])
 
