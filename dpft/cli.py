@@ -69,7 +69,7 @@ def method_named(
     "A method and its default learning rate; ValueError with the nearest names."
     import dpft
     from dpft.data import did_you_mean
-    from dpft.experiments import method_from
+    from dpft.book.experiments import method_from
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, METHODS)}")
     kind, own, rate = METHODS[name]
@@ -224,7 +224,8 @@ def plan(
     output: Annotated[Path, typer.Option(help="The heat map; its ending says the format.")] = Path("plan.svg"),
 ) -> None:
     "Noise, signal-to-noise ratio and time over batch size and steps, before anything is spent; no data is read."
-    from dpft import figures, tuning
+    from dpft import tuning
+    from dpft.book import figures
     from dpft.privacy import noise_multiplier
 
     shape = None if data is None else tuning.data_shape(data)
@@ -344,7 +345,7 @@ def quickstart(
     "Three methods, three budgets, real handwritten digits: a table and an epsilon–utility figure."
     from tqdm import tqdm
 
-    from dpft import experiments, figures
+    from dpft.book import experiments, figures
     if seeds < 1:
         raise ValueError(f"seeds={seeds} must be at least 1")
     budgets = (0.5, 2.0, 8.0, inf)
@@ -374,8 +375,8 @@ def run_named(
     from tqdm import tqdm
 
     from dpft.data import did_you_mean
-    from dpft.evidence import EXPERIMENTS
-    from dpft.experiments import results_file, run_experiment
+    from dpft.book.evidence import EXPERIMENTS
+    from dpft.book.experiments import results_file, run_experiment
     if name is None:
         for known, its in EXPERIMENTS.items():
             print(f"{known:20s} {its.question} In full: {its.needs}.")
@@ -405,8 +406,8 @@ def figures_named(
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
     from dpft.data import did_you_mean
-    from dpft.evidence import FIGURES
-    from dpft.figures import redraw
+    from dpft.book.evidence import FIGURES
+    from dpft.book.figures import redraw
 
     for name in names or ():
         if name not in FIGURES:
@@ -435,10 +436,10 @@ def audit(
 ) -> None:
     "Attack the engine itself: plant canaries, find them again, and print epsilon as claimed and as audited; a false claim is an error."
     from dpft import auditing
-    from dpft.experiments import recorded, results_file
+    from dpft.book.experiments import recorded, results_file
 
     if full:
-        from dpft.evidence import EXPERIMENTS
+        from dpft.book.evidence import EXPERIMENTS
 
         print(f"{EXPERIMENTS['audits'].needs}; each is written down when it is made, and one that is there is skipped", flush=True)
         run_named("audits", full=True, output=output)
@@ -480,7 +481,7 @@ def bench(
                                                               "half is frozen; --rows examples in a step. (default: 2048)")] = False,
 ) -> None:
     "Time and bytes of a private step beside a plain one and other libraries, in one run; lists are written with commas."
-    from dpft import bench as room
+    from dpft.book import bench as room
 
     if freezing:
         print(room.write_freezing(output, (64 if quick else 2048) if rows is None else rows, 7 if repeats is None else repeats, quick))

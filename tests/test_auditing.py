@@ -34,8 +34,8 @@ from dpft.auditing import (
     refuted,
     separation_bound,
 )
-from dpft.evidence import EXPERIMENTS
-from dpft.experiments import read_records
+from dpft.book.evidence import EXPERIMENTS
+from dpft.book.experiments import read_records
 from dpft.guarantee import best_true_positive_rate
 from dpft.privacy import SampledGaussian
 

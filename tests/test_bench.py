@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpft import bench, cli
-from dpft.bench import CONTENDERS, LiveBytes, Setting, Sizes, WatchedLoss, measure_memory, median_interval, plan_bench, relative_error
+from dpft import cli
+from dpft.book import bench
+from dpft.book.bench import CONTENDERS, LiveBytes, Setting, Sizes, WatchedLoss, measure_memory, median_interval, plan_bench, relative_error
 from dpft.gradients import per_example_gradients
 from dpft.models import example_losses
 

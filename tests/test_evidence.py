@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from dpft import evidence, experiments, fine_tune
+from dpft import fine_tune
+from dpft.book import evidence, experiments
 from dpft.data import TensorData
-from dpft.evidence import freezing, frost
-from dpft.experiments import Experiment, measured_run, method_from, read_records, run_experiment, with_fresh_head
+from dpft.book.evidence import freezing, frost
+from dpft.book.experiments import Experiment, measured_run, method_from, read_records, run_experiment, with_fresh_head
 from dpft.freezing import layers
 from dpft.models import load_model
 

@@ -7,10 +7,10 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import same_color
 
 import dpft
-from dpft import figures
-from dpft.evidence import EXPERIMENTS, FIGURES
-from dpft.experiments import source_hash, write_records
-from dpft.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
+from dpft.book import figures
+from dpft.book.evidence import EXPERIMENTS, FIGURES
+from dpft.book.experiments import source_hash, write_records
+from dpft.book.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
 from dpft.training import Method
 
 
