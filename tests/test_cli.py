@@ -16,6 +16,7 @@ from dpft import cli
 from dpft.data import LOCAL, sst2
 from dpft.models import load_tokenizer
 from dpft.privacy import Ledger
+from dpft.registry import method_named
 
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
 
@@ -146,7 +147,7 @@ def test_the_papers_methods_pay_for_their_look_at_the_data(run, method, options,
 
 
 def test_an_option_may_be_a_method_itself():
-    method, _ = cli.method_named("rap-ft", ['method=["LoRA", {"rank": 2}]', "warmup_steps=3", "share=0.2"])
+    method, _ = method_named("rap-ft", ['method=["LoRA", {"rank": 2}]', "warmup_steps=3", "share=0.2"])
     assert method.method.rank == 2 and method.warmup_steps == 3 and method.share == 0.2
 
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'machine', 'device_name', 'write_records', 'read_records',
            'recorded', 'Experiment', 'results_file', 'records_of', 'run_experiment', 'provenance', 'source_hash',
-           'is_stale', 'commit', 'measured_run', 'accuracies', 'method_from', 'prepared_task', 'cache_folder',
-           'with_fresh_head', 'quickstart', 'printed_digits_network']
+           'is_stale', 'commit', 'measured_run', 'accuracies', 'prepared_task', 'cache_folder', 'with_fresh_head',
+           'quickstart', 'printed_digits_network']
 
 # %% ../../nbs/70_experiments.ipynb #experiments-imports
 import contextlib
@@ -34,6 +34,7 @@ from ..bitfit import BiTFiT
 from ..data import Public, Task, encode, fingerprint, font_digits, load_data
 from ..guarantee import installed_versions, json_number
 from ..models import accuracy, fresh_head, load_model, load_tokenizer, pretrain
+from ..registry import method_from
 from ..training import Method, Run, fine_tune
 
 # %% ../../nbs/70_experiments.ipynb #experiments-record
@@ -201,14 +202,6 @@ def accuracies(model: nn.Module, task: Task) -> dict[str, float]:
     "The share of right answers on the development data, and on the test data where there are any."
     parts = {"accuracy": task.dev} | ({} if task.test is None else {"test_accuracy": task.test})
     return {name: accuracy(model, data, batch_size=64) for name, data in parts.items()}
-
-def method_from(name: str, options: Settings) -> Method:
-    "A method of the package by name; an option that is itself a method is written as [name, options], those of a Chain as its `parts`."
-    import dpft
-    parts = [method_from(*part) for part in options.get("parts", ())]
-    return getattr(dpft, name)(*parts, **{
-        key: method_from(*value) if isinstance(value, list) and [*map(type, value)] == [str, dict] else value
-        for key, value in options.items() if key != "parts"})
 
 # %% ../../nbs/70_experiments.ipynb #experiments-prepared
 @cache

@@ -19,9 +19,10 @@ import torch
 
 from ..bench import live_peak
 from .frost import METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine, text_run, tuned, vision_grid
-from ..experiments import Experiment, Settings, method_from, prepared_task, recorded, results_file
+from ..experiments import Experiment, Settings, prepared_task, recorded, results_file
 from ..figures import interval, label_of
 from ...frost.selection import LEARNING_RATES
+from ...registry import method_from
 from ...training import Engine, entries
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-interval
