@@ -407,10 +407,18 @@ class Ledger:
         row = (number + 1, kind, run, mechanism, step, digest, content)
         self._connection.execute("INSERT INTO ledger VALUES (?,?,?,?,?,?,?,?)", (*row, _row_hash(previous, row)))
 
+    def mac(self, content: str) -> str:
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def first_digest(self, run: str, mechanism: str, step: int) -> str | None:
+        rows = self._query("SELECT digest FROM ledger WHERE run=? AND mechanism=? AND step=? AND kind='spend' ORDER BY number", run, mechanism, step)
+        return rows[0][0] if rows else None
+
     def begin(
         self,
         run: str,             # the name of a run, unique in this ledger
         plan: dict[str, Any], # JSON; "mechanisms" lists dicts of name, noise_multiplier, sample_rate, steps
+        draws: str | None = None,
     ) -> None:
         "Record the plan of a run before its first draw; the same plan again resumes it, another, or one beyond the budget, is refused."
         text = _canonical(plan)
