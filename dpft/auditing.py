@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from .attacks import Rate
 from .data import TensorData
+from .loop import Run, fine_tune
+from .method import Method
 from .privacy import SampledGaussian
 from .registry import Known, known_methods, method_from, method_type
-from .training import Method, Run, fine_tune
 
 # %% ../nbs/61_auditing.ipynb #auditing-guess-code
 def guess_p_value(

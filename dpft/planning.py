@@ -20,10 +20,10 @@ from torch import nn
 
 from .data import did_you_mean
 from .gradients import Batch, batch_rows, clipped_sum
-from .models import (BUILT, check_name, default_loss, mean_pooled_classifier,
-                         minilm_folder)
+from .method import Context, Method
+from .models import BUILT, check_name, default_loss, mean_pooled_classifier, minilm_folder
+from .plan import check_sizes
 from .privacy import BudgetError, noise_multiplier
-from .training import Context, Method, check_sizes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpft.training import Method
+    from dpft.method import Method
 
 # %% auto #0
 __all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type', 'method_from', 'options_of', 'method_named']
@@ -81,7 +81,7 @@ def method_type(
     "The class of a method by its name; ValueError with the nearest names."
     import dpft
     from dpft.data import did_you_mean
-    from dpft.training import Method
+    from dpft.method import Method
     known = known_methods()
     name = known[name].kind if name in known else name
     where, colon, attribute = name.rpartition(":")

@@ -13,8 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from .guarantee import Guarantee, PrivacyCurve, best_true_positive_rate
-from .privacy import (NOISE_CAP, BudgetError, SampledGaussian, epsilon,
-                          noise_multiplier)
+from .privacy import NOISE_CAP, BudgetError, SampledGaussian, epsilon, noise_multiplier
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'repeated',

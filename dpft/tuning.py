@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from .data import Public, Task, check_disjoint_rows, did_you_mean, units_of
 from .guarantee import Guarantee
+from .loop import Run, fine_tune
+from .method import Context, Method
 from .models import accuracy, default_loss, perplexity
 from .noise import Keystream
+from .plan import check_sizes
 from .privacy import BudgetError, Ledger, SampledGaussian
-from .selection import (CHARGES, Charge, Price, TunedGuarantee, price, repeated,
-                            settle, trial_noise)
-from .training import Context, Method, Run, check_sizes, fine_tune
+from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
 
 # %% auto #0
 __all__ = ['PRICED', 'HELD', 'Proposer', 'people_of', 'NoisyAccuracy', 'apart', 'noisy_accuracy', 'scorer', 'Trial',

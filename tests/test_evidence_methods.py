@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpft.book import evidence
 from dpft.baselines import admitted
+from dpft.book import evidence
 from dpft.book.evidence import frost, methods
 from dpft.book.experiments import measured_run, write_records
 from dpft.book.figures import interval

@@ -28,7 +28,9 @@ from dpft.data import load_data
 from dpft.gradients import Block, Dense, Outer, Rows, only_rows, untraced
 from dpft.noise import Keystream, _encode, grid_step, on_grid, secure_std
 from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
-from dpft.training import Context, Store, make_schedule, progress_is_due
+from dpft.loop import make_schedule, progress_is_due
+from dpft.method import Context
+from dpft.store import Store
 
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
 

@@ -33,9 +33,10 @@ from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
 from ..data import Public, Task, encode, fingerprint, font_digits, load_data
 from ..guarantee import installed_versions, json_number
+from ..loop import Run, fine_tune
+from ..method import Method
 from ..models import accuracy, fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
-from ..training import Method, Run, fine_tune
 
 # %% ../../nbs/70_experiments.ipynb #experiments-record
 def record(

@@ -47,16 +47,16 @@ def run_named(
     full: Annotated[bool, typer.Option("--full/--quick", help="The whole grid, or the reduced one for two CPU cores.")] = False,
     data: Annotated[str | None, typer.Option(help="Only runs on this data set.")] = None,
     method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for the records. [default: $DPFT_RESULTS, or nbs/results]")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the records. (default: $DPFT_RESULTS, or nbs/results)")] = None,
     resume: Annotated[bool, typer.Option("--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     "Make the records of an experiment of the book, those that are missing."
     from tqdm import tqdm
 
-    from dpft.data import did_you_mean
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.experiments import results_file, run_experiment
+    from dpft.data import did_you_mean
     if name is None:
         for known, its in EXPERIMENTS.items():
             print(f"{known:20s} {its.question} In full: {its.needs}.")
@@ -86,9 +86,9 @@ def figures_named(
     ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
-    from dpft.data import did_you_mean
+    from dpft.book.drawings import redraw
     from dpft.book.evidence import FIGURES
-    from dpft.book.figures import redraw
+    from dpft.data import did_you_mean
 
     for name in names or ():
         if name not in FIGURES:
@@ -113,12 +113,12 @@ def audit(
     precision: Annotated[str | None, typer.Option(help="bf16 for mixed precision.")] = None,
     accountant: Annotated[str, typer.Option(help="prv or rdp.")] = "prv",
     seed: Annotated[int | None, typer.Option(
-        help="Of coins and run. [default: the operating system's entropy]")] = None,
+        help="Of coins and run. (default: the operating system's entropy)")] = None,
     full: Annotated[bool, typer.Option(
         "--full", help="Instead: every method and every way to run it, at full size; the "
                        "records of dpft run audits --full.")] = False,
     output: Annotated[Path | None, typer.Option(
-        help="Of --full: folder for the records. [default: as for dpft run]")] = None,
+        help="Of --full: folder for the records. (default: as for dpft run)")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     "Attack the engine itself: plant canaries and find them again; a false claim is an error."

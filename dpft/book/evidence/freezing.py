@@ -15,15 +15,16 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ...data import Task, fingerprint
 from ..experiments import Experiment, Settings, prepared_task
+from ...data import Task, fingerprint
+from ...engine import Engine
 from ...freezing.distortion import clip_groups, freezing_effect, status_changes
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
+from ...method import Context, Method
 from ...models import accuracy, default_loss, load_model
 from ...privacy import SampledGaussian, epsilon
-from ...training import Context, Engine, Method
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-walk
 State = dict[str, Tensor]

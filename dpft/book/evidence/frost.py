@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from ...baselines import Full, partitions
-from ..bench import live_peak
-from ...data import Task
+from ..contenders import live_peak
 from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
+from ...data import Task
+from ...engine import Engine
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
 from ...gradients import clipped_sum, tensors
+from ...loop import Run
+from ...method import Context, Method
 from ...models import load_model
-from ...training import Context, Engine, Method, Run
 
 # %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows

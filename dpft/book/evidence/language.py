@@ -27,16 +27,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bench import Contender, interleaved, live_peak, train_only, whole_steps
+from ..bench import whole_steps
+from ..contenders import Contender, interleaved, live_peak, train_only
+from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
 from ...clipping import effective_noise_multiplier
 from ...data import EncodedData, Public, TableData, Task, encode, public_text
-from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
+from ...engine import Engine
 from ...gradients import evaluating, trainable
+from ...loop import Run
+from ...method import Method
 from ...models import example_losses, load_model, load_tokenizer, perplexity, pretrain
 from ...privacy import noise_multiplier
 from ...rapft.relevance import relevance_map
 from ...registry import method_from
-from ...training import Engine, Method, Run
 
 # %% ../../../nbs/77_language_evidence.ipynb #language-recipe
 @dataclass(frozen=True)

@@ -17,13 +17,25 @@ from statistics import mean, median
 
 import torch
 
-from ..bench import live_peak
-from .frost import METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine, text_run, tuned, vision_grid
+from ..contenders import live_peak
+from dpft.book.evidence.frost import (
+    METHODS,
+    RATES,
+    VISION_RATES,
+    clock,
+    digits_run,
+    measured,
+    measured_engine,
+    text_run,
+    tuned,
+    vision_grid,
+)
 from ..experiments import Experiment, Settings, prepared_task, recorded, results_file
 from ..figures import interval, label_of
+from ...engine import Engine
 from ...frost.selection import LEARNING_RATES
+from ...plan import entries
 from ...registry import method_from
-from ...training import Engine, entries
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-interval
 def score_interval(
