@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -306,6 +307,41 @@ def test_selection_publishes_the_best_and_keeps_the_rest(digits, tmp_path):
         assert len(ledger.runs()) == count and ledger.epsilon(1 / 600) >= epsilon(one, 1 / 600, "rdp")
     assert isinstance(found.score_guarantee, TunedGuarantee) and 3.8 < found.score_guarantee.epsilon() <= 4
     assert f"{count} trials" not in found.report() and "random number of trials" in found.run.report()
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_under_selection_nothing_tells_how_many_trials_there_were_or_which_won(digits, tmp_path, monkeypatch, capsys, progress):
+    "The same winner after one trial and after six: all that is shown and saved is the same, byte for byte."
+    def warned(tuned):
+        warnings.warn(f"score {len(seen)}", stacklevel=1)
+        seen.append(tuned)
+        return -len(seen)
+    outputs = []
+    for count in (1, 6):
+        seen = []
+        monkeypatch.setattr(TrialLaw, "draw", lambda law, uniform, count=count: count)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            found = search(digits, "selection", score=warned, choices={"learning_rate": [0.1]}, seed=3, progress=progress)
+        assert len(seen) == count
+        found.run.save(tmp_path / str(count))
+        files = {path.name: path.read_bytes() for path in sorted((tmp_path / str(count)).iterdir()) if path.name != "ledger.sqlite"}
+        text = files.pop("guarantee.json").decode().replace(found.guarantee.run, "run")
+        said = capsys.readouterr()
+        outputs.append((files.keys(), files["README.md"].decode().replace(found.guarantee.run, "run"), text, said.out, said.err,
+                        [str(one.message) for one in heard], found.report().replace(found.guarantee.run, "run"),
+                        found.trials, found.charge, found.price, files["model.safetensors"]))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.skipif(not hasattr(Ledger, "publish"), reason="the ledger publishes whole files")
+def test_the_saved_ledger_holds_one_trial_only(digits, tmp_path):
+    found = search(digits, "selection", trials=6, ledger=tmp_path / "l.sqlite", seed=2)
+    found.run.save(tmp_path / "model")
+    with Ledger(tmp_path / "l.sqlite") as whole, Ledger(tmp_path / "model" / "ledger.sqlite", read_only=True) as published:
+        assert published.runs() == [found.guarantee.run] and len(whole.runs()) > 1
+    raw = (tmp_path / "model" / "ledger.sqlite").read_bytes()
+    assert not any(run.encode() in raw for run in set(Ledger(tmp_path / "l.sqlite").runs()) - {found.guarantee.run})
 
 
 def test_without_charge_the_guarantee_says_so(digits):
