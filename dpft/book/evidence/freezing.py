@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..experiments import Experiment, Settings, prepared_task
 from ...data import Task, fingerprint
 from ...engine import Engine
-from ...freezing.distortion import clip_groups, freezing_effect, status_changes
+from ...freezing.distortion import clip_groups, freezing_effect, status_changes, true_gradient
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
@@ -231,7 +231,8 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
     model.requires_grad_(True)
     loss = default_loss(model)
     found = freezing_effect(model, loss, batches, settings["clip"], settings["noise_multiplier"], kept, generator=generator).record()
-    groups = {clip: clip_groups(model, loss, batches, clip, kept) for clip in CLIPS}
+    true = true_gradient(model, loss, (task.train.batch(part) for part in torch.arange(len(task.train)).split(512)))
+    groups = {clip: clip_groups(model, loss, batches, clip, kept, true=true) for clip in CLIPS}
     changes = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
     for parameter, flag in zip(model.parameters(), trains, strict=True):
         parameter.requires_grad_(flag)
