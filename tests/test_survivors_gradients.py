@@ -1,4 +1,4 @@
-"""Behaviour of gradients and clipping that a small change once left unnoticed by all other fast tests; `make mutants` found each."""
+"""Of gradients and clipping: what a small change once left unnoticed by all other fast tests (`make mutants`)."""
 
 import sys
 import types

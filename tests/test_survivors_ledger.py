@@ -1,4 +1,4 @@
-"""Behaviour of the ledger, the accountants and the noise that a small change once left unnoticed by all other fast tests; `make mutants` found each."""
+"""Of the ledger, the accountants and the noise: what a small change once left unnoticed by all other fast tests (`make mutants`)."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Behaviour of the engine, its parts and the loop that a small change once left unnoticed by all other fast tests; `make mutants` found each."""
+"""Of the engine, its parts and the loop: what a small change once left unnoticed by all other fast tests (`make mutants`)."""
 
 import copy
 import dataclasses

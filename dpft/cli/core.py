@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE', 'HELP', 'main', 'tell', 'show_version', 'root',
            'check_positive', 'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
-           'takes_knobs', 'train', 'checked_knobs', 'tell_result', 'scored_part', 'check_device', 'check_model_folder',
-           'prepared_model', 'pretrained', 'plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed',
-           'account', 'accounted', 'account_lines', 'verify']
+           'takes_knobs', 'train', 'checked_knobs', 'tell_result', 'loaded_task', 'scored_part', 'check_device',
+           'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'drawn_plan', 'recommendation',
+           'train_command', 'counted', 'probed', 'account', 'accounted', 'account_lines', 'verify']
 
 # %% ../../nbs/80_command_line.ipynb #cli-imports
 import json
@@ -187,7 +187,6 @@ def train(
     **knobs: Any,
 ) -> None:
     "Fine-tune a model privately, and print what was promised; torchrun spreads it over processes."
-    from dpft.data import load_data
     from dpft.loop import fine_tune
     from dpft.privacy import Ledger
     from dpft.processes import Processes, start, stop
@@ -198,7 +197,7 @@ def train(
     chosen = with_schedule(chosen, layers, freeze_after)
     knobs = checked_knobs(knobs, rate)
     device = start(device)
-    task = load_data(data, root, limit=limit, columns=knobs["columns"])
+    task = loaded_task(data, root, limit, knobs["columns"])
     prepared, recipe = prepared_model(model, task, pretrain, device)
     if knobs["ledger"] is not None:
         first = Processes().is_first
@@ -231,6 +230,17 @@ def tell_result(run: Any, score: str, output: Path | None) -> None:
     if output is not None:
         run.save(output)
         print(f"saved in {output}")
+
+def loaded_task(
+    data: str, root: Path | None, limit: int | None, columns: tuple[str, ...] | None,
+) -> Any:
+    "The data set; ValueError for labels that are no classes."
+    from dpft.data import load_data
+    try:
+        return load_data(data, root, limit=limit, columns=columns)
+    except TypeError as error:
+        raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must be whole "
+                         "numbers or texts, and none may be missing") from None
 
 def scored_part(task: Any, score: str) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
