@@ -69,8 +69,8 @@ def run(monkeypatch, capsys):
 @pytest.fixture
 def tuned_file(tmp_path, monkeypatch):
     """A folder of results with all that one experiment needs of another, in full and reduced; 1e-3 is best."""
-    from dpft.evidence import frost, methods
-    from dpft.experiments import write_records
+    from dpft.book.evidence import frost, methods
+    from dpft.book.experiments import write_records
 
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     looked_for = {"frost-tuning": frost.METHODS, "methods-tuning": methods.OTHERS, "compositions-parts": methods.PARTS,

@@ -4,14 +4,14 @@ from functools import partial
 
 from dpft.attacks import attack_entry, attack_grid
 from dpft.auditing import audit_entry, audit_grid
-from dpft.bench import batch_figure, cost_figure, model_figure
-from dpft.evidence.freezing import EXPERIMENTS as FREEZING
-from dpft.evidence.frost import EXPERIMENTS as FROST
-from dpft.evidence.language import EXPERIMENTS as LANGUAGE
-from dpft.evidence.language import language_model
-from dpft.evidence.methods import EXPERIMENTS as METHODS
-from dpft.experiments import Experiment
-from dpft.figures import DRAWINGS, Drawing
+from dpft.book.bench import batch_figure, cost_figure, model_figure
+from dpft.book.drawings import DRAWINGS, Drawing
+from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
+from dpft.book.evidence.frost import EXPERIMENTS as FROST
+from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
+from dpft.book.evidence.language import language_model
+from dpft.book.evidence.methods import EXPERIMENTS as METHODS
+from dpft.book.experiments import Experiment
 
 AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
                                "canaries, which are made; 23 audits, 14 minutes on a busy machine, 4 on a free core")}

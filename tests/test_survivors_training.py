@@ -1,112 +1,35 @@
-"""Behaviour that a small change to the engine once left unnoticed by all other fast tests; `make mutants` found each."""
+"""Of the engine, its parts and the loop: what a small change once left unnoticed by all other fast tests (`make mutants`)."""
 
 import copy
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import pickle
 import signal
-import sys
 import types
 
 import pytest
 import torch
 import zoo
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from test_gradients import Chain, exact, noise, wave
 from test_training import OnlyTheHead, Thaws, engine, net, run_all, tune
 from torch import nn, tensor
 from zoo import toy
 
 import dpft
-from dpft import privacy, training
-from dpft.clipping import clip_factor, effective_noise_multiplier
+from dpft import engine as engine_room
+from dpft import loop
+from dpft import plan as plan_room
 from dpft.data import load_data
-from dpft.gradients import Block, Dense, Outer, Rows, only_rows, untraced
-from dpft.noise import Keystream, _encode, grid_step, on_grid, secure_std
-from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
-from dpft.training import Context, Store, make_schedule, progress_is_due
+from dpft.gradients import Block
+from dpft.loop import make_schedule, progress_is_due
+from dpft.method import Context
+from dpft.noise import grid_step, on_grid, secure_std
+from dpft.privacy import Ledger, Request, SampledGaussian
+from dpft.step import Share
+from dpft.store import Store
 
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
-
-# ---- what is spent
-
-
-def test_a_mechanism_cannot_be_changed_after_it_was_priced():
-    spent = SampledGaussian(1.0, 0.1, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        spent.steps = 0
-    assert spent.name == "train"
-
-
-def test_a_price_that_cannot_be_computed_is_no_proof_that_a_budget_is_met(monkeypatch):
-    def accountant(history, delta):
-        if min(sigma for sigma, _, _ in history) < 1:
-            raise ArithmeticError("no price below 1")
-        return 2 / min(sigma for sigma, _, _ in history)
-
-    monkeypatch.setitem(privacy._ACCOUNTANTS, "half blind", accountant)
-    assert 1 <= noise_multiplier(4.0, 1e-5, 0.1, 1, accountant="half blind") < 1.002
-    with pytest.raises(BudgetError):
-        epsilon(SampledGaussian(0.5, 0.1, 1), 1e-5, "half blind")
-
-
-def test_a_target_at_the_floor_is_met():
-    privacy._check_budget(1.0, 1.0, 0.0, "")
-    with pytest.raises(BudgetError):
-        privacy._check_budget(1.0, math.nextafter(1.0, 2), 0.0, "")
-
-
-def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
-    from opacus.accountants import PRVAccountant
-
-    built = []
-    domain = PRVAccountant._get_domain
-
-    def spy(self, *arguments, **settings):
-        built.append(domain(self, *arguments, **settings))
-        return built[-1]
-
-    monkeypatch.setattr(PRVAccountant, "_get_domain", spy)
-    history = ((2.0, 0.1, 30),)
-    privacy._prv_epsilon(history, 1e-4)
-    for size, refused in ((built[0].size / 1.1, True), (built[0].size * 1.1, False)):
-        monkeypatch.setattr(privacy, "PRV_POINTS", size)
-        if refused:
-            with pytest.raises(ValueError, match="the grid would need"):
-                privacy._prv_epsilon(history, 1e-4)
-        else:
-            privacy._prv_epsilon(history, 1e-4)
-
-
-@pytest.mark.parametrize("old, new", [({"b": 1}, 2), (2, {"b": 1}), ([1], 1), (1, [1])])
-def test_a_field_of_another_kind_is_named_as_different(old, new):
-    assert privacy._difference({"a": old}, {"a": new}) == f"a is {old!r} in the ledger and {new!r} now"
-
-
-def test_a_part_of_a_context_is_encoded_by_its_type_its_length_and_itself():
-    for part, kind, raw in ((b"ab", b"b", b"ab"), ("ab", b"s", b"ab"), (-12, b"i", b"-12")):
-        assert _encode(part) == kind + len(raw).to_bytes(8, "little") + raw
-    secret = bytes(range(32))
-    assert Keystream(secret).key("a") == hashlib.blake2b(_encode("a"), key=secret, digest_size=32).digest()
-
-
-def test_a_key_gives_the_same_noise_in_every_version():
-    "A run that is resumed under a later version repeats its last step uncharged, so its noise must be the same: chunks of 2^16 numbers."
-    key = Keystream(0).key("a")
-    parts = [Cipher(ChaCha20(key, bytes(8) + chunk.to_bytes(8, "little")), mode=None).encryptor().update(bytes(8 * size))
-             for chunk, size in enumerate((2**16, 70_000 - 2**16))]
-    assert b"".join(bits.tobytes() for bits in Keystream(0)._bits(70_000, "a")) == b"".join(parts)
-
-
-def test_a_digest_is_the_same_in_every_version():
-    "Rows of an earlier version are found again by it."
-    stream, value = Keystream(0), tensor([1.0, 2.0, 3.0])
-    key = stream.key("digest", "torch.float32", 3, "of", "sum")
-    assert stream.digest(value, "sum") == hashlib.blake2b(value.numpy().tobytes(), key=key, digest_size=32).hexdigest()
 
 
 def test_the_noise_of_a_step_is_the_same_in_every_version():
@@ -123,23 +46,6 @@ def test_the_noise_of_a_step_is_the_same_in_every_version():
         assert torch.equal(parameter.grad, (total + noise * running.spread[id(parameter)]) / running.plan.batch_size)
 
 
-def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
-    class Elsewhere:
-        "torch, but for its devices, of which there is none beside the processor."
-        device = staticmethod(lambda name: types.SimpleNamespace(type="elsewhere"))
-        Generator = staticmethod(lambda name: torch.Generator())
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    monkeypatch.setattr("dpft.noise.torch", Elsewhere())
-    stream = Keystream(0)
-    a, b, again = (stream.normal((100, 100), 3.0, *context) for context in (("a", 1), ("a", 2), ("a", 1)))
-    assert torch.equal(a, torch.empty(100, 100).normal_(0, 3.0, generator=torch.Generator().manual_seed(stream.seed("normal", "a", 1))))
-    assert torch.equal(a, again) and abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
-    assert a.shape == (100, 100) and abs(a.mean()) < 0.15 and abs(a.std() - 3) < 0.1
-
-
 def test_a_ledger_tells_with_what_a_run_was_planned():
     ledger = Ledger()
     for seed in (0, None):
@@ -148,42 +54,6 @@ def test_a_ledger_tells_with_what_a_run_was_planned():
         plan = ledger.plan(e.store.run)
         assert (plan["clip"], plan["clipping"], plan["unit"], plan["size"], plan["reproducible"]) == (0.5, "flat", "example", 60, seed == 0)
         assert plan["delta"] == e.plan.delta and plan["epsilon"] == e.plan.epsilon() and plan["accountant"] == "rdp"
-
-
-# ---- what is bounded
-
-
-def test_the_smallest_factor_that_is_precise_is_kept_and_smaller_ones_are_zero():
-    for dtype in (torch.float32, torch.float64):
-        tiny = torch.finfo(dtype).tiny
-        assert clip_factor(tensor([2.0], dtype=dtype), 2 * tiny).item() == tiny
-        assert clip_factor(tensor([4.0], dtype=dtype), 2 * tiny).item() == 0
-
-
-def test_a_block_without_noise_has_no_noise_multiplier():
-    with pytest.raises(ValueError, match="must all be positive"):
-        effective_noise_multiplier(tensor([1.0, 1.0]), tensor([1.0, 0.0]))
-
-
-def test_channels_without_positions_have_biases_and_norms_too():
-    exact(Chain(norm=nn.GroupNorm(2, 4), a=nn.Linear(4, 2)), two_waves, (noise(5, 4),))
-
-
-def two_waves(model, batch):
-    return torch.sin(model(batch[0]) * tensor([0.5, 2.0], dtype=torch.float64)).sum(1)
-
-
-def test_hooks_are_kept_from_the_compiler_where_there_is_one(monkeypatch):
-    def hook():
-        return 1
-    monkeypatch.setattr(torch.compiler, "disable", lambda kept: ("not compiled", kept))
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    assert untraced(hook) is hook
-    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("compiler"))
-    assert untraced(hook) == ("not compiled", hook)
-
-
-# ---- what is kept
 
 
 def test_the_folder_of_an_unfinished_run_is_its_owners(tmp_path):
@@ -222,12 +92,12 @@ def test_a_checkpoint_must_agree_in_all_that_a_run_depends_on():
 
 def test_every_entry_of_a_small_model_tells_it_from_others():
     model = nn.Linear(3, 2)
-    known = training.model_fingerprint(model)
+    known = engine_room.model_fingerprint(model)
     for parameter in model.parameters():
         for place in range(parameter.numel()):
             other = copy.deepcopy(model)
             dict(other.named_parameters())[next(n for n, p in model.named_parameters() if p is parameter)].data.view(-1)[place] += 1
-            assert training.model_fingerprint(other) != known
+            assert engine_room.model_fingerprint(other) != known
 
 
 def test_what_has_trained_is_remembered_after_it_is_frozen():
@@ -242,9 +112,6 @@ def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
     assert [int(state["step"]) for state in optimizer.state.values()] == [4] * 4
 
 
-# ---- what is said
-
-
 def test_other_processes_answer_with_what_the_first_told_them():
     e = engine(**NOISE)
     e._ledger, e._told = None, ([SampledGaussian(1.0, 0.1, 3)], "head of the ledger")
@@ -256,7 +123,7 @@ def test_other_processes_answer_with_what_the_first_told_them():
 def test_nothing_counts_as_checked_before_the_first_step_or_without_privacy():
     e = engine(**NOISE)
     assert e.guarantee.checked == []
-    assert run_all(e).guarantee.checked == list(training.CHECKED)
+    assert run_all(e).guarantee.checked == list(engine_room.CHECKED)
     assert run_all(engine(epsilon=math.inf)).guarantee.checked == []
 
 
@@ -293,21 +160,18 @@ def test_texts_to_go_on_with_are_scored_by_perplexity(monkeypatch):
     def perplexity(model, data):
         return 7.0
 
-    monkeypatch.setattr(training, "perplexity", perplexity)
+    monkeypatch.setattr(loop, "perplexity", perplexity)
     assert tune(steps=1, **NOISE, evaluate=Texts([1, 2])).scores == {"perplexity": 7.0}
 
 
 def test_a_saved_run_says_of_what_kind_it_is_and_what_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "write_model", lambda *_: {"base": None})     # weights have tests of their own
-    monkeypatch.setattr(training, "how_to_load", lambda _: "load it\n")
+    monkeypatch.setattr(loop, "write_model", lambda *_: {"base": None})     # weights have tests of their own
+    monkeypatch.setattr(loop, "how_to_load", lambda _: "load it\n")
     tune(steps=1, epsilon=math.inf).save(tmp_path)
     told = json.loads((tmp_path / "dpft.json").read_text())
     assert told["kind"] == "image" and told["trained"] == ["1.bias", "1.weight", "4.bias", "4.weight"]
     card = (tmp_path / "README.md").read_text()
     assert card.startswith("# Model card\n\n") and card.endswith("load it\n") and "\n\n\n" not in card
-
-
-# ---- what trains, and how
 
 
 def test_a_part_of_a_method_has_the_steps_of_its_phase_or_all():
@@ -366,42 +230,14 @@ def test_the_rate_falls_as_its_schedule_says(schedule, rates):
 
 
 def test_data_of_no_items_holds_no_texts():
-    assert not training.holds_texts([]) and training.holds_texts([{"text": "a"}]) and not training.holds_texts([("a", 1)])
-
-
-
-
-def test_groups_of_outer_products_are_summed_in_their_order():
-    left, right, factors = torch.randn(3, 2, 4, 5), torch.randn(3, 2, 4, 6), tensor([1.0, -0.5, 2.0])
-    outer = Outer(left, right, torch.Size([10, 6]))
-    torch.testing.assert_close(outer.weighted(factors), torch.tensordot(factors, outer.dense(), dims=1))
-
-
-def test_look_ups_of_one_table_are_one_contribution_of_its_shape():
-    uses = [Rows(tensor([[0, 2], [1, 1]]), torch.randn(2, 2, 3), torch.Size([4, 3])) for _ in range(2)]
-    both = only_rows(uses)
-    torch.testing.assert_close(both.dense(), uses[0].dense() + uses[1].dense())
-    assert only_rows([*uses, Dense(torch.zeros(2, 4, 3))]) is None and only_rows([]) is None
-
-
-def test_a_bare_row_of_one_is_stretched_over_the_examples():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shift = nn.Parameter(torch.randn(1, 3))
-
-        def forward(self, values):
-            return torch.cat([values, self.shift.expand(len(values), -1)], 1)
-
-    exact(nn.Sequential(Shifted(), nn.Linear(6, 2)).double(), wave, (noise(5, 3),))
+    assert not loop.holds_texts([]) and loop.holds_texts([{"text": "a"}]) and not loop.holds_texts([("a", 1)])
 
 
 def test_a_view_counts_with_its_share_of_the_loss():
     def loss(model, batch):
         return batch
-    assert training.share_of(loss, 1) is loss
     for copies in (2, 3):
-        share = training.share_of(loss, copies)
+        share = Share(loss, copies)
         assert share(None, tensor([6.0])).item() == share.full_precision(None, tensor([6.0])).item() == 6 / copies
 
 
@@ -423,24 +259,24 @@ def test_a_method_is_asked_what_it_requests_with_the_run_before_it():
 def test_a_model_made_by_name_is_remembered_by_name():
     "So that its folder says how to load it."
     task = load_data("digits")
-    ready = training.prepare("cnn", task)
+    ready = loop.prepare("cnn", task)
     assert ready.recipe == {"name": "cnn", "classes": 10, "kind": "image", "image_shape": task.image_shape}
-    assert training.prepare(ready.model, task).recipe is None
+    assert loop.prepare(ready.model, task).recipe is None
 
 
 def test_a_module_names_its_tokenizer_by_where_it_came_from(monkeypatch):
-    monkeypatch.setattr(training, "load_tokenizer", lambda name: pytest.fail(f"asked for {name}"))
+    monkeypatch.setattr(loop, "load_tokenizer", lambda name: pytest.fail(f"asked for {name}"))
     model = net()
     model.config = types.SimpleNamespace(_name_or_path="where/it/came/from")
     with pytest.raises(pytest.fail.Exception, match="asked for where/it/came/from"):
-        training.prepare(model, [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
+        loop.prepare(model, [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
 
 
 def test_each_entry_has_the_noise_of_the_block_that_holds_it():
     "One parameter, two blocks: the second block's noise comes beside the first's."
     one, other = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))
     mask = tensor([[True, False], [False, True]])
-    spread = training.noise_spread([Block([one], [mask], noise=2.0), Block([one, other], [~mask, torch.ones(3, dtype=bool)], noise=5.0)])
+    spread = plan_room.noise_spread([Block([one], [mask], noise=2.0), Block([one, other], [~mask, torch.ones(3, dtype=bool)], noise=5.0)])
     assert torch.equal(spread[id(one)], tensor([[2.0, 5.0], [5.0, 2.0]])) and torch.equal(spread[id(other)], torch.full((3,), 5.0))
 
 
@@ -491,20 +327,20 @@ def test_what_trained_before_a_freeze_has_trained():
 def test_labels_beyond_the_classes_are_refused_before_a_step():
     task = load_data("digits")
     with pytest.raises(ValueError, match="class"):
-        training.prepare(net(), dataclasses.replace(task, classes=task.classes[:5]))
+        loop.prepare(net(), dataclasses.replace(task, classes=task.classes[:5]))
 
 
 def test_rows_that_end_in_text_are_for_writing():
     rows = [{"question": "a", "reply": "b"}]
-    assert training.as_task(rows, ("question", "reply")).kind == "causal"
-    assert training.as_task([{"text": "a", "label": 0}], None).kind == "text"
+    assert loop.as_task(rows, ("question", "reply")).kind == "causal"
+    assert loop.as_task([{"text": "a", "label": 0}], None).kind == "text"
 
 
 def test_secure_mode_is_for_devices_with_float64():
     for device in ("cpu", "cuda"):
-        training.check_secure(True, True, torch.device(device))
+        engine_room.check_secure(True, True, torch.device(device))
     with pytest.raises(ValueError, match="mps does not have"):
-        training.check_secure(True, True, torch.device("mps"))
+        engine_room.check_secure(True, True, torch.device("mps"))
 
 
 def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
@@ -512,7 +348,7 @@ def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
     assert running.guarantee.checked == []
     for one in (running, loose):
         next(iter(one)).take()
-    assert running.guarantee.checked == list(training.CHECKED) and loose.guarantee.checked == []
+    assert running.guarantee.checked == list(engine_room.CHECKED) and loose.guarantee.checked == []
     assert running.guarantee.run == running.store.run in running.ledger.runs() and loose.guarantee.run == ""
 
 
