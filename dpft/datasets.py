@@ -62,14 +62,15 @@ class TensorData:
         "These rows only."
         rows = torch.as_tensor(indices, dtype=torch.long)
         table = None if self.table is None else take(self.table, rows.tolist())
-        return replace(self, images=self.images[rows], labels=self.labels[rows], table=table)
+        images, labels = self.images[rows], self.labels[rows]
+        return replace(self, images=images, labels=labels, table=table)
 
     def content(self) -> list[Any]:
         "What makes this data set the one it is, for `fingerprint`."
         numbers = [self.scale, list(self.mean), list(self.std)]
         return ["images", self.images, self.labels, *numbers]
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-take
 def take(
     data: Any,                # a data set with a way to choose rows
     rows: Sequence[int],
@@ -168,13 +169,13 @@ def _from_frame(frame: Any) -> TableData:
     check_names([str(name) for name in frame.columns])
     return TableData({str(name): frame[name].tolist() for name in frame.columns})
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-check-names
 def check_names(names: Sequence[str]) -> None:
     "Refuse a table with two columns of one name."
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise ValueError(f"two columns are named {repeated[0]!r}; rename one of them")
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-from-items
 def _from_items(items: Sequence[Any]) -> Any:
     "A list of dictionaries as a table; any other list as it is."
     arrays = (Tensor, np.ndarray)
@@ -191,7 +192,7 @@ def _from_items(items: Sequence[Any]) -> Any:
                              "give every row the same names")
     return TableData({name: [item[name] for item in items] for name in names})
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-drawable
 def _check_drawable(data: Any) -> None:
     "Refuse what has no length, or no rows by number."
     kind = type(data).__name__
@@ -203,20 +204,20 @@ def _check_drawable(data: Any) -> None:
                          "draws; give the data set inside it, .dataset")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(f"a {kind} has no length or no rows by number, so no example "
-                         "has a known probability of being drawn; keep it in memory, as "
-                         "datasets.Dataset.from_list(list(data)) does, or load it "
+                         "has a known probability of being drawn; keep it in memory, "
+                         "as datasets.Dataset.from_list(list(data)) does, or load it "
                          "without streaming")
 
 # %% ../nbs/05_datasets.ipynb #datasets-columns
 def made_on_the_fly(
     data: Any,  # a data set
 ) -> bool:
-    "Whether a data set has no columns, or computes them by a transform when it is read."
+    "Whether a data set has no columns, or computes them by a transform."
     form = getattr(data, "format", None)
     custom = isinstance(form, dict) and form.get("type") == "custom"
     return custom or not hasattr(data, "column_names")
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-column-names
 def column_names(
     data: Any,  # a data set
 ) -> tuple[str, ...]:
@@ -226,7 +227,7 @@ def column_names(
     first = data[0] if len(data) else None
     return tuple(first) if isinstance(first, Mapping) else ()
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-column
 def column(
     data: Any,   # a data set, or one that was made of a table
     name: str,
@@ -237,10 +238,8 @@ def column(
     if name not in (names := column_names(data)):
         known = ", ".join(map(repr, names)) or "items without names"
         raise ValueError(f"no column {name!r}; the data has {known}")
-    if not made_on_the_fly(data):
-        values = list(data[name])
-    else:
-        values = [data[row][name] for row in range(len(data))]
+    values = ((data[row][name] for row in range(len(data))) if made_on_the_fly(data)
+              else data[name])
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             for value in values]
 
@@ -283,7 +282,7 @@ def is_missing(
     except (TypeError, ValueError, RuntimeError):
         return type(value).__name__ == "NAType"
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-complete
 def check_complete(
     values: Sequence[Any],  # of one column
     what: str,              # that each row should have
@@ -316,7 +315,7 @@ def check_labels(
                              f"to {count - 1}; drop such rows, map them to class "
                              "numbers, or give the right number of classes")
 
-
+# %% ../nbs/05_datasets.ipynb #datasets-labels-of
 def _labels(data: Any, name: str) -> Any:
     "The labels of a data set: its tensor, its column, or the second part of each item."
     if isinstance(getattr(data, "labels", None), Tensor):
@@ -331,11 +330,11 @@ class Task:
     "A data set to fine-tune on, with what is taken as public about it."
     name: str
     kind: str                      # "image", "text" (classes) or "causal" (generation)
-    train: Any                     # the private training data
-    dev: Any                       # scored during development
-    test: Any = None               # scored once, at the end
+    train: Any = field(repr=False)        # the private training data
+    dev: Any = field(repr=False)          # scored during development
+    test: Any = field(default=None, repr=False)  # scored once, at the end
     classes: tuple[str, ...] = ()  # names; none for "causal" and for a regression
-    columns: tuple[str, ...] = ()  # texts, then the label; "causal": then what is written
+    columns: tuple[str, ...] = ()  # texts, then label; "causal": then completion
     source: str = ""               # where the rows come from
     assumed_public: list[str] = field(default_factory=list)  # for the guarantee
     make_public: Callable[[], Public] | None = None          # of the same kind

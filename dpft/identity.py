@@ -61,7 +61,8 @@ def _absorb(digest: Any, value: Any) -> None:
     digest.update(f"{head} {len(body)};".encode())
     digest.update(body)
 
-
+# %% ../nbs/05_identity.ipynb #identity-plain-bytes
+#| code-fold: true
 def _plain_bytes(value: Any) -> bytes:
     "The bytes of a text, a number or nothing."
     if isinstance(value, (str, bytes)):
@@ -143,7 +144,7 @@ def shared_rows(
     known = set(second)
     return [row for row, found in enumerate(first) if found in known]
 
-
+# %% ../nbs/05_identity.ipynb #identity-disjoint
 def check_disjoint_rows(
     public: Any,           # said to be public, or otherwise apart from the private data
     private: Any,          # the private training data

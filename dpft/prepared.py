@@ -34,21 +34,22 @@ class Prepared:
     recipe: dict[str, Any] | None = None  # how `load_model` made the model, if it did
     assumed_public: list[str] = field(default_factory=list)
     schema: Schema = field(default_factory=lambda: Schema("items"))
-    classes: tuple[str, ...] = ()         # their names; none for generation and regression
+    classes: tuple[str, ...] = ()         # none for generation and regression
 
     @property
     def origin(self) -> str:
         "Where the weights came from, as far as it is known."
+        if self.recipe:
+            return self.recipe["name"]
         named = getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        known = getattr(self.model, "origin", None) or named
-        return self.recipe["name"] if self.recipe else known or type(self.model).__name__
+        return getattr(self.model, "origin", None) or named or type(self.model).__name__
 
     def __repr__(self) -> str:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"
 
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."
-        return as_read(as_dataset(data), self.schema, self.tokenizer, self.kind, self.classes,
+        return as_read(as_dataset(data), self.schema, self.tokenizer, self.classes,
                        pad_token(self.tokenizer, self.model))
 
 # %% ../nbs/06_prepared.ipynb #prepared-as-read
@@ -56,7 +57,6 @@ def as_read(
     data: Any,               # a data set as `as_dataset` gives it
     schema: Schema,          # of the training data
     tokenizer: Any,
-    kind: str,               # of the task
     classes: Sequence[str],  # of the labels; none: any
     pad_id: int = 0,
 ) -> Any:
@@ -66,7 +66,8 @@ def as_read(
     if schema.kind == "image":
         return stack_images(data, schema, classes)
     if schema.kind in ("text", "causal"):
-        return encode(data, tokenizer, schema.columns, kind=kind, classes=classes or None)
+        return encode(data, tokenizer, schema.columns, kind=schema.kind,
+                      classes=classes or None)
     if schema.kind == "tokens":
         return token_rows(data, schema, pad_id)
     kept = [name for name in column_names(data) if name in schema.columns]
@@ -74,7 +75,7 @@ def as_read(
         return data
     return Selected(data, {name: name for name in kept}, pad_id)
 
-
+# %% ../nbs/06_prepared.ipynb #prepared-pad
 def pad_token(
     tokenizer: Any,
     model: nn.Module,
@@ -85,7 +86,7 @@ def pad_token(
             return int(found)
     return 0
 
-
+# %% ../nbs/06_prepared.ipynb #prepared-texts
 def holds_texts(
     data: Any,  # a data set
 ) -> bool:
@@ -97,35 +98,36 @@ def holds_texts(
 # %% ../nbs/06_prepared.ipynb #prepared-as-task
 def as_task(
     data: Any,                             # a data set in any form
-    columns: Sequence[str] | None = None,  # texts, then the label; None: by names and types
-    unit: Any = None,                      # the column that names the unit, or each row's
+    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
+    unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # of the model; None: as the labels say
 ) -> Task:
     "A data set without a description as a task."
     data = as_dataset(data)
     schema = read_schema(data, columns, unit)
     if schema.kind not in ("text", "image"):
-        causal = schema.kind == "causal" or schema.kind == "tokens" and _labels_tokens(data, schema)
-        kind = "causal" if causal else "text" if schema.kind == "tokens" else "image"
-        return Task("data", kind, data, dev=None, columns=schema.columns)
+        return Task("data", _kind(data, schema), data, dev=None, columns=schema.columns)
     if schema.label is None:
-        raise ValueError(f"cannot tell which of {', '.join(map(repr, column_names(data)))} is "
-                         "the label; name it last in columns=")
+        listed = ", ".join(map(repr, column_names(data)))
+        raise ValueError(f"cannot tell which of {listed} is the label; "
+                         "name it last in columns=")
     stated = class_names(data, schema.label) or classes
     labels = read_labels(column(data, schema.label), schema.label, stated)
     names = labels.classes
     facts = [f"the classes {_span(names)}"] if labels.derived else []
-    return Task("data", schema.kind, data, dev=None, classes=names, columns=schema.columns,
-                assumed_public=facts)
+    return Task("data", schema.kind, data, dev=None, classes=names,
+                columns=schema.columns, assumed_public=facts)
 
-
-def _labels_tokens(data: Any, schema: Schema) -> bool:
-    "Whether tokenised rows have a label for each token, or none beside the tokens."
+# %% ../nbs/06_prepared.ipynb #prepared-kind
+def _kind(data: Any, schema: Schema) -> str:
+    "Of a task whose rows are no texts; one label for each token is a generation."
+    if schema.kind != "tokens" or "pixel_values" in schema.reads:
+        return "causal" if schema.kind == "causal" else "image"
     if schema.label is None or not len(data):
-        return True
-    return torch.as_tensor(data[0][schema.label]).ndim > 0
+        return "causal"
+    return "causal" if torch.as_tensor(data[0][schema.label]).ndim else "text"
 
-
+# %% ../nbs/06_prepared.ipynb #prepared-span
 def _span(names: Sequence[str]) -> str:
     "Class names in words."
     if list(names) == [str(i) for i in range(len(names))]:
@@ -137,22 +139,23 @@ def prepare(
     model: nn.Module | str,                # a module, a name or a path
     train: Any,                            # a data set in any form, or a `Task`
     tokenizer: Any = None,                 # None: the model's own
-    columns: Sequence[str] | None = None,  # texts, then the label; None: the task's, or found
-    unit: Any = None,                      # the column that names the unit, or each row's
-    classes: int | Sequence[str] | None = None,  # None: the task's, the model's or the data's
+    columns: Sequence[str] | None = None,  # texts, then the label; None: as found
+    unit: Any = None,                      # the unit's column, or each row's unit
+    classes: int | Sequence[str] | None = None,  # None: the model's, or the data's
 ) -> Prepared:
-    "Load the model if it is named, read the data's columns, tokenise, check the labels."
-    outputs = None if isinstance(model, str) else getattr(model, "num_labels", None)
-    task = train if isinstance(train, Task) else as_task(train, columns, unit, classes or outputs)
+    "Load a named model, read the data's columns, tokenise them, check the labels."
+    known = classes or getattr(model, "num_labels", None)
+    task = train if isinstance(train, Task) else as_task(train, columns, unit, known)
     data = as_dataset(task.train)
     schema = read_schema(data, _known(columns or task.columns, data), unit)
-    recipe = None
+    recipe: dict[str, Any] | None = None
     if isinstance(model, str):
-        recipe = {"name": model, "classes": len(task.classes) or (1 if schema.kind == "text" else 2),
-                  "kind": task.kind, "image_shape": _image_shape(task, data)}
+        outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
+        recipe = {"name": model, "classes": outputs, "kind": task.kind,
+                  "image_shape": _image_shape(task, data)}
         model = load_model(**recipe)
-    ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind, recipe,
-                     [*task.assumed_public], schema, task.classes)
+    ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
+                     recipe, [*task.assumed_public], schema, task.classes)
     if schema.kind in ("text", "causal") and not has_batch_protocol(data):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
         ready.assumed_public += [fact for fact in ("the tokenizer's vocabulary",)
@@ -166,13 +169,15 @@ def prepare(
 #| code-fold: true
 def _known(columns: Sequence[str], data: Any) -> Sequence[str] | None:
     "The task's columns, unless the rows have no names at all."
-    return columns if columns and column_names(data) and not has_batch_protocol(data) else None
+    named = column_names(data) and not has_batch_protocol(data)
+    return columns if columns and named else None
 
-
+# %% ../nbs/06_prepared.ipynb #prepared-tokenizer
+#| code-fold: true
 def _own_tokenizer(ready: Prepared) -> Any:
     "The tokenizer of the model that is prepared."
     config = getattr(ready.model, "config", None)
-    name = ready.recipe["name"] if ready.recipe else getattr(config, "_name_or_path", "")
+    name = (ready.recipe or {}).get("name") or getattr(config, "_name_or_path", "")
     if not name:
         raise ValueError("the data holds texts and the model names no tokenizer; "
                          "pass tokenizer=")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['poisson_draw', 'physical_batches', 'gather', 'Units', 'packed', 'units_of', 'Augmentation', 'moved', 'repeated',
-           'check_pictures']
+__all__ = ['poisson_draw', 'physical_batches', 'gather', 'unit_numbers', 'Units', 'packed', 'units_of', 'Augmentation', 'moved',
+           'repeated', 'check_pictures']
 
 # %% ../nbs/05_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -41,7 +41,7 @@ def poisson_draw(
 def physical_batches(
     indices: Tensor | Sequence[int],  # (n,) the units of one draw
     physical_batch_size: int,         # most units that are in memory at once
-    lengths: Tensor | Sequence[int] | None = None,  # (N,) of every unit; None: keep the order
+    lengths: Tensor | Sequence[int] | None = None,  # (N,); None: keep the order
 ) -> list[Tensor]:                    # each at most so large; together the draw
     "Cut a draw into batches that fit in memory; with lengths, the longest come first."
     if physical_batch_size < 1:
@@ -66,6 +66,22 @@ def gather(
     batch = (collate or collate_for(data))(items)
     return dict(batch) if isinstance(batch, Mapping) else batch
 
+# %% ../nbs/05_sampling.ipynb #sampling-numbers
+def unit_numbers(
+    labels: Sequence[Hashable] | Tensor,  # (N,) the unit of each row, by any name
+    name: str = "unit",                   # of the column, for errors
+) -> Tensor:                              # (N,) in the order in which units first appear
+    "Numbers for names; refuses rows without a unit, and units of one row each."
+    arrays = isinstance(labels, (Tensor, np.ndarray))
+    values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]
+    check_complete(values, f"unit in {name!r}",
+                   "drop them, or give each the id of the person it belongs to")
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    if len(numbers) == len(values):
+        raise ValueError(f"unit {name!r} has one row each, so it is the same as an "
+                         "example; leave unit out")
+    return torch.tensor([numbers[value] for value in values])
+
 # %% ../nbs/05_sampling.ipynb #sampling-units
 class Units:
     "Which rows belong to the same unit of privacy, such as a person; @lem-units."
@@ -73,22 +89,15 @@ class Units:
     def __init__(
         self,
         labels: Sequence[Hashable] | Tensor,  # (N,) the unit of each row, by any name
-        name: str = "unit",                   # of the column, for errors and the guarantee
+        name: str = "unit",                   # of the column, as the guarantee names it
         cap: int | None = None,               # most rows of a unit in a draw; None: all
     ):
         if cap is not None and cap < 1:
             raise ValueError(f"unit_cap={cap}: a unit must bring at least one row")
-        values = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) else list(labels)
-        check_complete(values, f"unit in {name!r}",
-                       "drop them, or give each the id of the person it belongs to")
-        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
-        if len(numbers) == len(values):
-            raise ValueError(f"unit {name!r} has one row each, so it is the same as an "
-                             "example; leave unit out")
         self.name, self.cap = name, cap
-        self.index = torch.tensor([numbers[value] for value in values])  # (N,) unit of a row
-        self.counts = torch.bincount(self.index)                         # (U,) rows of a unit
-        self.order = self.index.argsort(stable=True)                     # rows, unit by unit
+        self.index = unit_numbers(labels, name)                          # (N,) its unit
+        self.counts = torch.bincount(self.index)                         # (U,) its rows
+        self.order = self.index.argsort(stable=True)              # rows, unit by unit
         self.starts = F.pad(self.counts.cumsum(0), (1, 0))
 
     def __len__(self) -> int:
@@ -111,7 +120,7 @@ class Units:
 
     def batches(self, units: Tensor, physical_batch_size: int,
                 seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        "Drawn units, whole, in physical batches; the seed is of the choice under the cap."
+        "Drawn units, whole, in physical batches; the seed chooses under the cap."
         generator = torch.Generator().manual_seed(seed)
         return packed((self.rows(unit, generator) for unit in units.tolist()),
                       physical_batch_size)
@@ -121,7 +130,7 @@ def packed(
     groups: Iterator[Tensor],  # (n,) rows of each unit
     most: int,                 # rows in memory at once
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    "Whole groups in batches: rows (B,) and the number of each one's group within it (B,)."
+    "Whole groups in batches: rows (B,), and the group of each within it (B,)."
     batch: list[Tensor] = []
     for rows in groups:
         if batch and sum(map(len, batch)) + len(rows) > most:
@@ -131,7 +140,7 @@ def packed(
     if batch:
         yield _numbered(batch)
 
-
+# %% ../nbs/05_sampling.ipynb #sampling-numbered
 def _numbered(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
     "Rows end to end, with the number of the group that each came in."
     sizes = torch.tensor([len(rows) for rows in groups])
@@ -139,9 +148,9 @@ def _numbered(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 # %% ../nbs/05_sampling.ipynb #sampling-units-of
 def units_of(
-    data: Any,                # a data set
-    unit: str | Sequence[Hashable] | Tensor | None,  # a column, or each row's; None: a row
-    cap: int | None = None,   # most rows that a unit brings to a draw
+    data: Any,               # a data set
+    unit: str | Sequence[Hashable] | Tensor | None,  # a column, or each row's
+    cap: int | None = None,  # most rows that a unit brings to a draw
 ) -> Units | None:
     "The units of a data set; refuses a missing column, missing ids and one row each."
     if unit is None or isinstance(unit, str) and unit == "example":
@@ -166,8 +175,8 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         if self.copies < 1 or self.crop < 0:
-            raise ValueError(f"copies={self.copies}, crop={self.crop}: a picture needs at "
-                             "least one copy, moved by 0 pixels or more")
+            raise ValueError(f"copies={self.copies}, crop={self.crop}: a picture needs "
+                             "at least one copy, moved by 0 pixels or more")
 
     @property
     def variants(self) -> int:
@@ -181,16 +190,14 @@ class Augmentation:
         key: bytes,    # of this draw
     ) -> Any:          # K views of each example, one after the other
         "A batch of views; each depends on its row and the key alone."
-        where = "pixel_values" if isinstance(batch, dict) else 0
-        items: dict[Any, Any] = batch if isinstance(batch, dict) else dict(enumerate(batch))
+        named = isinstance(batch, dict)
+        items: dict[Any, Any] = batch if named else dict(enumerate(batch))
+        where = "pixel_values" if named else 0
         check_pictures(items.get(where), self.crop)
-        shown = {name: self._views(value, rows, key) if name == where
-                 else repeated(value, self.copies, len(rows)) for name, value in items.items()}
-        return shown if isinstance(batch, dict) else tuple(shown.values())
-
-    def _views(self, images: Tensor, rows: Tensor, key: bytes) -> Tensor:
-        "(B K, C, H, W)."
-        return moved(images, *self._choices(rows, key))
+        shown = {name: moved(value, *self._choices(rows, key)) if name == where
+                 else repeated(value, self.copies, len(rows))
+                 for name, value in items.items()}
+        return shown if named else tuple(shown.values())
 
     def _choices(self, rows: Tensor, key: bytes) -> list[Tensor]:
         "For each view, (B K,) each: how far down, how far right, and whether mirrored."
@@ -212,7 +219,8 @@ def moved(
     "K views of each image, moved and perhaps mirrored; edges are reflected."
     choices = (choice[:, None].to(images.device) for choice in (down, right, mirrored))
     down, right, mirrored = choices
-    height, width = (torch.arange(side, device=images.device) for side in images.shape[2:])
+    sides = images.shape[2:]
+    height, width = (torch.arange(side, device=images.device) for side in sides)
     across = torch.where(mirrored > 0, len(width) - 1 - width, width)
     y = _reflected(height + down, len(height))[:, None, :, None]
     x = _reflected(across + right, len(width))[:, None, None, :]
@@ -221,23 +229,26 @@ def moved(
     channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
     return images[image, channel, y, x]
 
-
+# %% ../nbs/05_sampling.ipynb #sampling-reflected
+#| code-fold: true
 def _reflected(places: Tensor, side: int) -> Tensor:
     "Places beyond an edge, as seen in a mirror that stands on the last pixel."
     return side - 1 - (side - 1 - places.abs()).abs()
 
 
 def repeated(value: Any, copies: int, size: int) -> Any:
-    "What belongs to each of `size` examples, once for each copy; anything else as it is."
+    "What each of `size` examples has, once for each copy; anything else as it is."
     own = isinstance(value, Tensor) and value.ndim and len(value) == size
     return value.repeat_interleave(copies, 0) if own else value
 
-
+# %% ../nbs/05_sampling.ipynb #sampling-pictures
+#| code-fold: true
 def check_pictures(images: Any, crop: int) -> None:
     "Refuse what is no batch of pictures, or too small to be moved so far."
-    if not (isinstance(images, Tensor) and images.dim() == 4 and images.is_floating_point()):
-        raise ValueError("augment= takes pictures: batches of (images (B, C, H, W), labels), "
-                         "or with 'pixel_values'; leave it out here")
+    tensor = isinstance(images, Tensor) and images.is_floating_point()
+    if not tensor or images.dim() != 4:
+        raise ValueError("augment= takes pictures: batches of (images (B, C, H, W), "
+                         "labels), or with 'pixel_values'; leave it out here")
     if crop >= min(images.shape[2:]):
         raise ValueError(f"crop={crop} moves pictures of {images.shape[2]} x "
                          f"{images.shape[3]} out of sight; choose a smaller one")

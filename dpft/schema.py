@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,9 @@ __all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'Schema', 'kind_
 @dataclass(frozen=True)
 class Schema:
     "What becomes of each column of a data set."
-    kind: str                     # "text", "causal", "image", "tokens" or "items" (as they come)
+    kind: str                     # "text", "causal", "image", "tokens" or "items"
     reads: tuple[str, ...] = ()   # what the model sees, in order
-    label: str | None = None      # what it learns to give; "causal": the completion or the chats
+    label: str | None = None      # what it learns to give; "causal": to write
     unit: str | None = None       # the column that names the unit of privacy
     unused: tuple[str, ...] = ()  # what nobody sees
 
@@ -51,11 +50,13 @@ PAIRS = (("mr", "ref"), ("meaning_representation", "human_reference"),
 TEXT_PAIRS = (
     ("question", "sentence"), ("question", "context"), ("question", "passage"),
     ("question1", "question2"), ("premise", "hypothesis"), ("sentence1", "sentence2"),
-    ("text", "text_pair"), ("text1", "text2"), ("query", "passage"), ("query", "document"))
-TENSORS = ("input_ids", "pixel_values", "input_features", "input_values", "inputs_embeds")
+    ("text", "text_pair"), ("text1", "text2"),
+    ("query", "passage"), ("query", "document"))
+TENSORS = ("input_ids", "pixel_values", "input_features", "input_values",
+           "inputs_embeds")
 BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids",
-          "decoder_attention_mask", "bbox", "pixel_mask", "start_positions", "end_positions",
-          "next_sentence_label", "global_attention_mask")
+          "decoder_attention_mask", "bbox", "pixel_mask", "start_positions",
+          "end_positions", "next_sentence_label", "global_attention_mask")
 ABOUT = ("date", "time", "timestamp", "url", "source", "split", "lang", "language",
          "genre", "domain")  # texts about a row, which are not its text
 
@@ -73,26 +74,26 @@ def kind_of(
     picture = hasattr(value, "getbands") or isinstance(value, dict) and "bytes" in value
     return "picture" if picture else "other"
 
-
+# %% ../nbs/05_schema.ipynb #schema-kinds-of
 def kinds_of(
     data: Any,  # a data set
 ) -> dict[str, str]:
     "What each column holds, by its first value that is there."
     names, found = column_names(data), {}
     for name in names if len(data) else ():
-        values = (data[row][name] for row in range(len(data)))
-        first = next((value for value in islice(values, 1000) if value is not None), None)
-        found[name] = kind_of(first)
+        values = (data[row][name] for row in range(min(len(data), 1000)))
+        there = (value for value in values if value is not None)
+        found[name] = kind_of(next(there, None))
     return found
 
 # %% ../nbs/05_schema.ipynb #schema-read
 def read_schema(
     data: Any,                             # a data set
-    columns: Sequence[str] | None = None,  # texts, then the label; None: by names and types
-    unit: Any = None,                      # the column that names the unit, or each row's
+    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
+    unit: Any = None,                      # the unit's column, or each row's unit
     label: str | None = None,              # the label's column; None: by name and type
 ) -> Schema:
-    "What the model reads of a data set; ValueError in one sentence where that is unclear."
+    "What the model reads of a data set; refuses in one sentence what is unclear."
     names = column_names(data)
     unit = unit if isinstance(unit, str) and unit != "example" else None
     known = (*names, *column_names(getattr(data, "table", None) or ()))
@@ -102,8 +103,8 @@ def read_schema(
             raise ValueError(f"no column {name!r}; the data has {listed}; "
                              "name texts and label with columns=")
     if unit and unit in (*(columns or ()), label):
-        raise ValueError(f"column {unit!r} names the unit of privacy, so the model must not "
-                         "read it; leave it out of columns=")
+        raise ValueError(f"column {unit!r} names the unit of privacy, so the model "
+                         "must not read it; leave it out of columns=")
     kinds = kinds_of(data)
     kind, reads, label = (_given(kinds, columns, label) if columns
                           else _guessed(kinds, unit, label))
@@ -162,8 +163,8 @@ def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[
         raise ValueError(f"cannot tell which of {_listed(numbers)} is the label; "
                          "name the texts and then the label with columns=")
     if label is None:
-        raise ValueError(f"column {texts[-1]!r} holds texts, not class numbers; name text "
-                         "and label, or prompt and completion, with columns=")
+        raise ValueError(f"column {texts[-1]!r} holds texts, not class numbers; name "
+                         "text and label, or prompt and completion, with columns=")
     if pair := next((pair for pair in TEXT_PAIRS if set(pair) <= set(texts)), None):
         return pair
     own = [name for name in texts if name not in ABOUT] or texts
@@ -172,7 +173,7 @@ def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[
                          "name them and then the label with columns=")
     return own
 
-
+# %% ../nbs/05_schema.ipynb #schema-listed
 def _listed(names: Sequence[str]) -> str:
     "Names with commas, in quotation marks."
     return ", ".join(map(repr, names))
@@ -185,20 +186,22 @@ class Labels:
     classes: tuple[str, ...]  # their names; none for a regression
     derived: bool             # whether the classes are the labels' own
 
-
+# %% ../nbs/05_schema.ipynb #schema-read-labels
 def read_labels(
-    values: Sequence[Any],                         # (N,) of one column
-    name: str = "label",                           # of the column
-    classes: int | Sequence[str] | None = None,    # how many, or their names; None: unknown
+    values: Sequence[Any],                       # (N,) of one column
+    name: str = "label",                         # of the column
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
 ) -> Labels:
-    "Class numbers, or fractions for a regression; refuses in one sentence what is neither."
+    "Class numbers, or fractions for a regression; what is neither is refused."
     check_complete(values, f"label in column {name!r}", "drop them or label them")
-    known = [str(i) for i in range(classes)] if isinstance(classes, int) else [*(classes or ())]
+    counted = isinstance(classes, int)
+    known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
     if not len(values):
         raise ValueError("the data has no rows")
     if all(isinstance(value, str) for value in values):
-        return _named(values, name, known, isinstance(classes, int))
-    if all(isinstance(value, (list, tuple, np.ndarray, Tensor)) for value in values):
+        return _named(values, name, known, counted)
+    lists = (list, tuple, np.ndarray, Tensor)
+    if all(isinstance(value, lists) for value in values):
         return Labels(_several(values, name, known), tuple(known), False)
     whole = all(isinstance(value, (int, np.integer)) for value in values)
     fractions = len(known) == 1 or not whole
@@ -213,35 +216,38 @@ def read_labels(
     return Labels(labels, tuple(known or outputs), not known)
 
 # %% ../nbs/05_schema.ipynb #schema-labels-kinds
-def _named(values: Sequence[Any], name: str, known: Sequence[str], counted: bool) -> Labels:
-    "Class names as class numbers; if classes are only counted, their names are the data's."
+def _named(values: Sequence[Any], name: str, known: Sequence[str],
+           counted: bool) -> Labels:
+    "Class names as class numbers; where classes are counted, the data name them."
     names = list(known if known and not counted else sorted(set(values)))
     for row, text in enumerate(values):
         if text not in names or len(names) > len(known or names):
-            raise ValueError(f"the label of row {row} in column {name!r} is none of the "
-                             f"{len(known)} classes; correct it, or give the list of classes")
+            raise ValueError(f"the label of row {row} in column {name!r} is none of "
+                             f"the {len(known)} classes; correct it, or give the list "
+                             "of classes")
     found = torch.tensor([names.index(text) for text in values])
     if not known:
         check_stray(found)
     return Labels(found, tuple(names), not known or counted)
 
-
+# %% ../nbs/05_schema.ipynb #schema-several
 def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
     "(N, K) zeros and ones, for examples that may belong to several classes."
     sizes = {len(value) for value in values}
     if len(sizes) > 1 or known and sizes != {len(known)}:
-        raise ValueError(f"column {name!r} holds lists that are not as long as there are "
-                         "classes; for labels of tokens, tokenise the data first")
+        raise ValueError(f"column {name!r} holds lists that are not as long as there "
+                         "are classes; for labels of tokens, tokenise the data first")
     return torch.stack([torch.as_tensor(value).float() for value in values])
 
-
-def _fractions(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor | None:
-    "The labels of a regression; None where they are truth values or classes after all."
+# %% ../nbs/05_schema.ipynb #schema-fractions
+def _fractions(values: Sequence[Any], name: str,
+               known: Sequence[str]) -> Tensor | None:
+    "The labels of a regression; None where they are truth values or classes."
     try:
         found = torch.tensor([float(value) for value in values])
     except (TypeError, ValueError):
-        raise ValueError(f"column {name!r} holds neither class numbers nor class names; "
-                         "map the labels to 0, 1, 2, ...") from None
+        raise ValueError(f"column {name!r} holds neither class numbers nor class "
+                         "names; map the labels to 0, 1, 2, ...") from None
     if not found.isfinite().all():
         row = int((~found.isfinite()).nonzero()[0])
         raise ValueError(f"the label of row {row} is not finite; drop such rows")
@@ -255,7 +261,7 @@ def _fractions(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor
     raise ValueError(f"column {name!r} holds {kind}; make them integers for classes, "
                      "or give a model with one output for a regression")
 
-
+# %% ../nbs/05_schema.ipynb #schema-stray
 def check_stray(
     labels: Tensor,  # (N,) class numbers
 ) -> None:
@@ -267,6 +273,6 @@ def check_stray(
         present < len(counts)) & (len(counts) > 2)
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
-        raise ValueError(f"the label of row {row} stands alone: no other row has it, or the "
-                         "class numbers below it have no row; correct it, or say how many "
-                         "classes there are")
+        raise ValueError(f"the label of row {row} stands alone: no other row has it, "
+                         "or the class numbers below it have no row; correct it, or "
+                         "say how many classes there are")

@@ -57,9 +57,8 @@ def _csv(path: Path) -> Any:
                              newlines_in_values=True)
     try:
         table = csv.read_csv(path, parse_options=lines)
-        if not any("binary" in str(kind) for kind in (*table.schema.types, "")):
-            table.column_names  # decodes them
-            return table
+        if not any("binary" in str(kind) for kind in table.schema.types):
+            return table.rename_columns(table.column_names)  # fails on a bad header
         said = "UTF8"
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
@@ -69,10 +68,13 @@ def _csv(path: Path) -> Any:
     if "Empty CSV" in said:
         raise ValueError(f"{path.name} is empty; give a header and rows")
     counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
-    place = f"a line has {counts[2]} values for {counts[1]} columns" if counts else "a bad line"
+    place = "a bad line"
+    if counts:
+        place = f"a line has {counts[2]} values for {counts[1]} columns"
     raise ValueError(f"{path.name} cannot be read as CSV: {place}; correct it")
 
-
+# %% ../nbs/05_sources.ipynb #sources-json
+#| code-fold: true
 def _json(path: Path) -> Any:
     "JSON lines, or one list of objects."
     import pyarrow as pa
@@ -88,16 +90,20 @@ def _json(path: Path) -> Any:
             found = json.loads(line) if line.strip() else []
         except json.JSONDecodeError as error:
             number = error.lineno if whole else number
-            raise ValueError(f"line {number} of {path.name} is no JSON; correct it") from None
+            said = f"line {number} of {path.name} is no JSON; correct it"
+            raise ValueError(said) from None
         rows += found if isinstance(found, list) else [found]
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path.name} has no rows, or rows that are no objects with names")
+        raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
+                         "names")
     try:
         return pa.table(as_dataset(rows).columns)
     except pa.ArrowException:
-        raise ValueError(f"a column of {path.name} holds values of two types; use one") from None
+        said = f"a column of {path.name} holds values of two types; use one"
+        raise ValueError(said) from None
 
-
+# %% ../nbs/05_sources.ipynb #sources-arrow
+#| code-fold: true
 def _parquet(path: Path) -> Any:
     from pyarrow import ArrowException, parquet
 
@@ -118,14 +124,15 @@ def _arrow(path: Path) -> Any:
     raise ValueError(f"{path.name} is no Arrow file, or a damaged one")
 
 # %% ../nbs/05_sources.ipynb #sources-parts
-PARTS = {"train": ("train",), "dev": ("validation", "valid", "val", "dev", "validation_matched",
-                                      "test"), "test": ("test",)}  # by what they are used for
+PARTS = {  # by what they are used for
+    "train": ("train",), "test": ("test",),
+    "dev": ("validation", "valid", "val", "dev", "validation_matched", "test")}
 
 
 def read_folder(
     folder: str | Path,
 ) -> dict[str, Any]:    # data sets by the names of their parts
-    "The parts of a data set in a folder: files, pictures, or what `save_to_disk` wrote."
+    "The parts of a data set: files, pictures, or what `save_to_disk` wrote."
     import datasets
 
     folder = Path(folder)
@@ -133,7 +140,8 @@ def read_folder(
         found = datasets.load_from_disk(str(folder))
         return dict(found) if isinstance(found, dict) else {"train": found}
     endings = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow")
-    files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in endings}
+    files = {path.stem: path for path in sorted(folder.iterdir())
+             if path.suffix in endings}
     if parts := {name: read_file(path) for name, path in files.items()
                  if any(name in known for known in PARTS.values())}:
         return parts
@@ -142,33 +150,34 @@ def read_folder(
     try:
         return dict(datasets.load_dataset(str(folder)))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        raise ValueError(f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
-                         f"or a folder of pictures for each class ({type(error).__name__})"
-                         ) from None
+        said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
+                f"or a folder of pictures for each class ({type(error).__name__})")
+        raise ValueError(said) from None
 
 # %% ../nbs/05_sources.ipynb #sources-hub
 HUB = {"sst2": "nyu-mll/glue:sst2", "e2e": "tuetschek/e2e_nlg", "mnist": "ylecun/mnist",
        "fashion_mnist": "zalando-datasets/fashion_mnist", "cifar10": "uoft-cs/cifar10",
        "cifar100": "uoft-cs/cifar100"}
-COLLECTIONS = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue"}  # then a configuration
+COLLECTIONS = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue"}
 
-
+# %% ../nbs/05_sources.ipynb #sources-from-hub
 def from_hub(
-    name: str,  # "owner/name", "owner/name:configuration", "glue/sst2", a folder or a file
-    columns: Sequence[str] | None = None,        # texts, then the label; None: by names and types
-    unit: str | None = None,                     # the column that names the unit of privacy
-    classes: int | Sequence[str] | None = None,  # of the labels; None: as the data set says
+    name: str,  # "owner/name", "owner/name:configuration", "glue/sst2", folder or file
+    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
+    unit: str | None = None,               # the column that names the unit of privacy
+    classes: int | Sequence[str] | None = None,  # None: as the data set says
 ) -> Task:
     "A data set of the Hugging Face hub, a folder of files, or a file."
     parts = _parts(name)
     named = {use: next((parts[one] for one in known if one in parts), None)
              for use, known in PARTS.items()}
     if named["train"] is None:
-        raise ValueError(f"{name} has the splits {', '.join(parts)}; one named train is needed")
+        raise ValueError(f"{name} has the splits {', '.join(parts)}; one named train "
+                         "is needed")
     test = None if named["test"] is named["dev"] else named["test"]
     return task_of(named["train"], named["dev"], test, columns, unit, classes, name)
 
-
+# %% ../nbs/05_sources.ipynb #sources-by-name
 def _parts(name: str) -> dict[str, Any]:
     "The parts of a data set by their names."
     if Path(name).is_dir():
@@ -188,15 +197,15 @@ def task_of(
     train: Any,                            # a data set in any form
     dev: Any = None,                       # scored during development
     test: Any = None,                      # scored once, at the end
-    columns: Sequence[str] | None = None,  # texts, then the label; None: by names and types
+    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
     unit: str | None = None,               # the column that names the unit of privacy
-    classes: int | Sequence[str] | None = None,  # of the labels; None: as the data set says
+    classes: int | Sequence[str] | None = None,  # None: as the data set says
     name: str = "data",
 ) -> Task:
     "A task from rows with named columns: what it reads, its classes and public facts."
     train = as_dataset(train)
     schema = read_schema(train, columns, unit)
-    parts = [as_dataset(part) if part is not None else None for part in (train, dev, test)]
+    parts = [part if part is None else as_dataset(part) for part in (train, dev, test)]
     kind = schema.kind if schema.kind in ("text", "causal", "image") else "text"
     names: tuple[str, ...] = ()
     if kind != "causal" and schema.label:
@@ -205,19 +214,20 @@ def task_of(
         names = labels.classes
     if schema.kind == "image":
         parts = [part and stack_images(part, schema, names) for part in parts]
-    return Task(name, kind, *parts, classes=names, columns=schema.columns, source=name,
+    return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
+                columns=schema.columns, source=name,
                 assumed_public=["the classes"] if names else [])
 
-
+# %% ../nbs/05_sources.ipynb #sources-class-names
 def class_names(
     data: Any,   # a data set
     label: str,  # its column of labels
 ) -> tuple[str, ...] | None:
-    "The names of the classes that a `datasets.Dataset` states; None where it states none."
+    "The names of the classes that a `datasets.Dataset` states, if it states any."
     features = getattr(data, "features", None) or {}
     return tuple(getattr(features.get(label), "names", None) or ()) or None
 
-
+# %% ../nbs/05_sources.ipynb #sources-images
 def stack_images(
     data: Any,               # a data set with a column of pictures
     schema: Schema,
@@ -227,41 +237,45 @@ def stack_images(
     pictures = [np.array(picture) for picture in column(data, schema.reads[0])]
     if len({picture.shape for picture in pictures}) > 1:
         raise ValueError("the pictures are not of one size and number of channels; "
-                         "resize them first, for example with the model's image processor")
+                         "resize them first, as the model's image processor does")
     pixels = torch.from_numpy(np.stack(pictures))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-    labels = read_labels(column(data, schema.label or "label"), schema.label or "label", classes)
+    label = schema.label or "label"
+    labels = read_labels(column(data, label), label, classes or None)
     beside = {name: column(data, name) for name in filter(None, [schema.unit])}
     return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,),
                       TableData(beside) if beside else None)
 
 # %% ../nbs/05_sources.ipynb #sources-load
 def load_data(
-    name: str,                       # "digits", a local name, "hub:owner/name", a file or folder
+    name: str,                       # as "digits", "hub:owner/name", a file or folder
     root: str | Path | None = None,  # folder of the local files; None: DPFT_DATA
-    limit: int | None = None,        # keep only so many training rows, drawn by a fixed seed
-    source: str | None = None,       # "embedded", "local" or "hub"; None: local where there is a folder
-    columns: Sequence[str] | None = None,        # of a file or the hub: texts, then the label
-    unit: str | None = None,                     # the column that names the unit of privacy
-    classes: int | Sequence[str] | None = None,  # of the labels; None: as the data set says
+    limit: int | None = None,        # keep so many training rows, drawn by a fixed seed
+    source: str | None = None,       # "local" or "hub"; None: as root or DPFT_DATA say
+    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
+    unit: str | None = None,               # the column that names the unit of privacy
+    classes: int | Sequence[str] | None = None,  # None: as the data set says
 ) -> Task:
     "A data set by name: embedded, from local files, of one's own, or from the hub."
-    task = _named_task(name, root, source) or from_hub(
-        name.removeprefix("hub:") if _is_own(name) else HUB[name], columns, unit, classes)
+    task = _named_task(name, root, source)
+    if task is None:
+        path = name.removeprefix("hub:") if _is_own(name) else HUB[name]
+        task = from_hub(path, columns, unit, classes)
     if limit is not None:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, not {limit}")
-        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(task.train), generator=generator)
         task.train = take(task.train, order[:limit].sort().values.tolist())
     return task
 
-
+# %% ../nbs/05_sources.ipynb #sources-own
 def _is_own(name: str) -> bool:
     "Whether a name is that of a file, a folder or a data set of the hub."
     known = name == "digits" or name in HUB
     return name.startswith("hub:") or not known and Path(name).exists()
 
-
+# %% ../nbs/05_sources.ipynb #sources-named
 def _named_task(name: str, root: str | Path | None, source: str | None) -> Task | None:
     "A task that this book knows, from its files; None where it comes from elsewhere."
     if name == "digits":

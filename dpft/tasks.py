@@ -32,19 +32,21 @@ def digits() -> Task:
 
     source = load_digits()
     rows = np.arange(len(source.target))
-    train, dev = train_test_split(rows, test_size=360, random_state=0, stratify=source.target)
+    train, dev = train_test_split(rows, test_size=360, random_state=0,
+                                  stratify=source.target)
     images = torch.tensor(source.images, dtype=torch.uint8)[:, None]
     data = TensorData(images, torch.tensor(source.target), scale=16.0)
     return Task(
-        "digits", "image", data.subset(train), data.subset(dev), classes=tuple("0123456789"),
-        columns=("image", "label"),
-        source="scikit-learn load_digits (UCI optical recognition of handwritten digits)",
+        "digits", "image", data.subset(train), data.subset(dev),
+        classes=tuple("0123456789"), columns=("image", "label"),
+        source="scikit-learn load_digits "
+               "(UCI optical recognition of handwritten digits)",
         assumed_public=["the ten classes", "the grey range 0 to 16"])
 
 # %% ../nbs/05_tasks.ipynb #tasks-fonts
 #| code-fold: true
-FONTS = ("DejaVuSans*.ttf", "DejaVuSerif*.ttf", "STIXGeneral*.ttf", "cmb10.ttf", "cmr10.ttf",
-         "cmss10.ttf", "cmti10.ttf", "cmtt10.ttf")  # files of Matplotlib
+FONTS = ("DejaVuSans*.ttf", "DejaVuSerif*.ttf", "STIXGeneral*.ttf", "cmb10.ttf",
+         "cmr10.ttf", "cmss10.ttf", "cmti10.ttf", "cmtt10.ttf")  # files of Matplotlib
 
 
 def _outline(file: Path, digit: int, height: int) -> Any:
@@ -58,7 +60,8 @@ def _outline(file: Path, digit: int, height: int) -> Any:
     place = Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2)
     return place.scale(height / box.height).transform_path(path)
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-ink
+#| code-fold: true
 def _ink(files: Sequence[Path], height: int, size: int) -> np.ndarray:
     "(fonts, 10, size, size): where each digit of each font is black."
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,7 +73,8 @@ def _ink(files: Sequence[Path], height: int, size: int) -> np.ndarray:
     for row, file in enumerate(files):
         for digit in range(10):
             middle = (digit + 0.5) * size, (len(files) - row - 0.5) * size
-            path = Affine2D().translate(*middle).transform_path(_outline(file, digit, height))
+            path = _outline(file, digit, height)
+            path = Affine2D().translate(*middle).transform_path(path)
             figure.add_artist(PathPatch(path, color="black", lw=0, transform=None))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -82,7 +86,7 @@ def _ink(files: Sequence[Path], height: int, size: int) -> np.ndarray:
 def _glyphs(
     height: int = 56,  # pixels from the foot to the top of a digit
     size: int = 96,    # pixels of the square canvas
-) -> Tensor:           # (fonts, 10, size, size) pixels to the outline, positive inside the ink
+) -> Tensor:           # (fonts, 10, size, size) pixels to the outline, positive inside
     "The ten digits of every text font that Matplotlib carries."
     import matplotlib
     from scipy.ndimage import distance_transform_edt
@@ -110,7 +114,8 @@ def font_digits(
     read = F.grid_sample(distance, grid, align_corners=False, padding_mode="border")
     bits = (read > level.view(-1, 1, 1, 1)).float()
     images = (16 * F.avg_pool2d(bits, 4)).to(torch.uint8)
-    return Public(TensorData(images, labels, scale=16.0), f"digits drawn from {len(glyphs)} fonts")
+    data = TensorData(images, labels, scale=16.0)
+    return Public(data, f"digits drawn from {len(glyphs)} fonts")
 
 # %% ../nbs/05_tasks.ipynb #tasks-bent
 #| code-fold: true
@@ -118,7 +123,7 @@ def _bent(
     natural: Tensor,  # (N,) half the stroke's width in each glyph, pixels
     size: int,        # N
     generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # the level of distance that is ink, and (N, 32, 32, 2) places
+) -> tuple[Tensor, Tensor]:  # (N,) distance where ink begins; (N, 32, 32, 2) places
     "Random stroke, rotation, slant, width, place and bend of each image."
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(size, generator=generator)
@@ -131,14 +136,15 @@ def _bent(
     shape = torch.stack([grown / wide, slant, torch.zeros(size), grown / tall], 1)
     affine = 56 / 96 * turn.view(-1, 2, 2) @ shape.view(-1, 2, 2)
     shift = torch.stack([uniform(-0.1, 0.1), uniform(-0.03, 0.03)], 1)[..., None]
-    grid = F.affine_grid(torch.cat([affine, shift], 2), [size, 1, 32, 32], align_corners=False)
+    affine = torch.cat([affine, shift], 2)
+    grid = F.affine_grid(affine, [size, 1, 32, 32], align_corners=False)
     bend = 0.09 * torch.randn(size, 2, 4, 4, generator=generator)
     smooth = F.interpolate(bend, size=(32, 32), mode="bicubic", align_corners=True)
     return natural - stroke, grid + smooth.permute(0, 2, 3, 1)
 
 # %% ../nbs/05_tasks.ipynb #tasks-files
 def _file(
-    root: str | Path | None,  # the data folder; None: the environment variable DPFT_DATA
+    root: str | Path | None,  # the data folder; None: that in DPFT_DATA
     name: str,                # path of the file inside it
 ) -> Path:
     "A local data file; the error names it and says how to point at its folder."
@@ -152,7 +158,7 @@ def _file(
                          f"to the folder that holds {name}")
     return path
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-tables
 def _table(path: Path) -> TableData:
     "A parquet file as columns."
     from pyarrow.parquet import read_table
@@ -161,34 +167,39 @@ def _table(path: Path) -> TableData:
 
 
 def _sheet(path: Path, side: int = 32, columns: int = 100) -> Tensor:
-    "A picture that holds small images in rows of `columns`, as (N, 3, side, side) uint8."
+    "A picture of small images in rows of `columns`, as (N, 3, side, side) uint8."
     from PIL import Image
 
     pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB")))
-    tiles = pixels.view(len(pixels) // side, side, columns, side, 3).permute(0, 2, 4, 1, 3)
-    return tiles.reshape(-1, 3, side, side)
+    tiles = pixels.view(len(pixels) // side, side, columns, side, 3)
+    return tiles.permute(0, 2, 4, 1, 3).reshape(-1, 3, side, side)
 
 # %% ../nbs/05_tasks.ipynb #tasks-texts
 def sst2(root: str | Path | None) -> Task:
     "Stanford sentiment: 67,349 phrases of film reviews, negative or positive; @sst2."
-    parts = (_table(_file(root, f"sst2_{part}.parquet")) for part in ("train", "dev", "test"))
-    return Task("sst2", "text", *parts, classes=("negative", "positive"),
+    parts = ("train", "dev", "test")
+    files = (_file(root, f"sst2_{part}.parquet") for part in parts)
+    train, dev, test = map(_table, files)
+    return Task("sst2", "text", train, dev, test, classes=("negative", "positive"),
                 columns=("sentence", "label"), source="SST-2 (GLUE)",
                 assumed_public=["the two classes", "the tokenizer's vocabulary"])
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-e2e
 def e2e(root: str | Path | None) -> Task:
     "Restaurant facts to a sentence: 42,061 training pairs; @e2e."
-    parts = (_table(_file(root, f"e2e_nlg_{part}.parquet")) for part in ("train", "dev", "test"))
-    return Task("e2e", "causal", *parts, columns=("mr", "ref"), source="E2E NLG challenge",
+    parts = ("train", "dev", "test")
+    files = (_file(root, f"e2e_nlg_{part}.parquet") for part in parts)
+    train, dev, test = map(_table, files)
+    return Task("e2e", "causal", train, dev, test, columns=("mr", "ref"),
+                source="E2E NLG challenge",
                 assumed_public=["the tokenizer's vocabulary"])
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-public-text
 def public_text(root: str | Path | None = None) -> Public:
     "To pre-train a language model: articles and old novels in a fixed random order."
     names = ("wikipedia_en_sample", "english_novels")
-    articles, novels = (lzma.decompress(_file(root, f"{name}.txt.xz").read_bytes()).decode()
-                        for name in names)
+    packed = (_file(root, f"{name}.txt.xz").read_bytes() for name in names)
+    articles, novels = (lzma.decompress(text).decode() for text in packed)
     lines = [line for line in novels.splitlines() if line.strip()]
     pieces = (" ".join(lines[first:first + 60]) for first in range(0, len(lines), 60))
     texts = [*articles.split("\n\n"), *pieces]
@@ -198,20 +209,21 @@ def public_text(root: str | Path | None = None) -> Public:
 
 # %% ../nbs/05_tasks.ipynb #tasks-images
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse",
-                   "ship", "truck")
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
+                   "horse", "ship", "truck")
 FASHION_CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
                    "sneaker", "bag", "ankle boot")
 CHANNELS = "the published channel means and standard deviations of CIFAR-10"
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-fashion
 def fashion_mnist(root: str | Path | None) -> Task:
-    "Zalando's 60,000 grey 28 x 28 pictures of clothes; 10,000 to develop on; @fashionmnist."
+    "60,000 grey 28 x 28 pictures of clothes, 10,000 to develop on; @fashionmnist."
     packed = lzma.decompress(_file(root, "fashion_mnist.npz.xz").read_bytes())
     arrays = np.load(io.BytesIO(packed))
-    train, dev = (TensorData(torch.from_numpy(arrays[f"x_{part}"])[:, None],
-                             torch.from_numpy(arrays[f"y_{part}"]), 255.0, (0.2860,), (0.3530,))
-                  for part in ("train", "test"))
+    pairs = ((torch.from_numpy(arrays[f"{axis}_{part}"]) for axis in "xy")
+             for part in ("train", "test"))
+    train, dev = (TensorData(x[:, None], y, 255.0, (0.2860,), (0.3530,))
+                  for x, y in pairs)
     pixels = "the published pixel mean 0.2860 and standard deviation 0.3530"
     return Task("fashion_mnist", "image", train, dev, classes=FASHION_CLASSES,
                 columns=("image", "label"), source="Fashion-MNIST",
@@ -219,7 +231,7 @@ def fashion_mnist(root: str | Path | None) -> Task:
 
 # %% ../nbs/05_tasks.ipynb #tasks-cifar
 def cifar10(root: str | Path | None) -> Task:
-    "50,000 colour 32 x 32 pictures of ten things; 10,000 test images to develop on; @cifar10."
+    "50,000 colour 32 x 32 pictures of ten things, 10,000 to develop on; @cifar10."
     sheets = [_sheet(_file(root, f"cifar10/cifar10_train_{i}.webp")) for i in range(10)]
     labels = torch.cat([torch.full((len(sheet),), i) for i, sheet in enumerate(sheets)])
     held = _sheet(_file(root, "cifar10/cifar10_test.webp"))
@@ -230,11 +242,11 @@ def cifar10(root: str | Path | None) -> Task:
                 columns=("image", "label"), source="CIFAR-10",
                 assumed_public=["the ten classes", CHANNELS])
 
-
+# %% ../nbs/05_tasks.ipynb #tasks-cifar100
 def cifar100(root: str | Path | None) -> Task:
     "50,000 colour pictures of a hundred things, every tenth to develop on; @cifar10."
-    sheets = (_sheet(_file(root, f"cifar100/cifar100_train_{i}.jpg")) for i in range(10))
-    images = torch.cat(list(sheets))
+    files = (_file(root, f"cifar100/cifar100_train_{i}.jpg") for i in range(10))
+    images = torch.cat([_sheet(file) for file in files])
     labels = torch.arange(100).repeat_interleave(len(images) // 100)
     data = TensorData(images, labels, 255.0, CIFAR10_MEAN, CIFAR10_STD)
     held = torch.arange(len(data)) % 10 == 0

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from .datasets import LABELS, check_complete, check_labels, column, is_chat, made_on_the_fly
+from .datasets import (
+    LABELS, check_complete, check_labels, column, is_chat, made_on_the_fly)
 from .identity import hash_of
 from .schema import Schema, read_labels
 
@@ -24,20 +26,17 @@ __all__ = ['Row', 'EncodedData', 'fill_of', 'encode', 'label_tensor', 'flat_toke
            'Selected']
 
 # %% ../nbs/05_texts.ipynb #texts-encoded
+@dataclass(eq=False, repr=False)
 class EncodedData:
     "Tokenised texts, end to end; an item is a dictionary of 1-D tensors."
+    fields: dict[str, Tensor]     # (tokens,) each: "input_ids" and others
+    lengths: Tensor               # (N,) tokens of each text
+    labels: Tensor | None = None  # (N,), one a text; None: they are a field
+    pad_id: int = 0               # token that fills short rows
+    table: Any = None             # what was tokenised, with its other columns
 
-    def __init__(
-        self,
-        fields: dict[str, Tensor],     # (tokens,) each: "input_ids" and what else there is
-        lengths: Tensor,               # (N,) tokens of each text
-        labels: Tensor | None = None,  # (N,) of a text each; None: the labels are a field
-        pad_id: int = 0,               # token that fills short rows
-        table: Any = None,             # what was tokenised, with its other columns
-    ):
-        self.fields, self.lengths, self.labels = fields, lengths, labels
-        self.pad_id, self.table = pad_id, table
-        self.starts = F.pad(lengths.cumsum(0), (1, 0))
+    def __post_init__(self) -> None:
+        self.starts = F.pad(self.lengths.cumsum(0), (1, 0))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -48,19 +47,18 @@ class EncodedData:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: values[0] for name, values in self.batch([index]).items()}
 
-    def batch(
-        self,
-        indices: Tensor | Sequence[int],  # (B,) rows
-    ) -> dict[str, Tensor]:               # (B, T) each, and labels (B,) or (B, T)
-        "Rows in one gather, padded to the longest of them."
+    def batch(self, indices: Tensor | Sequence[int]) -> dict[str, Tensor]:
+        "Rows in one gather, (B, T) each, padded to the longest of them."
         rows = torch.as_tensor(indices, dtype=torch.long)
         rows = torch.where(rows < 0, rows + len(self), rows)
         lengths = self.lengths[rows]
         place = torch.arange(int(lengths.max()))
         real = place < lengths[:, None]
         flat = (self.starts[rows, None] + place).clamp(max=int(self.starts[-1]) - 1)
-        batch = {name: torch.where(real, values[flat].long(), fill_of(name, self.pad_id))
-                 for name, values in self.fields.items()}
+        batch = {}
+        for name, values in self.fields.items():
+            fill = fill_of(name, self.pad_id)
+            batch[name] = torch.where(real, values[flat].long(), fill)
         batch["attention_mask"] = real.long()
         return batch if self.labels is None else {**batch, "labels": self.labels[rows]}
 
@@ -73,9 +71,10 @@ class EncodedData:
         if not len(self):
             return []
         tokens = self.fields["input_ids"].numpy().astype(np.int64)
-        return [("tokens", hash_of(row)) for row in np.split(tokens, self.starts[1:-1].numpy())]
+        rows = np.split(tokens, self.starts[1:-1].numpy())
+        return [("tokens", hash_of(row)) for row in rows]
 
-
+# %% ../nbs/05_texts.ipynb #texts-fill
 def fill_of(
     name: str,    # of a field
     pad_id: int,
@@ -86,9 +85,9 @@ def fill_of(
 
 # %% ../nbs/05_texts.ipynb #texts-encode
 def encode(
-    data: Any,               # a table: `data[name]` is a column, or items are dictionaries
+    data: Any,               # its items have names, or `data[name]` is a column
     tokenizer: Any,          # a Transformers tokenizer
-    columns: Sequence[str],  # texts, then the label; "causal": prompts, completion; or chats
+    columns: Sequence[str],  # texts, then label; "causal": prompt, completion; or chat
     max_length: int = 128,   # tokens kept of each text
     kind: str = "text",      # "text": one label each; "causal": predict the completion
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
@@ -98,7 +97,8 @@ def encode(
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
     if kind == "causal":
         chats = not texts and any(map(is_chat, column(data, last)))
-        parts = [column(data, last)] if chats else [_texts(data, name) for name in columns]
+        read = column if chats else _texts
+        parts = [read(data, name) for name in columns]
         rows = _chat_rows if chats else _completion_rows
         whole = _joined(rows(parts, tokenizer, max_length), max_length, pad_id)
         whole.table = data
@@ -111,7 +111,7 @@ def encode(
         _check_tokens(row, len(special) - sum(special))
     return flat_tokens(encoded, labels, pad_id, data)
 
-
+# %% ../nbs/05_texts.ipynb #texts-labels
 def label_tensor(
     values: Sequence[Any],
     name: str,
@@ -129,7 +129,7 @@ def label_tensor(
 # %% ../nbs/05_texts.ipynb #texts-encode-parts
 #| code-fold: true
 def flat_tokens(
-    encoded: Mapping[str, Sequence[Sequence[int]]],  # (N,) lists of numbers by field
+    encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
     labels: Tensor | None,
     pad_id: int,
     table: Any,
@@ -142,7 +142,8 @@ def flat_tokens(
     lengths = torch.tensor([len(row) for row in encoded["input_ids"]])
     return EncodedData(fields, lengths, labels, pad_id, table)
 
-
+# %% ../nbs/05_texts.ipynb #texts-first-token
+#| code-fold: true
 def first_token(
     tokenizer: Any,
     *names: str,    # such as "pad_token_id"
@@ -151,7 +152,8 @@ def first_token(
     known = (getattr(tokenizer, name, None) for name in names)
     return next((number for number in known if number is not None), None)
 
-
+# %% ../nbs/05_texts.ipynb #texts-column
+#| code-fold: true
 def _texts(data: Any, name: str) -> list[str]:
     "A column of texts; anything else in it is refused with its row."
     values = column(data, name)
@@ -165,7 +167,7 @@ def _texts(data: Any, name: str) -> list[str]:
 def _check_tokens(row: int, count: int) -> None:
     "Refuse an empty text."
     if not count:
-        raise ValueError(f"row {row} has a text of zero tokens; drop it or give it a text")
+        raise ValueError(f"row {row} has a text of zero tokens; drop it or give it one")
 
 # %% ../nbs/05_texts.ipynb #texts-causal
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
@@ -194,9 +196,9 @@ def _completion_rows(
         rows.append(([*start, *end], [False] * len(start) + [True] * len(end)))
     return rows
 
-
+# %% ../nbs/05_texts.ipynb #texts-joined
 def _joined(rows: list[Row], max_length: int, pad_id: int) -> EncodedData:
-    "Rows end to end, each cut to its length; labels are -100 where nothing is predicted."
+    "Rows end to end, each cut; labels are -100 where nothing is predicted."
     cut = [(tokens[:max_length], said[:max_length]) for tokens, said in rows]
     labels = [[token if counts else -100 for token, counts in zip(*row, strict=True)]
               for row in cut]
@@ -209,31 +211,32 @@ def _chat_rows(
     tokenizer: Any,
     max_length: int,         # tokens kept of each
 ) -> list[Row]:
-    "Conversations under the tokenizer's template; the assistant's tokens are predicted."
+    "Conversations under the template; the assistant's tokens are predicted."
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the tokenizer has no chat template; set tokenizer.chat_template, "
-                         "or give prompt and completion as two columns")
+        raise ValueError("the tokenizer has no chat template; set "
+                         "tokenizer.chat_template, or give prompt and completion as "
+                         "two columns")
     rows = []
     for row, messages in enumerate(parts[0]):
         if not is_chat(messages):
-            raise ValueError(f"row {row} is no conversation: it needs a list of messages, "
-                             "each with a role and its content; drop it")
+            raise ValueError(f"row {row} is no conversation: it needs a list of "
+                             "messages, each with a role and its content; drop it")
         tokens, said = _chat_tokens(tokenizer, messages, row)
         if not any(said[1:max_length]):
-            raise ValueError(f"row {row} has no word of the assistant's within {max_length} "
-                             "tokens; raise max_length, or drop it")
+            raise ValueError(f"row {row} has no word of the assistant's within "
+                             f"{max_length} tokens; raise max_length, or drop it")
         rows.append((tokens, said))
     return rows
 
-
+# %% ../nbs/05_texts.ipynb #texts-chat-tokens
 def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Row:
     "The tokens of a conversation, and which of them the assistant says."
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template()
     marked = re.search(r"{%-?\s*generation", template) is not None
-    special = tokenizer.special_tokens_map
-    rendered: Any = render_jinja_template([messages], None, None, template, marked, **special)
+    rendered: Any = render_jinja_template(
+        [messages], None, None, template, marked, **tokenizer.special_tokens_map)
     (text,), marks = rendered  # and where the template says that the assistant speaks
     spans = marks[0] if marked else _assistant_spans(tokenizer, messages, text, row)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -250,14 +253,14 @@ def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str,
     for turn, said in enumerate(messages):
         if said["role"] != "assistant":
             continue
-        before = messages[:turn]
-        asked = write(before, tokenize=False, add_generation_prompt=True) if turn else ""
+        asked = write(messages[:turn], tokenize=False,
+                      add_generation_prompt=True) if turn else ""
         answered = write(messages[:turn + 1], tokenize=False)
         if not whole.startswith(answered) or not answered.startswith(asked):
             raise ValueError(f"row {row}: the chat template rewrites earlier turns, so "
-                             "nothing tells what the assistant says; mark it in the template "
-                             "with {% generation %}, or give prompt and completion as two "
-                             "columns")
+                             "nothing tells what the assistant says; mark it in the "
+                             "template with {% generation %}, or give prompt and "
+                             "completion as two columns")
         spans.append((len(asked), len(answered)))
     return spans
 
@@ -274,11 +277,11 @@ def collate_for(
     if isinstance(first, Mapping):
         texts = [name for name, value in first.items() if isinstance(value, str)]
         if texts:
-            raise ValueError(f"the items hold texts ({', '.join(texts)}); tokenise them "
-                             "first with dpft.texts.encode, or drop the columns")
+            raise ValueError(f"the items hold texts ({', '.join(texts)}); tokenise "
+                             "them first with dpft.texts.encode, or drop the columns")
     return lambda items: _collate(items, pad_id)
 
-
+# %% ../nbs/05_texts.ipynb #texts-collate-items
 def _collate(items: list[Any], pad_id: int) -> Any:
     "Stack what is of one size, pad what is not."
     if not items:
@@ -287,20 +290,24 @@ def _collate(items: list[Any], pad_id: int) -> Any:
     if not isinstance(items[0], Mapping):
         parts = zip(*items, strict=True)
         return tuple(_stacked(part, f"part {i}", 0) for i, part in enumerate(parts))
-    return {name: _stacked([item[name] for item in items], repr(name), fill_of(name, pad_id))
-            for name in items[0]}
+    batch = {}
+    for name in items[0]:
+        values = [item[name] for item in items]
+        batch[name] = _stacked(values, repr(name), fill_of(name, pad_id))
+    return batch
 
-
+# %% ../nbs/05_texts.ipynb #texts-stacked
 def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
     "(B, ...) of one value from each item."
     try:
         tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} of an item is a {type(values[0]).__name__}, which is no "
-                         "tensor; convert it, or pass collate_fn=") from None
+        kind = type(values[0]).__name__
+        raise ValueError(f"{name} of an item is a {kind}, which is no tensor; convert "
+                         "it, or pass collate_fn=") from None
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 # %% ../nbs/05_texts.ipynb #texts-tokens
 def token_rows(
@@ -318,7 +325,7 @@ def token_rows(
     columns = {new: column(data, name) for name, new in kept.items()}
     return _end_to_end(columns, pad_id, data) or selected
 
-
+# %% ../nbs/05_texts.ipynb #texts-selected
 class Selected:
     "Some columns of a data set, under the names that a model takes."
 
@@ -342,23 +349,27 @@ class Selected:
 
 # %% ../nbs/05_texts.ipynb #texts-end-to-end
 #| code-fold: true
-def _end_to_end(columns: dict[str, list[Any]], pad_id: int, table: Any) -> EncodedData | None:
+def _end_to_end(columns: dict[str, list[Any]], pad_id: int,
+                table: Any) -> EncodedData | None:
     "Fields of equal lengths in one tensor each; None where they differ or have gaps."
     fields = {name: [np.asarray(row) for row in rows] for name, rows in columns.items()}
-    masks = fields.pop("attention_mask", None)
-    labels, real = None, masks or [np.ones(len(row), bool) for row in fields["input_ids"]]
+    ids = fields["input_ids"]
+    masks = fields.pop("attention_mask", [np.ones(row.shape, bool) for row in ids])
+    labels = None
     if "labels" in fields and all(row.ndim == 0 for row in fields["labels"]):
-        labels = label_tensor([row.item() for row in fields.pop("labels")], "labels", None)
-    spans = [_span(mask) for mask in real]
-    rows = chain.from_iterable(zip(values, real, strict=True) for values in fields.values())
-    if None in spans or any(row.shape != mask.shape or row.dtype.kind not in "iub"
-                            for row, mask in rows):
+        numbers = [row.item() for row in fields.pop("labels")]
+        labels = label_tensor(numbers, "labels", None)
+    spans = [span for mask in masks if (span := _span(mask))]
+    alike = (row.shape == mask.shape and row.dtype.kind in "iub"
+             for rows in fields.values() for row, mask in zip(rows, masks, strict=True))
+    if len(spans) < len(masks) or not all(alike):
         return None
-    cut = {name: [row[slice(*span)] for row, span in zip(values, spans, strict=True)]  # type: ignore[misc]
-           for name, values in fields.items()}
+    cut = {name: [row[slice(*span)] for row, span in zip(rows, spans, strict=True)]
+           for name, rows in fields.items()}
     return flat_tokens(cut, labels, pad_id, table)
 
-
+# %% ../nbs/05_texts.ipynb #texts-span
+#| code-fold: true
 def _span(mask: np.ndarray) -> tuple[int, int] | None:
     "First and last place of the ones in a mask; None where they are not in one piece."
     places = np.flatnonzero(mask) if mask.ndim == 1 else np.array([])

@@ -149,7 +149,8 @@ def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
     (["b", "a", "b"], None, [1, 0, 1], ("a", "b"), True), (["b", "a", "b"], ("b", "a"), [0, 1, 0], ("b", "a"), False),
     (["b", "a"], 2, [1, 0], ("a", "b"), True), ([True, False], None, [1, 0], ("0", "1"), True), ([1.0, 0.0], 2, [1, 0], ("0", "1"), False),
     (np.array([1, 0]), None, [1, 0], ("0", "1"), True), ([0, 1] * 20 + [7], 8, [0, 1] * 20 + [7], tuple("01234567"), False),
-    ([0.5, 2.0], None, [0.5, 2.0], (), False), ([3, 4], 1, [3.0, 4.0], (), False), ([[1, 0], [1, 1]], 2, [[1, 0], [1, 1]], ("0", "1"), False),
+    ([0.5, 2.0], None, [0.5, 2.0], (), False), ([3, 4], 1, [3.0, 4.0], (), False),
+    ([[1, 0], [1, 1]], 2, [[1, 0], [1, 1]], ("0", "1"), False),
 ])
 def test_labels_are_class_numbers_or_fractions(values, classes, numbers, names, derived):
     found = read_labels(list(values), classes=classes)
@@ -401,7 +402,8 @@ def test_every_kind_of_file(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("x.csv", "text,label\ncafé secret,1\n".encode("latin-1"), "x.csv is not in UTF-8"), ("x.csv", "text,label\n", "no rows below its header"),
+    ("x.csv", "text,label\ncafé secret,1\n".encode("latin-1"), "x.csv is not in UTF-8"),
+    ("x.csv", "text,label\n", "no rows below its header"),
     ("x.csv", "", "x.csv is empty"), ("x.csv", "text,text\nsecret,b\n", "two columns are named 'text'"),
     ("x.csv", "text,label\nsecret,1,2\n", "a line has 3 values for 2 columns"), ("x.txt", "secret", "ends in '.txt'"),
     ("x.jsonl", '{"text": "a"}\n{"text": secret}\n', "line 2 of x.jsonl is no JSON"), ("x.jsonl", "[]", "has no rows"),
