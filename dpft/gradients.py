@@ -1490,7 +1490,7 @@ def record(
         losses = recorder.run(loss_fn, batch, search=shape not in searched)
     if any(leaf() is not None for leaf in recorder.leaves):
         gc.collect()
-        refuse_leaves(loss_fn, filter(None, (leaf() for leaf in recorder.leaves)))
+        refuse_leaves(loss_fn, [x for leaf in recorder.leaves if (x := leaf()) is not None])
     searched.add(shape)
     size = groups.units if groups else len(losses)
     return Gradients(losses, trainable(model), recorder.collected.uses, size)
