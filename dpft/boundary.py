@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from .data import TensorData
+from .datasets import TensorData
 from .loop import Run, fine_tune
 from .method import Method
 from .noise import Keystream

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import fingerprint
-from .gradients import Batch, Block, Groups, LossFunction, full, members, reuse_memory, trainable
+from .gradients import Batch, Block, Coupling, LossFunction, full, members, reuse_memory, trainable
 from .guarantee import Guarantee
+from .identity import fingerprint
+from .ledger import Ledger
+from .losses import default_loss
 from .method import Access, Context, Method
-from .models import default_loss, validate
+from .models import frozen_statistics, validate
 from .noise import Keystream, secure_std
 from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, sizes_of
 from .prefix import Prefix, worth_it
-from .ledger import Ledger
 from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
 from .settings import Settings, identity, settings_from, takes_settings
@@ -60,6 +61,8 @@ class Setup:
         self._make_losses()
         self._make_plan()
         self.assumed_public = [f"the number of {self.draws.unit}s, {self.plan.size}", *assumed_public]
+        if frozen := frozen_statistics(model):
+            self.assumed_public.append(f"the statistics of {len(frozen)} frozen normalisation layers")
         self.uncharged: list[str] = []
         self.touched: set[int] = set()       # ids of all parameters that have trained
         self.holds_secrets = False           # whether the loop removes the secret itself
@@ -74,6 +77,7 @@ class Setup:
         self.loss_fn: LossFunction = self.prefix or plain
         copies = self.settings.augment.copies if self.settings.augment else 1
         self.view_loss = self.loss_fn if copies == 1 else Share(self.loss_fn, copies)
+        self.coupling = Coupling(self.model, plain)
 
     def _make_plan(self) -> None:
         "The plan, from public numbers; the processes must agree on all that it rests on."

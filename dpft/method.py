@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import Public, check_disjoint_rows
+from .datasets import Public
 from .gradients import Batch, Block, Groups, LossFunction, per_example_norms, trainable
+from .identity import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .plan import Plan
 from .privacy import Request
