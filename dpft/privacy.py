@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['History', 'PRV_ERROR', 'PRV_POINTS', 'PRV_DELTA', 'NOISE_CAP', 'BudgetError', 'SampledGaussian', 'rdp_orders',
-           'rdp_moment', 'rdp_conversion', 'epsilon', 'combined_multiplier', 'noise_multiplier', 'Request',
-           'plan_budget', 'split_budget']
+           'rdp_moment', 'rdp_conversion', 'epsilon_at_order', 'epsilon', 'combined_multiplier', 'noise_multiplier',
+           'Request', 'plan_budget', 'split_budget']
 
 # %% ../nbs/01_privacy.ipynb #privacy-imports
 import math
@@ -82,6 +82,17 @@ def _rdp_at(history: History, delta: float, order: float) -> float:
     total = sum(T * rdp_moment(sigma, q, order) for sigma, q, T in history)
     value = total + rdp_conversion(order, delta)
     return math.inf if math.isnan(value) else value
+
+
+def epsilon_at_order(
+    mechanisms: Iterable[SampledGaussian],
+    delta: float, # in (0, 1)
+    order: float, # alpha, fixed before anything was released
+) -> float:
+    "Epsilon of mechanisms that may depend on each other, at one order; @lem-rdp."
+    history = tuple((m.noise_multiplier, m.sample_rate, m.steps) for m in mechanisms)
+    with np.errstate(all="ignore"):
+        return max(_rdp_at(history, delta, order), 0.0)
 
 
 def _rdp_epsilon(history: History, delta: float) -> float:
