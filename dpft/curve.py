@@ -32,9 +32,9 @@ def best_true_positive_rate(
     return min(first, second, 1.0)
 
 # %% ../nbs/02_curve.ipynb #curve-pair
-ROUNDING = 1e-12 # more than float64 Fourier transforms lose of a distribution; added to delta
-MISSED = 3e-17   # the same for each step, and more than the probability of the draws of a group that we leave out
-FINE = 1000.0    # outputs of a group's step are measured in 1 / FINE of the noise's standard deviation
+ROUNDING = 1e-12 # more than Fourier transforms in float64 lose; added to delta
+MISSED = 3e-17   # the same for each step, and for the draws of a group left out
+FINE = 1000.0    # outputs of a group's step are in 1 / FINE of the noise's deviation
 
 
 def step_loss(
@@ -42,14 +42,15 @@ def step_loss(
     group: int,    # units that leave or come at once
     relation: str, # "remove" | "add" | "replace"
 ) -> Any:          # dp-accounting's privacy loss
-    "Privacy loss of one step for the two distributions that are hardest to hide; @lem-worst-pairs."
+    "Privacy loss of one step, for its worst pair; @lem-worst-pairs."
     from dp_accounting.pld.privacy_loss_mechanism import (
         AdjacencyType,
         GaussianPrivacyLoss,
         MixtureGaussianPrivacyLoss,
     )
     from scipy.stats import binom
-    kind, sigma, q = AdjacencyType[relation.upper()], mechanism.noise_multiplier, mechanism.sample_rate
+    kind = AdjacencyType[relation.upper()]
+    sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
     if group == 1 or q > 1 - 1e-9: # in a group, then all are drawn
         return GaussianPrivacyLoss(sigma, sensitivity=group, adjacency_type=kind,
                                    sampling_prob=q if group == 1 else 1.0)
@@ -69,10 +70,11 @@ def loss_grid(
     width: float,      # of the common grid
     nobody: float,     # probability that no unit of the group is drawn
 ) -> np.ndarray:       # increasing multiples of the width, as whole numbers
-    "Grid points: all near zero, then half a per cent apart; none where mixtures are cut off."
+    "Points: all near zero, then half a per cent apart; none where mixtures are cut off."
     first = math.floor(1.0001 * low / width) - 1
     last = math.ceil(1.0001 * high / width) + 1
-    far = np.rint(200 * np.sinh(np.arange(0, math.asinh(max(-first, last) / 200), 1 / 200)))
+    reach = math.asinh(max(-first, last) / 200)
+    far = np.rint(200 * np.sinh(np.arange(0, reach, 1 / 200)))
     inner = np.concatenate([-far[::-1], far])
     losses, end = inner * width, abs(math.log(nobody)) if nobody else math.inf
     clear = ~np.isclose(abs(losses), end, rtol=2e-5, atol=2e-8)
@@ -86,10 +88,10 @@ def composed_loss(
     relation: str,
 ) -> Any:                            # dp-accounting's PLDPmf
     "Upper bound on the distribution of a whole plan's privacy loss; @sec-curve."
-    from dp_accounting.pld.pld_pmf import compose_pmfs, create_pmf_pessimistic_connect_dots
+    from dp_accounting.pld import pld_pmf
     losses = [step_loss(m, group, relation) for m in plan]
     bounds = [loss.connect_dots_bounds() for loss in losses]
-    ends = [(float(bound.epsilon_lower), float(bound.epsilon_upper)) for bound in bounds]
+    ends = [(float(one.epsilon_lower), float(one.epsilon_upper)) for one in bounds]
     reach = [max(-low, high) for low, high in ends]
     total = min(group * epsilon(plan, 1e-10, "rdp"),
                 sum(m.steps * most for m, most in zip(plan, reach)))
@@ -97,13 +99,13 @@ def composed_loss(
     for m, loss, (low, high) in zip(plan, losses, ends):
         grid = loss_grid(low, high, width, (1 - m.sample_rate) ** group)
         deltas = loss.get_delta_for_epsilon(grid * width)
-        one = create_pmf_pessimistic_connect_dots(width, grid, deltas)
+        one = pld_pmf.create_pmf_pessimistic_connect_dots(width, grid, deltas)
         parts.append(one.self_compose(m.steps))
-    return reduce(partial(compose_pmfs, tail_mass_truncation=1e-15), parts)
+    return reduce(partial(pld_pmf.compose_pmfs, tail_mass_truncation=1e-15), parts)
 
 # %% ../nbs/02_curve.ipynb #curve-curve
 class PrivacyCurve:
-    "All (epsilon, delta) pairs of a plan at once, for one direction of one kind of neighbours; upper values."
+    "All (epsilon, delta) pairs of a plan, for one kind of neighbours; upper values."
 
     def __init__(
         self,
@@ -123,16 +125,19 @@ class PrivacyCurve:
         if self._loss is None:
             return np.zeros(np.shape(epsilon))
         if np.ndim(epsilon) == 0:
-            return min(self._loss.get_delta_for_epsilon(float(epsilon)) + self._missed, 1.0)
+            one = self._loss.get_delta_for_epsilon(float(epsilon))
+            return min(one + self._missed, 1.0)
         # e^710 is too large; a smaller epsilon has a larger delta
         each, back = np.unique(np.minimum(epsilon, 700), return_inverse=True)
-        return np.clip(self._loss.get_delta_for_epsilon(each) + self._missed, 0, 1)[back]
+        deltas = self._loss.get_delta_for_epsilon(each) + self._missed
+        return np.clip(deltas, 0, 1)[back]
 
     def epsilon(self, delta: float) -> float:
         "Smallest epsilon for a delta; infinite below what float64 resolves."
         if self._loss is None:
             return 0.0
-        value, step = float(self._loss.get_epsilon_for_delta(delta - self._missed)), 1e-9
+        value = float(self._loss.get_epsilon_for_delta(delta - self._missed))
+        step = 1e-9
         while math.isfinite(value) and self.delta(value) > delta: # rounding
             value, step = value + step, 2 * step
         return value
@@ -163,7 +168,7 @@ def group_epsilon(
     delta: float,                          # for the whole group, in (0, 1)
     group: int,                            # units that one person may own
 ) -> float:                                # epsilon of the whole group, from RDP
-    "Epsilon for all units of a group at once, by the bound that holds for any algorithm; @lem-group."
+    "Epsilon for all units of a group at once, by the general bound; @lem-group."
     plan = list(mechanisms)
 
     def whole(log_delta: float) -> tuple[float, float]:
@@ -175,18 +180,19 @@ def group_epsilon(
     while whole(low)[1] > math.log(delta):
         high, low = low, 2 * low
         if low < -700:
-            raise BudgetError(f"no epsilon can be stated for groups of {group} units at "
-                              f"delta={delta}; ask for a smaller group")
+            raise BudgetError(f"no epsilon can be stated for groups of {group} units "
+                              f"at delta={delta}; ask for a smaller group")
     while high - low > 1e-3:
         middle = (low + high) / 2
-        low, high = (middle, high) if whole(middle)[1] <= math.log(delta) else (low, middle)
+        enough = whole(middle)[1] <= math.log(delta)
+        low, high = (middle, high) if enough else (low, middle)
     return group * whole(low)[0]
 
 # %% ../nbs/02_curve.ipynb #curve-units
 def sentence_units(
     texts: Sequence[str], # rows; words are separated by white space
-) -> list[int]:           # for each row the number of its unit, counted in order of appearance
-    "Assign each text to the longest, then first, text that contains its words one after the other."
+) -> list[int]:           # for each row the number of its unit, in order of appearance
+    "Assign each text to the longest, then first, text that contains its words in a row."
     words = [tuple(text.split()) for text in texts]
     known, owner = set(words), dict[tuple[str, ...], tuple[str, ...]]()
     for row in sorted(dict.fromkeys(words), key=len, reverse=True): # stable

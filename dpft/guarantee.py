@@ -51,7 +51,7 @@ class Statement:
     base_model: str = ""   # where the starting weights came from, and on which data
     licence: str = ""      # of the base model, and of this one
     trust: str = ""        # who sees the data, the checkpoints, the ledger and the logs
-    subgroups: str = ""    # how well the model serves each group of the people concerned
+    subgroups: str = ""    # how well the model serves each group of people
     unit_choice: str = ""  # why this unit covers a person, and how rows are linked
     epsilon_choice: str = "" # why this epsilon is small enough here
     hyperparameters: str = "" # how the settings were chosen, and on which data
@@ -78,7 +78,7 @@ def _purpose(mechanism: SampledGaussian) -> str:
 
 def answered_for(
     spent: Sequence[SampledGaussian],   # what was charged, by draw
-    planned: Sequence[SampledGaussian], # before the first draw; none: the plan is what was spent
+    planned: Sequence[SampledGaussian], # before the first draw; none: as spent
 ) -> list[SampledGaussian]:
     "What was spent, and the steps of the plan that were not taken; @lem-stopped."
     taken = Counter[str]()
@@ -88,8 +88,8 @@ def answered_for(
     for m in planned if spent else ():
         left = m.steps - taken[_purpose(m)]
         taken[_purpose(m)] = max(0, -left)
-        same = next((i for i, one in enumerate(stated) if one == replace(m, steps=one.steps)
-                     and _purpose(one) == _purpose(m)), None)
+        same = next((i for i, one in enumerate(stated) if _purpose(one) == _purpose(m)
+                     and one == replace(m, steps=one.steps)), None)
         if left > 0 and same is not None:
             stated[same] = replace(stated[same], steps=stated[same].steps + left)
         elif left > 0:
@@ -116,7 +116,7 @@ def filter_epsilon(
     target: float, # delta at which the order is fixed
 ) -> float:
     "Epsilon at the order that is best for the plan; @thm-filter."
-    order = min(rdp_orders(), key=lambda order: epsilon_at_order(planned, target, order))
+    order = min(rdp_orders(), key=lambda a: epsilon_at_order(planned, target, a))
     return epsilon_at_order(stated, delta, order)
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-fields
@@ -131,11 +131,11 @@ class Facts:
     unit: str = "example"             # one of these may be added or removed
     adjacency: str = "add/remove one unit" # which data sets are neighbours
     accountant: str = "prv"           # "prv" | "rdp"
-    assumed_public: list[str] = field(default_factory=list) # taken as known to everybody
+    assumed_public: list[str] = field(default_factory=list) # known to everybody
     uncharged: list[str] = field(default_factory=list) # looked at private data, unpaid
-    checked: list[str] = field(default_factory=list)   # tried before the first draw, and held
-    secrets: list[str] = field(default_factory=list)   # kept, though they undo the noise
-    reproducible: bool = False        # by a seed: whoever knows it sees through the noise
+    checked: list[str] = field(default_factory=list)   # before the first draw, and held
+    secrets: list[str] = field(default_factory=list)   # kept; they undo the noise
+    reproducible: bool = False        # by a seed: whoever knows it sees the sums
     secure_mode: bool | None = None   # no low-order bit tells more; None: not recorded
     clip: float | None = None         # bound on one unit's 2-norm
     clipping: str = "flat"            # "flat" | "automatic"
@@ -145,16 +145,16 @@ class Facts:
     versions: dict[str, str] = field(default_factory=installed_versions)
     private: bool | None = None       # None: whether there is a mechanism
     unpaid: str = ""                  # looks that no noise hides: nothing is promised
-    others: bool | None = None        # whether the ledger has charged more; None: unsaid
+    others: bool | None = None        # the ledger has charged more; None: unsaid
     statement: Statement = field(default_factory=Statement) # what only people know
-    files: dict[str, str] = field(default_factory=dict) # what it was saved with: SHA-256
+    files: dict[str, str] = field(default_factory=dict) # beside it: SHA-256
     data: str = ""                    # a fingerprint, in older files; read and dropped
 
     def __post_init__(self) -> None:
         self.data = ""
         if not 0 < self.target_delta < 1:
-            raise ValueError(f"target_delta={self.target_delta}: it must lie strictly between "
-                             "0 and 1")
+            raise ValueError(f"target_delta={self.target_delta}: it must lie strictly "
+                             "between 0 and 1")
         if self.private is None:
             self.private = bool(self.mechanisms)
         self.private = self.private and not self.unpaid
@@ -175,8 +175,8 @@ class Epsilon(Facts):
     ) -> float:                     # infinite for a run without noise
         "Epsilon of the stated mechanisms, for one unit or a group; @lem-worst-pairs."
         if not 1 <= group <= 1000:
-            raise ValueError(f"group={group}: a group has 1 to 1000 units; make the person the "
-                             "unit instead")
+            raise ValueError(f"group={group}: a group has 1 to 1000 units; make the "
+                             "person the unit instead")
         if not self.private:
             return math.inf
         delta, stated = self.target_delta if delta is None else delta, self.stated
@@ -197,7 +197,8 @@ class Epsilon(Facts):
         "Epsilon if neighbours replace one unit, from the curve; @lem-worst-pairs."
         if not self.private:
             return math.inf
-        return self._curve("replace").epsilon(self.target_delta if delta is None else delta)
+        delta = self.target_delta if delta is None else delta
+        return self._curve("replace").epsilon(delta)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         return privacy_curve(tuple(self.stated), group, relation)
@@ -272,8 +273,9 @@ class Written(Readings):
 
     def report(self) -> str:
         "Markdown for a model card."
-        parts = [claim(self), *cautions(self), *([meaning(self)] if self.private else []),
-                 details(self), assumptions(self), questions(self)]
+        words = [meaning(self)] if self.private else []
+        parts = [claim(self), *cautions(self), *words, details(self), assumptions(self),
+                 questions(self)]
         return "\n\n".join(parts) + "\n"
 
     @property
@@ -313,7 +315,7 @@ class Guarantee(Written):
         ledger: Ledger | None = None, # the run's; None: there is nothing to verify
         ending: str = "",             # of the model card, such as how to load it
     ) -> "Guarantee":                 # as it was written
-        "Write card, guarantee and the run's own ledger rows, and seal the folder; @sec-verify."
+        "Write card, guarantee and the run's ledger rows, and seal them; @sec-verify."
         return published(self, Path(folder), ledger, ending)
 
     @classmethod
@@ -353,7 +355,8 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
     "A guarantee from its file; what older versions lack has its default."
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        content = {name: value for name, value in content.items() if name not in READINGS}
+        for name in READINGS:
+            content.pop(name, None)
         if name := content.pop("kind", None):
             kind = _kind(name)
         for name in ("mechanisms", "spent", "planned"):
@@ -380,11 +383,11 @@ CAUTION = 10.0      # a larger epsilon gets a warning
 def claim(guarantee: Written) -> str:
     "The promise in one sentence; epsilon is rounded up."
     if guarantee.unpaid:
-        return (f"**No privacy guarantee.** No noise hides {guarantee.unpaid}: this model may "
-                "reveal any training example.")
+        return (f"**No privacy guarantee.** No noise hides {guarantee.unpaid}: this "
+                "model may reveal any training example.")
     if not guarantee.private:
-        return ("**No privacy guarantee.** This model was trained without noise: it may reveal "
-                "any training example.")
+        return ("**No privacy guarantee.** This model was trained without noise: it "
+                "may reveal any training example.")
     value = math.ceil(100 * guarantee.epsilon()) / 100
     pair = f"({value:.2f}, {guarantee.target_delta:.2e})"
     return (f"**{pair}-differentially private** with respect to adding or removing one "
@@ -398,20 +401,22 @@ def cautions(guarantee: Written) -> list[str]:
     found, stated = [], guarantee.stated
     if guarantee.epsilon() > CAUTION:
         found.append(
-            f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value promises one "
-            f"{guarantee.unit} next to nothing. Do not call this model anonymous.")
+            f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
+            f"promises one {guarantee.unit} next to nothing. Do not call this model "
+            "anonymous.")
     if beyond_plan(stated, guarantee.planned):
         found.append(
-            "Some batches gave more than one sum, as after an interruption. Epsilon counts all "
-            "of them, by Rényi divergence at the order of the plan; it assumes that which "
-            "batches were repeated did not depend on what they had released.")
+            "Some batches gave more than one sum, as after an interruption. Epsilon "
+            "counts all of them, by Rényi divergence at the order of the plan; it "
+            "assumes that which batches were repeated did not depend on what they had "
+            "released.")
     elif guarantee.planned and stated != list(guarantee.mechanisms):
         found.append(
-            "The run stopped before the end of its plan. Epsilon is that of the whole plan, "
-            "because when to stop may have depended on what had been released.")
+            "The run stopped before the end of its plan. Epsilon is that of the whole "
+            "plan, because when to stop may have depended on what had been released.")
     if guarantee.reproducible:
-        found.append("The run used a fixed seed: it can be reproduced, and it is not private "
-                     "against anybody who knows the seed.")
+        found.append("The run used a fixed seed: it can be reproduced, and it is not "
+                     "private against anybody who knows the seed.")
     if guarantee.secrets:
         found.append("Kept on purpose, and able to undo the noise, so never to be published: "
                      + "; ".join(guarantee.secrets) + ".")
@@ -428,40 +433,43 @@ def _worth(guarantee: Written) -> str:
     factor = f"at most a factor of {math.exp(value):.3g}" if value <= math.log(FACTOR_CAP) \
         else f"a factor that may be more than {FACTOR_CAP:,.0f}"
     return (
-        f"What it means: take any one {unit} and train twice, once with it and once without. "
-        "Whatever anybody then does with the model, the probability of every outcome differs "
-        f"by {factor}, apart from a probability of {delta:.2e}. Somebody who knows everything "
-        f"else, tries to tell whether the {unit} was there, and accepts 1 % of false alarms, "
-        f"finds out at most {100 * guarantee.tpr(0.01):.3g} % of those that were; guessing "
-        "finds 1 %.")
+        f"What it means: take any one {unit} and train twice, once with it and once "
+        "without. Whatever anybody then does with the model, the probability of every "
+        f"outcome differs by {factor}, apart from a probability of {delta:.2e}. "
+        f"Somebody who knows everything else, tries to tell whether the {unit} was "
+        "there, and accepts 1 % of false alarms, finds out at most "
+        f"{100 * guarantee.tpr(0.01):.3g} % of those that were; guessing finds 1 %.")
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-unit
 def _unit(guarantee: Written) -> str:
     unit, replaced = guarantee.unit, guarantee.replace_epsilon()
     two, ten = (guarantee.epsilon(group=size) for size in (2, 10))
     note = "" if replaced > guarantee.epsilon() else (
-        f" (less than the value above because {guarantee.accountant} is the looser way to "
-        "count, not because the promise is weaker)")
+        f" (less than the value above because {guarantee.accountant} is the looser way "
+        "to count, not because the promise is weaker)")
     return (
-        f"What the unit is: one {unit}. Somebody to whom two of them belong is protected with "
-        f"epsilon {two:.2f}, ten with {ten:.2f}, at the same delta. If neighbours replace one "
-        f"{unit} instead of adding or removing it, epsilon is {replaced:.2f}{note}.")
+        f"What the unit is: one {unit}. Somebody to whom two of them belong is "
+        f"protected with epsilon {two:.2f}, ten with {ten:.2f}, at the same delta. If "
+        f"neighbours replace one {unit} instead of adding or removing it, epsilon is "
+        f"{replaced:.2f}{note}.")
 
 
 def _not_covered(guarantee: Written) -> str:
-    runs = {True: "The ledger that this run belongs to has charged more than this run; ask its "
-                  "owner what the total is.",
+    runs = {True: "The ledger that this run belongs to has charged more than this "
+                  "run; ask its owner what the total is.",
             False: "The run's ledger had charged nothing else when this was stated.",
-            None: "Other runs on the same data cost something too, and are not counted here."}
-    return ("What is not covered: what the data teach about everybody alike, whoever took "
-            "part, and what is listed below as public or not charged. "
+            None: "Other runs on the same data cost something too, and are not "
+                  "counted here."}
+    return ("What is not covered: what the data teach about everybody alike, whoever "
+            "took part, and what is listed below as public or not charged. "
             + runs[guarantee.others])
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-details
 def mechanism_text(mechanism: SampledGaussian) -> str:
     "A mechanism in one line of the report."
     return (f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate "
-            f"{mechanism.sample_rate:.4g}, {mechanism.steps} step{'s' * (mechanism.steps != 1)}")
+            f"{mechanism.sample_rate:.4g}, {mechanism.steps} "
+            f"step{'s' * (mechanism.steps != 1)}")
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
@@ -479,16 +487,16 @@ def details(guarantee: Written) -> str:
     rows += [(m.name, mechanism_text(m)) for m in guarantee.mechanisms]
     rows += [(f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned
              if m not in guarantee.mechanisms]
-    rows += [(f"version of {name}", value) for name, value in guarantee.versions.items()]
+    rows += [(f"version of {name}", found) for name, found in guarantee.versions.items()]
     return _table(rows)
 
 # %% ../nbs/02_guarantee.ipynb #guarantee-assumptions
 ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
-    False: ["nobody reads the lowest bits of what was released: noise was added in floating "
-            "point, where they can tell for certain which of two sums it was added to "
-            "(secure_mode=True closes this)",
-            "nobody predicts the generator of the noise, ChaCha20 on a CPU and torch's own on "
-            "a GPU",
+    False: ["nobody reads the lowest bits of what was released: noise was added in "
+            "floating point, where they can tell for certain which of two sums it was "
+            "added to (secure_mode=True closes this)",
+            "nobody predicts the generator of the noise, ChaCha20 on a CPU and "
+            "torch's own on a GPU",
             "rounding while a sum is formed moves it by nothing that counts"],
     True: ["secure mode: sums and noise were added on a grid, exactly; the noise, from "
            "ChaCha20, is as normal as float64 can make it",
@@ -499,10 +507,11 @@ def assumptions(guarantee: Written) -> str:
     "What was taken as public, what nobody paid for, and what was checked."
     arithmetic = ARITHMETIC.get(guarantee.secure_mode, []) if guarantee.private else []
     unpaid = guarantee.uncharged or [
-        "nothing that the run knows of; choices made by people who saw the data are never "
-        "charged"]
+        "nothing that the run knows of; choices made by people who saw the data are "
+        "never charged"]
     lists = {
-        "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the method itself"],
+        "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the "
+                                                              "method itself"],
         "Assumed of the arithmetic:": arithmetic,
         "Looked at private data and not charged:": unpaid,
         "Checked before the first draw:": guarantee.checked}
@@ -517,7 +526,7 @@ def questions(guarantee: Written) -> str:
         (text, answers[name] or "not stated") for name, text in QUESTIONS.items())
 
 # %% ../nbs/02_guarantee.ipynb #moved-names
-def __getattr__(name: str) -> Any: # names that moved to `dpft.curve`, `dpft.verification`
+def __getattr__(name: str) -> Any: # moved to `dpft.curve`, `dpft.verification`
     for module in ("dpft.curve", "dpft.verification"):
         if name in getattr(found := import_module(module), "__all__", ()):
             return getattr(found, name)

@@ -68,8 +68,10 @@ def add_again(
         if module.startswith("dpft."):
             import_module(module)
         if addition["function"] not in RESTORERS:
-            raise ValueError(f"the saved run added parameters with {addition['function']}, which is not marked with dpft.saving.restores; "
-                             "import its module first, or mark it")
+            raise ValueError("the saved run added parameters with "
+                             f"{addition['function']}, which is not marked with "
+                             "dpft.saving.restores; import its module first, or mark "
+                             "it")
         RESTORERS[addition["function"]](model, **addition["settings"])
 
 # %% ../nbs/07_saving.ipynb #saving-names
@@ -195,14 +197,14 @@ def _check_form(
 ) -> None:
     "ValueError on what cannot be saved as it was asked for."
     if len(adapters) > 1:
-        raise ValueError(f"the model holds {len(adapters)} adapters ({', '.join(adapters)}); "
-                         "delete all but the one that trained")
+        raise ValueError(f"the model holds {len(adapters)} adapters "
+                         f"({', '.join(adapters)}); delete all but the one that trained")
     if whole and is_wrapped(model):
-        raise ValueError("a PeftModel is saved as its adapter; for the whole model save "
-                         "model.merge_and_unload() with Transformers")
+        raise ValueError("a PeftModel is saved as its adapter; for the whole model "
+                         "save model.merge_and_unload() with Transformers")
     if gone and whole is False:
-        raise ValueError(f"{min(gone)} trained and is no more in the model, so there is no "
-                         "part to save; leave out whole=False")
+        raise ValueError(f"{min(gone)} trained and is no more in the model, so there "
+                         "is no part to save; leave out whole=False")
 
 # %% ../nbs/07_saving.ipynb #saving-write-whole
 def write_model(
@@ -282,22 +284,24 @@ def check_target(
     "Refuse, before training, a place where a run could not be saved, or would replace one."
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a run is saved in a folder, so name another")
+        raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
+                         "another")
     found = [name for name in KEPT if (folder / name).exists()]
     if found and not overwrite:
-        raise ValueError(f"{folder} holds {found[0]} already, which saving would replace; name "
-                         "another folder, or say overwrite=True")
+        raise ValueError(f"{folder} holds {found[0]} already, which saving would "
+                         "replace; name another folder, or say overwrite=True")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"can this be written?")
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a place where "
-                         "you may write") from error
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a "
+                         "place where you may write") from error
     if free < room:
-        raise ValueError(f"{folder} has room for {free / 2**20:,.0f} MiB and the run needs "
-                         f"{room / 2**20:,.0f}; make room, or choose another place")
+        raise ValueError(f"{folder} has room for {free / 2**20:,.0f} MiB and the run "
+                         f"needs {room / 2**20:,.0f}; make room, or choose another "
+                         "place")
     return folder
 
 # %% ../nbs/07_saving.ipynb #saving-card
@@ -318,9 +322,11 @@ def how_to_load(
     lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
     if part:
         where = f" from `{base['name']}`" if base["name"] else ", which has to be given"
-        lines += [f"It holds only the {len(description['names'])} parameters that trained; the rest is the base model, a {kind}{where}."]
+        lines += [f"It holds only the {len(description['names'])} parameters that "
+                  f"trained; the rest is the base model, a {kind}{where}."]
     if part and description["adapters"]:
-        lines += [f"peft reads it too: `PeftModel.from_pretrained(base, path)`, where `base` is a {kind} with a head of the same size."]
+        lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
+                  f"`base` is a {kind} with a head of the same size."]
     elif part and not description["added"]:
         lines += [f"Without this package: `base.load_state_dict(safetensors.torch.load_file(\"{PART}\"), strict=False)`."]
     return "\n".join(["## How to load", "", *lines]) + "\n"
@@ -350,7 +356,8 @@ def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
     if (folder / "config.json").exists():
         return load_model(str(folder), classes=(recipe or {}).get("classes", 2), kind=description["kind"])
     if recipe is None:
-        raise ValueError(f"{folder} was saved from a module of one's own; pass it: load(path, model=MyModule())")
+        raise ValueError(f"{folder} was saved from a module of one's own; pass it: "
+                         "load(path, model=MyModule())")
     return load_model(**recipe)
 
 def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
@@ -363,8 +370,9 @@ def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
     filled = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name in values}
     empty = [name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in filled]
     if unknown or empty:
-        raise ValueError(f"{folder} and {type(model).__name__} are not of one form: {(unknown + empty)[0]} is in one of them only; "
-                         "pass the model that was saved: load(path, model=...)")
+        raise ValueError(f"{folder} and {type(model).__name__} are not of one form: "
+                         f"{(unknown + empty)[0]} is in one of them only; pass the "
+                         "model that was saved: load(path, model=...)")
     return model
 
 # %% ../nbs/07_saving.ipynb #saving-read-part
@@ -375,15 +383,18 @@ def _read_part(folder: Path, description: dict[str, Any], model: nn.Module | Non
     without = {base_name(name, adapters) for name in description["names"]}
     where = f" {base['name']!r}" if base["name"] else ""
     if model is None and base["name"] is None:
-        raise ValueError(f"{folder} holds only what trained, on a base without a name; pass the base: load(path, model=base)")
+        raise ValueError(f"{folder} holds only what trained, on a base without a name; "
+                         "pass the base: load(path, model=base)")
     try:
         model = model if model is not None else load_base(base["name"], base["class"], folder, base["dtype"])
     except OSError as error:
-        raise ValueError(f"{folder} holds only what trained, and its base{where} cannot be loaded; "
-                         "pass the base: load(path, model=base)") from error
+        raise ValueError(f"{folder} holds only what trained, and its base{where} "
+                         "cannot be loaded; pass the base: load(path, model=base)") from error
     if frozen_fingerprint(model, without) != base["fingerprint"]:
-        raise ValueError(f"{folder} was trained on another base model,{where or ' which has no name'} ({base['class']}), than this "
-                         f"{type(model).__name__}: what it left frozen differs; pass that base")
+        raise ValueError(f"{folder} was trained on another base "
+                         f"model,{where or ' which has no name'} ({base['class']}), "
+                         f"than this {type(model).__name__}: what it left frozen "
+                         "differs; pass that base")
     model = _grown(model, folder, description)
     _fill(model, load_file(folder / (ADAPTER if adapters else PART)), description["names"], adapters, folder)
     return model
@@ -413,7 +424,8 @@ def _fill(model: nn.Module, values: dict[str, Tensor], names: Sequence[str], ada
     for name in names:
         value = values.get(stored_name(name, adapters))
         if name not in parameters or value is None or value.shape != parameters[name].shape:
-            raise ValueError(f"{folder}: {name} has no place in this {type(model).__name__}, or not of its shape; "
-                             "pass the base it was trained on")
+            raise ValueError(f"{folder}: {name} has no place in this "
+                             f"{type(model).__name__}, or not of its shape; pass the "
+                             "base it was trained on")
         with torch.no_grad():
             parameters[name].copy_(value)

@@ -31,20 +31,21 @@ class VerificationError(ValueError):
 
 
 def verify(
-    folder: str | Path,               # that `run.save` wrote, or a guarantee's JSON file
+    folder: str | Path,               # that `run.save` wrote, or a guarantee.json
     ledger: str | Path | None = None, # None: ledger.sqlite in the folder
 ) -> list[str]:                       # what was checked, one sentence each
-    "Recompute a saved guarantee; `VerificationError` on what does not agree; @sec-verify."
+    "Recompute a saved guarantee, or raise `VerificationError`; @sec-verify."
     path = Path(folder) / "guarantee.json" if Path(folder).is_dir() else Path(folder)
     if not path.exists():
-        raise VerificationError(f"{path} does not exist; give a folder that run.save wrote")
+        raise VerificationError(f"{path} does not exist; give a folder that run.save "
+                                "wrote")
     guarantee, content = Guarantee.load(path), json.loads(path.read_text())
     if not guarantee.private:
         return [_promises_nothing(guarantee, content), *_files(guarantee, path.parent)]
     place = Path(ledger) if ledger is not None else path.parent / "ledger.sqlite"
     if not place.is_file():
-        raise VerificationError(f"there is no ledger at {place}, and without one nothing can "
-                                "be checked; name the run's with --ledger")
+        raise VerificationError(f"there is no ledger at {place}, and without one "
+                                "nothing can be checked; name the run's with --ledger")
     with Ledger(place, read_only=True) as book:
         return [*_chain(guarantee, book), *_record(guarantee, book),
                 *_arithmetic(guarantee, content), *_seal(guarantee, content, book),
@@ -77,8 +78,9 @@ def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
                                     f"{book.runs()}; give the run's own ledger")
     if head := guarantee.ledger_head:
         if not book.knows(head):
-            raise VerificationError(f"ledger {book.path} was rewritten since the guarantee was "
-                                    f"stated: its row {head[:12]}… is gone")
+            raise VerificationError(f"ledger {book.path} was rewritten since the "
+                                    f"guarantee was stated: its row {head[:12]}… is "
+                                    "gone")
         yield f"its row {head[:12]}…, the last when the guarantee was stated: there"
 
 # %% ../nbs/02_verification.ipynb #verify-record
@@ -86,22 +88,23 @@ SETTINGS = ("accountant", "method", "clip", "clipping", "unit", "reproducible")
 
 
 def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
-    "The guarantee says what was recorded before the first draw, and all that was charged."
+    "It says what was recorded before the first draw, and all that was charged."
     plans = [book.plan(run) for run in guarantee.runs]
     stated = {"delta": guarantee.target_delta}
     stated |= {name: getattr(guarantee, name) for name in SETTINGS}
     if guarantee.secure_mode:
-        _agree("secure_mode", True, all(plan.get("secure_mode", False) for plan in plans))
+        secure = all(plan.get("secure_mode", False) for plan in plans)
+        _agree("secure_mode", True, secure)
     for name in (names := [name for name in stated if name in plans[0]]):
-        if stated[name] not in [plan[name] for plan in plans]: # trials differ in what they try
+        if stated[name] not in [plan[name] for plan in plans]: # trials differ
             _agree(name, stated[name], plans[0][name])
-    yield (f"run {guarantee.run}: {', '.join(names) or 'nothing but its mechanisms'} as "
-           "recorded before the first draw")
-    planned = [SampledGaussian(m["noise_multiplier"], m["sample_rate"], m["steps"], m["name"])
-               for plan in plans for m in plan["mechanisms"]]
+    yield (f"run {guarantee.run}: {', '.join(names) or 'nothing but its mechanisms'} "
+           "as recorded before the first draw")
+    planned = [m for run in guarantee.runs for m in book.planned(run)]
     spent, several = book.spent(guarantee.runs), len(plans) > 1
-    for name, recorded in {"planned": planned, "spent": spent, "mechanisms": spent}.items():
-        _agree(name, _lines(getattr(guarantee, name), several), _lines(recorded, several))
+    for name, recorded in (("planned", planned), ("spent", spent), ("mechanisms", spent)):
+        stated_here = getattr(guarantee, name)
+        _agree(name, _lines(stated_here, several), _lines(recorded, several))
     for m in guarantee.spent:
         yield f"{m.name}: {mechanism_text(m)}, as charged"
     if not all(book.finished(run) for run in guarantee.runs):
@@ -122,22 +125,25 @@ def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str
 # %% ../nbs/02_verification.ipynb #verify-arithmetic
 def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
     "All readings come out again, and epsilon is not below an independent value."
-    one, replaced, rate = guarantee.epsilon(), guarantee.replace_epsilon(), guarantee.tpr(0.01)
+    one, replaced = guarantee.epsilon(), guarantee.replace_epsilon()
+    rate = guarantee.tpr(0.01)
     older = max(one, replaced) # older versions never stated the second below the first
     for name, values in zip(READINGS, ([one], [replaced, older], [rate])):
         stated = content.get(name)
         if not isinstance(stated, (int, float)) or not any(
                 math.isclose(stated, value, rel_tol=1e-6) for value in values):
-            raise VerificationError(f"{name}: the guarantee says {stated}, the ledger's "
-                                    f"mechanisms give {values[0]}; it is not to be trusted")
+            raise VerificationError(f"{name}: the guarantee says {stated}, the "
+                                    f"ledger's mechanisms give {values[0]}; it is not "
+                                    "to be trusted")
     plan = tuple(guarantee.stated)
     other = max(privacy_curve(plan, 1, relation).epsilon(guarantee.target_delta)
                 for relation in ("remove", "add"))
     if one < other - 1e-3:
-        raise VerificationError(f"epsilon: {guarantee.accountant} gives {one}, below {other} "
-                                "from the loss distribution")
-    yield (f"epsilon {one:.4f} at delta {guarantee.target_delta:.3g}: computed again with "
-           f"{guarantee.accountant}, and not below {other:.4f} from the loss distribution")
+        raise VerificationError(f"epsilon: {guarantee.accountant} gives {one}, below "
+                                f"{other} from the loss distribution")
+    yield (f"epsilon {one:.4f} at delta {guarantee.target_delta:.3g}: computed again "
+           f"with {guarantee.accountant}, and not below {other:.4f} from the loss "
+           "distribution")
     yield (f"replace-one epsilon {replaced:.4f}, true-positive rate {rate:.4f} at 1 %: "
            "computed again")
 
@@ -148,11 +154,11 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
     if all(book.sealed(run, digest) for run in guarantee.runs):
         yield "every word of the guarantee: as sealed in the ledger"
     elif any(book.sealed(run) for run in guarantee.runs):
-        raise VerificationError("the guarantee is not the one that was sealed in the ledger: "
-                                "something in it was changed afterwards")
+        raise VerificationError("the guarantee is not the one that was sealed in the "
+                                "ledger: something in it was changed afterwards")
     else:
-        yield ("the guarantee was never sealed: what only it states (public facts, what was "
-               "not charged) could not be checked")
+        yield ("the guarantee was never sealed: what only it states (public facts, "
+               "what was not charged) could not be checked")
 
 
 READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".md", ".py")
@@ -166,17 +172,19 @@ def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
     found = file_digests(folder)
     for name, digest in guarantee.files.items():
         if name not in found:
-            raise VerificationError(f"{folder / name} is missing: it was there when the "
-                                    "guarantee was sealed")
+            raise VerificationError(f"{folder / name} is missing: it was there when "
+                                    "the guarantee was sealed")
         if found[name] != digest:
-            raise VerificationError(f"{folder / name} was changed since the guarantee was "
-                                    "sealed; its promise is for the file as it was")
+            raise VerificationError(f"{folder / name} was changed since the guarantee "
+                                    "was sealed; its promise is for the file as it was")
     for name in found:
         if name not in guarantee.files and name.endswith(READ):
-            raise VerificationError(f"{folder / name} was added after the guarantee was "
-                                    "sealed, which says nothing about it; remove it")
+            raise VerificationError(f"{folder / name} was added after the guarantee "
+                                    "was sealed, which says nothing about it; remove "
+                                    "it")
     weights = [name for name in guarantee.files if name.endswith(".safetensors")]
-    yield f"{', '.join(weights) or 'no weights'} and the model card: the files that were sealed"
+    names = ", ".join(weights) or "no weights"
+    yield f"{names} and the model card: the files that were sealed"
     if len(guarantee.files) > len(weights):
         yield f"{len(guarantee.files)} files in all: none changed, missing or added"
 
@@ -189,5 +197,5 @@ def _card(guarantee: Guarantee, folder: Path) -> Iterator[str]:
             raise VerificationError(f"{card} does not state what the guarantee does: "
                                     f"{claim(guarantee)}")
         yield "the model card: the same claim"
-    yield ("the weights were never sealed, nor the rest of the card: whether the guarantee is "
-           "theirs could not be checked")
+    yield ("the weights were never sealed, nor the rest of the card: whether the "
+           "guarantee is theirs could not be checked")

@@ -68,7 +68,10 @@ def test_one_step_by_integration(sigma, rate, kind, share):
 
 @pytest.mark.parametrize("relation, group", [("remove", 1), ("add", 1), ("replace", 1), ("remove", 3), ("add", 3)])
 def test_two_mechanisms_by_monte_carlo(relation, group):
-    """Six steps of one kind and two of another: E max(0, 1 - exp(epsilon - loss)) over drawn outputs, to five standard errors."""
+    """Six steps of one kind and two of another: E max(0, 1 - exp(epsilon - loss)) over drawn outputs.
+
+    The margin is Bernstein's for means of numbers in [0, 1] at a failure probability of 1e-8 for each of the twenty comparisons.
+    """
     plan, generator, loss = [SampledGaussian(0.9, 0.1, 6), SampledGaussian(2.0, 0.5, 2)], np.random.default_rng(5), np.zeros(200_000)
     for m in plan:
         pair = (means, weights), _ = worst_pair(m.sample_rate, group, relation)
@@ -79,7 +82,7 @@ def test_two_mechanisms_by_monte_carlo(relation, group):
     curve = PrivacyCurve(plan, group, relation)
     for value in (0.0, 0.5, 1.0, 2.0):
         draws = np.maximum(0, -np.expm1(np.minimum(value - loss, 0)))
-        assert abs(curve.delta(value) - draws.mean()) <= 5 * draws.std() / len(draws)**0.5 + 1e-5
+        assert abs(curve.delta(value) - draws.mean()) <= 6.2 * draws.std() / len(draws)**0.5 + 13 / len(draws)
 
 
 @pytest.mark.parametrize("sigma, rate, steps", [(0.8838, 1024 / 67349, 197), (1.0, 0.01, 2000), (1.5, 0.25, 100)])
@@ -534,7 +537,7 @@ def test_what_must_be_answered_for_covers_what_was_spent_and_planned(once, twice
     assert sum(m.steps for m in found if m.name == "train") == max(once + twice, planned)
     assert sum(m.steps for m in found if m.name == "select") == max(3, selected)
     assert sum(m.steps / m.noise_multiplier**2 for m in found) >= sum(m.steps / m.noise_multiplier**2 for m in spent) - 1e-9
-    assert beyond_plan(found, plan) == bool(twice or once > planned or 3 > selected)
+    assert beyond_plan(found, plan) == bool(twice or once > planned or selected < 3)
     assert answered_for(spent, []) == spent and not beyond_plan(spent, [])
 
 
