@@ -1,4 +1,8 @@
-"""Differentially private fine-tuning by freezing."""
+"""Differentially private fine-tuning by freezing.
+
+What the common tasks need is here; what is rarer stays in its module, such as `dpft.selection.TrialLaw`,
+`dpft.guarantee.sentence_units` or `dpft.rapft.relevance_map`.
+"""
 
 __version__ = "0.1.0"
 
@@ -7,42 +11,64 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.auditing import audit
-    from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
+    from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, partitions
     from dpft.bitfit import BiTFiT
     from dpft.composition import Chain, Then
     from dpft.data import Augmentation, Public, load_data
+    from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
     from dpft.gradients import Block, Partition
-    from dpft.guarantee import Guarantee, sentence_units, verify
+    from dpft.guarantee import Guarantee, verify
+    from dpft.loop import Run, fine_tune, load
+    from dpft.method import Context, Method
     from dpft.models import load_model
-    from dpft.privacy import Budget, Ledger, SampledGaussian
-    from dpft.rapft import RapFT, clipped_relevance, relevance_map, relevance_mask
-    from dpft.training import Engine, Method, Run, fine_tune, load
-    from dpft.tuning import NoisyAccuracy, TrialLaw, Tuning, plan_table, price, tune
+    from dpft.planning import plan_table
+    from dpft.privacy import Budget, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
+    from dpft.rapft import RapFT
+    from dpft.selection import price
+    from dpft.settings import Settings
+    from dpft.tuning import NoisyAccuracy, Tuning, tune
 
-_HOMES = {
-    "audit": "auditing", "Adapter": "baselines", "Full": "baselines", "LargestWeights": "baselines", "LastLayer": "baselines",
-    "LoRA": "baselines", "NormOnly": "baselines", "RandomPartitions": "baselines", "BiTFiT": "bitfit", "Chain": "composition",
-    "Then": "composition", "Augmentation": "data", "Public": "data", "load_data": "data", "LayerFreeze": "freezing", "DPFrost": "frost",
-    "EntrySelection": "frost", "Block": "gradients", "Partition": "gradients", "Guarantee": "guarantee", "sentence_units": "guarantee",
-    "verify": "guarantee", "load_model": "models", "Budget": "privacy", "Ledger": "privacy", "SampledGaussian": "privacy",
-    "RapFT": "rapft", "clipped_relevance": "rapft", "relevance_map": "rapft", "relevance_mask": "rapft", "Engine": "training",
-    "Method": "training", "Run": "training", "fine_tune": "training", "load": "training", "NoisyAccuracy": "tuning",
-    "TrialLaw": "tuning", "Tuning": "tuning", "plan_table": "tuning", "price": "tuning", "tune": "tuning",
+_HOMES = {  # module -> what it gives to the package
+    "auditing": "audit",
+    "baselines": "Adapter Full LargestWeights LastLayer LoRA NormOnly RandomPartitions partitions",
+    "bitfit": "BiTFiT",
+    "composition": "Chain Then",
+    "data": "Augmentation Public load_data",
+    "engine": "Engine",
+    "freezing": "LayerFreeze",
+    "frost": "DPFrost EntrySelection",
+    "gradients": "Block Partition",
+    "guarantee": "Guarantee verify",
+    "loop": "Run fine_tune load",
+    "method": "Context Method",
+    "models": "load_model",
+    "planning": "plan_table",
+    "privacy": "Budget Ledger Request SampledGaussian epsilon noise_multiplier",
+    "rapft": "RapFT",
+    "selection": "price",
+    "settings": "Settings",
+    "tuning": "NoisyAccuracy Tuning tune",
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+_RARE = {  # names that were here once: the module that has them
+    "TrialLaw": "selection", "sentence_units": "guarantee", "clipped_relevance": "rapft", "relevance_map": "rapft",
+    "relevance_mask": "rapft",
 }
 
-__all__ = ["Adapter", "Augmentation", "BiTFiT", "Block", "Budget", "Chain", "DPFrost", "Engine", "EntrySelection", "Full", "Guarantee",
-           "LargestWeights", "LastLayer", "LayerFreeze", "Ledger", "LoRA", "Method", "NoisyAccuracy", "NormOnly", "Partition", "Public",
-           "RandomPartitions", "RapFT", "Run", "SampledGaussian", "Then", "TrialLaw", "Tuning", "audit", "clipped_relevance", "fine_tune",
-           "load", "load_data", "load_model", "plan_table", "price", "relevance_map", "relevance_mask", "sentence_units", "tune", "verify"]
+__all__ = [  # noqa: PLE0604
+    *_MODULES,
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module when it is first used, so that `import dpft` is quick."""
-    if name not in _HOMES:
+    module = _MODULES.get(name) or _RARE.get(name)
+    if module is None:
         raise AttributeError(f"module 'dpft' has no attribute {name!r}")
-    return getattr(import_module(f"dpft.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"dpft.{module}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

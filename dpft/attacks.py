@@ -29,9 +29,10 @@ from .data import EncodedData, TableData, encode, gather, load_data, shared_rows
 from .frost.selection import DPFrost
 from .gradients import LossFunction, evaluating
 from .guarantee import Guarantee, PrivacyCurve, json_number
+from .loop import Run, fine_tune
+from .method import Method
 from .models import example_losses, load_model, load_tokenizer, summed_losses, to_device
 from .rapft.perturbation import RapFT
-from .training import Method, Run, fine_tune
 
 # %% ../nbs/60_attacks.ipynb #attacks-rate
 @dataclass(frozen=True)

@@ -119,7 +119,6 @@ class Setup:
     def _start(self) -> None:
         "Let the method start, alike on all processes, and take over what it has set."
         self.context.access = self._access()
-        self.context.access.engine = self  # type: ignore[attr-defined]  # TEMP
         with self._alike("start"):
             if self.store.state:
                 self.method.restore(self.context, self.store.state["method"])

@@ -235,10 +235,6 @@ class Releasing(View):
                              "start(context) on, not in requests(context)")
         return self.access
 
-    @property
-    def engine(self) -> Any:
-        return None if self.access is None else getattr(self.access, "engine", None)  # TEMP
-
     def _numbers(self) -> range:
         "Which of the run's requests are the method's own."
         return range(len(self.needs().requests)) if self._own is None else self._own

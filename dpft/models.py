@@ -27,8 +27,8 @@ from .networks import cnn, mlp, tempered_cnn, tempered_cnn_5, vit_small, wide_re
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
            'load_model', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head',
-           'mixing_layers', 'validate', 'replace_batchnorm', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d',
-           'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics',
+           'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d',
+           'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate',
            'pretrain']
 
 # %% ../nbs/06_models.ipynb #moved-names
@@ -140,6 +140,16 @@ AUTOS = {  # kind of task -> Transformers' automatic class
 LABELLED = ("text", "image", "tagging")  # kinds whose head has one output for each class
 
 
+def _gguf(file: str | None) -> dict[str, str]:
+    "What Transformers is to be told of a GGUF file; ValueError where none can be read."
+    from importlib.util import find_spec
+
+    if file is not None and find_spec("gguf") is None:
+        raise ValueError("GGUF files are read by a package that is not installed; "
+                         "run: pip install gguf")
+    return {} if file is None else {"gguf_file": file}
+
+
 def _load_transformers(name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
     import transformers as hf
@@ -150,7 +160,7 @@ def _load_transformers(name: str, classes: int, kind: str, gguf_file: str | None
                          "puts it on its base")
     if kind not in AUTOS:
         raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(AUTOS)}")
-    file = {} if gguf_file is None else {"gguf_file": gguf_file}
+    file = _gguf(gguf_file)
     saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
     pooled = "MeanPooledClassifier" in saved_as and kind == "text"
     auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
@@ -200,7 +210,7 @@ def load_tokenizer(
             raise ValueError(f"{name} holds neither a tokenizer nor the name of its base "
                              "model; load the tokenizer of the base")
         return load_tokenizer(base)
-    file = {} if gguf_file is None else {"gguf_file": gguf_file}
+    file = _gguf(gguf_file)
     folder = minilm_folder() if name == "minilm" else name
     tokenizer = AutoTokenizer.from_pretrained(folder, **file)
     if tokenizer.pad_token is None:
@@ -250,13 +260,118 @@ def fresh_head(
     "Parameters of a classification head; a language model's output layer is pre-trained."
     return head_parameters(model) if output_layer(model) is None else []
 
+# %% ../nbs/06_models.ipynb #models-frozen
+class FrozenBatchNorm(_NormBase):
+    """Normalisation by the statistics that the layer has, whatever the mode; @lem-frozen-norm.
+
+    Made by `freeze_batchnorm`; scale and shift train, mean and variance stay.
+    """
+
+    @property  # type: ignore[override]
+    def training(self) -> bool:
+        "Never: in training mode it would measure the batch."
+        return False
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass
+
+
+def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution:
+    "Output gradient times normalised input, summed over positions; @lem-frozen-norm."
+    shape = (1, -1, *(1,) * (inputs.ndim - 2))
+    scale = (full(module.running_var) + module.eps).rsqrt().view(shape)
+    normal = (full(inputs) - full(module.running_mean).view(shape)) * scale
+    return Dense(sum_after(full(gradient) * normal))
+
+
+RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
+
+# %% ../nbs/06_models.ipynb #models-normalising
+#| code-fold: true
+def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
+    "Layers that hold, or take, statistics of more than one example; not the frozen ones."
+    for name, module in model.named_modules():
+        plain = isinstance(module, _InstanceNorm) and not module.track_running_stats
+        if isinstance(module, _NormBase) and not plain and not isinstance(module, FrozenBatchNorm):
+            yield name, module
+
+# %% ../nbs/06_models.ipynb #models-freeze
+class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
+    "Of vectors and sequences."
+
+
+class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
+    "Of images."
+
+
+class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
+    "Of volumes."
+
+
+@cache
+def frozen_class(kind: Any) -> type[FrozenBatchNorm]:
+    "The class of a frozen layer that was of this class; an own `forward` stays."
+    known: dict[Any, Any] = {nn.BatchNorm1d: FrozenBatchNorm1d,
+                             nn.BatchNorm2d: FrozenBatchNorm2d,
+                             nn.BatchNorm3d: FrozenBatchNorm3d}
+    return known.get(kind) or type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
+
+
+def freeze_batchnorm(
+    model: nn.Module,
+) -> nn.Module:        # the model itself, changed in place
+    "Keep the statistics of every BatchNorm as they are; ValueError for one that has none."
+    for name, module in list(_normalising(model)):
+        if not module.track_running_stats or module.running_mean is None:
+            raise ValueError(f"{name or type(module).__name__} keeps no statistics that could "
+                             "be frozen; use dpft.models.replace_batchnorm(model)")
+        spread = torch.as_tensor(module.running_var)
+        if not module.running_mean.any() and bool((spread == 1).all()):
+            warnings.warn(f"{name or type(module).__name__} has measured nothing yet; to train "
+                          "from scratch use dpft.models.replace_batchnorm(model)", stacklevel=2)
+        module.__class__ = frozen_class(type(module))
+    return model
+
+
+def frozen_statistics(
+    model: nn.Module,
+) -> list[str]:        # names of layers
+    "Layers whose mean and variance a run publishes with its model, as it found them."
+    return [name for name, module in model.named_modules() if isinstance(module, FrozenBatchNorm)]
+
+# %% ../nbs/06_models.ipynb #models-replace
+def replace_batchnorm(
+    model: nn.Module,
+) -> nn.Module:        # a copy without BatchNorm
+    "A copy with GroupNorm, of the learned scale and shift, for each BatchNorm; @groupnorm."
+    model = copy.deepcopy(model)
+    for name, module in list(_normalising(model)):
+        norm = nn.GroupNorm(_groups(module), module.num_features, module.eps, module.affine)
+        if module.affine:
+            norm.weight, norm.bias = module.weight, module.bias
+        if not name:
+            return norm
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, norm.train(module.training))
+    return model
+
+
+def _groups(module: _NormBase) -> int:
+    "How many groups take the channels of a layer."
+    channels = module.num_features
+    if isinstance(module, (nn.BatchNorm1d, nn.InstanceNorm1d)):
+        return 1
+    most = max(1, min(32, channels // 2))
+    return max(groups for groups in range(1, most + 1) if channels % groups == 0)
+
 # %% ../nbs/06_models.ipynb #models-mixing
 def mixing_layers(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
 ) -> Iterator[tuple[str, _NormBase]]:
     "Layers whose output for one example depends on other examples in a run of this model."
-    reached = False
+    reached = not any(p.requires_grad for p in model.parameters())  # then nothing is known
     for name, module in model.named_modules():
         own = any(p.requires_grad for p in module.parameters(recurse=False))
         reached = reached or own
@@ -285,108 +400,6 @@ def validate(
             f"{name or type(module).__name__}: {kind} mixes examples, so no per-example bound "
             "exists; use dpft.models.replace_batchnorm(model), or of a pre-trained model "
             "dpft.models.freeze_batchnorm(model)")
-
-# %% ../nbs/06_models.ipynb #models-replace
-def replace_batchnorm(
-    model: nn.Module,
-) -> nn.Module:        # a copy without BatchNorm
-    "A copy with GroupNorm, of the learned scale and shift, for each BatchNorm; @groupnorm."
-    model = copy.deepcopy(model)
-    for name, module in list(_normalising(model)):
-        norm = nn.GroupNorm(_groups(module), module.num_features, module.eps, module.affine)
-        if module.affine:
-            norm.weight, norm.bias = module.weight, module.bias
-        if not name:
-            return norm
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, norm.train(module.training))
-    return model
-
-
-def _groups(module: _NormBase) -> int:
-    "How many groups take the channels of a layer."
-    channels = module.num_features
-    if isinstance(module, (nn.BatchNorm1d, nn.InstanceNorm1d)):
-        return 1
-    most = max(1, min(32, channels // 2))
-    return max(groups for groups in range(1, most + 1) if channels % groups == 0)
-
-
-def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
-    "Layers that hold, or take, statistics of more than one example; not the frozen ones."
-    for name, module in model.named_modules():
-        plain = isinstance(module, _InstanceNorm) and not module.track_running_stats
-        if isinstance(module, _NormBase) and not plain and not isinstance(module, FrozenBatchNorm):
-            yield name, module
-
-# %% ../nbs/06_models.ipynb #models-frozen
-class FrozenBatchNorm(_NormBase):
-    """Normalisation by the statistics that the layer has, whatever the mode; @lem-frozen-norm.
-
-    Made by `freeze_batchnorm`; scale and shift train, mean and variance stay.
-    """
-
-    @property  # type: ignore[override]
-    def training(self) -> bool:
-        "Never: in training mode it would measure the batch."
-        return False
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        pass
-
-
-def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution:
-    "Output gradient times normalised input, summed over positions; @lem-frozen-norm."
-    shape = (1, -1, *(1,) * (inputs.ndim - 2))
-    scale = (full(module.running_var) + module.eps).rsqrt().view(shape)
-    normal = (full(inputs) - full(module.running_mean).view(shape)) * scale
-    return Dense(sum_after(full(gradient) * normal))
-
-
-RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
-
-# %% ../nbs/06_models.ipynb #models-freeze
-class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
-    "Of vectors and sequences."
-
-
-class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
-    "Of images."
-
-
-class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
-    "Of volumes."
-
-
-@cache
-def frozen_class(kind: type[_NormBase]) -> type[FrozenBatchNorm]:
-    "The class of a frozen layer that was of this class; an own `forward` stays."
-    known = {nn.BatchNorm1d: FrozenBatchNorm1d, nn.BatchNorm2d: FrozenBatchNorm2d,
-             nn.BatchNorm3d: FrozenBatchNorm3d}
-    return known.get(kind) or type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
-
-
-def freeze_batchnorm(
-    model: nn.Module,
-) -> nn.Module:        # the model itself, changed in place
-    "Keep the statistics of every BatchNorm as they are; ValueError for one that has none."
-    for name, module in list(_normalising(model)):
-        if not module.track_running_stats or module.running_mean is None:
-            raise ValueError(f"{name or type(module).__name__} keeps no statistics that could "
-                             "be frozen; use dpft.models.replace_batchnorm(model)")
-        if not module.running_mean.any() and bool((module.running_var == 1).all()):
-            warnings.warn(f"{name or type(module).__name__} has measured nothing yet; to train "
-                          "from scratch use dpft.models.replace_batchnorm(model)", stacklevel=2)
-        module.__class__ = frozen_class(type(module))
-    return model
-
-
-def frozen_statistics(
-    model: nn.Module,
-) -> list[str]:        # names of layers
-    "Layers whose mean and variance a run publishes with its model, as it found them."
-    return [name for name, module in model.named_modules() if isinstance(module, FrozenBatchNorm)]
 
 # %% ../nbs/06_models.ipynb #models-pretrain
 def pretrain(

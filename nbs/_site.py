@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
@@ -25,16 +26,20 @@ from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
 
-SCRIPTS = re.compile(r"""<script\b[^>]*\bsrc=["'](?:https?:)?//[^>]*>\s*</script>\s*|<script[^>]*>define\('jquery'.*?</script>\s*""", re.DOTALL)
+SCRIPTS = re.compile(r"""<script\b[^>]*\bsrc=["'](?:https?:)?//[^>]*>\s*</script>\s*"""
+                     r"""|<script[^>]*>define\('jquery'.*?</script>\s*""", re.DOTALL)
 FIGURE = re.compile(r"<figure\b.*?</figure>", re.DOTALL)
 CAPTION = re.compile(r"<figcaption\b[^>]*>(.*?)</figcaption>", re.DOTALL)
 IMAGE = re.compile(r"<img\b[^>]*>")
 FORMULA = re.compile(r"<math\b.*?</math>", re.DOTALL)
 STOPPED = re.compile(r"(<math\b[^>]*display=\"inline\"(?:(?!</math>).)*</math>)([.,;:!?)’”]+)", re.DOTALL)
+FENCED = re.compile(r"<mrow><mo stretchy=\"true\" form=\"prefix\">(‖|\||\(|\[)</mo>((?:(?!stretchy=\"true\").)*?)"
+                    r"<mo stretchy=\"true\" form=\"postfix\">(‖|\||\)|\])</mo></mrow>", re.DOTALL)
+TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
 ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
-SECTION = re.compile(r"<li class=\"sidebar-item sidebar-item-section\">(?:(?!<li class=\"sidebar-item sidebar-item-section\">).)*?</ul>", re.DOTALL)
+SECTION = re.compile(r"(<li class=\"sidebar-item sidebar-item-section\">)(?:(?!\1).)*?</ul>", re.DOTALL)
 
 
 # ---- finish
@@ -72,6 +77,17 @@ def with_stops(page: str) -> str:
     return STOPPED.sub(r'<span class="with-stop">\1\2</span>', page)
 
 
+def with_low_fences(page: str) -> str:
+    "The bars of a norm around one line stay as high as the line; around a fraction or a sum they grow."
+
+    def fence(match: re.Match) -> str:
+        return match[0] if TALL.search(match[2]) else match[0].replace('stretchy="true"', 'stretchy="false"')
+
+    for _ in range(3):                                                             # from the inside out
+        page = FENCED.sub(fence, page)
+    return page
+
+
 def with_links(page: str, labels: dict[str, Label], here: str, cited: set[str]) -> str:
     "`@lem-…` and `@author2020` in code lead to what they name."
 
@@ -93,7 +109,7 @@ def with_reference_folded(page: str) -> str:
 
     def section(match: re.Match) -> str:
         text = match[0]
-        if "/reference/overview.html" not in text and '"reference/overview.html' not in text or "sidebar-link active" in text:
+        if not re.search(r'["/]reference/overview\.html', text) or "sidebar-link active" in text:
             return text
         text = re.sub(r'(<ul id="quarto-sidebar-section[^"]*" class="collapse [^"]*?)\s*show\s*"', r'\1"', text)
         return re.sub(r'aria-expanded="true"', 'aria-expanded="false"', text)
@@ -149,7 +165,7 @@ def finish(folder: Path = SITE) -> list[str]:
     for name, page in pages.items():
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
-        done = with_reference_folded(with_links(with_stops(with_alt(without_scripts(page))), labels, name, cited))
+        done = with_reference_folded(with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited))
         (folder / name).write_text(done, encoding="utf-8")
     return []
 
@@ -160,7 +176,7 @@ def finish(folder: Path = SITE) -> list[str]:
 class Page(HTMLParser):
     "What the checks ask of a page: its anchors, where it leads, what it loads, its pictures and its text."
 
-    LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "audio": "src", "video": "src", "embed": "src", "object": "data"}
+    LOADS: ClassVar = dict.fromkeys(("script", "img", "iframe", "source", "audio", "video", "embed"), "src") | {"object": "data"}
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -195,8 +211,9 @@ def elsewhere(address: str) -> bool:
 
 def requests_in_css(folder: Path) -> Iterator[str]:
     "What a style sheet would fetch from others."
+    asked = re.compile(r"""(?:@import\s+(?:url\()?|url\()\s*["']?((?:https?:)?//[^"')\s;]+)""")
     for path in sorted(folder.rglob("*.css")):
-        for address in re.findall(r"""(?:@import\s+(?:url\()?|url\()\s*["']?((?:https?:)?//[^"')\s;]+)""", path.read_text(encoding="utf-8")):
+        for address in asked.findall(path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(folder)} asks {urlsplit(address).netloc} for something"
 
 
@@ -216,7 +233,8 @@ def page_problems(name: str, page: Page, pages: dict[str, Page], folder: Path) -
             yield f"{name} leads to {address}, where there is no such place"
     yield from (f"{name}: a picture without alternative text, {source}" for source in page.nameless)
     text = " ".join(page.words)
-    yield from (f"{name}: {found} did not resolve" for found in sorted(set(re.findall(r"\?@[\w-]+|(?<![\w@./])@(?:\w{2,3}-[\w-]+)", text))))
+    unresolved = set(re.findall(r"\?@[\w-]+|(?<![\w@./])@(?:\w{2,3}-[\w-]+)", text))
+    yield from (f"{name}: {found} did not resolve" for found in sorted(unresolved))
 
 
 MEASURE = """<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre><script>
@@ -224,9 +242,9 @@ const pages = PAGES, width = WIDTH, found = [];
 const frame = document.createElement("iframe");
 frame.style = `width:${width}px;height:1200px;border:0;position:absolute;left:0;top:0`;
 document.body.append(frame);
-const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) =>
-  block.getClientRects().length && (block.scrollWidth > block.clientWidth + 1 || [block.querySelector("code")].some((code) =>
-    code && code.scrollWidth > block.clientWidth + 1))).map((block) => block.textContent.trim().slice(0, 50));
+const wider = (one, block) => one && one.scrollWidth > block.clientWidth + 1;
+const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length &&
+  (wider(block, block) || wider(block.querySelector("code"), block))).map((block) => block.textContent.trim().slice(0, 50));
 const look = async (name) => {
   await new Promise((done) => { frame.onload = done; frame.src = name; });
   const page = frame.contentDocument;
@@ -234,7 +252,8 @@ const look = async (name) => {
   if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
   const across = page.documentElement.scrollWidth;
   if (across > width + 1) {
-    const wide = [...page.querySelectorAll("main *")].filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
+    const all = [...page.querySelectorAll("main *, .page-navigation *, .quarto-secondary-nav *")];
+    const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
     found.push([name, "across", `${across} px: ${wide ? wide.tagName.toLowerCase() + " " + wide.textContent.trim().slice(0, 40) : ""}`]);
   }
 };
@@ -247,21 +266,19 @@ const look = async (name) => {
 
 def measured(folder: Path, names: list[str], width: int, chromium: str) -> list[list[str]]:
     "What Chromium sees at one width: page, kind, words. All pages load, one after the other, in a frame of that width."
-    with tempfile.TemporaryDirectory() as profile, tempfile.NamedTemporaryFile("w", suffix=".html", dir=folder, delete=False) as driver:
-        driver.write(MEASURE.replace("PAGES", json.dumps(names)).replace("WIDTH", str(width)))
-    try:
-        with tempfile.TemporaryDirectory() as profile:
-            command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
-                       "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={profile}",
-                       "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
-                       "--timeout=150000", "--virtual-time-budget=3600000", "--dump-dom", Path(driver.name).as_uri()]
-            seen = subprocess.run(command, capture_output=True, text=True, timeout=240).stdout
-    finally:
-        Path(driver.name).unlink()
+    with tempfile.TemporaryDirectory() as aside:
+        driver, addresses = Path(aside, "measure.html"), [(folder / name).resolve().as_uri() for name in names]
+        driver.write_text(MEASURE.replace("PAGES", json.dumps(addresses)).replace("WIDTH", str(width)), encoding="utf-8")
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
+                   "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={aside}/profile",
+                   "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
+                   "--virtual-time-budget=3600000", "--dump-dom", driver.as_uri()]
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     told = re.search(r'<pre id="found">done(.*?)</pre>', seen, re.DOTALL)
     if not told:
         raise RuntimeError(f"{chromium} did not come to the end of {len(names)} pages at {width} px")
-    return json.loads(html.unescape(told[1]))
+    named = dict(zip(addresses, names, strict=True))
+    return [[named[address], kind, words] for address, kind, words in json.loads(html.unescape(told[1]))]
 
 
 def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"the tests would import {found} instead of the installed package under {installed}")
     from hypothesis import settings
 
-    own = {"derandomize": False} if SALT else {}      # where hypothesis sees continuous integration it would draw the same examples each time
+    own = {"derandomize": False} if SALT else {}      # in continuous integration hypothesis would draw the same examples each time
     settings.register_profile("dpft", deadline=None, **own)  # no test asserts a wall-clock time
     settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True, **own)
     settings.load_profile(os.environ.get("DPFT_PROFILE", "dpft"))
@@ -69,8 +69,8 @@ def run(monkeypatch, capsys):
 @pytest.fixture
 def tuned_file(tmp_path, monkeypatch):
     """A folder of results with all that one experiment needs of another, in full and reduced; 1e-3 is best."""
-    from dpft.evidence import frost, methods
-    from dpft.experiments import write_records
+    from dpft.book.evidence import frost, methods
+    from dpft.book.experiments import write_records
 
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     looked_for = {"frost-tuning": frost.METHODS, "methods-tuning": methods.OTHERS, "compositions-parts": methods.PARTS,

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft import attacks, evidence
+from dpft import attacks
+from dpft.book import evidence
 from dpft.attacks import MASK, Rate
 from dpft.data import Public, TableData, Task, TensorData
-from dpft.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
+from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
 from dpft.guarantee import Guarantee
 from dpft.models import load_model, load_tokenizer, pretrain
 from dpft.privacy import SampledGaussian

@@ -30,16 +30,18 @@ from dpft.auditing import (
     gaussian_epsilon,
     guess_bound,
     guess_p_value,
+    method_to_audit,
     mu_of_rates,
     refuted,
     separation_bound,
 )
-from dpft.evidence import EXPERIMENTS
-from dpft.experiments import read_records
+from dpft.book.evidence import EXPERIMENTS
+from dpft.book.experiments import read_records
 from dpft.guarantee import best_true_positive_rate
 from dpft.privacy import SampledGaussian
 
 QUICK = {"accountant": "rdp", "cache": 0.0}
+RARE = 1e-6  # how often an assertion about a random run may fail
 
 
 # The bounds -----------------------------------------------------------------------------------------------------------------------
@@ -99,9 +101,9 @@ def test_the_bounds_are_wrong_as_rarely_as_they_say(count):
     rng, trials = np.random.default_rng(1), 400
     pairs = [(rng.normal(1, 1, count // 2), rng.normal(0, 1, count // 2)) for _ in range(trials)]
     separated = sum(separation_bound(*pair) > 1 for pair in pairs)
-    assert 1e-3 < stats.binom.cdf(separated, trials, 0.05) < 1 - 1e-3            # exact: neither too often nor too rarely
+    assert 1e-7 < stats.binom.cdf(separated, trials, 0.05) < 1 - 1e-7            # exact: neither too often nor too rarely
     thresholds = sum(mu_of_rates(*clopper_pearson(*pair, 0.5)) > 1 for pair in pairs)
-    assert stats.binom.sf(thresholds - 1, trials, 0.05) > 1e-3
+    assert stats.binom.sf(thresholds - 1, trials, 0.05) > 1e-7
     for pair in pairs[:10]:
         assert separation_bound(*pair, 0.001) <= separation_bound(*pair, 0.05)
 
@@ -136,21 +138,22 @@ def test_holms_test_by_hand():
 
 
 def test_a_single_step_is_audited_to_95_percent():
-    found = audit(Full(), noise_multiplier=1.0, steps=1, model=CanaryTable(60_000), seed=0, **QUICK)
+    "With 150,000 canaries the standard error of mu is 0.0055, so both ends are more than 4.8 of them away."
+    found = audit(Full(), noise_multiplier=1.0, steps=1, model=CanaryTable(150_000), seed=0, **QUICK)
     assert found.mu == 1.0 and found.claim == pytest.approx(gaussian_epsilon(1.0, 1e-6)) and found.claim < found.epsilon
-    assert 0.95 * found.claim <= found.lower_bound() <= found.claim
-    assert 0 < found.lower_bound("guesses") < found.lower_bound("threshold") <= found.claim
+    assert 0.95 * found.claim <= found.lower_bound() and found.lower_bound(error=RARE) <= found.claim
+    assert 0 < found.lower_bound("guesses") < found.lower_bound("threshold") and found.lower_bound("threshold", RARE) <= found.claim
 
 
 def test_a_whole_run_on_a_linear_model_is_audited_to_70_percent():
     found = audit(Full(), 8.0, steps=20, model=CanaryTable(10_000), seed=0, **QUICK)
-    assert 0.7 * found.epsilon <= found.lower_bound() <= found.claim
+    assert 0.7 * found.epsilon <= found.lower_bound() and found.lower_bound(error=RARE) <= found.claim
 
 
 def test_with_sampling_the_bound_is_of_rates():
-    found = audit(Full(), noise_multiplier=0.6, steps=10, sample_rate=0.25, model=CanaryTable(2000), seed=0, **QUICK)
+    found = audit(Full(), noise_multiplier=0.6, steps=10, sample_rate=0.25, model=CanaryTable(4000), seed=0, **QUICK)
     assert found.mu is None and found.kinds == ["threshold", "guesses"] and found.claim == found.epsilon
-    assert 0.5 < found.lower_bound() < found.claim
+    assert found.lower_bound() > 0.5 and found.lower_bound(error=RARE) < found.claim
     with pytest.raises(ValueError, match="the plan samples"):
         found.lower_bound("separation")
 
@@ -159,7 +162,14 @@ def test_with_sampling_the_bound_is_of_rates():
 def small(label):
     "One audit of the grid, of few canaries."
     settings = {entry["label"]: entry for entry in audit_grid(False)}[label]
-    return audit_settings(settings | {"canaries": 1000 if settings.get("table") else 200, "steps": min(settings["steps"], 20)})
+    size = 4000 if "sample_rate" in settings else 1000 if settings.get("table") else 200
+    return audit_settings(settings | {"canaries": size, "steps": min(settings["steps"], 20)})
+
+
+def apart(found):
+    "How many standard errors lie between the mean scores of canaries that were in and of the others."
+    inside, outside = found.scores[found.coins], found.scores[~found.coins]
+    return (inside.mean() - outside.mean()) / math.sqrt(inside.var(ddof=1) / len(inside) + outside.var(ddof=1) / len(outside))
 
 
 ALONE = [label for label in (*METHODS, *VARIANTS) if label not in ("two processes", "q = 1/4")]  # those have tests of their own
@@ -169,15 +179,14 @@ ALONE = [label for label in (*METHODS, *VARIANTS) if label not in ("two processe
 def test_a_method_shows_its_canaries(label):
     found = small(label)
     assert found.claim <= found.epsilon <= 8.0
-    sampled = found.mu is None
-    assert found.lower_bound("guesses" if sampled else None, 0.2) > (0.1 if sampled else 3.0)  # the scores see something
+    assert apart(found) > 3.0  # 8.5 or more is expected, with a standard deviation of 1
 
 
 def test_no_claim_of_the_family_is_refuted():
     found = [small(label) for label in ALONE]
-    assert not any(refuted([one.p_value() for one in found]))
-    assert all(one.lower_bound(error=0.05 / len(found)) <= one.claim for one in found)
-    assert all(one.lower_bound("guesses", 0.05 / len(found)) <= one.claim for one in found)
+    assert not any(refuted([one.p_value() for one in found], RARE))
+    assert all(one.lower_bound(error=RARE / len(found)) <= one.claim for one in found)
+    assert all(one.lower_bound("guesses", RARE / len(found)) <= one.claim for one in found)
 
 
 def test_a_stopped_run_is_the_whole_run():
@@ -226,10 +235,12 @@ def test_a_record_of_the_grid():
 
 
 def test_a_false_claim_is_refuted():
-    found = audit(BiTFiT(), noise_multiplier=1.0, steps=4, canaries=200, seed=0, **QUICK)
-    lied = replace(found, mechanisms=[replace(m, noise_multiplier=3 * m.noise_multiplier) for m in found.mechanisms])
-    assert found.p_value() > 0.001 and lied.p_value() < 1e-6 and lied.lower_bound() > lied.claim
-    assert lied.p_value("threshold") < 1e-3
+    "A p-value is below 1e-6 in one of a million honest runs; a noise three times smaller than claimed lies 8 standard errors beyond that."
+    for method, model in ((BiTFiT(), CanaryLayers(600)), (Full(), CanaryTable(4000))):
+        found = audit(method, noise_multiplier=1.0, steps=4, model=model, seed=0, **QUICK)
+        lied = replace(found, mechanisms=[replace(m, noise_multiplier=3 * m.noise_multiplier) for m in found.mechanisms])
+        assert found.p_value() > RARE > lied.p_value() and lied.lower_bound(error=RARE) > lied.claim
+    assert lied.p_value("threshold") < RARE
 
 
 def test_without_a_seed_coins_and_noise_are_fresh():
@@ -241,7 +252,7 @@ def test_without_a_seed_coins_and_noise_are_fresh():
     ("Full", 0.01), ("BiTFiT", 0.01), ("NormOnly", 0.01), ("LoRA", 0.01), ("Adapter", 0.25)])  # an adapter's random start is in its scores
 def test_canaries_own_their_scores(label, share):
     "Without noise to speak of, canaries that were out are hardly moved."
-    found = audit(METHODS[label](2), noise_multiplier=1e-3, steps=2, canaries=60, seed=0, **QUICK)
+    found = audit(method_to_audit(label)[1](2), noise_multiplier=1e-3, steps=2, canaries=60, seed=0, **QUICK)
     out, inside = found.scores[~found.coins], found.scores[found.coins]
     assert out.std() < share * inside.mean() and abs(out.mean()) < 0.05 * inside.mean()
 
@@ -267,7 +278,8 @@ def test_an_unknown_kind_and_a_model_that_is_not_finite():
 # The command ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_what_is_claimed_and_what_is_audited(run):
+def test_the_command_prints_what_is_claimed_and_what_is_audited(run, monkeypatch):
+    monkeypatch.setattr(auditing, "ACCUSED", RARE)                       # so often is an honest engine accused
     status, out, _ = run("audit", "--method", "bitfit", "--canaries", 60, "--steps", 2, "--accountant", "rdp", "--seed", 0)
     for part in ("BiTFiT: claimed epsilon 8.000", "by separation", "by threshold", "by guesses", "not refuted"):
         assert status == 0 and part in out
@@ -277,12 +289,12 @@ def test_the_command_refuses_a_false_claim(run, monkeypatch):
     honest = auditing.audit
     monkeypatch.setattr(auditing, "audit", lambda *args, **settings: replace(
         honest(*args, **settings), mechanisms=[SampledGaussian(100.0, 1.0, 1)]))
-    status, _, err = run("audit", "--method", "full", "--canaries", 60, "--steps", 2, "--accountant", "rdp", "--seed", 0)
+    status, _, err = run("audit", "--method", "full", "--canaries", 600, "--steps", 2, "--accountant", "rdp", "--seed", 0)
     assert status == 1 and err.startswith("dpft: the claim of Full is false") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "give --method, or --full"), (["--method", "dpfrst"], "did you mean DPFrost"),
+    ([], "give --method, or --full"), (["--method", "dpfrst"], "did you mean dp-frost"),
     (["--method", "full", "--canaries", 8], "canaries=8"),
     (["--method", "full", "--epsilon", -1], "epsilon"), (["--method", "full", "--sample-rate", 2], "sample_rate=2"),
     (["--method", "full", "--canaries", 60, "--precision", "int4"], "precision='int4'")])
@@ -292,7 +304,8 @@ def test_the_command_ends_in_one_sentence_on_bad_input(run, words, message):
 
 
 def test_all_methods_by_one_command(run, monkeypatch, tmp_path):
-    small_grid = [settings | {"canaries": 60} for settings in list(audit_grid(True))[:2]]
+    rarely = {"canaries": 60, "sample_rate": 0.25}   # what is sampled shows far less than it claims, so that none is accused by chance
+    small_grid = [settings | rarely for settings in list(audit_grid(True))[:2]]
     experiment = replace(EXPERIMENTS["audits"], grid=lambda full: small_grid)
     monkeypatch.setitem(EXPERIMENTS, "audits", experiment)
     status, out, _ = run("audit", "--full", "--output", tmp_path)

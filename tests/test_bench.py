@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dpft import bench, cli
-from dpft.bench import CONTENDERS, LiveBytes, Setting, Sizes, WatchedLoss, measure_memory, median_interval, plan_bench, relative_error
+from dpft import cli
+from dpft.book import bench, contenders
+from dpft.book.bench import Sizes, plan_bench
+from dpft.book.contenders import CONTENDERS, LiveBytes, Setting, WatchedLoss, measure_memory, median_interval, relative_error
 from dpft.gradients import per_example_gradients
 from dpft.models import example_losses
 
@@ -25,7 +27,7 @@ IMAGE = replace(TEXT, model="convolutions", width=8, layers=2, size=16, rows=3)
 def taking_part(setting, loss=None):
     """Every contender of a setting with its error and reason."""
     loss = loss or WatchedLoss()
-    found = list(bench.enter(setting, setting.build(CPU), loss, CPU))
+    found = list(contenders.enter(setting, setting.build(CPU), loss, CPU))
     return {name: (contender, error, reason) for name, contender, error, reason in found}
 
 
@@ -50,8 +52,8 @@ def test_an_interval_is_the_narrowest_that_keeps_its_level(count):
 
 def test_everybody_takes_as_many_turns_and_begins_as_often():
     order = []
-    them = {name: bench.Contender(nn.Identity(), lambda batch, name=name: order.append(name) or {}) for name in "abc"}
-    seconds = bench.interleaved(them, (), repeats=6, warm=3)
+    them = {name: contenders.Contender(nn.Identity(), lambda batch, name=name: order.append(name) or {}) for name in "abc"}
+    seconds = contenders.interleaved(them, (), repeats=6, warm=3)
     assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys("abc", 6)
     rounds = [order[i:i + 3] for i in range(0, len(order), 3)]
     assert len(rounds) == 9 and all(sorted(turn) == list("abc") for turn in rounds)
@@ -126,7 +128,7 @@ def test_a_listener_is_gone_even_after_an_error():
         raise RuntimeError
     loss.loss_fn = lambda model, batch: torch.zeros(1)
     with pytest.raises(RuntimeError):
-        measure_memory(bench.Contender(nn.Linear(1, 1), fails), loss, (), CPU)
+        measure_memory(contenders.Contender(nn.Linear(1, 1), fails), loss, (), CPU)
     calls = []
     loss.listener = loss.listener or calls.append
     assert loss.listener() is None
@@ -137,7 +139,7 @@ def test_a_listener_is_gone_even_after_an_error():
 
 @given(st.floats(0, 100), st.floats(0.1, 50), st.floats(1, 5000))
 def test_the_largest_batch_of_a_line(offset, slope, memory):
-    rows = bench.largest_batch(lambda count: offset + slope * count, memory)
+    rows = contenders.largest_batch(lambda count: offset + slope * count, memory)
     assert rows == 0 or offset + slope * rows <= memory
     assert offset + slope * (rows + 1) > memory
 
@@ -147,7 +149,7 @@ def test_the_largest_batch_of_any_growing_peak(steps, memory):
     totals = [sum(steps[:i + 1]) for i in range(len(steps))]
     def peak(count):
         return totals[count - 1] if count <= len(totals) else totals[-1] + 1000.0 * (count - len(totals))
-    rows = bench.largest_batch(peak, memory)
+    rows = contenders.largest_batch(peak, memory)
     assert (rows == 0 or peak(rows) <= memory) and peak(rows + 1) > memory
 
 
@@ -156,7 +158,7 @@ def test_nothing_is_tried_beyond_the_line_but_one_example():
     def peak(count):
         tried.append(count)
         return 100 + 7 * count
-    assert bench.largest_batch(peak, 1000) == 128
+    assert contenders.largest_batch(peak, 1000) == 128
     assert max(tried) == 129
 
 
@@ -203,7 +205,7 @@ def test_a_wrong_contender_is_seen(spoil, monkeypatch):
             if spoil == "missing":
                 return {key: values for key, values in sums.items() if key != name}
             return sums | {name: sums[name] * (1.01 if spoil == "scale" else math.nan)}
-        return bench.Contender(model, step)
+        return contenders.Contender(model, step)
     monkeypatch.setitem(bench.CONTENDERS, "dpft", (wrong, "torch"))
     entries = list(bench.measure(replace(TEXT, who=("plain", "dpft")), CPU))
     assert "its sum is wrong" in entries[1]["cannot"] and "time_ratio" not in entries[1] and not entries[0]["cannot"]
@@ -212,16 +214,16 @@ def test_a_wrong_contender_is_seen(spoil, monkeypatch):
 
 def test_the_sum_that_is_wanted_is_clipped_example_by_example():
     rows = {"a": torch.tensor([[3.0, 0.0], [0.0, 0.03]]), "b": torch.tensor([[4.0], [0.04]])}
-    wanted = bench.wanted_sum(rows, clipped=True)
+    wanted = contenders.wanted_sum(rows, clipped=True)
     assert torch.allclose(wanted["a"], torch.tensor([0.06, 0.03])) and torch.allclose(wanted["b"], torch.tensor([0.08 + 0.04]))
-    assert torch.allclose(bench.wanted_sum(rows, clipped=False)["a"], torch.tensor([1.5, 0.015]))
+    assert torch.allclose(contenders.wanted_sum(rows, clipped=False)["a"], torch.tensor([1.5, 0.015]))
     assert relative_error(wanted, wanted) == 0 and relative_error({}, wanted) == 1
 
 
 def test_fastdp_takes_part_where_it_is_installed(monkeypatch):
     def engine(model, **settings):
         """A stand-in that leaves clipped sums where FastDP leaves them, by its documentation."""
-        assert settings["max_grad_norm"] == bench.CLIP and settings["noise_multiplier"] == 0
+        assert settings["max_grad_norm"] == contenders.CLIP and settings["noise_multiplier"] == 0
         model.stand_in = True
     module = types.ModuleType("fastDP")
     module.PrivacyEngine = engine
@@ -236,7 +238,7 @@ def test_fastdp_takes_part_where_it_is_installed(monkeypatch):
 
 
 def test_who_is_not_installed_is_said_once(monkeypatch):
-    monkeypatch.setitem(bench.CONTENDERS, "fastdp", (bench.fastdp, "surely_not_installed"))
+    monkeypatch.setitem(bench.CONTENDERS, "fastdp", (contenders.fastdp, "surely_not_installed"))
     entries = list(bench.run_bench([replace(TEXT, who=("plain", "fastdp"), trains=which) for which in bench.TRAINS], CPU))
     assert [entry["who"] for entry in entries] == ["fastdp", "plain", "plain"]
     assert "fastdp took no part: surely_not_installed is not installed." in bench.bench_report(entries)
@@ -305,9 +307,9 @@ def test_the_gpu_questions_have_the_shapes_of_the_marks():
     base, _, large = bench.plan_gpu()
     assert (base.width, base.layers, base.size, base.precision) == (768, 12, 256, "bf16")
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in bench.MODELS[large.model](large.width, large.layers, large.size).parameters())
+        parameters = sum(p.numel() for p in contenders.MODELS[large.model](large.width, large.layers, large.size).parameters())
         assert 6.5e9 < parameters < 7.5e9
-        assert sum(p.numel() for p in bench.encoder(768, 12, 512).parameters()) == pytest.approx(125e6, rel=0.01)
+        assert sum(p.numel() for p in contenders.encoder(768, 12, 512).parameters()) == pytest.approx(125e6, rel=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The commands as a user types them: what they print, and how they fail."""
 
+import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -13,9 +15,12 @@ import pytest
 
 import dpft as dpft_package
 from dpft import cli
+from dpft.cli import core
 from dpft.data import LOCAL, sst2
 from dpft.models import load_tokenizer
 from dpft.privacy import Ledger
+from dpft.registry import method_named
+from dpft.settings import Settings
 
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
 
@@ -146,7 +151,7 @@ def test_the_papers_methods_pay_for_their_look_at_the_data(run, method, options,
 
 
 def test_an_option_may_be_a_method_itself():
-    method, _ = cli.method_named("rap-ft", ['method=["LoRA", {"rank": 2}]', "warmup_steps=3", "share=0.2"])
+    method, _ = method_named("rap-ft", ['method=["LoRA", {"rank": 2}]', "warmup_steps=3", "share=0.2"])
     assert method.method.rank == 2 and method.warmup_steps == 3 and method.share == 0.2
 
 
@@ -181,3 +186,109 @@ def test_as_a_module_and_its_version():
 def test_importing_the_package_stays_light():
     script = "import sys, dpft; print([name for name in ('torch', 'transformers', 'opacus', 'datasets') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# JSON, for programs
+
+
+def test_account_and_verify_say_the_same_in_json(run, saved):
+    status, out, _ = run("account", saved / "team.sqlite", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["runs"][0]["who"] == "Anna" and found["runs"][0]["finished"] is True
+    assert found["runs"][0]["epsilon"] == pytest.approx(found["epsilon"]) and found["runs"][0]["mechanisms"][0]["steps"] == 2
+    _, text, _ = run("account", saved / "team.sqlite")
+    assert f"together: epsilon {found['epsilon']:.3f} at delta {found['delta']:.3g} (rdp)" in text
+
+
+def test_plan_and_audit_speak_json(run, tmp_path):
+    status, out, _ = run("plan", "--size", 1000, "--trainable", 50, "--epsilon", 2, "--steps", "10,20", "--batch-sizes", "50,100", "--json",
+                         "--output", tmp_path / "plan.svg")
+    found = json.loads(out)
+    assert status == 0 and len(found["cells"]) == 4 and found["recommended"] in found["cells"] and not (tmp_path / "plan.svg").exists()
+    assert found["delta"] == 0.5 / 1000 and found["command"].startswith("dpft train --data YOUR_DATA")
+    status, out, _ = run("audit", "--method", "full", "--canaries", 60, "--steps", 2, "--accountant", "rdp", "--json")
+    found = json.loads(out)
+    assert found["method"] == "Full" and set(found["audited"]) == {"separation", "threshold", "guesses"}
+    assert found["refuted"] == (status == 1)
+
+
+def test_json_holds_no_bare_infinity(capsys):
+    core.print_json({"epsilon": float("inf"), "nested": [float("nan"), {"x": 1.5}]})
+    assert json.loads(capsys.readouterr().out) == {"epsilon": "inf", "nested": ["nan", {"x": 1.5}]}
+
+
+# One place for a knob
+
+
+def test_the_options_of_train_are_the_knobs_with_their_defaults():
+    options = inspect.signature(core.train).parameters
+    for knob in dataclasses.fields(Settings):
+        assert (knob.name in options) == (knob.name not in core.OBJECTS), knob.name
+        if knob.name in options and knob.name not in core.SET_HERE:
+            assert options[knob.name].default == knob.default
+    assert set(core.OBJECTS) < {knob.name for knob in dataclasses.fields(Settings)}
+
+
+def test_a_new_knob_is_an_option_at_once(monkeypatch):
+    more = dataclasses.make_dataclass("More", [("gain", float, dataclasses.field(default=2.0, metadata={
+        "help": "a new knob; None: never", "of": "engine", "identifies": True}))], bases=(Settings,), frozen=True, kw_only=True)
+    monkeypatch.setattr(core, "Settings", more)
+    new = {option.name: option for option in core.knob_options()}["gain"]
+    assert new.default == 2.0 and new.annotation.__metadata__[0].help == "A new knob. (default: never)"
+
+
+# What is refused before anything is read or spent
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--batch-size", "0"], "batch_size=0"), (["--learning-rate", "0"], "learning_rate=0"), (["--steps", "0"], "steps=0"),
+    (["--epochs", "0"], "epochs=0"), (["--physical-batch-size", "0"], "physical_batch_size=0"), (["--public-size", "0"], "public_size=0"),
+    (["--limit", "0"], "limit must be at least 1"), (["--device", "cuda:7"], "no such device"), (["--device", "abacus"], "no such device"),
+    (["--model", "minilm"], "classifies texts"), (["--model", "./nowhere"], "there is no such folder"),
+    (["--model", "a/b/c"], "there is no such folder"), (["--data", "nothing.csv"], "nothing.csv"),
+    (["--method", "nowhere.py:Mine"], "there is no file nowhere.py")])
+def test_zeros_devices_folders_and_kinds_are_refused_in_one_sentence(run, words, message, tmp_path):
+    status, out, err = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite", *words)
+    assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in err + out
+    assert not (tmp_path / "l.sqlite").exists()
+
+
+@pytest.mark.parametrize("words, message", [
+    (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),
+    (["plan", "--epsilon", "2", "--size", "10", "--trainable", "0"], "--trainable 0"),
+    (["account", "x.sqlite", "--delta", "0"], "--delta 0"), (["account", "x.sqlite", "--budget", "0", "--delta", "1e-5"], "--budget 0"),
+    (["audit", "--method", "full", "--steps", "0"], "--steps 0")])
+def test_zero_is_not_taken_for_nothing(run, words, message):
+    status, _, err = run(*words)
+    assert status == 1 and message in err and err.count("\n") == 1
+
+
+@pytest.fixture
+def table(tmp_path):
+    def written(text):
+        (tmp_path / "data").mkdir()
+        for part in ("train", "validation"):
+            (tmp_path / "data" / f"{part}.csv").write_text(text)
+        return tmp_path / "data"
+    return written
+
+
+@pytest.mark.parametrize("text", ["text,label\n", "text,label\na b,0.5\nc d,1.5\n", "text,label\na b,\nc d,1\n"])
+def test_a_table_that_cannot_be_learnt_from_ends_in_one_sentence(run, table, text):
+    status, out, err = run("train", "--data", table(text), "--model", "minilm", "--epsilon", "4", "--score", "none", "--no-progress")
+    assert status == 1 and err.splitlines()[-1].startswith("dpft: ") and err.count("dpft: ") == 1 and "Traceback" not in err + out
+
+
+def test_a_stopped_run_says_how_to_go_on(run, monkeypatch):
+    def stopped(*words, **more):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("dpft.data.load_data", stopped)
+    status, _, err = run("train", *DIGITS, "--epsilon", "4")
+    assert status == 130 and "--checkpoint the same command continues" in err and "Traceback" not in err
+
+
+def test_the_shell_completes_commands_and_methods():
+    environment = {**os.environ, "_DPFT_COMPLETE": "complete_bash", "COMP_WORDS": "dpft train --method la", "COMP_CWORD": "3"}
+    words = [sys.executable, "-c", "import sys; sys.argv = ['dpft']; from dpft.cli import app; app(prog_name='dpft')"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert {"last-layer", "layer-freeze", "largest-weights"} == set(done.stdout.split())

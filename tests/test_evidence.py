@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 
-from dpft import evidence, experiments, fine_tune
+from dpft import fine_tune
+from dpft.book import evidence, experiments
+from dpft.book.evidence import freezing, frost
+from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.data import TensorData
-from dpft.evidence import freezing, frost
-from dpft.experiments import Experiment, measured_run, method_from, read_records, run_experiment, with_fresh_head
 from dpft.freezing import layers
 from dpft.models import load_model
+from dpft.registry import method_from
 
 TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
 

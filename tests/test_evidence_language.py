@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from dpft import evidence, experiments
+from dpft.book import evidence, experiments
+from dpft.book.evidence import language
+from dpft.book.evidence.language import Recipe, completions, generation_scores, text_scores
+from dpft.book.experiments import run_experiment
 from dpft.data import Public, TableData, Task, encode
-from dpft.evidence import language
-from dpft.evidence.language import Recipe, completions, generation_scores, text_scores
-from dpft.experiments import run_experiment
 from dpft.models import example_losses, load_model, load_tokenizer, perplexity
 from dpft.privacy import SampledGaussian, epsilon
 

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpft import evidence
 from dpft.baselines import admitted
-from dpft.evidence import frost, methods
-from dpft.experiments import measured_run, method_from, write_records
-from dpft.figures import interval
+from dpft.book import evidence
+from dpft.book.evidence import frost, methods
+from dpft.book.experiments import measured_run, write_records
+from dpft.book.figures import interval
 from dpft.frost import DPFrost
+from dpft.registry import method_from
 
 DIGITS = {"data": "digits", "model": "vit-small", "steps": 3, "batch_size": 16, "clip": 0.1, "limit": 64, "accountant": "rdp",
           "target_epsilon": 8.0, "seed": 0}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpft import experiments, figures
+from dpft.book import experiments, figures
 
 
 @pytest.fixture(scope="module")

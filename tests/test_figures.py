@@ -7,11 +7,12 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import same_color
 
 import dpft
-from dpft import figures
-from dpft.evidence import EXPERIMENTS, FIGURES
-from dpft.experiments import source_hash, write_records
-from dpft.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
-from dpft.training import Method
+from dpft.book import figures
+from dpft.book.drawings import Drawing, redraw, standing_on
+from dpft.book.evidence import EXPERIMENTS, FIGURES
+from dpft.book.experiments import source_hash, write_records
+from dpft.book.figures import COLOURS, MARKERS
+from dpft.method import Method
 
 
 def entry(experiment, method, epsilon, seed, score=0.8, data="sst2", **more):

@@ -74,7 +74,8 @@ REALS = torch.linspace(-1, 2, 5, dtype=torch.float64)
 SPANS = {"start_positions": tensor([1, 0, 2, 3, 0]), "end_positions": tensor([3, 2, 2, 9, 6])}  # 9 lies beyond the text
 
 CASES = {  # model, batch, task
-    "classes": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=CLASSES), "classification"),
+    "classes": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=CLASSES),
+                "classification"),
     "classes of gpt2": (lambda: made(hf.GPT2ForSequenceClassification, hf.GPT2Config, **GPT, num_labels=3), text(labels=CLASSES),
                         "classification"),
     "images": (lambda: made(hf.ViTForImageClassification, hf.ViTConfig, **VIT), pixels(labels=CLASSES), "classification"),
@@ -138,7 +139,8 @@ def test_no_row_moves_anothers_loss(case):
 
 
 @pytest.mark.filterwarnings("ignore:.*no fast rule")
-@pytest.mark.parametrize("case", ["classes", "several labels", "a regression", "tags", "masked", "causal llama", "t5", "answers", "choices"])
+@pytest.mark.parametrize("case", ["classes", "several labels", "a regression", "tags", "masked", "causal llama", "t5", "answers",
+                                  "choices"])
 def test_the_engine_bounds_each_task_as_the_oracle_does(case):
     make, batch, _ = CASES[case]
     model = make()
@@ -153,7 +155,7 @@ def test_the_engine_bounds_each_task_as_the_oracle_does(case):
 
 
 def test_minus_100_counts_nothing_in_every_task():
-    for case, (make, batch, task) in CASES.items():
+    for case, (make, batch, _) in CASES.items():
         if "regression" in case:                                                 # there it is a number like any other
             continue
         nothing = {name: torch.full_like(values, -100) if name in ("labels", *SPANS) else values for name, values in batch.items()}

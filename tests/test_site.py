@@ -47,7 +47,8 @@ def test_a_caption_stands_for_missing_words(site):
     for kept in ('<figure><img alt="own" src="a.png"><figcaption>Other</figcaption></figure>', '<figure><img src="a.png"></figure>',
                  '<img src="a.png">'):
         assert site.with_alt(kept) == kept
-    assert site.with_alt('<figure><img src="a.png" alt=""><figcaption>B</figcaption></figure>').startswith('<figure><img alt="B" src="a.png">')
+    empty = '<figure><img src="a.png" alt=""><figcaption>B</figcaption></figure>'
+    assert site.with_alt(empty).startswith('<figure><img alt="B" src="a.png">')
 
 
 def test_a_stop_stays_beside_its_formula(site):
@@ -55,6 +56,19 @@ def test_a_stop_stays_beside_its_formula(site):
     assert site.with_stops(f"<p>{math}, and {math} so {math}).</p>") == (
         f'<p><span class="with-stop">{math},</span> and {math} so <span class="with-stop">{math}).</span></p>')
     assert site.with_stops('<math display="block"><mi>x</mi></math>.') == '<math display="block"><mi>x</mi></math>.'
+
+
+def fence(inside, sign="‖", stretchy="true"):
+    return (f'<mrow><mo stretchy="{stretchy}" form="prefix">{sign}</mo>{inside}<mo stretchy="{stretchy}" form="postfix">'
+            f'{sign.translate({40: 41, 91: 93})}</mo></mrow>')
+
+
+def test_fences_are_as_high_as_what_they_hold(site):
+    line, fraction = "<mi>g</mi>", "<mfrac><mi>a</mi><mi>b</mi></mfrac>"
+    assert site.with_low_fences(fence(line)) == fence(line, stretchy="false")
+    assert site.with_low_fences(fence(fence(line, "("))) == fence(fence(line, "(", "false"), stretchy="false")
+    assert site.with_low_fences(fence(fraction)) == fence(fraction)
+    assert site.with_low_fences(fence(line + fence(fraction, "("))) == fence(line + fence(fraction, "("))
 
 
 def test_references_in_code_lead_to_what_they_name(site):
@@ -76,7 +90,7 @@ def test_only_the_reference_is_folded_away(site):
     folded = site.with_reference_folded(page)
     assert folded == section(1, "../nbs/a.html") + section(2, "../reference/overview.html", "../reference/a.html", show="").replace(
         'aria-expanded="true"', 'aria-expanded="false"')
-    here = page.replace('reference/a.html" class="sidebar-item-text sidebar-link', 'reference/a.html" class="sidebar-item-text sidebar-link active')
+    here = re.sub(r'(reference/a.html" class="[^"]*)', r"\1 active", page)
     assert site.with_reference_folded(here) == here
 
 
@@ -91,7 +105,8 @@ def test_the_search_index_spells_a_formula_once(site, tmp_path):
 # ---- the checker, each check tried on a small site with one fault
 
 
-GOOD = '<html><body><main><h1 id="a">A</h1><a href="b.html#b">B</a> <a href="https://example.org">out</a> <img src="p.png" alt="p"></main></body></html>'
+GOOD = ('<html><body><main><h1 id="a">A</h1><a href="b.html#b">B</a> <a href="https://example.org">out</a> <img src="p.png" alt="p">'
+        "</main></body></html>")
 
 
 @pytest.fixture
@@ -112,7 +127,8 @@ def test_a_right_site_has_no_problem(site, small):
 @pytest.mark.parametrize(("old", "new", "told"), [
     ("b.html#b", "b.html#c", "no such place"), ("b.html#b", "c.html", "does not exist"), ('src="p.png"', 'src="q.png"', "does not exist"),
     (' alt="p"', "", "alternative text"), (' alt="p"', ' alt=""', "alternative text"), ("<main>", "<main>?@lem-none ", "did not resolve"),
-    ("<main>", "<main>as @fig-none shows ", "did not resolve"), ("<main>", '<script src="https://cdn.example/x.js"></script><main>', "asks cdn.example"),
+    ("<main>", "<main>as @fig-none shows ", "did not resolve"),
+    ("<main>", '<script src="https://cdn.example/x.js"></script><main>', "asks cdn.example"),
     ("<main>", '<link rel="stylesheet" href="//fonts.example/css"><main>', "asks fonts.example"),
     ("<main>", '<main><iframe src="https://frame.example"></iframe>', "asks frame.example")])
 def test_a_fault_of_a_page_is_found(site, small, old, new, told):
@@ -135,7 +151,7 @@ def test_code_and_addresses_may_hold_what_looks_like_a_reference(site, small):
 
 @pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
 def test_what_is_cut_or_too_wide_is_seen(site, tmp_path):
-    head = '<!DOCTYPE html><html><head><meta name="viewport" content="width=device-width"><style>main{max-width:800px}</style></head><body><main>'
+    head = '<!DOCTYPE html><html><head><style>main { max-width: 800px }</style></head><body><main>'
     long = "x" * 400
     (tmp_path / "right.html").write_text(f'{head}<pre style="white-space:pre-wrap;overflow-wrap:anywhere"><code>{long}</code></pre>')
     (tmp_path / "cut.html").write_text(f'{head}<pre style="overflow:auto"><code>{long}</code></pre>')
@@ -194,8 +210,9 @@ print([random.random(), random.Random(0).random(), numpy.random.rand(), numpy.ra
 
 def drawn(salt, testing="1"):
     plain = {name: value for name, value in os.environ.items() if name not in ("DPFT_SALT", "DPFT_TESTING")}
-    extra = {"PYTHONPATH": str(ROOT / "tests/salted")} | ({"DPFT_SALT": salt} if salt else {}) | ({"DPFT_TESTING": testing} if testing else {})
-    return subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, env=plain | extra)
+    own = {"DPFT_SALT": salt, "DPFT_TESTING": testing, "PYTHONPATH": str(ROOT / "tests/salted")}
+    environment = plain | {name: value for name, value in own.items() if value}
+    return subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, env=environment)
 
 
 def test_every_seed_draws_something_else_under_each_salt_and_the_same_twice():
@@ -218,8 +235,11 @@ def test_a_pinned_test_is_left_out_under_a_salt(tmp_path):
                                          "    assert random.Random(0).random() == 0.8444218515250481\ndef test_any(): pass\n")
     plain = {name: value for name, value in os.environ.items() if name not in ("DPFT_SALT", "DPFT_TESTING", "DPFT_INSTALLED")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
-    told = [subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=plain | extra).stdout for extra in ({}, {"DPFT_SALT": "3"})]
-    assert "2 passed" in told[0] and "1 passed, 1 deselected" in told[1]
+
+    def told(**extra):
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=plain | extra).stdout
+
+    assert "2 passed" in told() and "1 passed, 1 deselected" in told(DPFT_SALT="3")
 
 
 # ---- the first page

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
 
 import dpft
-from dpft.data import TableData, TensorData, Units, encode, units_of
+from dpft.datasets import TableData, TensorData
 from dpft.gradients import gradients, per_example_gradients
 from dpft.privacy import Request
+from dpft.sampling import Units, units_of
+from dpft.texts import encode
 from dpft.training import CheckpointError, Method
 
 

@@ -1,0 +1,28 @@
+"""What was found when the papers' experiments were run again."""
+
+from functools import partial
+
+from dpft.attacks import attack_entry, attack_grid
+from dpft.auditing import audit_entry, audit_grid
+from dpft.book.bench import batch_figure, cost_figure, model_figure
+from dpft.book.drawings import DRAWINGS, Drawing
+from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
+from dpft.book.evidence.frost import EXPERIMENTS as FROST
+from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
+from dpft.book.evidence.language import language_model
+from dpft.book.evidence.methods import EXPERIMENTS as METHODS
+from dpft.book.experiments import Experiment
+
+AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
+                               "canaries, which are made; 23 audits, 14 minutes on a busy machine, 4 on a free core")}
+ATTACKS = {"attacks": Experiment("What can be found out about single rows?", attack_grid,
+                                 partial(attack_entry, language_model=language_model),
+                                 "E2E, digits; 17 runs, about 5 minutes on one core; in full about 2 h")}
+EXPERIMENTS = {**FROST, **FREEZING, **METHODS, **LANGUAGE, **ATTACKS, **AUDITS}
+
+FIGURES = {**DRAWINGS,
+           "costs": Drawing("time and bytes of a step over tokens and pixels", cost_figure, ("costs",)),
+           "costs-models": Drawing("time and bytes of a step over width and depth", model_figure, ("costs",)),
+           "costs-batches": Drawing("the largest batch that fits, and its throughput", batch_figure, ("costs",))}
+
+__all__ = ["EXPERIMENTS", "FIGURES"]

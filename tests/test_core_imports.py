@@ -1,0 +1,58 @@
+"""What a private run needs to be installed, and what only the book needs."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCK = '''
+import sys
+sys.modules.update(dict.fromkeys({blocked}))   # as if they were not installed
+'''
+BOOK = ("matplotlib", "seaborn", "pandas", "sklearn", "pyarrow", "PIL", "peft", "typer", "nbdev", "fastcore", "IPython")
+RUN = '''
+import torch
+import dpft
+from dpft import BiTFiT, Engine, Full, fine_tune, epsilon, noise_multiplier, Public
+rows = [(torch.eye(4)[i % 4], i % 4) for i in range(40)]
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+run = fine_tune(model, rows, Full(), 8.0, steps=2, batch_size=10, accountant="rdp", progress=False)
+assert run.epsilon <= 8 and "differentially private" in run.report()
+assert not [name for name in {blocked} if sys.modules.get(name)]
+print("done")
+'''
+
+
+def in_a_fresh_process(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_a_run_needs_nothing_of_what_only_the_book_needs():
+    said = in_a_fresh_process(BLOCK.format(blocked=set(BOOK)) + RUN.format(blocked=set(BOOK)))
+    assert said.strip() == "done"
+
+
+def test_the_core_does_not_import_the_book():
+    said = in_a_fresh_process("import sys, dpft\nfor name in dpft.__all__: getattr(dpft, name)\n"
+                              "import dpft.registry, dpft.auditing, dpft.planning\n"
+                              "print(sorted(name for name in sys.modules if name.startswith('dpft.book')))")
+    assert said.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_few_are_public():
+    import dpft
+    assert all(getattr(dpft, name) is not None for name in dpft.__all__) and len(dpft.__all__) < 50
+    assert {"fine_tune", "Engine", "Method", "Context", "Request", "epsilon", "noise_multiplier", "partitions"} <= set(dpft.__all__)
+    assert dpft.relevance_map is not None and "relevance_map" not in dpft.__all__      # rare, and still callable
+    with pytest.raises(AttributeError, match="no attribute 'fine_tuen'"):
+        _ = dpft.fine_tuen
+
+
+def test_a_command_that_needs_the_book_says_so_in_a_sentence(tmp_path):
+    code = BLOCK.format(blocked={"matplotlib"}) + (
+        f"sys.argv = ['dpft', 'quickstart', '--output', {str(tmp_path / 'out')!r}]\nfrom dpft.cli import main\nmain()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("dpft: this needs matplotlib")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,98 @@
+"""Methods by name: ours, those of installed packages, those in a file; and one of the user's through the commands."""
+
+import importlib.metadata
+import inspect
+
+import pytest
+
+import dpft
+from dpft import auditing, registry
+from dpft.loop import fine_tune
+from dpft.registry import METHODS, known_methods, method_from, method_named, method_type
+
+MINE = '''
+from dpft import Method
+
+class Mine(Method):
+    "The last of what may train."
+
+    def __init__(self, fold=1, inner=None):
+        self.fold, self.inner = fold, inner
+
+    def choose(self, context, among):
+        return list(among)[-self.fold:]
+
+nothing = 3
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_name_makes_its_method_with_options_that_exist(name):
+    method, rate = method_named(name)
+    assert type(method).__name__ == METHODS[name].kind and rate == METHODS[name].learning_rate
+    assert set(METHODS[name].options) <= set(inspect.signature(type(method)).parameters)
+    assert method_type(METHODS[name].kind) is type(method) is getattr(dpft, METHODS[name].kind)
+
+
+def test_a_method_in_a_file_is_found_and_takes_options(mine):
+    method, rate = method_named(f"{mine}:Mine", ["fold=3", 'inner=["LoRA", {"rank": 2}]'])
+    assert type(method).__name__ == "Mine" and method.fold == 3 and method.inner.rank == 2 and rate is None
+    nested = method_from("Chain", {"parts": [["LoRA", {}], [f"{mine}:Mine", {"fold": 2}]]})
+    assert nested.parts[1].fold == 2
+
+
+@pytest.mark.parametrize("name, said", [
+    ("bitft", "did you mean bitfit"), ("nowhere.py:Mine", "there is no file nowhere.py"), ("no.module:Mine", "cannot be imported"),
+    ("{mine}:Yours", "has no Yours"), ("{mine}:nothing", "no subclass of dpft.Method"), ("Ledger", "unknown method"),
+    ("", "unknown method")])
+def test_what_is_no_method_is_refused_in_a_sentence(mine, name, said):
+    with pytest.raises(ValueError, match=said) as refused:
+        method_type(name.format(mine=mine))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_does_not_run_says_why(tmp_path):
+    (tmp_path / "broken.py").write_text("import surely_not_installed\n")
+    with pytest.raises(ValueError, match="surely_not_installed"):
+        method_type(f"{tmp_path / 'broken.py'}:Mine")
+
+
+def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, monkeypatch):
+    there = [importlib.metadata.EntryPoint("theirs", f"{mine}:Mine", registry.GROUP),
+             importlib.metadata.EntryPoint("full", f"{mine}:Mine", registry.GROUP)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: there if group == registry.GROUP else [])
+    assert list(known_methods())[-1] == "theirs" and known_methods()["full"] == METHODS["full"]
+    assert type(method_named("theirs", ["fold=2"])[0]).__name__ == "Mine" and type(method_named("full")[0]) is dpft.Full
+
+
+def test_one_of_the_users_is_trained_planned_and_audited(run, mine, tmp_path):
+    name = f"{mine}:Mine"
+    status, out, err = run("train", "--data", "digits", "--model", "mlp", "--limit", "200", "--steps", "2", "--no-progress",
+                           "--accountant", "rdp", "--epsilon", "8", "--method", name, "--option", "fold=2")
+    assert status == 0 and "differentially private" in out, err
+    status, out, err = run("plan", "--data", "digits", "--model", "mlp", "--epsilon", "2", "--method", name, "--steps", "10",
+                           "--batch-sizes", "100", "--output", tmp_path / "plan.svg")
+    assert status == 0 and f"--method {name}" in out, err
+    status, out, err = run("audit", "--method", name, "--canaries", "60", "--steps", "2", "--accountant", "rdp", "--json")
+    assert '"claim"' in out, err
+
+
+def test_the_audit_knows_every_method_by_each_of_its_names():
+    for name, its in METHODS.items():
+        assert auditing.method_to_audit(name)[0] == auditing.method_to_audit(its.kind)[0] == its.kind
+        assert type(auditing.method_to_audit(name)[1](6)).__name__ == its.kind
+    with pytest.raises(ValueError, match="did you mean dp-frost"):
+        auditing.method_to_audit("dpfrst")
+
+
+def test_the_learning_rate_of_a_method_without_one_is_that_of_fine_tune(mine):
+    from dpft.cli.core import checked_knobs
+    given = {"columns": None, "learning_rate": None}
+    assert "learning_rate" not in checked_knobs(given, None) and checked_knobs(given, 0.5)["learning_rate"] == 0.5
+    assert inspect.signature(fine_tune).parameters["learning_rate"].default == 1e-3
