@@ -191,7 +191,8 @@ def encoder_decoders():
             **small, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2)), "encoder.block.1", "decoder.block.0"),
         "bart": (transformers.BartForConditionalGeneration(transformers.BartConfig(**small, **both, max_position_embeddings=32)),
                  "model.encoder.layers.1", "model.decoder.layers.0"),
-        "bart-classifier": (transformers.BartForSequenceClassification(transformers.BartConfig(**small, **both, max_position_embeddings=32)),
+        "bart-classifier": (transformers.BartForSequenceClassification(
+                                transformers.BartConfig(**small, **both, max_position_embeddings=32)),
                             "model.encoder.layers.1", "model.decoder.layers.0"),
         "whisper": (transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
             vocab_size=60, num_mel_bins=8, d_model=16, max_source_positions=16, max_target_positions=16, **both, pad_token_id=1,
