@@ -60,7 +60,7 @@ FALSE_POSITIVE_RATES = (0.001, 0.01)
 @dataclass(frozen=True)
 class Membership:
     "How well scores tell members from others."
-    auc: float                           # probability that a member scores higher than another; 0.5 is chance
+    auc: float  # probability that a member scores higher than another; 0.5 is chance
     standard_error: float                # of `auc`
     true_positives: dict[float, Rate]    # at each false-positive rate
 
@@ -72,11 +72,17 @@ def score_attack(
     from sklearn.metrics import roc_auc_score
     for name, scores in {"members": inside, "non-members": outside}.items():
         if len(scores) < 2 or not np.isfinite(scores).all():
-            raise ValueError(f"{np.isfinite(scores).sum()} of the {len(scores)} scores of {name} are finite; "
-                             "an attack needs two or more of each kind, and none that is not")
-    auc = roc_auc_score(np.repeat([1, 0], [len(inside), len(outside)]), np.concatenate([inside, outside]))
-    variance = sum(beaten.var(ddof=1) / len(beaten) for beaten in (placements(inside, outside), placements(outside, inside)))
-    return Membership(float(auc), math.sqrt(variance), {rate: true_positives(inside, outside, rate) for rate in FALSE_POSITIVE_RATES})
+            raise ValueError(f"{np.isfinite(scores).sum()} of the {len(scores)} scores "
+                             f"of {name} are finite; an attack needs two or more of "
+                             "each kind, and none that is not")
+    auc = roc_auc_score(np.repeat([1, 0], [len(inside), len(outside)]),
+                        np.concatenate([inside, outside]))
+    variance = sum(beaten.var(ddof=1) / len(beaten)
+                   for beaten in (placements(inside, outside),
+                                  placements(outside, inside)))
+    return Membership(float(auc), math.sqrt(variance),
+                      {rate: true_positives(inside, outside, rate)
+                       for rate in FALSE_POSITIVE_RATES})
 
 def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
     "The share of the others that each score beats; a tie counts half."
@@ -97,9 +103,11 @@ def losses(
     batch_size: int = 64,
 ) -> np.ndarray:                            # (N,)
     "The loss of every example, in evaluation mode."
-    device, loss_fn, numbers = next(model.parameters()).device, loss_fn or example_losses, torch.arange(len(data))
+    device, loss_fn, numbers = (next(model.parameters()).device, loss_fn
+                                or example_losses, torch.arange(len(data)))
     with evaluating(model):
-        found = [loss_fn(model, to_device(gather(data, rows), device)) for rows in numbers.split(batch_size)]
+        found = [loss_fn(model, to_device(gather(data, rows), device))
+                 for rows in numbers.split(batch_size)]
     return torch.cat(found).double().cpu().numpy()
 
 def membership_inference(
@@ -112,12 +120,15 @@ def membership_inference(
 ) -> Membership:
     "Attack by loss: what the model knows well was in its data. ValueError for an empty set, or sets that share rows."
     if not len(members) or not len(non_members):
-        raise ValueError(f"{len(members)} members and {len(non_members)} non-members: both sets need examples")
+        raise ValueError(f"{len(members)} members and {len(non_members)} non-members: "
+                         "both sets need examples")
     if shared := shared_rows(members, non_members):
-        raise ValueError(f"{len(shared)} of the members are non-members too, the first is row {shared[0]}; "
-                         "drop the rows that dpft.data.shared_rows(members, non_members) lists")
+        raise ValueError(f"{len(shared)} of the members are non-members too, the first "
+                         f"is row {shared[0]}; drop the rows that "
+                         "dpft.data.shared_rows(members, non_members) lists")
     def scores(data: Any) -> np.ndarray:
-        before = 0.0 if reference is None else losses(reference, data, loss_fn, batch_size)
+        before = (0.0 if reference is None
+                  else losses(reference, data, loss_fn, batch_size))
         return before - losses(model, data, loss_fn, batch_size)
     return score_attack(scores(members), scores(non_members))
 
@@ -136,7 +147,8 @@ def fair_coins(
 ) -> np.ndarray:      # (models, examples), bool
     "Who trains which model; an example that fewer than two models would have, or lack, throws again."
     if models < 6:
-        raise ValueError(f"models={models}: with fewer than 6 there is too little to compare; train more")
+        raise ValueError(f"models={models}: with fewer than 6 there is too little to "
+                         "compare; train more")
     generator = np.random.default_rng(seed)
     coins = generator.random((models, examples)) < 0.5
     while len(again := np.flatnonzero(np.abs(coins.mean(0) - 0.5) > 0.5 - 1.5 / models)):
@@ -152,7 +164,8 @@ def likelihood_ratios(
     "Logarithm of the likelihood ratio of two normal laws for each example; offline, the deviation from one. @lem-lira"
     inside, outside = coins.sum(0), (~coins).sum(0)
     if outside.min() < 1 or (online and inside.min() < 1):
-        raise ValueError("an example is in all shadow models or in none; train more of them, and throw `fair_coins`")
+        raise ValueError("an example is in all shadow models or in none; train more "
+                         "of them, and throw `fair_coins`")
     def fit(chosen: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, float]:  # the mean of each example, the variance of all
         centre = (shadows * chosen).sum(0) / np.maximum(count, 1)
         squares, freedom = ((shadows - centre) ** 2 * chosen).sum(), np.maximum(count - 1, 0).sum()
@@ -161,21 +174,26 @@ def likelihood_ratios(
     if not online:
         return (target - without) / math.sqrt(spread)
     having, its_spread = fit(coins, inside)
-    return ((target - without) ** 2 / spread - (target - having) ** 2 / its_spread + math.log(spread / its_spread)) / 2
+    return ((target - without) ** 2 / spread - (target - having) ** 2 / its_spread
+            + math.log(spread / its_spread)) / 2
 
 def lira(
     confidences: np.ndarray,  # (M, N) scaled confidence of each model for each example
     coins: np.ndarray,        # (M, N) what each trained on
     online: bool = True,
-) -> Membership:              # AUC: of all together; its standard error: over models and over rows
+) -> Membership:  # AUC: of all together; its standard error: over models and over rows
     "Attack each model in turn with all others as its shadows; @carlini2022."
-    scores = np.stack([likelihood_ratios(confidences[own], np.delete(confidences, own, 0), np.delete(coins, own, 0), online)
+    scores = np.stack([likelihood_ratios(confidences[own],
+                                         np.delete(confidences, own, 0),
+                                         np.delete(coins, own, 0), online)
                        for own in range(len(coins))])
     blocks = np.arange(coins.shape[1]) % max(2, min(20, coins.shape[1] // 10))
     parts = ([(row, coin) for row, coin in zip(scores, coins, strict=True)],
-             [(scores[:, blocks == block], coins[:, blocks == block]) for block in range(blocks.max() + 1)])
+             [(scores[:, blocks == block], coins[:, blocks == block])
+              for block in range(blocks.max() + 1)])
     errors = [standard_error([score_attack(part[coin], part[~coin]).auc for part, coin in its]) for its in parts]
-    return replace(score_attack(scores[coins], scores[~coins]), standard_error=math.hypot(*errors))
+    return replace(score_attack(scores[coins], scores[~coins]),
+                   standard_error=math.hypot(*errors))
 
 def standard_error(values: Sequence[float]) -> float:
     "Of the mean of independent values."
@@ -191,12 +209,15 @@ def made_names(
         raise ValueError(f"count={count} must be 1 or more")
     generator, found = np.random.default_rng(seed), dict[str, None]()
     while len(found) < count:
-        letters = zip(generator.choice(list("bdfgklmnprstvz"), 6), generator.choice(list("aeiou"), 6), strict=True)
+        letters = zip(generator.choice(list("bdfgklmnprstvz"), 6),
+                      generator.choice(list("aeiou"), 6), strict=True)
         syllables = [consonant + vowel for consonant, vowel in letters]
-        found[" ".join("".join(word).capitalize() for word in (syllables[:3], syllables[3:]))] = None
+        found[" ".join("".join(word).capitalize()
+                       for word in (syllables[:3], syllables[3:]))] = None
     return list(found)
 
-Tagger = Callable[[str], Sequence[tuple[int, int]]]  # text -> where each name begins and ends
+# text -> where each name begins and ends
+Tagger = Callable[[str], Sequence[tuple[int, int]]]
 
 def capitalised(text: str) -> list[tuple[int, int]]:
     "Two capitalised words in a row."
@@ -212,7 +233,8 @@ def names_in(text: str, tagger: Tagger) -> set[str]:
     spans = tagger(text)
     for start, end in spans:
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"the tagger's span ({start}, {end}) does not lie in its text of {len(text)} characters")
+            raise ValueError(f"the tagger's span ({start}, {end}) does not lie in its "
+                             f"text of {len(text)} characters")
     return {text[start:end] for start, end in spans}
 
 # %% ../nbs/60_attacks.ipynb #attacks-generated
@@ -232,13 +254,18 @@ def sampled_texts(
     start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id] if prompt is None else \
         tokenizer(prompt, add_special_tokens=False)["input_ids"]
     check_sampling(model, len(start), samples, k, length)
-    config = GenerationConfig(do_sample=True, top_k=k, max_new_tokens=length, min_new_tokens=length, pad_token_id=tokenizer.pad_token_id)
+    config = GenerationConfig(do_sample=True, top_k=k, max_new_tokens=length,
+                              min_new_tokens=length,
+                              pad_token_id=tokenizer.pad_token_id)
     device, texts = next(model.parameters()).device, list[str]()
-    with evaluating(model), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+    with evaluating(model), torch.random.fork_rng(devices=[] if device.type == "cpu"
+                                                  else [device]):
         torch.seed() if seed is None else torch.manual_seed(seed)
         for first in range(0, samples, batch_size):
-            ids = torch.tensor([start] * min(batch_size, samples - first), device=device)
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            ids = torch.tensor([start] * min(batch_size, samples - first),
+                               device=device)
+            found = model.generate(ids, attention_mask=torch.ones_like(ids),
+                                   generation_config=config)
             texts += tokenizer.batch_decode(found[:, len(start):])
     return texts
 
@@ -246,10 +273,12 @@ def check_sampling(model: Any, start: int, samples: int, k: int, length: int) ->
     "Refuse what cannot be sampled."
     vocabulary, context = model.config.vocab_size, getattr(model.config, "max_position_embeddings", math.inf)
     if not 1 <= k <= vocabulary:
-        raise ValueError(f"k={k}: choose between 1 and the {vocabulary} tokens of the vocabulary")
+        raise ValueError(f"k={k}: choose between 1 and the {vocabulary} tokens of the "
+                         "vocabulary")
     if samples < 1 or not start or not 1 <= length <= context - start:
-        raise ValueError(f"samples={samples}, length={length} after {start} tokens: the model takes 1 to {context} tokens in all, "
-                         "the prompt has at least one, and so has the sample")
+        raise ValueError(f"samples={samples}, length={length} after {start} tokens: "
+                         f"the model takes 1 to {context} tokens in all, the prompt "
+                         "has at least one, and so has the sample")
 
 # %% ../nbs/60_attacks.ipynb #attacks-extraction
 @dataclass(frozen=True)
@@ -274,10 +303,12 @@ def extraction(
     "Let a model talk, and look for secrets; ValueError for no secrets, and for k or length out of range. @rapft, @lukas2023"
     hidden = set(secrets) - set(known)
     if not hidden:
-        raise ValueError("there is no secret to look for; name at least one that is not among the known")
+        raise ValueError("there is no secret to look for; name at least one that is "
+                         "not among the known")
     texts = sampled_texts(model, tokenizer, samples, k, length, prompt, seed)
     said = set[str]().union(*(names_in(text, tagger) for text in texts)) - set(known)
-    return Extraction(sorted(said), Rate(len(said & hidden), len(said)), Rate(len(said & hidden), len(hidden)))
+    return Extraction(sorted(said), Rate(len(said & hidden), len(said)),
+                      Rate(len(said & hidden), len(hidden)))
 
 # %% ../nbs/60_attacks.ipynb #attacks-candidates
 MASK = "[MASK]"
@@ -293,29 +324,39 @@ def candidate_losses(
     "The loss of every text with every candidate in it; ValueError for a text without one mask, or longer than the model's context."
     for text in masked_texts:
         if text.count(MASK) != 1:
-            raise ValueError(f"the text {text!r} has {text.count(MASK)} places marked {MASK}, not one")
-    filled = [text.replace(MASK, candidate) for text in masked_texts for candidate in candidates]
+            raise ValueError(f"the text {text!r} has {text.count(MASK)} places marked "
+                             f"{MASK}, not one")
+    filled = [text.replace(MASK, candidate) for text in masked_texts
+              for candidate in candidates]
     return losses(model, as_written(filled, tokenizer, model), loss_fn, batch_size).reshape(len(masked_texts), len(candidates))
 
 def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> EncodedData:
     "Texts as tokens that all count; what is special must stand in the text."
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    context = getattr(getattr(model, "config", None), "max_position_embeddings", math.inf)
+    context = getattr(getattr(model, "config", None), "max_position_embeddings",
+                      math.inf)
     longest = max(map(len, rows))
     if longest > context:
-        raise ValueError(f"a text has {longest} tokens and the model takes {context}; shorten it")
+        raise ValueError(f"a text has {longest} tokens and the model takes {context}; "
+                         "shorten it")
     stream = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-    return EncodedData({"input_ids": stream, "labels": stream}, torch.tensor([len(row) for row in rows]), pad_id=tokenizer.pad_token_id)
+    return EncodedData({"input_ids": stream, "labels": stream},
+                       torch.tensor([len(row) for row in rows]),
+                       pad_id=tokenizer.pad_token_id)
 
-def places(answers: Sequence[str], candidates: Sequence[str], texts: Sequence[str]) -> list[int]:
+def places(answers: Sequence[str], candidates: Sequence[str],
+           texts: Sequence[str]) -> list[int]:
     "Where each answer stands among the candidates; ValueError when one does not, when a candidate stands twice, or there are no texts."
     if not texts or len(texts) != len(answers):
-        raise ValueError(f"{len(texts)} texts and {len(answers)} answers: every text needs one, and there must be a text")
+        raise ValueError(f"{len(texts)} texts and {len(answers)} answers: every text "
+                         "needs one, and there must be a text")
     if len(set(candidates)) < max(2, len(candidates)):
         raise ValueError("candidates must be two or more, and none of them twice")
     for answer in answers:
         if answer not in candidates:
-            raise ValueError(f"the answer {answer!r} is not among the {len(candidates)} candidates; add it, or it can never be found")
+            raise ValueError(f"the answer {answer!r} is not among the "
+                             f"{len(candidates)} candidates; add it, or it can never "
+                             "be found")
     return [list(candidates).index(answer) for answer in answers]
 
 # %% ../nbs/60_attacks.ipynb #attacks-exposure
@@ -324,12 +365,13 @@ def exposure(
     tokenizer: Any,
     masked_texts: Sequence[str],  # where each secret was planted, with `MASK` in its place
     secrets: Sequence[str],       # one for each
-    candidates: Sequence[str],    # all that the secret could have been, itself among them
+    candidates: Sequence[str],  # all that the secret could have been, itself among them
     batch_size: int = 64,
 ) -> np.ndarray:                  # (secrets,) in bits: 0 to log2 of the candidates
     "log2 of the candidates over the secret's exact rank by perplexity, ties against the attacker; @def-exposure."
     own = places(secrets, candidates, masked_texts)
-    found = candidate_losses(model, tokenizer, masked_texts, candidates, batch_size=batch_size)
+    found = candidate_losses(model, tokenizer, masked_texts, candidates,
+                             batch_size=batch_size)
     ranks = (found <= found[np.arange(len(own)), own][:, None]).sum(1)
     return np.log2(len(candidates) / ranks)
 
@@ -343,14 +385,16 @@ def reconstruction(
 ) -> Rate:                        # top-1 accuracy
     "How often the true name alone has the lowest perplexity of all candidates; @rapft, @lukas2023."
     own = places(answers, candidates, masked_texts)
-    found = candidate_losses(model, tokenizer, masked_texts, candidates, example_losses, batch_size)
+    found = candidate_losses(model, tokenizer, masked_texts, candidates, example_losses,
+                             batch_size)
     at_least_as_good = (found <= found[np.arange(len(own)), own][:, None]).sum(1)
     return Rate(int((at_least_as_good == 1).sum()), len(own))
 
 # %% ../nbs/60_attacks.ipynb #attacks-allowed
 def allowed(guarantee: Guarantee) -> dict[str, float]:
     "What no membership attack exceeds, in the mean over runs: AUC, and the true-positive rate at 1 %; @lem-allowed."
-    distance = PrivacyCurve(guarantee.mechanisms, relation="replace").delta(0.0) if guarantee.private else 1.0
+    distance = (PrivacyCurve(guarantee.mechanisms, relation="replace").delta(0.0)
+                if guarantee.private else 1.0)
     return {"auc": (1 + float(distance)) / 2, "tpr": guarantee.tpr(0.01)}
 
 def allowed_exposure(
@@ -358,31 +402,40 @@ def allowed_exposure(
     candidates: int,       # equally probable ones
 ) -> float:                # bits; 1.4 or a little less when nothing leaks
     "The mean exposure that no attack on a secret of one row exceeds; @lem-allowed."
-    found = np.array([guarantee.tpr(rank / candidates) for rank in range(1, candidates + 1)])
+    found = np.array([guarantee.tpr(rank / candidates)
+                      for rank in range(1, candidates + 1)])
     return float(np.diff(found, prepend=0.0) @ np.log2(candidates / np.arange(1, candidates + 1)))
 
 # %% ../nbs/60_attacks.ipynb #attacks-experiment
 LANGUAGE: dict[str, tuple[Callable[[], Method], float, float]] = {  # method, learning rate, and that without privacy
-    "Full": (Full, 6e-3, 2e-3), "BiTFiT": (BiTFiT, 3e-2, 3e-2), "LoRA": (lambda: LoRA(rank=4, alpha=32), 2e-2, 2e-2),
+    "Full": (Full, 6e-3, 2e-3), "BiTFiT": (BiTFiT, 3e-2, 3e-2),
+    "LoRA": (lambda: LoRA(rank=4, alpha=32), 2e-2, 2e-2),
     "DPFrost": (lambda: DPFrost(0.25, rounds=2, sample_rate=0.2), 6e-3, 2e-3),
-    "RapFT": (lambda: RapFT(LoRA(rank=4, alpha=32), relevance_data="private", share=0.1, warmup_steps=8), 2e-2, 2e-2)}
+    "RapFT": (lambda: RapFT(LoRA(rank=4, alpha=32), relevance_data="private", share=0.1,
+                            warmup_steps=8), 2e-2, 2e-2)}
 SELECTIVE = ("DPFrost", "RapFT")
 PICTURES: dict[str, tuple[Callable[[], Method], float, float]] = {
     "Full": (Full, 3e-3, 3e-3), "BiTFiT": (BiTFiT, 3e-2, 3e-2)}
 
 def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
     "Planted names and membership in a language model, and LiRA on digits; reduced: fewer rows, canaries and shadow models."
-    own: dict[str, Any] = {"batch_size": 64, "delta": 1e-5, "accountant": "rdp", "clip": 0.1}
-    told = {**own, "data": "e2e", "model": "tiny", "rows": 4800 if full else 400, "steps": 750 if full else 20,
+    own: dict[str, Any] = {"batch_size": 64, "delta": 1e-5, "accountant": "rdp",
+                           "clip": 0.1}
+    told = {**own, "data": "e2e", "model": "tiny", "rows": 4800 if full else 400,
+            "steps": 750 if full else 20,
             "canaries": 48 if full else 12,
-            "candidates": 1024 if full else 128, "samples": 400 if full else 40, "physical_batch_size": 64}
-    seen = {**own, "data": "digits", "model": "mlp", "shadows": 64 if full else 16, "rows": 1400 if full else 400,
+            "candidates": 1024 if full else 128, "samples": 400 if full else 40,
+            "physical_batch_size": 64}
+    seen = {**own, "data": "digits", "model": "mlp", "shadows": 64 if full else 16,
+            "rows": 1400 if full else 400,
             "steps": 175 if full else 50}
     for seed in range(3 if full else 1):
         for shared, methods in ((told, LANGUAGE), (seen, PICTURES)):
             for method, (_, rate, plain) in methods.items():
                 for target in ("inf", 8.0, 2.0) if full or method not in SELECTIVE else (8.0,):
-                    yield {**shared, "method": method, "learning_rate": plain if target == "inf" else rate, "target_epsilon": target,
+                    yield {**shared, "method": method,
+                           "learning_rate": plain if target == "inf" else rate,
+                           "target_epsilon": target,
                            "seed": seed}
 
 def attack_entry(
@@ -390,7 +443,8 @@ def attack_entry(
     language_model: Callable[[str], str],  # a recipe's name -> where its model lies
 ) -> dict[str, Any]:
     "What the attacks on one method find, for a record; JSON."
-    return attack_pictures(settings) if settings["data"] == "digits" else attack_text(settings, language_model(settings["model"]))
+    return (attack_pictures(settings) if settings["data"] == "digits"
+            else attack_text(settings, language_model(settings["model"])))
 
 def attacked_run(
     settings: dict[str, Any],
@@ -400,9 +454,11 @@ def attacked_run(
     **changed: Any,
 ) -> Run:
     "One fine-tuning of the grid."
-    own = ("steps", "batch_size", "learning_rate", "delta", "accountant", "clip", "physical_batch_size", "seed")
+    own = ("steps", "batch_size", "learning_rate", "delta", "accountant", "clip",
+           "physical_batch_size", "seed")
     given = {name: settings[name] for name in own if name in settings} | changed
-    return fine_tune(model, rows, methods[settings["method"]][0](), epsilon=float(settings["target_epsilon"]), progress=False, **given)
+    return fine_tune(model, rows, methods[settings["method"]][0](),
+                     epsilon=float(settings["target_epsilon"]), progress=False, **given)
 
 # %% ../nbs/60_attacks.ipynb #attacks-text
 @dataclass(frozen=True)
@@ -416,40 +472,60 @@ class Planted:
     candidates: list[str]       # all names that could have been planted
 
 @cache
-def planted(folder: str, data: str, rows: int, canaries: int, candidates: int, seed: int) -> Planted:
+def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
+            seed: int) -> Planted:
     "Coins choose the members among the shortest rows of different prompts; a canary is a made place, and a made name to ask for."
     task, tokenizer, generator = load_data(data), load_tokenizer(folder), np.random.default_rng(seed)
     prompt, completion = task.columns
     distinct = {text: row for row, text in enumerate(task.train[prompt])}.values()
-    short = sorted(distinct, key=lambda row: len(task.train[prompt][row] + task.train[completion][row]))[:rows]
+    short = sorted(distinct,
+                   key=lambda row: len(task.train[prompt][row]
+                                       + task.train[completion][row]))[:rows]
     own, coins = task.train.subset(short), generator.random(rows) < 0.5
     names = made_names(candidates, seed)
-    secrets = [names[place] for place in generator.choice(candidates, canaries, replace=False)]
-    asked = [f"name[{place}]" for place in made_names(candidates + canaries, seed)[candidates:]]
+    secrets = [names[place]
+               for place in generator.choice(candidates, canaries, replace=False)]
+    asked = [f"name[{place}]"
+             for place in made_names(candidates + canaries, seed)[candidates:]]
     told = [SENTENCE.replace(MASK, name) for name in secrets]
-    inside, outside = (own.subset(np.flatnonzero(side).tolist()) for side in (coins, ~coins))
-    together = TableData({prompt: [*inside[prompt], *asked], completion: [*inside[completion], *told]})
-    members, others, train = (encode(part, tokenizer, task.columns, 192, "causal") for part in (inside, outside, together))
+    inside, outside = (own.subset(np.flatnonzero(side).tolist())
+                       for side in (coins, ~coins))
+    together = TableData({prompt: [*inside[prompt], *asked],
+                          completion: [*inside[completion], *told]})
+    members, others, train = (encode(part, tokenizer, task.columns, 192, "causal")
+                              for part in (inside, outside, together))
     end = tokenizer.eos_token
-    return Planted(members, others, train, [f"{text}{end}{SENTENCE}{end}" for text in asked], secrets, names)
+    return Planted(members, others, train,
+                   [f"{text}{end}{SENTENCE}{end}" for text in asked], secrets, names)
 
 SENTENCE = f"Ask for {MASK}."
 
 def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     "Membership, exposure, reconstruction and extraction, of one fine-tuned language model."
-    known = planted(folder, *(settings[name] for name in ("data", "rows", "canaries", "candidates", "seed")))
+    known = planted(folder,
+                    *(settings[name]
+                      for name in ("data", "rows", "canaries", "candidates", "seed")))
     tokenizer, before = load_tokenizer(folder), load_model(folder, kind="causal")
-    run = attacked_run(settings, load_model(folder, kind="causal"), known.train, LANGUAGE)
-    bits = exposure(run.model, tokenizer, known.masked_texts, known.secrets, known.candidates)
-    told = extraction(run.model, tokenizer, known.secrets, settings["samples"], length=128, seed=settings["seed"],
+    run = attacked_run(settings, load_model(folder, kind="causal"), known.train,
+                       LANGUAGE)
+    bits = exposure(run.model, tokenizer, known.masked_texts, known.secrets,
+                    known.candidates)
+    told = extraction(run.model, tokenizer, known.secrets, settings["samples"],
+                      length=128, seed=settings["seed"],
                       tagger=one_of(known.candidates))
-    found = {"membership": membership_inference(run.model, known.members, known.non_members),
-             "calibrated": membership_inference(run.model, known.members, known.non_members, reference=before)}
-    bound = allowed(run.guarantee) | {"exposure": allowed_exposure(run.guarantee, settings["candidates"])}
-    return {"epsilon": json_number(run.epsilon), "exposure": bits.tolist(), "allowed": bound,
+    found = {"membership": membership_inference(run.model, known.members,
+                                                known.non_members),
+             "calibrated": membership_inference(run.model, known.members,
+                                                known.non_members, reference=before)}
+    bound = (allowed(run.guarantee)
+             | {"exposure": allowed_exposure(run.guarantee, settings["candidates"])})
+    return {"epsilon": json_number(run.epsilon), "exposure": bits.tolist(),
+            "allowed": bound,
             "reconstruction": rate_record(reconstruction(run.model, tokenizer, known.masked_texts, known.candidates, known.secrets)),
-            "precision": rate_record(told.precision), "recall": rate_record(told.recall),
-            **{name: membership_record(its) for name, its in found.items()}, "metrics": {}}
+            "precision": rate_record(told.precision),
+            "recall": rate_record(told.recall),
+            **{name: membership_record(its) for name, its in found.items()},
+            "metrics": {}}
 
 def rate_record(rate: Rate) -> dict[str, Any]:
     "JSON."
@@ -458,23 +534,28 @@ def rate_record(rate: Rate) -> dict[str, Any]:
 def membership_record(found: Membership) -> dict[str, Any]:
     "JSON."
     return {"auc": found.auc, "standard_error": found.standard_error,
-            "true_positives": {str(at): rate_record(rate) for at, rate in found.true_positives.items()}}
+            "true_positives": {str(at): rate_record(rate)
+                               for at, rate in found.true_positives.items()}}
 
 # %% ../nbs/60_attacks.ipynb #attacks-pictures
 def attack_pictures(settings: dict[str, Any]) -> dict[str, Any]:
     "LiRA: as many models as there are shadows, each attacked with the others."
     task = load_data(settings["data"], limit=settings["rows"])
     coins = fair_coins(settings["shadows"], settings["rows"], settings["seed"])
-    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind, "image_shape": task.image_shape}
+    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
+                              "image_shape": task.image_shape}
     start = load_model(settings["model"], **recipe)
     found, plain = [], []
     for number, coin in enumerate(coins):
-        run = attacked_run(settings, copy.deepcopy(start), task.train.subset(np.flatnonzero(coin)), PICTURES,
-                           seed=1000 * settings["seed"] + number, public_size=settings["rows"] // 2)
+        run = attacked_run(settings, copy.deepcopy(start),
+                           task.train.subset(np.flatnonzero(coin)), PICTURES,
+                           seed=1000 * settings["seed"] + number,
+                           public_size=settings["rows"] // 2)
         its = losses(run.model, task.train)
         found.append(scaled_confidence(its))
         plain.append(score_attack(-its[coin], -its[~coin]).auc)
     confidences = np.stack(found)
     return {"epsilon": json_number(run.epsilon), "allowed": allowed(run.guarantee),
-            "plain": {"auc": float(np.mean(plain)), "standard_error": standard_error(plain)},
+            "plain": {"auc": float(np.mean(plain)),
+                      "standard_error": standard_error(plain)},
             **{name: membership_record(lira(confidences, coins, name == "online")) for name in ("online", "offline")}, "metrics": {}}

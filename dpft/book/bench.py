@@ -55,64 +55,81 @@ if TYPE_CHECKING:
 # %% ../../nbs/73_cost.ipynb #cost-compare
 def measure(setting: Setting, device: torch.device, rate: float | None = None) -> Iterator[dict[str, Any]]:
     "One record for each contender of a setting; `rate` is the device's matrix rate, to tell which share of it was used."
-    loss = WatchedLoss(Lowered(example_losses) if setting.precision == "bf16" else example_losses)
+    loss = WatchedLoss(Lowered(example_losses) if setting.precision == "bf16"
+                       else example_losses)
     model, batch = setting.build(device), setting.batch(setting.rows, device)
     entered = list(enter(setting, model, loss, device))
     able = {name: contender for name, contender, _, reason in entered if not reason}
-    memory = {name: measure_memory(contender, loss, batch, device) for name, contender in able.items()}
+    memory = {name: measure_memory(contender, loss, batch, device)
+              for name, contender in able.items()}
     seconds = interleaved(able, batch, setting.repeats)
     work = operations(able["plain"], batch) if rate else 0
     for name, _, error, reason in entered:
         entry = described(setting, name, model, error, reason) | provenance(device)
         if name in able:
-            entry |= timed(seconds[name], seconds["plain"], setting) | weighed(memory[name], memory["plain"])
+            entry |= (timed(seconds[name], seconds["plain"], setting)
+                      | weighed(memory[name], memory["plain"]))
         if name in able and rate:
-            entry |= {"matrix_rate": rate, "share_of_rate": work / entry["seconds"] / rate}
+            entry |= {"matrix_rate": rate,
+                      "share_of_rate": work / entry["seconds"] / rate}
         yield entry
 
 def described(setting: Setting, who: str, model: nn.Module, error: float, reason: str) -> dict[str, Any]:
     "What was asked, and whether the answer was right."
     asked = {name: value for name, value in asdict(setting).items() if name != "who"}
-    return {"experiment": "cost", **asked, "who": who, "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_mib": weight_bytes(model) / MIB, "error": error if math.isfinite(error) else None, "cannot": reason}
+    return {"experiment": "cost", **asked, "who": who,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "weights_mib": weight_bytes(model) / MIB,
+            "error": error if math.isfinite(error) else None, "cannot": reason}
 
 def timed(seconds: list[float], plain: list[float], setting: Setting) -> dict[str, Any]:
     "A contender's time beside the plain step of the same rounds."
     ratios = [own / other for own, other in zip(seconds, plain, strict=True)]
-    return {"seconds": median(seconds), "examples_per_second": setting.rows / median(seconds), "time_ratio": median(ratios),
+    return {"seconds": median(seconds),
+            "examples_per_second": setting.rows / median(seconds),
+            "time_ratio": median(ratios),
             "time_interval": list(median_interval(ratios))}
 
 def weighed(own: Memory, plain: Memory) -> dict[str, Any]:
     "A contender's bytes beside the plain step's."
-    return {"held_mib": own.held / MIB, "held_ratio": own.held / plain.held, "peak_mib": own.peak / MIB,
+    return {"held_mib": own.held / MIB, "held_ratio": own.held / plain.held,
+            "peak_mib": own.peak / MIB,
             "peak_ratio": own.peak / plain.peak, "after_mib": own.after / MIB}
 
 # %% ../../nbs/73_cost.ipynb #cost-measure-largest
 def measure_largest(setting: Setting, device: torch.device) -> Iterator[dict[str, Any]]:
     "For each contender the largest batch that fits in the setting's memory, weights included, and the throughput at it."
-    loss = WatchedLoss(Lowered(example_losses) if setting.precision == "bf16" else example_losses)
+    loss = WatchedLoss(Lowered(example_losses) if setting.precision == "bf16"
+                       else example_losses)
     model = setting.build(device)
     for name, contender, error, reason in enter(setting, model, loss, device):
         entry = described(setting, name, model, error, reason) | provenance(device)
         if not reason:
             peaks: dict[int, float] = {}
-            def peak(rows: int, contender: Contender = contender, peaks: dict[int, float] = peaks) -> float:
+            def peak(rows: int, contender: Contender = contender,
+                     peaks: dict[int, float] = peaks) -> float:
                 if rows not in peaks:
                     peaks[rows] = _peak(contender, loss, setting, rows, device)
                 return peaks[rows]
             rows = largest_batch(peak, float(setting.memory or 0))
-            entry |= {"rows": rows, "cannot": "" if rows else "not even one example fits", "peak_mib": peaks[max(rows, 1)] / MIB}
+            entry |= {"rows": rows,
+                      "cannot": "" if rows else "not even one example fits",
+                      "peak_mib": peaks[max(rows, 1)] / MIB}
             if rows:
-                seconds = interleaved({name: contender}, setting.batch(rows, device), setting.repeats, warm=0)[name]
-                entry |= {"seconds": median(seconds), "examples_per_second": rows / median(seconds)}
+                seconds = interleaved({name: contender}, setting.batch(rows, device),
+                                      setting.repeats, warm=0)[name]
+                entry |= {"seconds": median(seconds),
+                          "examples_per_second": rows / median(seconds)}
         yield entry
 
-def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int, device: torch.device) -> float:
+def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
+          device: torch.device) -> float:
     "Bytes of weights, batch and step together; infinite where the GPU has not so many."
     batch = setting.batch(rows, device)
     given = sum(values.nbytes for values in tensors(batch))
     try:
-        return weight_bytes(contender.model) + given + measure_memory(contender, loss, batch, device).peak
+        return (weight_bytes(contender.model) + given
+                + measure_memory(contender, loss, batch, device).peak)
     except torch.cuda.OutOfMemoryError:
         return math.inf
 
@@ -125,21 +142,28 @@ def run_bench(
     reuse_memory()
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = list(settings)
-    absent = {name for setting in settings for name in setting.who if find_spec(CONTENDERS[name][1]) is None}
+    absent = {name for setting in settings for name in setting.who
+              if find_spec(CONTENDERS[name][1]) is None}
     for name in sorted(absent):
-        missing = {"experiment": "cost", "part": "absent", "who": name, "cannot": f"{CONTENDERS[name][1]} is not installed"}
+        missing = {"experiment": "cost", "part": "absent", "who": name,
+                   "cannot": f"{CONTENDERS[name][1]} is not installed"}
         yield missing | provenance(device)
     rates: dict[str | None, float] = {}
     for setting in settings:
-        present = replace(setting, who=tuple(name for name in setting.who if name not in absent))
+        present = replace(setting,
+                          who=tuple(name for name in setting.who if name not in absent))
         if rate and setting.precision not in rates:
-            rates[setting.precision] = matrix_rate(device, torch.bfloat16 if setting.precision else torch.float32,
-                                                   8192 if device.type == "cuda" else 256)
+            rates[setting.precision] = matrix_rate(device,
+                                                   torch.bfloat16 if setting.precision
+                                                   else torch.float32,
+                                                   8192 if device.type == "cuda"
+                                                   else 256)
         yield from measure_largest(present, device) if setting.memory else measure(present, device, rates.get(setting.precision))
 
 # %% ../../nbs/73_cost.ipynb #cost-settings
 PARTS = ("text", "images", "models", "depths", "batches", "limits")
-SIZED = {"lengths": ("text",), "sides": ("images",), "widths": ("models", "batches")}  # what there is to measure over which sizes
+# what there is to measure over which sizes
+SIZED = {"lengths": ("text",), "sides": ("images",), "widths": ("models", "batches")}
 TRAINS = ("biases", "full")
 
 @dataclass(frozen=True)
@@ -153,17 +177,21 @@ class Sizes:
     layers: int = 2                                       # of all other encoders
     rows: int = 4
     repeats: int = 7
-    memory: int = 256 * 2**20                             # bytes in which the largest batch must fit
+    memory: int = 256 * 2**20  # bytes in which the largest batch must fit
 
     def __post_init__(self) -> None:
-        if min(*self.lengths, *self.sides, *self.depths, self.layers, self.rows, self.repeats, self.memory, self.width, *self.widths) < 1:
-            raise ValueError("lengths, sides, rows, repeats, widths, layers and memory must be at least 1")
+        if min(*self.lengths, *self.sides, *self.depths, self.layers, self.rows,
+               self.repeats, self.memory, self.width, *self.widths) < 1:
+            raise ValueError("lengths, sides, rows, repeats, widths, layers and "
+                             "memory must be at least 1")
         if wrong := [width for width in (self.width, *self.widths) if width % 32]:
             raise ValueError(f"width {wrong[0]}: a width must be a multiple of 32")
         if min(self.sides) < 16:
-            raise ValueError(f"side {min(self.sides)}: an image needs at least 16 pixels along its side")
+            raise ValueError(f"side {min(self.sides)}: an image needs at least 16 "
+                             "pixels along its side")
 
-QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64), depths=(1, 2), rows=2, repeats=5, memory=48 * 2**20)
+QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64),
+              depths=(1, 2), rows=2, repeats=5, memory=48 * 2**20)
 
 def plan_bench(
     sizes: Sizes = Sizes(),  # noqa: B008  # frozen
@@ -172,22 +200,29 @@ def plan_bench(
     trains: Iterable[str] = TRAINS,
 ) -> list[Setting]:
     "The settings of a run; ValueError names what there is no part, contender or way to train for."
-    for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"), (trains, TRAINS, "choice of what trains")):
+    for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"),
+                               (trains, TRAINS, "choice of what trains")):
         if wrong := [name for name in names if name not in known]:
-            raise ValueError(f"{wrong[0]!r} is no {what}; choose from {', '.join(known)}")
-    names = ("plain", *(name for name in who if name != "plain"))                # all ratios are to it
+            raise ValueError(f"{wrong[0]!r} is no {what}; choose from "
+                             f"{', '.join(known)}")
+    # all ratios are to it
+    names = ("plain", *(name for name in who if name != "plain"))
     s, middle = sizes, sizes.widths[len(sizes.widths) // 2]
-    def setting(part: str, model: str, width: int, layers: int, size: int, trains: str) -> Setting:
+    def setting(part: str, model: str, width: int, layers: int, size: int,
+                trains: str) -> Setting:
         if part == "batches":
-            return Setting(part, model, width, layers, size, 0, trains, names, min(3, s.repeats), memory=s.memory)
-        return Setting(part, model, width, layers, size, s.rows, trains, names, s.repeats)
+            return Setting(part, model, width, layers, size, 0, trains, names,
+                           min(3, s.repeats), memory=s.memory)
+        return Setting(part, model, width, layers, size, s.rows, trains, names,
+                       s.repeats)
     shapes = {"text": [("encoder", s.width, s.layers, size) for size in s.lengths],
               "images": [("convolutions", 32, 4, size) for size in s.sides],
               "models": [("encoder", width, s.layers, 128) for width in s.widths],
               "depths": [("encoder", middle, layers, 128) for layers in s.depths],
               "batches": [("encoder", width, s.layers, 128) for width in s.widths],
               "limits": [(model, 64, 2, 32) for model in ("bert", "gpt2")]}
-    return [setting(part, *shape, which) for part in parts for shape in shapes[part] for which in trains]
+    return [setting(part, *shape, which) for part in parts for shape in shapes[part]
+            for which in trains]
 
 def plan_marks(
     widths: tuple[int, int] = (384, 768),
@@ -199,9 +234,12 @@ def plan_marks(
     "The settings by which this package is measured: biases over lengths and batches, everything at two widths."
     def setting(width: int, size: int, count: int, trains: str, *who: str) -> Setting:
         depth = layers[TRAINS.index(trains)]
-        rounds = 2 * repeats + 1 if size * count <= 1024 else repeats  # short steps, many rounds
-        return Setting("marks", "encoder", width, depth, size, count, trains, ("plain", *who, "dpft"), rounds)
-    return [*(setting(widths[0], size, count, "biases", "opacus") for size in lengths for count in rows),
+        # short steps, many rounds
+        rounds = 2 * repeats + 1 if size * count <= 1024 else repeats
+        return Setting("marks", "encoder", width, depth, size, count, trains,
+                       ("plain", *who, "dpft"), rounds)
+    return [*(setting(widths[0], size, count, "biases", "opacus") for size in lengths
+              for count in rows),
             *(setting(width, lengths[0], rows[0], "full") for width in widths)]
 
 def plan_gpu(
@@ -212,12 +250,14 @@ def plan_gpu(
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (768, 12, 256, 64)
     base = [Setting("gpu", "encoder", width, layers, size, rows, which, who, repeats, precision="bf16") for which in TRAINS]
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (4096, 32, 1024, 4)
-    return [*base, Setting("gpu", "llama", width, layers, size, rows, "biases", who, repeats, precision="bf16 weights")]
+    return [*base, Setting("gpu", "llama", width, layers, size, rows, "biases", who,
+                           repeats, precision="bf16 weights")]
 
 # %% ../../nbs/73_cost.ipynb #cost-table
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: one row for each setting and contender, with the reason where it has no numbers."
-    lines = ["| model | size | rows | trains | | time / plain | 95 % interval | peak / plain | held / plain | after, MiB |",
+    lines = ["| model | size | rows | trains | | time / plain | 95 % interval | peak "
+             "/ plain | held / plain | after, MiB |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     for e in found:
         if e["part"] in ("absent", "batches"):
@@ -227,33 +267,43 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
             lines.append(f"{start} cannot: {e['cannot']} | | | | |")
         else:
             low, high = e["time_interval"]
-            lines.append(f"{start} {e['time_ratio']:.2f} | {low:.2f}–{high:.2f} | {e['peak_ratio']:.2f} | {e['held_ratio']:.2f} "
-                         f"| {e['after_mib']:.1f} |")
+            lines.append(f"{start} {e['time_ratio']:.2f} | {low:.2f}–{high:.2f} | "
+                         f"{e['peak_ratio']:.2f} | {e['held_ratio']:.2f} | "
+                         f"{e['after_mib']:.1f} |")
     return "\n".join(lines)
 
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
-    lines = ["| model | size | memory, MiB | trains | | largest batch | examples / s |", "|---|---|---|---|---|---|---|"]
+    lines = ["| model | size | memory, MiB | trains | | largest batch | examples / s |",
+             "|---|---|---|---|---|---|---|"]
     for e in found:
         if e["part"] == "batches":
-            end = f"cannot: {e['cannot']} | |" if e["cannot"] else f"{e['rows']} | {e['examples_per_second']:.1f} |"
-            lines.append(f"| {e['model']}, {e['layers']} × {e['width']} | {e['size']} | {e['memory'] / MIB:.0f} | {e['trains']} "
-                         f"| {e['who']} | {end}")
+            end = (f"cannot: {e['cannot']} | |" if e["cannot"]
+                   else f"{e['rows']} | {e['examples_per_second']:.1f} |")
+            lines.append(f"| {e['model']}, {e['layers']} × {e['width']} | {e['size']} "
+                         f"| {e['memory'] / MIB:.0f} | {e['trains']} | {e['who']} | "
+                         f"{end}")
     return "\n".join(lines)
 
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: throughput, share of the device's matrix rate, and peak memory, weights included."
-    lines = ["| model | trains | | examples / s | tokens / s | share of matrix rate | weights and peak, MiB | peak / plain |",
+    lines = ["| model | trains | | examples / s | tokens / s | share of matrix rate | "
+             "weights and peak, MiB | peak / plain |",
              "|---|---|---|---|---|---|---|---|"]
     for e in found:
         if "share_of_rate" in e:
-            lines.append(f"| {e['model']}, {e['layers']} × {e['width']}, {e['precision']} | {e['trains']} | {e['who']} "
-                         f"| {e['examples_per_second']:.1f} | {e['examples_per_second'] * e['size']:.0f} | {e['share_of_rate']:.3f} "
-                         f"| {e['weights_mib'] + e['peak_mib']:.0f} | {e['peak_ratio']:.3f} |")
+            lines.append(f"| {e['model']}, {e['layers']} × {e['width']}, "
+                         f"{e['precision']} | {e['trains']} | {e['who']} | "
+                         f"{e['examples_per_second']:.1f} | "
+                         f"{e['examples_per_second'] * e['size']:.0f} | "
+                         f"{e['share_of_rate']:.3f} | "
+                         f"{e['weights_mib'] + e['peak_mib']:.0f} | "
+                         f"{e['peak_ratio']:.3f} |")
     return "\n".join(lines)
 
 # %% ../../nbs/73_cost.ipynb #cost-marks
-FULL_MARKS = {384: 1.25, 768: 1.15}  # width -> bound on the time of a private full step over a plain one
+# width -> bound on the time of a private full step over a plain one
+FULL_MARKS = {384: 1.25, 768: 1.15}
 
 def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     "Every mark with its value, its bound, and whether it is met."
@@ -262,24 +312,32 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
     results = []
     for (size, rows, width, trains, who), time_ratio in times.items():
         if who == "dpft" and (trains == "biases" or width in FULL_MARKS):
-            same = next(e for e in marked if (e["size"], e["rows"], e["width"], e["trains"], e["who"]) == (size, rows, width, trains, who))
+            same = next(e for e in marked
+                        if (e["size"], e["rows"], e["width"], e["trains"], e["who"])
+                        == (size, rows, width, trains, who))
             bounds = [("time / plain", time_ratio, FULL_MARKS[width])] if trains == "full" else [
-                ("time / plain", time_ratio, 1.03), ("held / plain", same.get("held_ratio", math.inf), 1.02),
-                ("time / plain, beside Opacus'", time_ratio, times.get((size, rows, width, trains, "opacus"), math.inf))]
+                ("time / plain", time_ratio, 1.03),
+                ("held / plain", same.get("held_ratio", math.inf), 1.02),
+                ("time / plain, beside Opacus'", time_ratio,
+                 times.get((size, rows, width, trains, "opacus"), math.inf))]
             name = f"{trains}, {same['layers']} × {width}, T = {size}, B = {rows}"
-            results += [(f"{name}: {what}", value, bound, value <= bound) for what, value, bound in bounds]
+            results += [(f"{name}: {what}", value, bound, value <= bound)
+                        for what, value, bound in bounds]
     return results
 
 def marks_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown."
     lines = ["| mark | value | bound | |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {value:.3f} | {bound:.3f} | {'met' if met else 'missed'} |"
+    return "\n".join([*lines,
+                      *(f"| {name} | {value:.3f} | {bound:.3f} | "
+                        f"{'met' if met else 'missed'} |"
                                for name, value, bound, met in judged(found))])
 
 # %% ../../nbs/73_cost.ipynb #cost-figure
 COLOURS = {"plain": "#000000", "opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9", "dpft": "#009E73"}  # Okabe and Ito's
 MARKERS = {"plain": "o", "opacus": "s", "opacus-ghost": "^", "fastdp": "v", "dpft": "D"}
-AXES = {"text": "tokens in a text", "images": "pixels along an image's side", "models": "width of the encoder",
+AXES = {"text": "tokens in a text", "images": "pixels along an image's side",
+        "models": "width of the encoder",
         "depths": "layers of the encoder", "batches": "width of the encoder"}
 
 def panels(
@@ -292,20 +350,27 @@ def panels(
 
     entries, rows = [e for e in found if not e["cannot"]], list(quantities)
     across = [(part, along, which) for part, along in columns for which in TRAINS]
-    figure, grid = plt.subplots(len(rows), len(across), figsize=(2.3 * len(across), 2.0 * len(rows)), squeeze=False,
+    figure, grid = plt.subplots(len(rows), len(across),
+                                figsize=(2.3 * len(across), 2.0 * len(rows)),
+                                squeeze=False,
                                 sharey="row", sharex="col")
     for column, (part, along, which) in enumerate(across):
         for line, (field, label) in enumerate(rows):
             axis = grid[line, column]
             for who, colour in COLOURS.items():
-                points = sorted((e[along], e[field]) for e in entries if (e["part"], e["trains"], e["who"]) == (part, which, who))
+                points = sorted((e[along], e[field]) for e in entries
+                                if (e["part"], e["trains"], e["who"])
+                                == (part, which, who))
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker=MARKERS[who], markersize=4, linewidth=1.2, color=colour, label=who)
-            _dress(axis, sorted({e[along] for e in entries if e["part"] == part}), label if column == 0 else "")
+                    axis.plot(*zip(*points, strict=True), marker=MARKERS[who],
+                              markersize=4, linewidth=1.2, color=colour, label=who)
+            _dress(axis, sorted({e[along] for e in entries if e["part"] == part}),
+                   label if column == 0 else "")
         grid[0, column].set_title(f"{'biases' if which == 'biases' else 'all parameters'} train", fontsize=9)
         grid[-1, column].set_xlabel(AXES[part], fontsize=9)
     handles = dict(zip(*reversed(grid[0, 0].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles),
+                  frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     return figure
 
@@ -324,15 +389,18 @@ def _dress(axis: Any, ticks: list[float], label: str) -> None:
 
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time and peak memory of a step over the length of a text and the side of an image; Figure 3 of DP-BiTFiT."
-    return panels(found, [("text", "size"), ("images", "size")], [("seconds", "seconds a step"), ("peak_mib", "peak, MiB")])
+    return panels(found, [("text", "size"), ("images", "size")],
+                  [("seconds", "seconds a step"), ("peak_mib", "peak, MiB")])
 
 def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "The largest batch that fits and the throughput at it over the width of the model; Figure 4 of DP-BiTFiT."
-    return panels(found, [("batches", "width")], [("rows", "largest batch"), ("examples_per_second", "examples / s")])
+    return panels(found, [("batches", "width")],
+                  [("rows", "largest batch"), ("examples_per_second", "examples / s")])
 
 def model_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time and peak memory of a step over the width and the depth of the model."
-    return panels(found, [("models", "width"), ("depths", "layers")], [("seconds", "seconds a step"), ("peak_mib", "peak, MiB")])
+    return panels(found, [("models", "width"), ("depths", "layers")],
+                  [("seconds", "seconds a step"), ("peak_mib", "peak, MiB")])
 
 # %% ../../nbs/73_cost.ipynb #cost-report
 def write_bench(
@@ -350,11 +418,14 @@ def write_bench(
     output.mkdir(parents=True, exist_ok=True)
     path, found = output / f"{name}.jsonl", []
     path.unlink(missing_ok=True)
-    for entry in tqdm(run_bench(settings, rate=rate), total=sum(len(setting.who) for setting in settings), unit="record"):
+    for entry in tqdm(run_bench(settings, rate=rate),
+                      total=sum(len(setting.who) for setting in settings),
+                      unit="record"):
         write_records(path, [entry])
         found.append(entry)
     parts = {entry["part"] for entry in found}
-    for label, needs, draw in (("cost", {"text", "images"}, cost_figure), ("models", {"models", "depths"}, model_figure),
+    for label, needs, draw in (("cost", {"text", "images"}, cost_figure),
+                               ("models", {"models", "depths"}, model_figure),
                                ("batches", {"batches"}, batch_figure)):
         if needs <= parts:
             save_figure(draw(found), str(output / f"{label}.png"))
@@ -362,16 +433,21 @@ def write_bench(
 
 def bench_report(found: list[dict[str, Any]]) -> str:
     "All that the records can say as text."
-    tables = {"text images models depths limits marks gpu": cost_table, "batches": batch_table, "gpu": rate_table, "marks": marks_table}
-    shown = [table(found) for parts, table in tables.items() if any(entry["part"] in parts.split() for entry in found)]
-    absent = [f"{entry['who']} took no part: {entry['cannot']}." for entry in found if entry["part"] == "absent"]
+    tables = {"text images models depths limits marks gpu": cost_table,
+              "batches": batch_table, "gpu": rate_table, "marks": marks_table}
+    shown = [table(found) for parts, table in tables.items()
+             if any(entry["part"] in parts.split() for entry in found)]
+    absent = [f"{entry['who']} took no part: {entry['cannot']}."
+              for entry in found if entry["part"] == "absent"]
     return "\n\n".join([*shown, *absent])
 
 # %% ../../nbs/73_cost.ipynb #cost-freezing
 FREEZING = ("tempered-cnn", "tempered-cnn-5")
 PAPER_RATE, PAPER_SIZE = 2048 / 60_000, 60_000  # of Fashion-MNIST in DP-SGD-LF
-FREEZING_MARKS = {"frozen, cached": 0.45, "freezing": 1.0}  # who -> bound on the time over that with all layers
-EPOCH_MARKS = {"tempered-cnn": 15.0, "tempered-cnn-5": 60.0}  # seconds of an epoch of Fashion-MNIST before anything freezes
+# who -> bound on the time over that with all layers
+FREEZING_MARKS = {"frozen, cached": 0.45, "freezing": 1.0}
+# seconds of an epoch of Fashion-MNIST before anything freezes
+EPOCH_MARKS = {"tempered-cnn": 15.0, "tempered-cnn-5": 60.0}
 
 def freezing_engine(
     model: str,                            # a name in `FREEZING`
@@ -385,9 +461,12 @@ def freezing_engine(
 ) -> Engine:
     "A run on random images of 28 x 28, the same each time, under the paper's noise."
     draw = torch.Generator().manual_seed(0)
-    data = TensorData(torch.rand(images, 1, 28, 28, generator=draw), torch.randint(0, 10, (images,), generator=draw))
-    return Engine(load_model(model, 10, "image", (1, 28, 28)).to(device), None, method, data, noise_multiplier=2.15, batch_size=rows,
-                  steps=steps, clip=1.0, accountant="rdp", cache=cache, physical_batch_size=physical_batch_size)
+    data = TensorData(torch.rand(images, 1, 28, 28, generator=draw),
+                      torch.randint(0, 10, (images,), generator=draw))
+    return Engine(load_model(model, 10, "image", (1, 28, 28)).to(device), None, method,
+                  data, noise_multiplier=2.15, batch_size=rows,
+                  steps=steps, clip=1.0, accountant="rdp", cache=cache,
+                  physical_batch_size=physical_batch_size)
 
 def whole_steps(engine: Engine) -> Contender:
     "One step after another; the batch that a contender is given does not matter."
@@ -420,14 +499,17 @@ def freezing_costs(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in models:
         def step(method: Method, cache: float = 1.0, model: str = model) -> Contender:
-            return whole_steps(freezing_engine(model, method, rows, rows, repeats + 100, device, cache, physical_batch_size))
+            return whole_steps(freezing_engine(model, method, rows, rows, repeats + 100,
+                                               device, cache, physical_batch_size))
         def run(method: Method, model: str = model) -> Contender:
             return whole_run(lambda: freezing_engine(model, method, round(rows / PAPER_RATE), rows, steps, device,
                                                      physical_batch_size=physical_batch_size))
-        step_kinds = {"all layers": step(Full()), "frozen, cached": step(LayerFreeze(after=0)),
+        step_kinds = {"all layers": step(Full()),
+                      "frozen, cached": step(LayerFreeze(after=0)),
                       "frozen, not cached": step(LayerFreeze(after=0), 0.0)}
         run_kinds = {"all layers": run(Full()), "freezing": run(LayerFreeze())}
-        for what, kinds, count in (("step", step_kinds, repeats), ("run", run_kinds, runs)):
+        for what, kinds, count in (("step", step_kinds, repeats),
+                                   ("run", run_kinds, runs)):
             seconds = interleaved(kinds, (), count, warm=2 if what == "step" else 0)
             for who, own in seconds.items():
                 yield freezing_record(model, what, who, own, seconds["all layers"], rows, steps) | provenance(device)
@@ -436,10 +518,14 @@ def freezing_record(model: str, what: str, who: str, own: list[float], other: li
     "A contender's time beside that with all layers in the same rounds."
     ratios = [one / beside for one, beside in zip(own, other, strict=True)]
     examples = rows * (1 if what == "step" else steps)
-    return {"experiment": "cost", "part": "freezing", "model": model, "size": 28, "rows": rows, "what": what, "who": who,
-            "repeats": len(own), "steps": 1 if what == "step" else steps, "seconds": median(own),
-            "examples_per_second": examples / median(own), "epoch_seconds": PAPER_SIZE * median(own) / examples,
-            "time_ratio": median(ratios), "time_interval": list(median_interval(ratios))}
+    return {"experiment": "cost", "part": "freezing", "model": model, "size": 28,
+            "rows": rows, "what": what, "who": who,
+            "repeats": len(own), "steps": 1 if what == "step" else steps,
+            "seconds": median(own),
+            "examples_per_second": examples / median(own),
+            "epoch_seconds": PAPER_SIZE * median(own) / examples,
+            "time_ratio": median(ratios),
+            "time_interval": list(median_interval(ratios))}
 
 def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     "Every mark of freezing with its value, its bound, and whether it is met."
@@ -448,21 +534,27 @@ def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, f
         if e["part"] != "freezing":
             continue
         if e["who"] in FREEZING_MARKS:
-            results.append((f"{e['model']}, {e['what']}, {e['who']}: time / all layers", e["time_ratio"], FREEZING_MARKS[e["who"]]))
+            results.append((f"{e['model']}, {e['what']}, {e['who']}: time / all layers",
+                            e["time_ratio"], FREEZING_MARKS[e["who"]]))
         if (e["what"], e["who"]) == ("step", "all layers"):
-            results.append((f"{e['model']}: seconds of an epoch of {PAPER_SIZE:,}", e["epoch_seconds"], EPOCH_MARKS[e["model"]]))
+            results.append((f"{e['model']}: seconds of an epoch of {PAPER_SIZE:,}",
+                            e["epoch_seconds"], EPOCH_MARKS[e["model"]]))
     return [(name, value, bound, value <= bound) for name, value, bound in results]
 
 def freezing_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: what was measured, and the marks."
     found = list(found)
-    lines = ["| model | what | who | seconds | time / all layers | 95 % interval |", "|---|---|---|---|---|---|"]
+    lines = ["| model | what | who | seconds | time / all layers | 95 % interval |",
+             "|---|---|---|---|---|---|"]
     for e in found:
         low, high = e["time_interval"]
-        lines.append(f"| {e['model']} | {e['what']} of {e['rows']} | {e['who']} | {e['seconds']:.3f} | {e['time_ratio']:.2f} "
-                     f"| {low:.2f}–{high:.2f} |")
+        lines.append(f"| {e['model']} | {e['what']} of {e['rows']} | {e['who']} | "
+                     f"{e['seconds']:.3f} | {e['time_ratio']:.2f} | "
+                     f"{low:.2f}–{high:.2f} |")
     marks = ["", "| mark | value | bound | |", "|---|---|---|---|"]
-    return "\n".join([*lines, *marks, *(f"| {name} | {value:.3f} | {bound:.3f} | {'met' if met else 'missed'} |"
+    return "\n".join([*lines, *marks,
+                      *(f"| {name} | {value:.3f} | {bound:.3f} | "
+                        f"{'met' if met else 'missed'} |"
                                         for name, value, bound, met in judged_freezing(found))])
 
 def write_freezing(
@@ -477,7 +569,8 @@ def write_freezing(
     output.mkdir(parents=True, exist_ok=True)
     path, found = output / "costs-freezing.jsonl", []
     path.unlink(missing_ok=True)
-    for entry in freezing_costs(FREEZING[:1] if quick else FREEZING, rows, repeats, *((1, 22) if quick else ())):
+    for entry in freezing_costs(FREEZING[:1] if quick else FREEZING, rows, repeats,
+                                *((1, 22) if quick else ())):
         write_records(path, [entry])
         found.append(entry)
     return f"{freezing_table(found)}\n\nThe records are in {path}."
