@@ -12,140 +12,28 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from .scores import NoisyAccuracy, apart, scorer
+from torch import nn
 
 from .data import Public, Task, check_disjoint_rows, did_you_mean, units_of
 from .guarantee import Guarantee
 from .loop import Run, fine_tune
 from .method import Context, Method
-from .models import accuracy, default_loss, perplexity
+from .models import default_loss
 from .noise import Keystream
 from .plan import check_sizes
 from .privacy import BudgetError, Ledger, SampledGaussian
 from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
 
 # %% auto #0
-__all__ = ['PRICED', 'HELD', 'Proposer', 'people_of', 'NoisyAccuracy', 'apart', 'noisy_accuracy', 'scorer', 'Trial',
-           'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'Search', 'check_as_priced', 'run_trials',
-           'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'whole_guarantee', 'tune']
-
-# %% ../nbs/08_tuning.ipynb #tuning-people
-def people_of(
-    data: Any,                               # rows
-    unit: str | Sequence[Hashable] | Tensor, # column that names them, or a list of names
-) -> list[Hashable]:                         # one for each row
-    "Whose row each is; ValueError where that is not known for all of them."
-    data = data.data if isinstance(data, Public) else data
-    if isinstance(unit, str):
-        table = getattr(data, "table", None) or data
-        first = table[0]
-        if not isinstance(first, dict) or unit not in first:
-            raise ValueError(f"the scored data has no column {unit!r}, so nobody can "
-                             "tell whether its people are in the training data too")
-        names = [table[row][unit] for row in range(len(table))]
-    else:
-        names = unit.tolist() if isinstance(unit, Tensor) else list(unit)
-    if len(names) != len(data):
-        raise ValueError(f"unit names {len(names)} rows and the scored data has "
-                         f"{len(data)}")
-    if missing := [row for row, name in enumerate(names) if name is None
-                   or name != name]:
-        raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows "
-                         "out")
-    return names
-
-# %% ../nbs/08_tuning.ipynb #tuning-score
-class NoisyAccuracy:
-    "Accuracy on a private development set, with noise that is paid for; @lem-noisy-accuracy."
-
-    def __init__(
-        self,
-        data: Any,                             # labelled rows, none of them trained on
-        noise_multiplier: float | None = None, # None: `tune` solves it for its budget
-        unit: str | Sequence[Hashable] | Tensor | None = None, # whose each row is; None: a row
-    ):
-        self.data, self.noise_multiplier, self.unit = data, noise_multiplier, unit
-        if not len(data):
-            raise ValueError("the development set has no rows to score on")
-        self.people = None if unit is None else people_of(data, unit)
-        self.most = max(Counter(self.people or [0]).values())  # rows of one unit
-
-    def mechanism(self, noise_multiplier: float | None = None) -> SampledGaussian:
-        "What one score costs a unit of the development set."
-        sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if sigma is None:
-            raise ValueError("this noisy accuracy has no noise_multiplier yet; give "
-                             "one, or let tune solve it")
-        return SampledGaussian(sigma, 1.0, 1, "score")
-
-# %% ../nbs/08_tuning.ipynb #tuning-people-check
-def apart(
-    score: NoisyAccuracy,
-    rows: Any,                                      # the training data
-    unit: str | Sequence[Hashable] | Tensor | None, # whom training protects
-) -> NoisyAccuracy:                                 # by the same unit
-    "A development set whose people are not trained on; ValueError where that is not known."
-    if unit is None or isinstance(unit, str) and unit == "example":
-        return score
-    if score.unit is None:
-        if not isinstance(unit, str):
-            raise ValueError("unit= protects people, so the development set must say "
-                             "whose its rows are too: NoisyAccuracy(data, unit=[...])")
-        score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
-    trained, scored = set(people_of(rows, unit)), score.people or []
-    if shared := [row for row, name in enumerate(scored) if name in trained]:
-        raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to "
-                         "people who are trained on too, the first is row "
-                         f"{shared[0]}; leave them out")
-    return score
-
-# %% ../nbs/08_tuning.ipynb #tuning-noisy
-def noisy_accuracy(
-    model: nn.Module,
-    data: Any,               # labelled rows
-    noise_multiplier: float, # of the number of right answers
-    keystream: Keystream,
-    *context: str | int,     # which release this is: no two may share it
-    most: int = 1,           # rows of one unit, m
-) -> float:                  # may lie outside [0, 1]
-    "Share of right answers plus Gaussian noise; @lem-noisy-accuracy."
-    count = accuracy(model, data) * len(data)
-    right = torch.tensor([count], dtype=torch.float64).round()
-    digest = keystream.digest(right, "score", *context)
-    noise = keystream.normal((1,), noise_multiplier * most, "score", *context, digest,
-                             dtype=torch.float64)
-    return float(right + noise) / len(data)
-
-# %% ../nbs/08_tuning.ipynb #tuning-scorer
-def scorer(
-    score: Any,           # a data set, a `Public` one, a `NoisyAccuracy`, or a function
-    noise_multiplier: float | None, # of a `NoisyAccuracy`
-    keystream: Keystream,
-) -> Callable[[Run, int], float]:   # of a run and its number; never NaN
-    "How a run is scored."
-    def raw(run: Run, number: int) -> float:
-        if callable(score):
-            return float(score(run.model))
-        own = isinstance(score, (Public, NoisyAccuracy))
-        data = run.prepared.encoded(score.data if own else score)
-        if isinstance(score, NoisyAccuracy):
-            sigma = score.mechanism(noise_multiplier).noise_multiplier
-            return noisy_accuracy(run.model, data, sigma, keystream, number,
-                                  most=score.most)
-        if run.prepared.kind == "causal":
-            return -perplexity(run.model, data)
-        return accuracy(run.model, data)
-
-    def measured(run: Run, number: int) -> float:
-        value = raw(run, number)
-        return -math.inf if math.isnan(value) else value
-    return measured
+__all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'Search',
+           'check_as_priced', 'run_trials', 'what_scored', 'score_noise', 'guarantee_of_scores', 'merged',
+           'whole_guarantee', 'tune']
 
 # %% ../nbs/08_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",

@@ -236,8 +236,9 @@ def bench(
     from dpft.book import bench as room
 
     if freezing:
-        print(room.write_freezing(output, (64 if quick else 2048) if rows is None
-                                  else rows, 7 if repeats is None else repeats, quick))
+        from dpft.book.freezing_costs import write_freezing
+        size = (64 if quick else 2048) if rows is None else rows
+        print(write_freezing(output, size, 7 if repeats is None else repeats, quick))
         return
     numbers = {name: tuple(whole_numbers(name, text) or ())
                for name, text in (("lengths", lengths), ("sides", sides),

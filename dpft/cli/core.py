@@ -7,12 +7,12 @@ __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE',
            'check_positive', 'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
            'takes_knobs', 'train', 'checked_knobs', 'tell_result', 'loaded_task', 'scored_part', 'check_device',
            'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'drawn_plan', 'recommendation',
-           'train_command', 'counted', 'probed', 'account', 'accounted', 'account_lines', 'verify']
+           'train_command', 'counted', 'probed']
 
 # %% ../../nbs/80_command_line.ipynb #cli-imports
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import Field, asdict, fields
 from inspect import Parameter, signature
 from math import isfinite
@@ -427,116 +427,3 @@ def probed(model: str | None, method: str, shape: Any) -> float:
     loaded = models.load_model(model, shape.classes, shape.kind, shape.image_shape)
     return planning.probe_seconds(loaded, method_named(method)[0],
                                   planning.made_up_batch(loaded, shape))
-
-# %% ../../nbs/80_command_line.ipynb #cli-account
-@app.command()
-def account(
-    ledger: Annotated[Path, typer.Argument(help="A ledger file.")],
-    delta: Annotated[float | None, typer.Option(
-        help="Delta of epsilon. (default: the budget's, or the smallest of the runs')")] = None,
-    accountant: Annotated[str, typer.Option(
-        help="rdp, which budgets use too, or prv.")] = "rdp",
-    budget: Annotated[float | None, typer.Option(
-        help="Hold all runs to this epsilon from now on; needs --delta.")] = None,
-    remove_budget: Annotated[bool, typer.Option(
-        "--remove-budget", help="Hold the runs to nothing from now on.")] = False,
-    reason: Annotated[str, typer.Option(
-        help="Why the budget is loosened or removed; recorded.")] = "",
-    who: Annotated[str | None, typer.Option(
-        help="Your name, recorded with a budget.")] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
-    "Say who spent what in a ledger, and what is left; or set its budget."
-    from dpft.privacy import Ledger
-
-    check_positive(delta=delta, budget=budget)
-    changes = budget is not None or remove_budget
-    if not ledger.exists() and not changes:
-        raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger "
-                         f"{ledger} makes one")
-    if budget is not None and delta is None:
-        raise ValueError("a budget needs a delta; give --delta, below one over the "
-                         "number of units")
-    with Ledger(ledger, who=who, read_only=not changes) as book:
-        if budget is not None and delta is not None:
-            book.set_budget(budget, delta, reason=reason)
-        elif remove_budget:
-            book.remove_budget(reason)
-        if not book.runs() and not book.budgets() and not book.unpaid():
-            raise ValueError(f"ledger {ledger} has no runs")
-        found = accounted(book, delta, accountant)
-    if as_json:
-        print_json(found)
-    else:
-        print("\n".join(account_lines(found)))
-
-# %% ../../nbs/80_command_line.ipynb #cli-accounted
-def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]:
-    "Every run of a ledger, their total, every budget that was ever set, and what is left."
-    held, runs = book.budget, book.runs()
-    planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
-    at = delta if delta is not None else held.delta if held else planned
-    def one(run: str) -> dict[str, Any]:
-        charged = book.charged(run)
-        return {"run": run, "who": book.owner(run),
-                "method": book.plan(run).get("method", ""),
-                "finished": book.finished(run),
-                "mechanisms": [asdict(m) for m in charged],
-                "share_of_budget": held.share(charged) if held else None,
-                "epsilon": book.epsilon(at, run, accountant)}
-    return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": book.epsilon(at, accountant=accountant) if runs else 0.0,
-            "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
-            "left_of_budget": 1 - held.share(book.charged()) if held and runs else None,
-            "order": held.order if held else None}
-
-# %% ../../nbs/80_command_line.ipynb #cli-account-lines
-#| code-fold: true
-def account_lines(found: dict[str, Any]) -> list[str]:
-    "What a ledger says, for people."
-    lines = []
-    if found["runs"]:
-        lines.append(f"{'run':18s} {'who':10s} {'method':24s} {'state':12s} "
-                     f"{'released':32s} {'of budget':>9s} {'epsilon':>8s}")
-    for run in found["runs"]:
-        released = ", ".join(f"{m['name']} {m['steps']} x sigma "
-                             f"{m['noise_multiplier']:.4g}"
-                             for m in run["mechanisms"])
-        state = "finished" if run["finished"] else "as planned"
-        share = ("-" if run["share_of_budget"] is None
-                 else f"{run['share_of_budget']:.1%}")
-        lines.append(f"{run['run']:18s} {run['who'] or '-':10s} {run['method']:24s} "
-                     f"{state:12s} {released:32s} {share:>9s} {run['epsilon']:8.3f}")
-    lines += [f"run {run} promises nothing: {reason}"
-              for run, reason in found["unpaid"].items()]
-    if found["runs"]:
-        lines.append(f"together: epsilon {found['epsilon']:.3f} at delta "
-                     f"{found['delta']:.3g} ({found['accountant']})")
-    for entry in found["budgets"]:
-        set_to = ("removed" if entry["epsilon"] is None
-                  else f"epsilon {entry['epsilon']:g} at delta {entry['delta']:g}")
-        told = (entry["who"] and f"by {entry['who']}", entry["reason"])
-        lines.append(", ".join([f"budget {set_to}", *(text for text in told if text)]))
-    if found["left_of_budget"] is not None:
-        lines.append(f"left of the budget: {found['left_of_budget']:.1%}, by Rényi "
-                     f"divergence at order {found['order']:g}")
-    return lines
-
-# %% ../../nbs/80_command_line.ipynb #cli-verify
-@app.command()
-def verify(
-    folder: Annotated[Path, typer.Argument(
-        help="A folder that a run was saved in, or its guarantee.json.")],
-    ledger: Annotated[Path | None, typer.Option(
-        help="The run's ledger. (default: ledger.sqlite in the folder)")] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
-    "Recompute a saved guarantee from its ledger; what does not agree ends in exit status 1."
-    from dpft import guarantee
-
-    said: Iterable[str] = guarantee.verify(folder, ledger)
-    if as_json:
-        print_json({"folder": str(folder), "ok": list(said)})
-        return
-    for sentence in said:
-        print(f"ok: {sentence}")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bench import whole_steps
+from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
 from ...clipping import effective_noise_multiplier
