@@ -340,7 +340,7 @@ def stopping(
 ) -> type[torch.optim.Optimizer]:
     "An optimizer that stops the run instead of taking one of its steps."
     class Stopping(base):  # type: ignore[misc, valid-type]
-        taken = 0
+        taken, same_as = 0, base.__name__
 
         def step(self, closure: Any = None) -> Any:
             self.taken += 1

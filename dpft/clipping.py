@@ -17,18 +17,21 @@ def clip_factor(
     clip: float | Tensor,  # bound C; a (K,) tensor bounds K blocks
     style: str = "flat",   # "flat": min(1, C / norm); "automatic": C / (norm + 0.01)
 ) -> Tensor:               # same shape as `norms`: what each gradient is multiplied with
-    """Factors after which no gradient is longer than `clip`; exactly 0 for a gradient that is zero, not finite, or beyond precise scaling.
+    """Factors after which no gradient is longer than `clip`.
 
+    Exactly 0 for a gradient that is zero, not finite, or beyond precise scaling.
     Raises ValueError on another style or a bound that is not positive.
     Definition 3 of DP-FROST and Section 2 of DP-BiTFiT; @lem-flat-clipping, @lem-automatic-clipping.
     """
-    bound = torch.as_tensor(clip, dtype=norms.dtype, device=norms.device)
+    bound = torch.as_tensor(clip, dtype=norms.dtype)
     if not bool((bound > 0).all()):
         raise ValueError(f"clip={clip}: the bound on an example's gradient must be positive")
     if style not in ("flat", "automatic"):
         raise ValueError(f"clipping={style!r}: choose 'flat' or 'automatic'")
-    factors = (bound / norms).clamp(max=1.0) if style == "flat" else bound / (norms + STABILISER)
-    precise = factors >= torch.finfo(norms.dtype).tiny  # a subnormal factor may be rounded up by half of itself
+    bound = bound.to(norms.device)
+    flat = style == "flat"
+    factors = (bound / norms).clamp(max=1.0) if flat else bound / (norms + STABILISER)
+    precise = factors >= torch.finfo(norms.dtype).tiny  # a subnormal number may be half as large again
     return torch.where(norms.isfinite() & (norms > 0) & precise, factors, 0.0)
 
 # %% ../nbs/03_clipping.ipynb #clipping-effective-noise

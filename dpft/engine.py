@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import fingerprint
-from .gradients import Batch, Block, Groups, LossFunction, full, members, reuse_memory, trainable
+from .gradients import Batch, Block, Coupling, LossFunction, full, members, reuse_memory, trainable
 from .guarantee import Guarantee
+from .identity import fingerprint
+from .ledger import Ledger
+from .losses import default_loss
 from .method import Access, Context, Method
-from .models import default_loss, validate
+from .models import frozen_statistics, validate
 from .noise import Keystream, secure_std
 from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, sizes_of
 from .prefix import Prefix, worth_it
-from .privacy import Ledger, Request, SampledGaussian
+from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
 from .settings import Settings, identity, settings_from, takes_settings
-from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Lowered, Releases, Share, Step, set_modes
+from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Releases, Share, Step, set_modes, with_precision
 from .store import Store
 
 # %% ../nbs/07_engine.ipynb #engine-setup
@@ -59,6 +61,8 @@ class Setup:
         self._make_losses()
         self._make_plan()
         self.assumed_public = [f"the number of {self.draws.unit}s, {self.plan.size}", *assumed_public]
+        if frozen := frozen_statistics(model):
+            self.assumed_public.append(f"the statistics of {len(frozen)} frozen normalisation layers")
         self.uncharged: list[str] = []
         self.touched: set[int] = set()       # ids of all parameters that have trained
         self.holds_secrets = False           # whether the loop removes the secret itself
@@ -67,13 +71,13 @@ class Setup:
 
     def _make_losses(self) -> None:
         "The loss as training calls it: in its precision, through the cache of the frozen trunk, for one view."
-        known, precision = self.settings.loss_fn or default_loss(self.model), self.settings.precision
-        plain = known if precision is None else Lowered(known)
+        plain = with_precision(self.settings.loss_fn or default_loss(self.model), self.settings.precision)
         room, folder = int(self.settings.cache * 2**30), self.settings.cache_folder
         self.prefix = Prefix(self.model, plain, room, folder) if room > 0 else None
         self.loss_fn: LossFunction = self.prefix or plain
         copies = self.settings.augment.copies if self.settings.augment else 1
         self.view_loss = self.loss_fn if copies == 1 else Share(self.loss_fn, copies)
+        self.coupling = Coupling(self.model, plain)
 
     def _make_plan(self) -> None:
         "The plan, from public numbers; the processes must agree on all that it rests on."
@@ -98,8 +102,9 @@ class Setup:
         facts = {**named, "model": model_fingerprint(self.model), "method": repr(self.method), "plan": asdict(self.plan),
                  "loop": self.loop, "number of processes": self.processes.size, "device": self.device.type}
         complete = complete and (self.loop is not None or "loop" in self.readers)
+        further = identity(self.settings, self.readers, ("run",))[0]
         self.store: Store = self.processes.first(
-            lambda: Store(self.settings.checkpoint, facts, self.content, self.settings.seed, complete))
+            lambda: Store(self.settings.checkpoint, facts, self.content, self.settings.seed, complete, further))
         self.store.folder = self.store.folder if self.processes.is_first else None
         self.keystream = Keystream(self.store.secret)
         self.keystream.reproducible = self.settings.seed is not None
@@ -118,7 +123,6 @@ class Setup:
     def _start(self) -> None:
         "Let the method start, alike on all processes, and take over what it has set."
         self.context.access = self._access()
-        self.context.access.engine = self  # type: ignore[attr-defined]  # TEMP
         with self._alike("start"):
             if self.store.state:
                 self.method.restore(self.context, self.store.state["method"])

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import Public, check_disjoint_rows
+from .datasets import Public
 from .gradients import Batch, Block, Groups, LossFunction, per_example_norms, trainable
+from .identity import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .plan import Plan
 from .privacy import Request
@@ -234,10 +235,6 @@ class Releasing(View):
             raise NotRunning("a method needs a run to draw and to release: it has one from "
                              "start(context) on, not in requests(context)")
         return self.access
-
-    @property
-    def engine(self) -> Any:
-        return None if self.access is None else getattr(self.access, "engine", None)  # TEMP
 
     def _numbers(self) -> range:
         "Which of the run's requests are the method's own."

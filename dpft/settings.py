@@ -22,7 +22,7 @@ def knob(
     default: Any,             # what holds when the knob is left out
     help: str,                # one line, for signatures, the reference and the command line
     of: str = "engine",       # who reads it: "engine" or "loop"
-    identifies: bool = True,  # whether another value makes it another run
+    identifies: str = "sum",  # "sum": it changes a sum; "run": a continued run must agree; "": neither
 ) -> Any:                     # a field of `Settings`
     "Declare one knob of a run."
     return field(default=default, metadata={"help": help, "of": of, "identifies": identifies})
@@ -45,12 +45,12 @@ class Settings:
     warmup: float = knob(0, "steps of rising learning rate, or a share of the run below 1", "loop")
     optimizer: Any = knob("adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
     weight_decay: float = knob(0.0, "weight decay of the optimizer", "loop")
-    average: float | None = knob(None, "decay of the average of the parameters; None: no average", "loop")
+    average: float | None = knob(None, "decay of the average of the parameters; None: no average", "loop", identifies="run")
     loss_fn: Callable[..., Any] | None = knob(None, "(model, batch) -> (B,) losses; None: from the model and the data")
     collate_fn: Callable[..., Any] | None = knob(None, "rows -> batch; None: from the data")
-    tokenizer: Any = knob(None, "tokenizer of texts; None: the model's own", "loop", identifies=False)
-    columns: Any = knob(None, "text columns, then the label's; None: found by name and type", "loop", identifies=False)
-    unit: Any = knob(None, "column that names each row's person, or one name a row; None: an example", identifies=False)
+    tokenizer: Any = knob(None, "tokenizer of texts; None: the model's own", "loop", identifies="")
+    columns: Any = knob(None, "text columns, then the label's; None: found by name and type", "loop", identifies="")
+    unit: Any = knob(None, "column that names each row's person, or one name a row; None: an example", identifies="")
     unit_cap: int | None = knob(None, "most rows that a unit brings to a draw; None: all")
     augment: Any = knob(None, "views of each picture, averaged before the bound")
     public_size: int | None = knob(None, "number of units, if it is public; None: as counted, listed as assumed public")
@@ -58,16 +58,16 @@ class Settings:
     precision: str | None = knob(None, "'bf16' autocast; None: the model's own")
     dropout: bool = knob(True, "False: evaluation mode throughout")
     secure_mode: bool = knob(False, "add noise on a grid, whose lowest bits tell nothing")
-    cache: float = knob(1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies=False)
-    cache_folder: Any = knob(None, "folder of that cache; None: in memory", identifies=False)
-    evaluate: Any = knob(None, "data set, or function of the model, to score the result on", "loop", identifies=False)
-    ledger: Any = knob(None, "Ledger or its path; None: the run's own", identifies=False)
-    checkpoint: Any = knob(None, "folder from which an interrupted run continues", identifies=False)
-    checkpoint_every: int | None = knob(None, "steps between checkpoints; None: ten in a run", "loop", identifies=False)
-    keep_secrets: bool = knob(False, "leave the noise key in the checkpoint folder", identifies=False)
-    seed: int | None = knob(None, "reproducible run; None: the operating system's entropy", identifies=False)
-    show_loss: bool = knob(False, "show and record the training loss, an uncharged access", "loop", identifies=False)
-    progress: bool = knob(True, "progress bar", "loop", identifies=False)
+    cache: float = knob(1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies="")
+    cache_folder: Any = knob(None, "folder of that cache; None: in memory", identifies="")
+    evaluate: Any = knob(None, "data set, or function of the model, to score the result on", "loop", identifies="")
+    ledger: Any = knob(None, "Ledger or its path; None: the run's own", identifies="")
+    checkpoint: Any = knob(None, "folder from which an interrupted run continues", identifies="")
+    checkpoint_every: int | None = knob(None, "steps between checkpoints; None: ten in a run", "loop", identifies="")
+    keep_secrets: bool = knob(False, "leave the noise key in the checkpoint folder", identifies="")
+    seed: int | None = knob(None, "reproducible run; None: the operating system's entropy", identifies="")
+    show_loss: bool = knob(False, "show and record the training loss, an uncharged access", "loop", identifies="")
+    progress: bool = knob(True, "progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
         for holds, message in range_checks(self):
@@ -159,12 +159,13 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
 def identity(
     settings: Settings,
     readers: tuple[str, ...] = ("engine", "loop"),  # whose knobs
+    of: tuple[str, ...] = ("sum",),                 # "sum", and "run" for what only a continued run must agree with
 ) -> tuple[dict[str, str], bool]:                   # knob -> its name; whether the identity is complete
     "What a run must have in common with another to be the same run, as far as knobs tell; @sec-identity."
     named: dict[str, str] = {}
     complete = True
     for one in fields(settings):
-        if one.metadata["identifies"] and one.metadata["of"] in readers:
+        if one.metadata["identifies"] in of and one.metadata["of"] in readers:
             value = getattr(settings, one.name)
             named[one.name], sure = (name_of_optimizer if one.name == "optimizer" else name_of_code)(value)
             complete = complete and sure

@@ -120,11 +120,13 @@ class Store:
         private: dict[str, Any],        # digests of the data that it must agree with, JSON
         seed: int | None = None,
         complete: bool = False,         # whether the identity holds all that changes a sum
+        further: dict[str, Any] | None = None,  # what a continued run must agree with besides
     ):
         self.folder = None if folder is None else Path(folder)
         self.identity, self.private = json.loads(canonical(identity)), json.loads(canonical(private))
         self.run = os.urandom(8).hex()
         self.secret = secret_of(seed, self.identity, self.private)
+        self.further = further or {}
         self.portable = seed is not None and complete   # noise keyed by name, as long as one sum has the name
         self.state: dict[str, Any] = {}
         self.begun = False                   # whether the ledger has been told of the run
@@ -160,7 +162,7 @@ class Store:
     def _check(self, recorded: dict[str, Any]) -> None:
         "CheckpointError when the folder belongs to another run, naming what differs."
         stream = Keystream(bytes.fromhex(recorded["secret"]))
-        for name, value in {**self.identity, **keyed(stream, self.private)}.items():
+        for name, value in {**self.identity, **self.further, **keyed(stream, self.private)}.items():
             if recorded["identity"].get(name) != value:
                 raise CheckpointError(f"checkpoint {self.folder} belongs to another {name}; continue with "
                                       f"the {name} it was made with, or choose an empty folder")
@@ -173,7 +175,7 @@ class Store:
 
     def _remember(self) -> None:
         if self.folder is not None:
-            facts = {**self.identity, **keyed(Keystream(self.secret), self.private)}
+            facts = {**self.identity, **self.further, **keyed(Keystream(self.secret), self.private)}
             recorded = {"run": self.run, "secret": self.secret.hex(), "begun": self.begun,
                         "portable": self.portable, "identity": facts}
             sealed = recorded | {"hash": content_digest(recorded)}

@@ -23,7 +23,7 @@ def resolve(text: str, labels: dict[str, Label]) -> str:
 
     def change(piece: str) -> str:
         piece = re.sub(rf"\[-?({REFERENCE.pattern})\]", r"\1", piece)
-        piece = re.sub(r"\]\((?:\.\./)?(?:nbs/)?([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
+        piece = re.sub(r"\]\((?:[\w.-]+/)*([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
         return REFERENCE.sub(link, piece)
 
     return outside_code(text, change)

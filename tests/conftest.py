@@ -1,5 +1,8 @@
-"""The tests are about the installed package: `make test` says where it lies, and this file makes sure that it is the one imported."""
+"""The tests are about the installed package: `make test` says where it lies, and this file makes sure that it is the one imported.
 
+With `DPFT_SALT=n` every seeded stream is another one, and tests marked `pinned`, which hold for one stream by value, are left out."""
+
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -7,7 +10,23 @@ from pathlib import Path
 import pytest
 
 
+SALT = os.environ.get("DPFT_SALT", "")
+SALTED = Path(__file__).parent / "salted"
+
+
+def salt() -> None:
+    "Salt this process, and those that its tests start."
+    os.environ["DPFT_TESTING"] = "1"
+    if str(SALTED) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SALTED), os.environ.get("PYTHONPATH", "")]))
+    spec = importlib.util.spec_from_file_location("salted", SALTED / "sitecustomize.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pinned: holds for one seeded stream by value, so it is left out under DPFT_SALT")
+    if SALT:
+        salt()
     installed = os.environ.get("DPFT_INSTALLED")
     if installed:
         import dpft
@@ -17,9 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"the tests would import {found} instead of the installed package under {installed}")
     from hypothesis import settings
 
-    settings.register_profile("dpft", deadline=None)  # no test asserts a wall-clock time
-    settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
+    own = {"derandomize": False} if SALT else {}      # in continuous integration hypothesis would draw the same examples each time
+    settings.register_profile("dpft", deadline=None, **own)  # no test asserts a wall-clock time
+    settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True, **own)
     settings.load_profile(os.environ.get("DPFT_PROFILE", "dpft"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    pinned = [item for item in items if SALT and item.get_closest_marker("pinned")]
+    if pinned:
+        config.hook.pytest_deselected(items=pinned)
+        items[:] = [item for item in items if item not in pinned]
 
 
 @pytest.fixture

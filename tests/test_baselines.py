@@ -15,9 +15,11 @@ from transformers import BertConfig
 
 from dpft import load
 from dpft.baselines import Adapted, Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, admitted, linear_layers
-from dpft.baselines import merge_lora, partitions, remove_adapters
+from dpft.baselines import Trainable, merge_lora, partitions, remove_adapters
+from dpft.composition import Chain, Then
 from dpft.gradients import gradients, per_example_gradients
-from dpft.models import BUILT, fresh_head, load_model, logits, mean_pooled_classifier
+from dpft.losses import logits
+from dpft.models import BUILT, fresh_head, load_model, mean_pooled_classifier
 from dpft.saving import additions
 from dpft.training import Context, Engine, fine_tune
 
@@ -168,21 +170,21 @@ def kicked(model):
     return model
 
 
-def check_exact(method, name, rows=5, clip=0.02):
+def check_exact(method, name, rows=5):
     "The engine's sum over a method's blocks is the oracle's, by fast rules alone."
     model, loss_fn, batch = begun(method, name, rows)
     kicked(model)
     block, = method.blocks(Context(model, loss_fn, 1, 1, 1))
     masks = dict(zip(block.parameters, block.masks or [None] * len(block.parameters), strict=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")                                           # no way around the rules
-        sums, norms = gradients(model, loss_fn, batch).clipped_sum([type(block)(block.parameters, block.masks, clip)])
     rows_of = {key: values if masks[model.get_parameter(key)] is None else values * masks[model.get_parameter(key)]
                for key, values in per_example_gradients(model, loss_fn, batch).items()}
     flat = torch.cat([values.flatten(1) for values in rows_of.values()], 1)
+    clip = flat.norm(dim=1).min().item() / 2                                     # so that every example is clipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")                                           # no way around the rules
+        sums, norms = gradients(model, loss_fn, batch).clipped_sum([type(block)(block.parameters, block.masks, clip)])
     wanted = (clip / flat.norm(dim=1)).clamp(max=1) @ flat
     found = torch.cat([sums[key].flatten() for key in rows_of])
-    assert (flat.norm(dim=1) > clip).all()
     assert (found - wanted).norm() <= 1e-10 * wanted.norm()
     assert torch.allclose(norms[:, 0], flat.norm(dim=1), rtol=1e-9)
 
@@ -393,6 +395,99 @@ def test_a_target_is_a_name_or_its_end_and_no_part_of_one():
     plain, *_ = zoo.build("bert")
     with pytest.raises(ValueError, match="no linear layer of the 'uery'"):
         LoRA(targets=["uery"]).start(Context(plain, unseen, 1, 1, 1))
+
+
+SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, num_labels=3)
+OTHERS = {  # models whose queries and values have other names, or that have none: what LoRA goes with
+    "deberta": (lambda hf: hf.DebertaForSequenceClassification(hf.DebertaConfig(**SIZES)), {"in_proj"}),
+    "deberta v2": (lambda hf: hf.DebertaV2ForSequenceClassification(hf.DebertaV2Config(**SIZES)), {"query_proj", "value_proj"}),
+    "xlnet": (lambda hf: hf.XLNetForSequenceClassification(hf.XLNetConfig(
+        d_model=16, n_layer=1, n_head=2, d_inner=24, vocab_size=40)), {"layer_1", "layer_2"}),
+    "mamba": (lambda hf: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)),
+              {"in_proj"}),
+    "convnext": (lambda hf: hf.ConvNextForImageClassification(hf.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)),
+                 {"pwconv1", "pwconv2"}),
+    "t5": (lambda hf: hf.T5ForConditionalGeneration(hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=40)),
+           {"q", "v"}),
+    "swin": (lambda hf: hf.SwinForImageClassification(hf.SwinConfig(
+        image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2)),
+        {"query", "value", "q_proj", "v_proj"}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_lora_finds_layers_in_models_of_every_kind(name):
+    import transformers as hf
+
+    make, usual = OTHERS[name]
+    torch.manual_seed(0)
+    model = make(hf)
+    LoRA(2).start(Context(model, unseen, 1, 1, 1))
+    adapted = {key.split(".lora_")[0].rpartition(".")[2] for key in names_of(model) if "lora_" in key}
+    assert adapted and adapted <= usual
+
+
+# A model that says itself what trains
+
+def wrapped_bert(**settings):
+    from peft import LoraConfig, get_peft_model
+
+    model, loss_fn, batch = zoo.build("bert", rows=8)
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["query"], **settings)).double(), loss_fn, batch
+
+
+def test_what_requires_a_gradient_trains_and_nothing_else(tmp_path):
+    from peft import PeftModel
+
+    model, loss_fn, batch = wrapped_bert()
+    data, collate = zoo.as_data(batch)
+    wanted, before = names_of(model), copy.deepcopy(model)
+    assert any("lora_A" in key for key in wanted) and any("modules_to_save" in key for key in wanted)
+    run = fine_tune(model, data, Trainable(), noise_multiplier=1.0, steps=3, batch_size=4, learning_rate=0.05, clip=0.5, loss_fn=loss_fn,
+                    collate_fn=collate, accountant="rdp", delta=0.01, seed=1, progress=False)
+    old = dict(before.named_parameters())
+    assert set(run.trained) == wanted == {key for key, value in run.model.named_parameters() if not torch.equal(value, old[key])}
+    run.save(tmp_path)
+    run.model.eval()
+    for again in (PeftModel.from_pretrained(zoo.build("bert")[0], tmp_path), load(tmp_path, model=zoo.build("bert")[0])):
+        assert torch.allclose(logits(again.eval().double(), batch), logits(run.model, batch), atol=1e-6)
+
+
+def test_the_head_of_a_wrapped_model_is_the_copy_that_trains():
+    model, _, _ = wrapped_bert()
+    head = fresh_head(model)
+    assert [p.shape for p in head] == [(3, 16), (3,)] and all(p.requires_grad for p in head)
+
+
+def test_a_frozen_head_stays_frozen_and_nothing_to_train_is_refused():
+    model, loss_fn, _ = zoo.build("cnn")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("stem"))
+    Trainable().start(Context(model, loss_fn, 1, 1, 1))
+    assert names_of(model) == {"stem.weight", "stem.bias"}
+    with pytest.raises(ValueError, match="nothing to train"):
+        Trainable().start(Context(model.requires_grad_(False), loss_fn, 1, 1, 1))
+
+
+def test_trainable_comes_first_or_not_at_all():
+    with pytest.raises(ValueError, match="Trainable says by itself what trains"):
+        Chain(NormOnly(), Trainable())
+    with pytest.raises(ValueError, match="Trainable.*first phase"):
+        Then(Full(), 1, Trainable())
+
+
+@pytest.mark.parametrize("method", [Full(), LastLayer(), Trainable(), NormOnly(), RandomPartitions(0.3, 2), LargestWeights(0.2),
+                                    LoRA(2, 3.0, ["query"], seed=4), Adapter(3, "dense", 5)], ids=repr)
+def test_a_methods_settings_are_kept_under_their_own_names(method):
+    import inspect
+
+    names = list(inspect.signature(type(method)).parameters)
+    values = {name: getattr(method, name) for name in names}
+    assert vars(type(method)(**values)).keys() >= set(names) and repr(type(method)(**values)) == repr(method)
+    assert all(getattr(type(method)(**values), name) is value for name, value in values.items())
+    state = {name for name in vars(method) if not name.startswith("_")}
+    assert state == set(names)                                                   # what else it holds is its own
 
 
 def test_targets_that_do_not_exist_are_answered_with_those_that_do():

@@ -115,15 +115,32 @@ def test_runs_of_clipped_noisy_logistic_regression(free, clip, sigma, eta):
 
 def test_a_bound_without_the_dimension_or_the_signal_is_broken_by_a_run():
     d, eta, steps = 200, 0.1, 40
-    random, x, squares = generator(0), math.sqrt(0.1 / 1.9) * normal(1, 400, d), []
+    runs = 2000                                                                  # each of the margins below is eight standard errors
+    random, x, squares = generator(0), math.sqrt(0.1 / 1.9) * normal(1, runs, d), []
     start = x.square().sum(1).mean() / 2
     for _ in range(steps):
         squares.append(x.square().sum(1).mean())
-        x = (1 - eta) * x - eta * torch.randn(400, d, generator=random, dtype=torch.float64)
+        x = (1 - eta) * x - eta * torch.randn(runs, d, generator=random, dtype=torch.float64)
     drop, squares, rates = start - x.square().sum(1).mean() / 2, torch.stack(squares), torch.full((steps,), eta)
     assert torch.isclose(squares.mean(), convergence_bound(drop, rates, 1.0, d, 1.0, 1.0, 1.0, squares, 0.0), rtol=0.02)
     assert convergence_bound(drop, rates, 1.0, 1, 1.0, 1.0, 1.0, squares, 0.0) < squares.min()            # one dimension's noise
     assert convergence_bound(drop, rates, 1.0, d, 1.0, 1.0, 1.0, 0.0, 0.0) < 0.98 * squares.min()         # no signal
+
+
+def test_steps_that_look_back_break_the_bound_so_they_must_be_fixed_in_advance():
+    """f = x^2 / 2, a step of 0.01 while |x| < 0.02 and none afterwards: the means over 20,000 runs, exact in the draw of the noise."""
+    random, x, squares, energy, steps = generator(0), torch.full((20_000,), 0.018, dtype=torch.float64), [], [], []
+    first = x.square().mean() / 2
+    for _ in range(100):
+        rate = 0.01 * (x.abs() < 0.02)
+        squares.append(x.square().mean())
+        steps.append(rate.mean())
+        energy.append((rate.square() * x.square()).mean() / (rate.mean() ** 2 + 1e-300))
+        noise = (rate.square() * 0.4**2).mean() / (rate.mean() ** 2 + 1e-300)
+        energy[-1] = energy[-1] + noise                                          # E[eta^2 |s^P|^2] over (E eta)^2
+        x = x - rate * (x + 0.4 * torch.randn(20_000, generator=random, dtype=torch.float64))
+    looked_back = convergence_bound(first - x.square().mean() / 2, torch.stack(steps), 1.0, 0, 0.0, 1.0, 1.0, torch.stack(energy), 0.0)
+    assert looked_back < 0.8 * torch.stack(squares).min()
 
 
 # The paper's forms

@@ -95,8 +95,9 @@ def test_pwcca_ignores_maps_of_y_and_units_order_and_signs_of_x(first, second, s
 
 
 def test_pwcca_is_not_invariant_to_maps_of_x_and_says_nothing_else():
-    x, y = pair(0)
-    assert abs(pwcca(x @ mixing(5, 1), y) - pwcca(x, y)) > 0.01
+    waves = torch.stack([torch.cos(2 * math.pi * k * torch.arange(80.0).double() / 80) for k in (1, 2, 3)], 1)    # orthogonal columns
+    x, y = waves[:, :2], waves[:, [0, 2]]                                       # one correlation of 1, and one of 0
+    assert pwcca(x, y) == pytest.approx(1 / 2, abs=1e-2) and pwcca(x * torch.tensor([1.0, 1e3]), y) == pytest.approx(1000 / 1001, abs=1e-2)
     assert "not to mixing the columns of x" in pwcca.__doc__
 
 

@@ -285,6 +285,16 @@ def test_nothing_to_measure_is_refused():
         sensitivity([])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_may_be_a_tensor(kind):
+    sizes = [5, 2, 9]
+    assert sensitivity(torch.tensor(sizes), 0.7, kind) == sensitivity(sizes, 0.7, kind)
+    with pytest.raises(ValueError, match="at least one entry"):
+        sensitivity(torch.tensor([3, 0]))
+    with pytest.raises(ValueError, match="at least one entry"):
+        sensitivity(torch.tensor([]))
+
+
 def test_the_rows_of_a_unit_are_summed_before_they_are_bounded():
     model, loss_fn, batch = zoo.build("roberta")
     model.eval()

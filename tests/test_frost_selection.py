@@ -10,13 +10,14 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import toy
 
 from dpft.data import load_data
 from dpft.frost import DPFrost, EntrySelection, paper_settings, partitions, select, sensitivity
-from dpft.frost.selection import admitted, check_fits, entry_magnitudes, freezing_threshold, released, take
+from dpft.frost.entries import entry_magnitudes
+from dpft.frost.selection import admitted, check_fits, freezing_threshold, released, take
 from dpft.gradients import Partition, per_example_gradients
 from dpft.models import load_model
 from dpft.training import Context, Engine, Method, fine_tune
@@ -162,9 +163,9 @@ def test_what_was_chosen_moves_with_the_head_and_nothing_else(way):
 def test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity(monkeypatch):
     released_with: list[float] = []
     original = Context.release
-    def watch(self, total, bound):
+    def watch(self, total, bound, summed=False):
         released_with.append(bound)
-        return original(self, total, bound)
+        return original(self, total, bound, summed)
     monkeypatch.setattr(Context, "release", watch)
     method = DPFrost(0.4, sample_rate=1.0, gap=0.0)
     engine(method, epsilon=50.0)
@@ -174,13 +175,13 @@ def test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity(m
 
 def test_the_noise_of_a_round_has_the_stated_deviation():
     draws = []
-    for seed in range(20):
-        method = DPFrost(0.9, sample_rate=1e-4, rounds=5)                        # draws are empty: what is released is noise
+    for seed in range(80):
+        method = DPFrost(0.9, sample_rate=1e-6, rounds=5)                        # draws are empty: what is released is noise
         sigma = engine(method, seed=seed).plan.mechanisms[1].noise_multiplier
         draws += [values / (sigma * past.sensitivity) for past in method.selection.rounds
                   for values in past.noisy[~past.noisy.isnan()].tolist()]
-    draws = torch.tensor(draws)
-    assert abs(draws.std() - 1) < 0.12 and abs(draws.mean()) < 0.15
+    draws, n = torch.tensor(draws), len(draws)                                   # about 1,600 standard normal numbers
+    assert abs(draws.std() - 1) < 5.5 / math.sqrt(2 * n) and abs(draws.mean()) < 5.5 / math.sqrt(n)   # 5.5 standard errors: 4e-8 each
 
 
 def test_empty_draws_give_noise_and_no_crash():
@@ -299,17 +300,21 @@ def loop(e, rebuild):
 
 
 def test_reselection_follows_the_papers_times_and_is_paid_for():
-    method = DPFrost(0.4, sample_rate=1e-6, rounds=2, reselect=3)                # chosen by noise alone, so that choices differ
-    e = engine(method, steps=7)
-    chosen = loop(e, rebuild=True)
-    changes = [t for t in range(1, 7) if chosen[t] != chosen[t - 1]]
-    assert set(changes) <= {2, 4} and changes
-    assert [(m.name, m.steps) for m in e.spent] == [("train", 7), ("select", 6)] and e.guarantee.epsilon() <= 3.0
+    seen = set()
+    for seed in range(24):                                                       # chosen by noise alone: a choice stays with chance 1/2
+        e = engine(DPFrost(0.4, sample_rate=1e-6, rounds=2, reselect=3), steps=7, seed=seed)
+        chosen = loop(e, rebuild=True)
+        changes = {t for t in range(1, 7) if chosen[t] != chosen[t - 1]}
+        assert changes <= {2, 4}
+        assert [(m.name, m.steps) for m in e.spent] == [("train", 7), ("select", 6)] and e.guarantee.epsilon() <= 3.0
+        if (seen := seen | changes) == {2, 4}:
+            break
+    assert seen == {2, 4}
 
 
 def test_an_optimizer_without_the_new_selection_is_noticed():
     with pytest.raises(ValueError, match="optimizer does not hold"):
-        for seed in range(5):                                                    # until a second selection differs
+        for seed in range(24):                                                   # until a second selection differs, each with chance 1/2
             loop(engine(DPFrost(0.4, sample_rate=1e-6, rounds=1, reselect=2), seed=seed), rebuild=False)
 
 
@@ -351,28 +356,21 @@ class Stub:
     "A context of two processes that already agree on a draw."
 
     def __init__(self, first):
-        class Processes:
-            is_first, alone = first, False
-
-            @staticmethod
-            def total(sums, counts=()):
-                return {name: 2 * value for name, value in sums.items()}, list(counts)
-
-        self.engine = type("E", (), {"processes": Processes})()
-        self.released: Tensor | None = None
+        self.first = first
 
     def draw(self, rate):
         return iter(())
 
-    def release(self, total, bound):
-        self.released = total
-        return total
+    def total(self, sums):
+        return {name: 2 * value for name, value in sums.items()}
+
+    def release(self, total, bound, summed=False):
+        return torch.zeros_like(total) if summed and not self.first else total
 
 
 @pytest.mark.parametrize("first,additive,counts", [(True, False, 1), (False, False, 0), (True, True, 1), (False, True, 1)])
 def test_of_several_processes_a_norm_of_the_whole_counts_once(first, additive, counts):
-    context = Stub(first)
-    found = released(context, 0.5, lambda batches, reduce: reduce({"x": torch.ones(2)})["x"], 1.0, additive)
+    found = released(Stub(first), 0.5, lambda batches, reduce: reduce({"x": torch.ones(2)})["x"], 1.0, additive)
     assert found.tolist() == [2.0 * counts] * 2
 
 
@@ -399,8 +397,8 @@ def test_single_entries_move_and_no_others():
     total = sum(mask.numel() for mask in moved)
     assert sum(int(mask.sum()) for mask in moved) == admitted(0.25, total)
     for name, p in run.model.named_parameters():
-        if p in method._masks:
-            assert torch.equal(method._masks[p], p != before.get_parameter(name))
+        if p in method.masks:
+            assert torch.equal(method.masks[p], p != before.get_parameter(name))
     assert not torch.equal(run.model[7].weight, before[7].weight)
 
 

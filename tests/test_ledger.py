@@ -9,13 +9,15 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.privacy import Budget, BudgetError, Ledger, LedgerError, SampledGaussian, _row_hash, epsilon
+from dpft.ledger import Budget, Ledger, LedgerError, _row_hash
+from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
 
 PLAN = {
     "mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10},
@@ -58,13 +60,13 @@ def test_spent_and_charged(tmp_path):
         assert ledger.spend("a", "train", 0, "x") is False  # an identical replay
         assert ledger.spend("a", "train", 0, "y") is True   # the same step, another sum
         assert ledger.spend("a", "select", 0, "x") is True  # another mechanism
-        assert steps(ledger.spent("a")) == {"train": 2, "select": 1}
-        assert steps(ledger.charged("a")) == {"train": 11, "select": 3}  # nine steps and two to come
+        twice = SampledGaussian(1 / math.sqrt(2), 0.01, 1, "train")  # two sums of one draw are one step with less noise
+        assert ledger.spent("a") == [twice, SampledGaussian(2.0, 0.02, 1, "select")]
+        assert ledger.charged("a") == [SampledGaussian(1.0, 0.01, 9, "train"), twice, SampledGaussian(2.0, 0.02, 3, "select")]
         assert not ledger.finished("a")
         ledger.finish("a")
         ledger.finish("a")
         assert ledger.finished("a") and ledger.charged("a") == ledger.spent("a")
-        assert ledger.spent("a")[0] == SampledGaussian(1.0, 0.01, 2)
 
 
 def test_epsilon_is_that_of_what_is_charged():
@@ -84,14 +86,19 @@ def test_epsilon_is_that_of_what_is_charged():
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("xyz")), max_size=30))
 @settings(max_examples=30)
 def test_charges_cover_everything_released(calls):
-    """Whatever is replayed: each different (step, digest) is charged once, and what is to come is charged on top."""
+    """Whatever is replayed: each draw is charged with all its different sums, and what is to come is charged on top."""
     with Ledger(None) as ledger:
         ledger.begin("a", PLAN)
         charged = [ledger.spend("a", "train", step, digest) for step, digest in calls]
         assert charged == [call not in calls[:i] for i, call in enumerate(calls)]
-        released, done = len(set(calls)), len({step for step, _ in calls})
-        assert steps(ledger.spent("a")).get("train", 0) == released
-        assert steps(ledger.charged("a"))["train"] == released + max(0, 10 - done)
+        sums = Counter(step for step, _ in set(calls))
+        expected = Counter(combined_multiplier([1.0] * k) for k in sums.values())
+        assert Counter({m.noise_multiplier: m.steps for m in ledger.spent("a")}) == expected
+        if left := max(0, 10 - len(sums)):
+            expected[1.0] += left
+        assert Counter({m.noise_multiplier: m.steps for m in ledger.charged("a") if m.name == "train"}) == expected
+        precision = sum(m.steps / m.noise_multiplier**2 for m in ledger.spent("a"))
+        assert precision == pytest.approx(len(set(calls)))  # no sum is forgotten
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -361,8 +368,8 @@ def test_two_processes_share_a_ledger(tmp_path):
         writer.join()
         assert writer.exitcode == 0
     with Ledger(path) as ledger:  # opening verifies the chain
-        assert {run: steps(ledger.spent(run)) for run in ("one", "two", "shared")} == \
-            {"one": {"train": 40}, "two": {"train": 40}, "shared": {"train": 80}}
+        assert {run: [(m.noise_multiplier, m.steps) for m in ledger.spent(run)] for run in ("one", "two", "shared")} == \
+            {"one": [(1.0, 40)], "two": [(1.0, 40)], "shared": [(1 / math.sqrt(2), 40)]}
 
 
 # --- the data set's budget -------------------------------------------------------------------------------------------
@@ -581,12 +588,212 @@ def test_seals_and_heads(tmp_path):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_a_copy_is_the_whole_ledger(tmp_path, in_memory):
+def test_a_copy_is_the_whole_ledger_but_for_its_key(tmp_path, in_memory):
     with Ledger(None if in_memory else tmp_path / "l.db") as ledger:
         ledger.begin("a", PLAN)
         ledger.spend("a", "train", 0, "x")
         ledger.copy(tmp_path / "copy.db")
         ledger.copy(tmp_path / "copy.db")  # replaces
         head = ledger.head
+        key, = ledger._query("SELECT key FROM secret")[0]
+    assert key not in (tmp_path / "copy.db").read_bytes()
     with Ledger(tmp_path / "copy.db", read_only=True) as copy:
         assert copy.head == head and steps(copy.spent("a")) == {"train": 1}
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+EQUAL = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 50}]}
+
+
+def test_four_runs_with_the_same_draws_cost_one_step_of_half_the_noise():
+    """They were charged as four independent runs, epsilon 3.00 where the truth was 14.3."""
+    with Ledger() as ledger:
+        for run in "abcd":
+            ledger.begin(run, EQUAL, draws="the same seed")
+            for t in range(50):
+                assert ledger.spend(run, "train", t, f"sum {t} of run {run}")
+            ledger.finish(run)
+        assert ledger.spent() == ledger.charged() == [SampledGaussian(0.5, 0.02, 50, "train")]
+        assert all(ledger.spent(run) == [SampledGaussian(1.0, 0.02, 50, "train")] for run in "abcd")
+        assert ledger.epsilon(1e-5) == epsilon(SampledGaussian(0.5, 0.02, 50), 1e-5, "rdp")
+        assert ledger.epsilon(1e-5) > 2 * epsilon([SampledGaussian(1.0, 0.02, 200)], 1e-5, "rdp")
+        assert ledger.spent(["a", "b"]) == [SampledGaussian(combined_multiplier([1.0, 1.0]), 0.02, 50, "train")]
+
+
+def test_different_multipliers_of_one_draw_are_combined():
+    with Ledger() as ledger:
+        for run, sigma in (("a", 1.0), ("b", 2.0)):
+            ledger.begin(run, {"mechanisms": [EQUAL["mechanisms"][0] | {"noise_multiplier": sigma}]}, draws="s")
+            ledger.spend(run, "train", 0, "the same digest")  # under other noise it is another release
+            ledger.finish(run)
+        assert ledger.spent() == [SampledGaussian(1 / math.sqrt(1 + 1 / 4), 0.02, 1, "train")]
+
+
+def test_an_equal_digest_is_the_same_release_and_counts_once_in_the_total():
+    with Ledger() as ledger:
+        ledger.begin("a", EQUAL, draws="s")
+        ledger.begin("b", EQUAL, draws="s")
+        assert ledger.first_digest("b", "train", 0) is None
+        assert ledger.spend("a", "train", 0, "x") and not ledger.spend("b", "train", 0, "x")
+        assert ledger.spend("b", "train", 1, "y") and ledger.spend("a", "train", 1, "z")
+        assert ledger.first_digest("a", "train", 0) == "x" and ledger.first_digest("a", "train", 1) == "y"
+        ledger.finish("a")
+        ledger.finish("b")
+        assert ledger.spent("a") == ledger.spent("b") == [SampledGaussian(1.0, 0.02, 2, "train")]
+        assert ledger.spent() == [SampledGaussian(1.0, 0.02, 1, "train"), SampledGaussian(1 / math.sqrt(2), 0.02, 1, "train")]
+
+
+def test_a_run_draws_by_itself_unless_it_says_otherwise():
+    with Ledger() as ledger:
+        for run in "ab":
+            ledger.begin(run, EQUAL)
+            ledger.spend(run, "train", 0, f"of {run}")
+            ledger.finish(run)
+        assert [m.noise_multiplier for m in ledger.spent()] == [1.0, 1.0] and ledger.first_digest("b", "train", 0) == "of b"
+
+
+def test_shared_draws_keep_their_rate_and_their_name():
+    with Ledger() as ledger:
+        ledger.begin("a", EQUAL, draws="s")
+        other = {"mechanisms": [EQUAL["mechanisms"][0] | {"sample_rate": 0.03}]}
+        with pytest.raises(LedgerError, match='"b" shares its batches with run "a", but draws "train" at rate 0.03 instead of 0.02'):
+            ledger.begin("b", other, draws="s")
+        ledger.begin("b", other)
+        ledger.begin("a", EQUAL, draws="s")
+        for stream in ("t", None):
+            with pytest.raises(LedgerError, match="from another stream"):
+                ledger.begin("a", EQUAL, draws=stream)
+
+
+def test_a_budget_sees_that_draws_are_shared():
+    """Steps to come of a run that shares its draws may be further sums, so they are reserved as such, and released as repeats."""
+    once = epsilon(SampledGaussian(1.0, 0.02, 50), 1e-5, "rdp")
+    with Ledger() as ledger:
+        ledger.set_budget(2.0 * once, 1e-5)
+        ledger.begin("a", EQUAL, draws="s")
+        for t in range(50):
+            ledger.spend("a", "train", t, f"{t}")
+        with pytest.raises(BudgetError, match='"b" asks for'):
+            ledger.begin("b", EQUAL, draws="s")
+        ledger.begin("c", EQUAL)  # with draws of its own it fits
+    with Ledger() as ledger:
+        for run in "ab":
+            ledger.begin(run, EQUAL, draws="s")
+        assert ledger.charged() == [SampledGaussian(1 / math.sqrt(2), 0.02, 50, "train")]
+        for run in "ab":
+            for t in range(50):
+                ledger.spend(run, "train", t, f"{t}")
+        assert ledger.charged() == [SampledGaussian(1.0, 0.02, 50, "train")]
+
+
+def test_a_step_outside_the_plan_passes_the_filter_even_while_steps_are_free():
+    with Ledger() as ledger:
+        ledger.begin("a", EQUAL, draws="s")
+        ledger.begin("b", {"mechanisms": [EQUAL["mechanisms"][0] | {"steps": 60}]}, draws="s")
+        for t in range(50):
+            ledger.spend("a", "train", t, f"{t}")
+        for t in range(60):
+            ledger.spend("b", "train", t, f"{t}")
+        ledger.set_budget(1.0001 * ledger.epsilon(1e-5), 1e-5)
+        with pytest.raises(BudgetError, match="would be passed"):
+            ledger.spend("a", "train", 55, "another")
+
+
+# --- the identity of the data, and what is published -----------------------------------------------------------------
+
+
+def test_the_key_is_the_files_own(tmp_path):
+    with Ledger(tmp_path / "l.db") as ledger, Ledger() as other:
+        digest = ledger.mac("rows")
+        assert digest == ledger.mac("rows") != ledger.mac("row") and digest != other.mac("rows") and len(digest) == 64
+    with Ledger(tmp_path / "l.db", read_only=True) as ledger:
+        assert ledger.mac("rows") == digest
+
+
+def test_an_older_ledger_gets_a_key_and_still_knows_its_data(tmp_path):
+    path = tmp_path / "l.db"
+    filled(path)
+    change(path, "DROP TABLE secret")
+    content = path.read_bytes()
+    with Ledger(path, read_only=True) as ledger, pytest.raises(LedgerError, match="has no key"):
+        ledger.mac("x")
+    assert path.read_bytes() == content
+    with Ledger(path) as ledger:
+        same, other = PLAN | {"data": ledger.mac(PLAN["data"])}, PLAN | {"data": ledger.mac("of other data")}
+        ledger.begin("c", same)
+        ledger.begin("a", same)  # resumes what recorded the plain fingerprint
+        for run in ("a", "d"):
+            with pytest.raises(LedgerError, match="data"):
+                ledger.begin(run, other)
+
+
+def published(ledger: Ledger, path: Path, runs: list[str], seal: str = "") -> bytes:
+    ledger.publish(path, runs, seal)
+    return path.read_bytes()
+
+
+def test_what_is_published_shows_the_runs_own_rows_and_nothing_else(tmp_path):
+    with Ledger(tmp_path / "l.db", who="Anna Agnew") as ledger:
+        ledger.set_budget(90.0, 1e-5, reason="for the review")
+        for run in ("first", "second", "third"):
+            ledger.begin(run, PLAN | {"method": f"Method of {run}", "data": ledger.mac("d"), "tokens": "5ec2e7"}, draws="the stream")
+        for run in ("third", "second", "first"):
+            for t in range(4):
+                ledger.spend(run, "train", t, ledger.mac(f"{run} {t}"), {"count": 77})
+        ledger.spend("second", "train", 0, ledger.mac("again"))
+        ledger.finish("second")
+        ledger.seal("second", "an older statement")
+        macs = [digest for digest, in ledger._query("SELECT digest FROM ledger WHERE kind = 'spend'")] + [ledger.mac("d")]
+        key, = ledger._query("SELECT key FROM secret")[0]
+        content = published(ledger, tmp_path / "p.db", ["second"], "the seal")
+        head = ledger.publish(tmp_path / "p.db", ["second"], "the seal")
+        assert ledger.knows(head) and content == (tmp_path / "p.db").read_bytes()
+    for word in ("first", "third", "Anna", "review", "the stream", "5ec2e7", "\"count\"", "older", *macs):
+        assert word.encode() not in content, word
+    assert key not in content
+    with Ledger(tmp_path / "p.db", read_only=True) as copy:
+        assert copy.runs() == ["second"] and copy.finished("second") and copy.sealed("second", "the seal") and copy.knows(head)
+        assert copy.spent() == [SampledGaussian(1.0, 0.01, 3, "train"), SampledGaussian(1 / math.sqrt(2), 0.01, 1, "train")]
+        assert {digest for digest, in copy._query("SELECT digest FROM ledger WHERE kind = 'spend'")} == {"1", "2"}
+        assert "data" not in copy.plan("second") and copy.plan("second")["method"] == "Method of second"
+        assert [n for n, in copy._query("SELECT number FROM ledger")] == list(range(1, len(copy._query("SELECT 1 FROM ledger")) + 1))
+
+
+def test_what_is_published_does_not_depend_on_the_data_or_on_others(tmp_path):
+    """The same run beside other runs, in other ledgers, with other keys and other digests: the same bytes."""
+    contents = []
+    for before in (0, 3):
+        with Ledger(tmp_path / f"{before}.db") as ledger:
+            for number in range(before):
+                ledger.begin(f"other {number}", PLAN)
+            ledger.begin("mine", PLAN | {"data": ledger.mac(PLAN["data"])})
+            for t in range(3):
+                ledger.spend("mine", "train", t, ledger.mac(f"{t}"))
+            contents.append(published(ledger, tmp_path / f"{before}.p", ["mine"]))
+    assert contents[0] == contents[1]
+
+
+def test_runs_that_share_draws_are_published_as_sharing_them(tmp_path):
+    with Ledger() as ledger:
+        for run, sums in (("a", "xyz"), ("b", "xqz")):
+            ledger.begin(run, EQUAL, draws="5ec2e7")
+            for t, digest in enumerate(sums):
+                ledger.spend(run, "train", t, digest)
+            ledger.finish(run)
+        ledger.publish(tmp_path / "p.db", ["a", "b"])
+        with Ledger(tmp_path / "p.db", read_only=True) as copy:
+            assert copy.spent() == ledger.spent() and copy.spent("a") == ledger.spent("a")
+    assert b"5ec2e7" not in (tmp_path / "p.db").read_bytes()
+
+
+def test_a_ledger_says_whether_it_holds_more():
+    with Ledger() as ledger:
+        ledger.begin("a", EQUAL)
+        assert not ledger.holds_more(["a"])
+        ledger.begin("b", EQUAL)
+        assert ledger.holds_more(["a"]) and not ledger.holds_more(["a", "b"])
+        ledger.finish("b")  # begun, but nothing came of it
+        assert not ledger.holds_more(["a"])
+        ledger.note_unpaid("c", "epsilon is infinite")
+        assert ledger.holds_more(["a", "b"])

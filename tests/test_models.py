@@ -14,27 +14,18 @@ from torch import nn, tensor
 import dpft.models as models
 from dpft.data import Public, TensorData, digits, fingerprint, font_digits
 from dpft.gradients import Groups, gradients, per_example_gradients
+from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
 from dpft.models import (
     BUILT,
-    StandardisedConv2d,
-    TemperedSigmoid,
-    accuracy,
-    cnn,
-    default_loss,
-    example_losses,
+    freeze_batchnorm,
     head_parameters,
     load_model,
     load_tokenizer,
-    logits,
-    mlp,
-    perplexity,
     pretrain,
     replace_batchnorm,
-    tempered_cnn,
-    tempered_cnn_5,
     validate,
-    wide_resnet,
 )
+from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, wide_resnet
 
 SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8),
           "wrn-16-4": (1, 8, 8)}
@@ -323,7 +314,7 @@ def test_validate_names_the_layer():
     with pytest.raises(ValueError) as error:
         validate(bad)
     message = "1.bn: BatchNorm mixes examples, so no per-example bound exists; use dpft.models.replace_batchnorm(model)"
-    assert str(error.value) == message
+    assert str(error.value) == f"{message}, or of a pre-trained model dpft.models.freeze_batchnorm(model)"
     for layer in (
         nn.BatchNorm2d(2),
         nn.SyncBatchNorm(2),
@@ -368,6 +359,165 @@ def test_replace_batchnorm_of_a_bare_layer_and_nested():
     fixed = replace_batchnorm(nested)
     validate(fixed)
     assert not fixed[0][1].training and fixed(torch.rand(2, 1, 5, 5)).shape == (2, 4, 3, 3)
+
+
+# Statistics that stay as they are
+
+
+EFFICIENT = dict(image_size=32, width_coefficient=0.25, hidden_dim=320, kernel_sizes=[3, 3], in_channels=[8, 8], out_channels=[8, 16],
+                 strides=[1, 2], num_block_repeats=[1, 1], expand_ratios=[1, 2], depthwise_padding=[], num_labels=3, dropout_rate=0.0,
+                 drop_connect_rate=0.0)
+
+
+class Activated(nn.BatchNorm2d):
+    """A norm with its activation inside, as timm has them."""
+
+    def forward(self, images):
+        return super().forward(images).relu()
+
+
+def own_network():
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 8),
+                         nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+PRETRAINED = {
+    "resnet": lambda hf: hf.ResNetForImageClassification(hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], layer_type="basic", num_labels=3)),
+    "bottleneck": lambda hf: hf.ResNetForImageClassification(hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1], num_labels=3)),
+    "efficientnet": lambda hf: hf.EfficientNetForImageClassification(hf.EfficientNetConfig(**EFFICIENT)),
+    "mobilenet": lambda hf: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(
+        image_size=32, depth_multiplier=0.125, num_labels=3, classifier_dropout_prob=0.0)),
+    "mobilenet v1": lambda hf: hf.MobileNetV1ForImageClassification(hf.MobileNetV1Config(
+        image_size=32, depth_multiplier=0.125, min_depth=4, num_labels=3, classifier_dropout_prob=0.0)),
+    "own": lambda hf: own_network(),
+}
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def measured(name):
+    """A network whose norms have measured pictures, and whose scales and shifts are not the first ones."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model = PRETRAINED[name](hf).train()
+    with torch.no_grad():
+        for _ in range(3):
+            logits(model, torch.randn(8, 3, 32, 32))
+        for module in model.modules():
+            if isinstance(module, NORMS):
+                module.weight.add_(0.3 * torch.randn_like(module.weight)), module.bias.add_(0.3 * torch.randn_like(module.bias))
+    return model.eval().double()
+
+
+def pictures(name, rows=4):
+    images, labels = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double(), torch.arange(rows) % 3
+    return (images, labels) if name == "own" else {"pixel_values": images, "labels": labels}
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_frozen_norm_computes_what_it_did_and_its_gradients_are_autograds(name):
+    model, batch = measured(name), pictures(name)
+    before, keys = logits(model, batch), list(model.state_dict())
+    assert freeze_batchnorm(model) is model
+    assert torch.equal(logits(model, batch), before) and list(model.state_dict()) == keys
+    model.train()
+    assert models.frozen_statistics(model) and not any(m.training for m in model.modules() if isinstance(m, NORMS))
+    for module in model.modules():                                               # other layers may differ in training mode
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    validate(model)
+    agrees(model, example_losses, batch, 1e-8, groups=torch.tensor([0, 1, 1, 0]))
+
+
+@pytest.mark.parametrize("method", ["Full", "BiTFiT", "NormOnly", "LastLayer", "RandomPartitions"])
+def test_a_run_trains_scales_and_shifts_and_never_the_statistics(method):
+    import dpft
+    from dpft.baselines import NormOnly
+    from dpft.training import set_modes
+
+    how = {"NormOnly": NormOnly()}.get(method) or getattr(dpft, method)()
+    model, batch = freeze_batchnorm(measured("resnet")).float(), pictures("resnet", 12)
+    data = [{"pixel_values": image.float(), "labels": label} for image, label in zip(*batch.values(), strict=True)]
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    run = dpft.fine_tune(model, data, how, noise_multiplier=1.0, steps=2, batch_size=6, accountant="rdp", seed=0, progress=False)
+    assert all(torch.equal(value, buffers[name]) for name, value in run.model.named_buffers())
+    norms = {name for name, _ in model.named_parameters() if ".normalization." in name}
+    wanted = {"Full": norms, "NormOnly": norms, "LastLayer": set(), "BiTFiT": {name for name in norms if name.endswith("bias")}}
+    assert method not in wanted or set(run.trained) & norms == wanted[method]
+    set_modes(model)
+    assert not any(module.training for module in model.modules() if isinstance(module, NORMS))
+
+
+def test_nothing_thaws_a_frozen_norm():
+    import pickle
+
+    model = freeze_batchnorm(measured("own"))
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.train(True)
+        twin[1].training = True
+        before = {name: value.clone() for name, value in twin.named_buffers()}
+        twin(torch.randn(5, 3, 32, 32).double())
+        assert not twin[1].training and all(torch.equal(value, before[name]) for name, value in twin.named_buffers())
+    plain = own_network().double()
+    plain.load_state_dict(model.state_dict())                                    # saved as what it was
+    images = pictures("own")
+    assert torch.equal(logits(plain.eval(), images), logits(model, images))
+
+
+def test_a_norm_below_what_trains_is_accepted_as_it_is():
+    import dpft
+    from dpft.training import Context
+
+    model = measured("resnet")
+    for how, accepted in ((dpft.LastLayer(), True), (dpft.BiTFiT(), False), (dpft.Full(), False)):
+        how.start(Context(model, example_losses, 1, 1, 1))
+        if accepted:
+            validate(model)
+        else:
+            with pytest.raises(ValueError, match="BatchNorm mixes examples"):
+                validate(model)
+        validate(model, dropout=False)                                           # a run that is in evaluation mode throughout
+    without = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    without[0].requires_grad_(False)
+    for dropout in (True, False):
+        with pytest.raises(ValueError, match="BatchNorm mixes examples"):
+            validate(without, dropout)                                           # it has no statistics but the batch's
+
+
+@pytest.mark.filterwarnings("ignore:.*no fast rule")
+def test_a_norm_with_a_forward_of_its_own_keeps_it_and_is_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), Activated(4), nn.Flatten(), nn.Linear(64, 3)).double()
+    model(3 + torch.randn(9, 1, 6, 6).double())
+    batch = torch.randn(4, 1, 6, 6).double(), torch.tensor([0, 1, 2, 0])
+    before = model.eval()(batch[0])
+    freeze_batchnorm(model).train()
+    assert torch.equal(model(batch[0]), before)
+    oracle = per_example_gradients(model, example_losses, batch)
+    found = gradients(model, example_losses, batch).weighted_sum(torch.ones(4).double())
+    for name, rows in oracle.items():
+        assert torch.allclose(found[name], rows.sum(0), rtol=1e-8, atol=1e-10), name
+
+
+def test_what_cannot_be_frozen_is_refused_and_what_has_measured_nothing_is_told():
+    with pytest.raises(ValueError, match="1 keeps no statistics.*replace_batchnorm"):
+        freeze_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
+    with pytest.warns(UserWarning, match="BatchNorm2d has measured nothing yet"):
+        freeze_batchnorm(nn.BatchNorm2d(3))
+    instance = nn.Sequential(nn.InstanceNorm2d(2, affine=True, track_running_stats=True), nn.InstanceNorm2d(2))
+    instance(1 + torch.randn(3, 2, 4, 4))
+    validate(freeze_batchnorm(instance))
+    assert models.frozen_statistics(instance) == ["0"]
+
+
+def test_a_gguf_file_without_its_reader_is_one_sentence(tmp_path, monkeypatch):
+    found = find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else found(name))
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ValueError, match="pip install gguf"):
+            load(str(tmp_path), gguf_file="model.gguf")
 
 
 # Scores
@@ -565,7 +715,7 @@ def alone(batch, row, length):
     return {name: values[row:row + 1, :length] for name, values in batch.items()}
 
 
-@pytest.mark.parametrize("loss_fn", [example_losses, models.summed_losses])
+@pytest.mark.parametrize("loss_fn", [example_losses, summed_losses])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequences_loss_is_its_own(family, loss_fn):
     model, lengths, prompts = writer(family).eval(), [9, 4, 6, 5], [3, 1, 5, 0]
@@ -585,7 +735,7 @@ def test_a_sequences_loss_is_its_own(family, loss_fn):
 
 
 @pytest.mark.parametrize("method", ["Full", "BiTFiT", "BiTFiT-Add"])
-@pytest.mark.parametrize("loss_fn", [example_losses, models.summed_losses])
+@pytest.mark.parametrize("loss_fn", [example_losses, summed_losses])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_engine_bounds_sequences_as_the_oracle_does(family, loss_fn, method):
     import dpft

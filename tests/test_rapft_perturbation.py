@@ -21,7 +21,7 @@ from dpft.gradients import Block, Partition, gradients, per_example_gradients, t
 from dpft.guarantee import Guarantee, verify
 from dpft.privacy import Ledger
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
-from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
+from dpft.rapft.perturbation import AS_PUBLISHED, allocate, optimal_noise, relevance_blocks
 from dpft.training import Context, Engine, Method, fine_tune, scaled_blocks
 
 # The mask
@@ -51,9 +51,28 @@ def test_exactly_so_many_are_weak_and_none_of_them_outranks_a_strong_one(rows, s
 
 def test_per_layer_ranks_each_by_itself_and_without_stretching_scales_decide():
     relevance = {"a": torch.tensor([1.0, 2.0, 3.0, 4.0]), "b": torch.tensor([10.0, 20.0, 30.0, 50.0])}
-    assert [int(mask.sum()) for mask in relevance_mask(relevance, 0.5, per_layer=True).values()] == [2, 2]
+    assert [int(mask.sum()) for mask in relevance_mask(relevance, 0.5, ranks="layer").values()] == [2, 2]
     raw = relevance_mask(relevance, 0.5, normalise=False)
     assert raw["a"].all() and not raw["b"].any()
+
+
+def test_as_published_each_layer_has_its_share_rounded_up():
+    """Finding 5: the paper ranks within each layer and takes the ceiling; ours ranks all together and rounds."""
+    unlike = {"even": torch.arange(1.0, 11.0), "peaked": torch.arange(1.0, 12.0) ** 9}
+    ours, papers = relevance_mask(unlike, 0.65), relevance_mask(unlike, 0.65, ranks="layer", rounding="up")
+    assert [int(mask.sum()) for mask in papers.values()] == [7, 8]               # ceil(6.5), ceil(7.15)
+    assert sum(int(mask.sum()) for mask in ours.values()) == 14 and int(ours["peaked"].sum()) > 8
+    assert int(relevance_mask({"a": torch.arange(100.0)}, 0.55, rounding="up")["a"].sum()) == 55   # 0.55 * 100 is 55.00000000000001
+    for name, value in (("ranks", "tensor"), ("rounding", "down")):
+        with pytest.raises(ValueError, match=f"{name}='{value}'"):
+            relevance_mask(unlike, 0.65, **{name: value})
+
+
+def test_the_published_variant_runs_as_published():
+    method = RapFT(BiTFiT(reinitialise="random"), relevance_data="paper", allow_non_private=True, relevance_rate=0.5, **AS_PUBLISHED)
+    run = tune(method)
+    assert run.epsilon == math.inf and "rule='alpha-beta'" in repr(method) and "ranks='layer'" in repr(method)
+    assert all(int(mask.sum()) == math.ceil(round(0.7 * mask.numel(), 9)) for mask in method.masks.values())
 
 
 def test_a_large_negative_relevance_is_strong_or_by_the_papers_reading_weak():
@@ -229,7 +248,7 @@ def test_a_run_with_each_method_and_each_source(what, where, tmp_path):
         assert [(m.name, m.steps) for m in run.mechanisms] == [("train", 4), *paid] and 3.9 < run.epsilon <= 4.0
         book = Ledger(tmp_path / "ledger.sqlite")
         assert [(m.name, m.steps) for m in book.spent()] == [("train", 4), *paid] and book.finished(book.runs()[0])
-    stated = "the data that decides what is relevant (elsewhere)" in run.guarantee.assumed_public
+    stated = "the data that the method looked at (elsewhere)" in run.guarantee.assumed_public
     assert stated == (where == "public")
 
 
@@ -269,6 +288,26 @@ def test_what_is_released_of_private_data_is_bounded_by_the_clip(monkeypatch):
     entries = sum(p.numel() for p in method.masks)
     assert seen == [(entries, 0.3), (13, 0.3)]                                   # six layers of each block, and the last norm
     assert len({float(mask.float().mean()) for mask in method.masks.values()} - {0.0, 1.0}) <= 1   # a group is cut once at most
+
+
+def test_each_of_two_requests_has_the_noise_of_its_own_multiplier(monkeypatch):
+    noise = {"select": [], "relevance": []}
+    original = Context.release
+    def watch(self, total, bound, **options):
+        noisy = original(self, total, bound, **options)
+        noise["relevance" if len(total) > 40 else "select"].append((noisy - total).flatten() / bound)
+        return noisy
+    monkeypatch.setattr(Context, "release", watch)
+    model, loss_fn, rows, collate, _ = language()
+    method = RapFT(DPFrost(0.6, sample_rate=1.0, rounds=3, share=0.4), relevance_data="private", share=0.01, relevance_rate=1.0)
+    for seed in range(20):
+        engine = Engine(copy.deepcopy(model), loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4,
+                        accountant="rdp", delta=1e-3, seed=seed)
+    sigmas = {m.name: m.noise_multiplier for m in engine.plan.mechanisms}
+    assert max(sigmas["select"], sigmas["relevance"]) > 1.5 * min(sigmas["select"], sigmas["relevance"])     # else nothing is shown
+    for name, parts in noise.items():
+        found = torch.cat(parts) / sigmas[name]
+        assert len(found) > 400 and abs(found.std() - 1) < 5.5 / math.sqrt(2 * len(found))
 
 
 def test_an_empty_draw_is_noise_alone_and_no_crash():
@@ -389,7 +428,7 @@ def test_a_part_of_another_method_cannot_hide_it():
     (dict(allocation="weighted", preference=0.0), "preference=0.0"), (dict(allocation="weighted", preference=math.inf), "preference=inf"),
     (dict(warmup_steps=-1), "warmup_steps=-1"), (dict(warmup_steps=1.5), "warmup_steps=1.5"), (dict(relevance_clip=0.0), "relevance_clip"),
     (dict(relevance_rate=0.0), "relevance_rate=0.0"), (dict(relevance_rate=1.1), "relevance_rate=1.1"),
-    (dict(level="layer"), "level='layer'"), (dict(ranking="size"), "ranking='size'"), (dict(init="best"), "init='best'"),
+    (dict(ranks="all"), "ranks='all'"), (dict(rounding="down"), "rounding='down'"), (dict(level="layer"), "level='layer'"), (dict(ranking="size"), "ranking='size'"), (dict(init="best"), "init='best'"),
     (dict(p=0.0), "p=0.0"), (dict(k=0), "k=0"), (dict(inits="naive"), "no option 'inits'")])
 def test_bad_settings_are_refused_when_it_is_made(bad, told):
     with pytest.raises(ValueError, match=told):
@@ -446,5 +485,7 @@ def test_private_relevance_needs_a_budget_and_a_mask_needs_a_run():
 
 def test_it_is_called_what_it_is_and_can_be_copied():
     method = RapFT(BiTFiT(), relevance_data="private", share=0.1, allocation="weighted", preference=4.0, init="naive")
-    text = "RapFT(method=BiTFiT(), relevance_data='private', share=0.1, allocation='weighted', preference=4.0, init='naive')"
-    assert repr(method) == repr(copy.deepcopy(method)) == text
+    assert repr(method) == repr(copy.deepcopy(method))
+    given = "BiTFiT", "relevance_data='private'", "share=0.1", "allocation='weighted'", "preference=4.0", "init='naive'"
+    assert all(part in repr(method) for part in given)
+    assert repr(eval(repr(method))) == repr(method)                              # what it says makes the same method

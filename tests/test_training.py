@@ -9,6 +9,7 @@ import sys
 import textwrap
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,12 @@ from torch import nn
 from zoo import toy
 
 import dpft
+from streams import one_stream
+
 from dpft.auditing import Stopped, stopping
 from dpft.data import TableData, TensorData
 from dpft.gradients import clipped_sum, per_example_gradients
-from dpft.privacy import Ledger, LedgerError, Request, epsilon
+from dpft.privacy import Ledger, LedgerError, Request, SampledGaussian, epsilon
 from dpft.training import CheckpointError, Method, Store, make_optimizer, make_plan, make_schedule, scaled_blocks, set_modes
 
 
@@ -101,6 +104,7 @@ def test_an_empty_draw_is_a_noise_only_step():
     assert sum(m.steps for m in e.guarantee.mechanisms) == 30
 
 
+@one_stream()
 def test_physical_batches_do_not_change_the_step():
     whole, parts = (run_all(engine(physical_batch_size=size)) for size in (64, 3))
     assert torch.allclose(weights(whole.model), weights(parts.model), atol=0.2)
@@ -125,7 +129,7 @@ def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
         sums.append(torch.cat([total.flatten() for total in step.sums.values()]))
         assert step.not_finite == 1
     assert torch.isfinite(sums[0]).all() and torch.allclose(*sums, atol=1e-6)
-    run = dpft.fine_tune(net(), data, dpft.Full(), epsilon=3.0, steps=2, batch_size=60, accountant="rdp", progress=True)
+    run = dpft.fine_tune(net(), data, dpft.Full(), epsilon=3.0, steps=2, batch_size=60, accountant="rdp", show_loss=True)
     assert [entry["not_finite"] for entry in run.history] == [1, 1] and "not finite" in run.report()
 
 
@@ -297,8 +301,10 @@ def test_dropout_is_keyed_by_step_so_that_a_replay_is_the_same_and_the_users_gen
         for batch in step:
             step.add(batch)
         sums.append(torch.cat([v.flatten() for v in step.sums.values()]))
+    step = dpft.training.Step(e)
+    batches = list(step)
     torch.manual_seed(3)
-    step.add(next(iter(step)))
+    step.add(batches[0])
     assert torch.equal(*sums) and torch.equal(torch.rand(1), expected)
 
 
@@ -311,7 +317,7 @@ def tune(model=None, data=None, **settings):
 
 
 def test_fine_tune_learns_and_reports():
-    run = tune(data=toy(400), epsilon=8.0, steps=60, batch_size=100, learning_rate=0.05, evaluate=toy(200, seed=1), progress=True)
+    run = tune(data=toy(400), epsilon=8.0, steps=60, batch_size=100, learning_rate=0.05, evaluate=toy(200, seed=1), show_loss=True)
     assert run.scores["accuracy"] > 0.9
     assert run.epsilon <= 8.0 and run.delta == 1 / 800
     report = run.report()
@@ -320,8 +326,12 @@ def test_fine_tune_learns_and_reports():
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
 
 
-def test_without_progress_no_loss_is_kept():
-    assert all("loss" not in entry for entry in tune().history)
+@pytest.mark.parametrize("progress", [False, True])
+def test_no_loss_is_kept_or_shown_unless_it_is_asked_for(progress, capsys):
+    run = tune(progress=progress)
+    assert all("loss" not in entry and "not_finite" not in entry for entry in run.history)
+    assert "loss" not in capsys.readouterr().err and "training loss" not in run.report()
+    assert "loss" in tune(show_loss=True).history[0]
 
 
 @pytest.mark.parametrize("settings", [dict(schedule="cosine", warmup=0.3), dict(optimizer="sgd", learning_rate=0.5), dict(average=0.9),
@@ -410,12 +420,23 @@ def test_without_a_seed_too_a_resumed_run_replays_the_same_noise(tmp_path):
 
 
 def test_a_replay_that_differs_is_charged_and_gets_fresh_noise():
-    e = engine()
-    first = e.charge("train", 0, {"a": torch.ones(3)})
-    assert e.charge("train", 0, {"a": torch.ones(3)}) == first
-    assert [m.steps for m in e.ledger.spent()] == [1]
-    assert e.charge("train", 0, {"a": torch.ones(3) + 1e-6}) != first
-    assert [m.steps for m in e.ledger.spent()] == [2]
+    for seeded in (dict(seed=0, loop="by hand"), dict(seed=0), dict(seed=None)):
+        e = engine(**seeded)
+        def released(value):
+            return e.releases("train", 0, {"a": torch.full((3,), value)}, {"a": 1.0})[0]["a"] - value
+        first = released(1.0)
+        assert torch.equal(released(1.0), first) and len(e.spent) == 1 and e.spent[0].steps == 1
+        sigma, q = e.plan.mechanisms[0].noise_multiplier, e.plan.sample_rate
+        near = float(np.nextafter(np.float32(1.0), np.float32(2.0)))
+        assert not torch.allclose(released(near), first, atol=1e-3)        # fresh noise
+        assert epsilon(e.spent, 1e-3) == pytest.approx(epsilon([SampledGaussian(sigma / 2**0.5, q, 1)], 1e-3))   # of one draw
+        assert torch.equal(released(1.0), first)                           # the first sum keeps its noise
+
+
+def test_a_seed_is_keyed_by_name_only_where_the_identity_is_complete():
+    for settings, portable in ((dict(loop="by hand"), True), ({}, False), (dict(loop="by hand", seed=None), False),
+                               (dict(loop="by hand", collate_fn=lambda rows: rows), False)):
+        assert engine(**settings).store.portable is portable
 
 
 def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
@@ -423,6 +444,7 @@ def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
         import sys, os, signal, torch
         import test_training as t
         class Killing(torch.optim.AdamW):
+            same_as = "AdamW"
             def step(self, closure=None):
                 self.count = getattr(self, "count", 0) + 1
                 if self.count == 5: os.kill(os.getpid(), signal.SIGKILL)
@@ -440,19 +462,22 @@ def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
 
 
 @pytest.mark.parametrize("change, word", [
-    (dict(data=toy(60, seed=5)), "data"), (dict(model=net(seed=5)), "model"), (dict(epsilon=2.0), "plan"),
-    (dict(method=dpft.BiTFiT()), "method")])
+    (dict(data=toy(60, seed=5)), "data"), (dict(model=net(seed=5)), "model"), (dict(epsilon=2.0), "epsilon"),
+    (dict(method=dpft.BiTFiT()), "method"), (dict(learning_rate=0.1), "learning_rate"), (dict(optimizer="sgd"), "optimizer"),
+    (dict(schedule="linear"), "schedule"), (dict(weight_decay=0.1), "weight_decay"), (dict(precision="bf16"), "precision"),
+    (dict(physical_batch_size=7), "physical_batch_size"), (dict(dropout=False), "dropout"), (dict(average=0.9), "average"),
+    (dict(loss_fn=zoo.image_loss), "loss_fn")])
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, change, word):
     interrupted(tmp_path, 4)
     with pytest.raises(CheckpointError, match=f"another {word}"):
-        tune(checkpoint=tmp_path, **change)
+        tune(checkpoint=tmp_path, **{"learning_rate": 0.05} | change)
 
 
 def test_a_lost_or_rolled_back_ledger_is_refused(tmp_path):
     interrupted(tmp_path, 4)
     (tmp_path / "ledger.sqlite").unlink()
     with pytest.raises(LedgerError, match="rows are missing"):
-        tune(checkpoint=tmp_path)
+        tune(checkpoint=tmp_path, learning_rate=0.05)
 
 
 def test_a_ledger_with_another_plan_is_refused(tmp_path):
@@ -461,11 +486,11 @@ def test_a_ledger_with_another_plan_is_refused(tmp_path):
     with Ledger(tmp_path / "other.sqlite") as other:
         other.begin(record["run"], {"mechanisms": [{"name": "train", "noise_multiplier": 9.0, "sample_rate": 0.1, "steps": 6}]})
     with pytest.raises(LedgerError, match="another plan"):
-        tune(checkpoint=tmp_path, ledger=tmp_path / "other.sqlite")
+        tune(checkpoint=tmp_path, ledger=tmp_path / "other.sqlite", learning_rate=0.05)
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
-    store = Store(tmp_path, {"model": "m"})
+    store = Store(tmp_path, {"model": "m"}, {})
     store.save({"step": 1})
     real = os.fsync
 
@@ -476,7 +501,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device.*last good"):
         store.save({"step": 2})
     monkeypatch.setattr(os, "fsync", real)
-    assert Store(tmp_path, {"model": "m"}).step == 1
+    assert Store(tmp_path, {"model": "m"}, {}).step == 1
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -621,6 +646,7 @@ def mean_gradients(model, batches, copies):
 
 
 @pytest.mark.parametrize("settings", [{}, dict(epsilon=math.inf), dict(unit=[row // 2 for row in range(60)]), dict(average=0.9)])
+@one_stream()
 def test_one_unmoved_copy_is_no_augmentation(settings):
     runs = [tune(augment=augment, **settings) for augment in (None, dpft.data.Augmentation(1, 0, False))]
     assert torch.equal(weights(runs[0].model), weights(runs[1].model))
@@ -628,6 +654,7 @@ def test_one_unmoved_copy_is_no_augmentation(settings):
 
 @pytest.mark.parametrize("physical", [1, 5, 7, 64])
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@one_stream()
 def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
     model, augment = net(), dpft.data.Augmentation(copies=3, crop=1)
     e = engine(copy.deepcopy(model), augment=augment, physical_batch_size=physical, clipping=clipping)
@@ -644,7 +671,7 @@ def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping)
 
 def test_views_differ_between_steps_and_follow_the_seed():
     e = engine(augment=dpft.data.Augmentation(copies=2, crop=1), batch_size=60, steps=2)
-    views = [torch.cat([batch[0] for batch in e.batches(1.0, "train", t, augment=e.augment)]) for t in (0, 1, 0)]
+    views = [torch.cat([batch[0] for batch in e.batches(1.0, "train", t, views=True)]) for t in (0, 1, 0)]
     assert torch.equal(views[0], views[2]) and not torch.equal(views[0], views[1])
 
 
@@ -660,6 +687,7 @@ def test_a_person_brings_the_mean_views_of_all_her_rows():
     assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
 
 
+@one_stream(3)
 def test_an_example_with_all_its_views_moves_the_sum_by_no_more_than_the_bound():
     data = toy(20)
     data.images[-1] *= 1e3                                                                    # long gradients, were they not bounded
@@ -692,7 +720,7 @@ def test_without_privacy_the_gradient_is_the_mean_over_views_too():
     model = net()
     e = engine(copy.deepcopy(model), epsilon=math.inf, augment=dpft.data.Augmentation(copies=3, crop=1), physical_batch_size=9)
     found, batches, step = sums_of(e)
-    assert torch.allclose(found, mean_gradients(model, batches, 3).sum(0), rtol=1e-4, atol=1e-6) and e.pending == []
+    assert torch.allclose(found, mean_gradients(model, batches, 3).sum(0), rtol=1e-4, atol=1e-6) and e.draws.open == []
     step.privatize()
     grads = torch.cat([p.grad.flatten() for p in e.parameters()]).double()
     assert torch.allclose(grads, found / 20, rtol=1e-5, atol=1e-8)
@@ -704,7 +732,7 @@ def test_a_batch_of_views_is_taken_once_and_no_other_is():
     first = next(iter(step))
     step.add(first)
     for batch in (first, toy(4).batch([0, 1])):
-        with pytest.raises(ValueError, match="each picture has 2 views, so a step takes only the batches that it yields"):
+        with pytest.raises(ValueError, match="a step takes the batches that it yields, each once and whole"):
             step.add(batch)
 
 
@@ -733,7 +761,7 @@ def test_a_resumed_run_sees_the_same_views_and_another_augmentation_is_refused(t
     settings = dict(augment=dpft.data.Augmentation(copies=2, crop=1), average=0.9)
     whole = tune(learning_rate=0.05, **settings)
     interrupted(tmp_path, 4, **settings)
-    with pytest.raises(CheckpointError, match="another augmentation"):
+    with pytest.raises(CheckpointError, match="another augment"):
         tune(checkpoint=tmp_path, learning_rate=0.05, average=0.9, augment=dpft.data.Augmentation(copies=3, crop=1))
     resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, **settings)
     assert torch.equal(weights(resumed.model), weights(whole.model))
@@ -778,6 +806,8 @@ def test_the_average_is_that_of_whole_models_whatever_trains_when(tmp_path, meth
     model = copy.deepcopy(start)
 
     class Recording(torch.optim.SGD):
+        same_as = "SGD"
+
         def step(self, closure=None):
             super().step(closure)
             models.append(weights(model))

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
 
 import dpft
-from dpft.data import TableData, TensorData, Units, encode, units_of
+from dpft.datasets import TableData, TensorData
 from dpft.gradients import gradients, per_example_gradients
 from dpft.privacy import Request
+from dpft.sampling import Units, units_of
+from dpft.texts import encode
 from dpft.training import CheckpointError, Method
 
 
@@ -138,7 +140,7 @@ def test_a_batch_that_the_step_did_not_give_is_refused():
     e = engine(data=toy(), unit=owners(), batch_size=5)
     step = next(iter(e))
     batch = next(iter(step))
-    with pytest.raises(ValueError, match="only the batches that it yields"):
+    with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
         step.add((batch[0].clone(), batch[1]))
 
 
@@ -168,10 +170,11 @@ def test_a_method_that_draws_must_ask_for_the_units():
 def test_a_run_resumes_and_another_division_into_units_is_refused(tmp_path):
     settings = dict(data=toy(), unit=owners(), batch_size=5, checkpoint=tmp_path)
     first = engine(**settings)
-    run_all(first)
-    assert torch.equal(weights(run_all(engine(data=toy(), unit=owners(), batch_size=5)).model), weights(first.model))
+    next(iter(first)).take()                                 # and then the process ends
     with pytest.raises(CheckpointError, match="units"):
         engine(**{**settings, "unit": owners(seed=2)})
+    whole = run_all(engine(data=toy(), unit=owners(), batch_size=5))
+    assert torch.equal(weights(run_all(engine(**settings)).model), weights(whole.model))
 
 
 def test_without_privacy_the_mean_divides_by_people():

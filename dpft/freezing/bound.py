@@ -18,48 +18,66 @@ def noise_energy(
 ) -> float:
     "Mean square length of a step's noise, d (sigma C / B)^2; @lem-private-energy."
     if dimension < 0 or noise_multiplier < 0 or clip <= 0 or batch_size <= 0:
-        raise ValueError(f"dimension={dimension}, noise_multiplier={noise_multiplier}, clip={clip}, batch_size={batch_size}: "
-                         "the first two must not be negative, the last two must be positive")
-    return dimension * (noise_multiplier * clip / batch_size) ** 2 if noise_multiplier else 0.0
+        raise ValueError(
+            f"dimension={dimension}, noise_multiplier={noise_multiplier}, clip={clip}, "
+            f"batch_size={batch_size}: "
+            "the first two must not be negative, the last two must be positive")
+    return dimension * (noise_multiplier * clip
+                        / batch_size) ** 2 if noise_multiplier else 0.0
 
 def largest_signal_energy(
     clip: float,             # C
     batch_size: float,       # B, expected
-    sample_rate: float = 0,  # q of Poisson sampling; 0 holds for every rate and for batches of fixed size
+    # q of Poisson sampling; 0 holds for every rate and for batches of fixed size
+    sample_rate: float = 0,
 ) -> float:
     "The most that E||s^B||^2 can be, C^2 (1 + (1 - q) / B); @lem-private-energy."
     return clip**2 * (1 + (1 - sample_rate) / batch_size)
 
+# %% ../../nbs/41_freezing_bound.ipynb #bound-rates
+#| code-fold: true
+def _rates(learning_rates: Tensor) -> Tensor:
+    "The step sizes in float64; ValueError unless there are some and all are positive."
+    rates = torch.as_tensor(learning_rates, dtype=torch.float64)
+    if rates.ndim != 1 or not len(rates) or not bool((rates > 0).all()):
+        raise ValueError(
+            f"learning_rates of shape {tuple(rates.shape)}: give one positive step "
+            "size for each of T >= 1 steps")
+    return rates
+
 # %% ../../nbs/41_freezing_bound.ipynb #bound-theorem
 def convergence_bound(
-    drop: float | Tensor,            # f(theta_0) - E f(theta_T), or more: f(theta_0) - inf f
+    drop: float | Tensor,  # f(theta_0) - E f(theta_T), or more: f(theta_0) - inf f
     learning_rates: Tensor,          # (T,) step sizes
     smoothness: float,               # L, Lipschitz constant of the gradient
     dimension: int,                  # d, number of entries that train
     noise_multiplier: float,         # sigma
     clip: float,                     # C
     batch_size: float,               # B, expected
-    signal_energy: Tensor | float | None = None,  # (T,) E||s^B||^2; None: the most that it can be
-    bias: Tensor | float | None = None,           # (T,) E<gradient, b_t>; None: form (A)
+    # (T,) E||s^B||^2; None: the most that it can be
+    signal_energy: Tensor | float | None = None,
+    bias: Tensor | float | None = None,  # (T,) E<gradient, b_t>; None: form (A)
     sample_rate: float = 0,          # q, for the default of `signal_energy`
 ) -> Tensor:                         # (), float64
-    """Upper bound on the least E||gradient||^2 if `bias` is given; else on the mean of E<gradient, s^B>, weighted by step size.
+    """Upper bound on the least E||gradient||^2 if `bias` is given.
+
+    Else on the mean of E<gradient, s^B>, weighted by step size.
 
     Forms (B) and (A) of @thm-convergence; Lemma 3.1 of DP-SGD-LF, corrected.
     """
     rates = _rates(learning_rates)
-    energy = largest_signal_energy(clip, batch_size, sample_rate) if signal_energy is None else signal_energy
-    energy = torch.as_tensor(energy, dtype=torch.float64) + noise_energy(dimension, noise_multiplier, clip, batch_size)
-    reach = torch.as_tensor(drop, dtype=torch.float64) + smoothness / 2 * (rates.square() * energy).sum()
-    agreed = 0.0 if bias is None else (rates * torch.as_tensor(bias, dtype=torch.float64)).sum()
+    energy = largest_signal_energy(clip, batch_size,
+                                   sample_rate) if signal_energy is None else signal_energy
+    energy = torch.as_tensor(energy,
+                             dtype=torch.float64) + noise_energy(dimension,
+                             noise_multiplier, clip, batch_size)
+    reach = torch.as_tensor(drop,
+                            dtype=torch.float64) + smoothness / 2 * (rates.square()
+                            * energy).sum()
+    agreed = 0.0 if bias is None else (rates
+                                       * torch.as_tensor(bias,
+                                                         dtype=torch.float64)).sum()
     return (reach - agreed) / rates.sum()
-
-def _rates(learning_rates: Tensor) -> Tensor:
-    "The step sizes in float64; ValueError unless there are some and all are positive."
-    rates = torch.as_tensor(learning_rates, dtype=torch.float64)
-    if rates.ndim != 1 or not len(rates) or not bool((rates > 0).all()):
-        raise ValueError(f"learning_rates of shape {tuple(rates.shape)}: give one positive step size for each of T >= 1 steps")
-    return rates
 
 # %% ../../nbs/41_freezing_bound.ipynb #bound-paper
 def paper_bound_not_valid(
@@ -69,13 +87,19 @@ def paper_bound_not_valid(
     noise_multiplier: float,  # sigma
     clip: float,              # C
     batch_size: float,        # B
-    inner: Tensor | float,    # (T,) E<gradient, s^B> for Lemma 3.1, E<gradient, b_t> for Appendix A
+    # (T,) E<gradient, s^B> for Lemma 3.1, E<gradient, b_t> for Appendix A
+    inner: Tensor | float,
 ) -> Tensor:                  # (), float64
-    "Lemma 3.1 of DP-SGD-LF as it is printed, for comparison only: it is NOT an upper bound of anything; use `convergence_bound`."
+    """Lemma 3.1 of DP-SGD-LF as it is printed, for comparison only.
+
+    It is NOT an upper bound of anything; use `convergence_bound`.
+    """
     rates = _rates(learning_rates)
-    noise = rates.square() * smoothness / 2 * noise_energy(1, noise_multiplier, clip, batch_size)
+    noise = rates.square() * smoothness / 2 * noise_energy(1, noise_multiplier, clip,
+                                                           batch_size)
     agreed = rates * torch.as_tensor(inner, dtype=torch.float64)
-    return (torch.as_tensor(drop, dtype=torch.float64) - agreed.sum() + noise.sum()) / rates.sum()
+    return (torch.as_tensor(drop, dtype=torch.float64) - agreed.sum()
+            + noise.sum()) / rates.sum()
 
 # %% ../../nbs/41_freezing_bound.ipynb #bound-unclipped
 def unclipped_bound(
@@ -89,9 +113,15 @@ def unclipped_bound(
     clip: float,              # C; nothing is ever clipped at it
     batch_size: float,        # B, expected
 ) -> float:
-    "Upper bound on the least E||gradient||^2 if nothing is clipped; ValueError on a step size for which it is not proved; @cor-unclipped."
+    """Upper bound on the least E||gradient||^2 if nothing is clipped.
+
+    ValueError on a step size for which it is not proved; @cor-unclipped.
+    """
     if not 0 < learning_rate * smoothness <= 1:
-        raise ValueError(f"learning_rate={learning_rate}: the bound without clipping needs a step size in (0, {1 / smoothness:g}], "
-                         "one over the smoothness; convergence_bound needs no such condition")
-    energy = batch_variance + noise_energy(dimension, noise_multiplier, clip, batch_size)
+        raise ValueError(
+            f"learning_rate={learning_rate}: the bound without clipping needs a step "
+            f"size in (0, {1 / smoothness:g}], "
+            "one over the smoothness; convergence_bound needs no such condition")
+    energy = batch_variance + noise_energy(dimension, noise_multiplier, clip,
+                                           batch_size)
     return 2 * gap / (learning_rate * steps) + learning_rate * smoothness * energy

@@ -24,36 +24,55 @@ def checked(
     values: Any,         # a tensor or an array
     name: str,           # for errors
 ) -> Tensor:             # as it is, at least in float32
-    "One set of activations, (N, d); ValueError when it is no table of finite numbers, or when nothing in it varies."
+    """One set of activations, (N, d).
+
+    ValueError when it is no table of finite numbers, or when nothing in it varies.
+    """
     table = torch.as_tensor(values).detach()
     table = table if table.dtype == torch.float64 else table.float()
     if table.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(table.shape)}; give a row for each example, (N, d): activations(…) pools positions")
+        raise ValueError(
+            f"{name} has shape {tuple(table.shape)}; give a row for each example, (N, "
+            "d): activations(…) pools positions")
     if not bool(table.isfinite().all()):
-        raise ValueError(f"{name} holds numbers that are not finite, the first in row {int((~table.isfinite()).any(1).nonzero()[0])}; "
-                         "drop such examples from both sides")
+        raise ValueError(
+            f"{name} holds numbers that are not finite, the first in row "
+            f"{int((~table.isfinite()).any(1).nonzero()[0])}; "
+            "drop such examples from both sides")
     if len(table) == 0 or bool((table == table[:1]).all()):
-        raise ValueError(f"{name} is the same for all {len(table)} examples, so there is nothing to compare; choose another layer")
+        raise ValueError(
+            f"{name} is the same for all {len(table)} examples, so there is nothing to "
+            "compare; choose another layer")
     return table
 
 
 def check_pair(x: Tensor, y: Tensor) -> None:
     "ValueError when two sets are not of the same examples."
     if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} examples and y has {len(y)}; compare activations of the same examples in the same order")
+        raise ValueError(
+            f"x has {len(x)} examples and y has {len(y)}; compare activations of the "
+            "same examples in the same order")
 
 
 def check_enough(values: Tensor, name: str, way_out: str) -> None:
-    "ValueError when examples are so few that any two sets of activations look alike; @lem-cca-bias."
+    """ValueError when examples are so few that any two sets of activations look alike.
+
+    @lem-cca-bias.
+    """
     examples, dimensions = values.shape
     if examples <= dimensions + 1:
-        raise ValueError(f"{name} has {examples} examples for {dimensions} dimensions, where any two sets correlate; {way_out}")
+        raise ValueError(
+            f"{name} has {examples} examples for {dimensions} dimensions, where any "
+            f"two sets correlate; {way_out}")
 
 
 def basis(
     values: Tensor,              # (N, d), N > d + 1
-) -> tuple[Tensor, Tensor]:      # (N, r) orthonormal, and (r, d) the centred columns in it
-    "An orthonormal basis of what varies, in float64; columns and directions that are constant but for rounding are left out."
+) -> tuple[Tensor, Tensor]:  # (N, r) orthonormal, and (r, d) the centred columns in it
+    """An orthonormal basis of what varies, in float64.
+
+    Columns and directions that are constant but for rounding are left out.
+    """
     rounding = torch.finfo(values.dtype).eps * len(values) ** 0.5
     values = values.double()
     mean = values.mean(0)
@@ -65,7 +84,8 @@ def basis(
     if bool((sizes <= rounding * sizes[0]).any()):
         turn, sizes, mixture = torch.linalg.svd(triangle)
         rank = int((sizes > rounding * sizes[0]).sum())
-        columns, triangle = columns @ turn[:, :rank], sizes[:rank, None] * mixture[:rank]
+        columns, triangle = columns @ turn[:,
+                                           :rank], sizes[:rank, None] * mixture[:rank]
     coordinates = values.new_zeros(columns.shape[1], len(varies))
     coordinates[:, varies] = triangle * lengths[varies]
     return columns, coordinates
@@ -75,8 +95,12 @@ def directions(
     x: Tensor,                   # (N, d1)
     y: Tensor,                   # (N, d2)
     way_out: str = "take more examples, pool over positions, or use svcca",
-) -> tuple[Tensor, Tensor]:      # (K,) correlations, largest first; (K, d1) the columns of x along their directions
-    "Canonical correlations, and how much of each column of x lies in each direction; @def-cca."
+# (K,) correlations, largest first; (K, d1) the columns of x along their directions
+) -> tuple[Tensor, Tensor]:
+    """Canonical correlations, and how much of each column of x lies in each direction.
+
+    @def-cca.
+    """
     check_pair(x, y)
     for values, name in ((x, "x"), (y, "y")):
         check_enough(values, name, way_out)
@@ -91,7 +115,8 @@ def cca(
 ) -> Tensor:   # (K,) in [0, 1], largest first
     """Canonical correlations, whatever invertible linear map either side went through.
 
-    Nothing pays for it: on private data it is a diagnostic for the curator's eyes; @def-cca, @lem-cca-invariance.
+    Nothing pays for it: on private data it is a diagnostic for the curator's eyes;
+    @def-cca, @lem-cca-invariance.
     """
     return directions(checked(x, "x"), checked(y, "y"))[0]
 
@@ -102,23 +127,31 @@ def mean_cca(
 ) -> float:    # in [0, 1]; 0: each can be read off the other
     """1 less the mean canonical correlation.
 
-    Invariant to invertible linear maps of either side; a diagnostic where the data is private; @lem-cca-invariance.
+    Invariant to invertible linear maps of either side; a diagnostic where the data is
+    private; @lem-cca-invariance.
     """
     return 1 - cca(x, y).mean().item()
 
 # %% ../../nbs/42_freezing_similarity.ipynb #similarity-pwcca
 def pwcca(
-    x: Any,           # (N, d1) activations, a tensor or an array; N > d1 + 1. The weights are from here
+    # (N, d1) activations, a tensor or an array; N > d1 + 1. The weights are from here
+    x: Any,
     y: Any,           # (N, d2) activations of the same examples; N > d2 + 1
-    order: int = 1,   # 1: weights as published; 2: shares of the variance of x, which rotations of x leave alone
+    # 1: weights as published; 2: shares of the variance of x, which rotations of x
+    # leave alone
+    order: int = 1,
 ) -> float:           # in [0, 1]; 0: x can be read off y
     """Projection-weighted CCA distance of y from x.
 
-    Invariant to translation of both and invertible linear maps of y; not to mixing the columns of x.
-    A diagnostic that nothing pays for, so on private data it is not for publication; @def-pwcca, @lem-projection-weights.
+    Invariant to translation of both and invertible linear maps of y; not to mixing the
+    columns of x.
+    A diagnostic that nothing pays for, so on private data it is not for publication;
+    @def-pwcca, @lem-projection-weights.
     """
     if order not in (1, 2):
-        raise ValueError(f"order={order}: directions are weighed by absolute values (1) or by squares (2)")
+        raise ValueError(
+            f"order={order}: directions are weighed by absolute values (1) or by "
+            "squares (2)")
     correlations, along = directions(checked(x, "x"), checked(y, "y"))
     weights = along.abs().pow(order).sum(1)
     return 1 - ((weights * correlations).sum() / weights.sum()).clamp(0, 1).item()
@@ -141,33 +174,43 @@ def svcca(
     y: Any,              # (N, d2) of the same examples
     keep: float = 0.99,  # share of each side's variance that is kept
 ) -> float:              # in [0, 1]
-    """1 less the mean canonical correlation of the principal components that hold most of the variance; @svcca.
+    """1 less the mean canonical correlation of the principal components that hold most
+    of the variance; @svcca.
 
-    Invariant to rotations, scaling and translation of either side, not to all invertible maps: what holds little is dropped.
+    Invariant to rotations, scaling and translation of either side, not to all
+    invertible maps: what holds little is dropped.
     A diagnostic that nothing pays for.
     """
     if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep}: the share of the variance to keep lies above 0 and is at most 1")
+        raise ValueError(
+            f"keep={keep}: the share of the variance to keep lies above 0 and is at "
+            "most 1")
     tables = checked(x, "x"), checked(y, "y")
     check_pair(*tables)
     first, second = (reduced(table, keep) for table in tables)
-    return 1 - directions(first, second, "take more examples or a smaller keep")[0].mean().item()
+    return 1 - directions(first, second,
+                          "take more examples or a smaller keep")[0].mean().item()
 
 # %% ../../nbs/42_freezing_similarity.ipynb #similarity-activations
 @contextmanager
 def listening(
     model: nn.Module,
     layers: Sequence[str],        # names, as in `model.named_modules()`
-) -> Iterator[dict[str, list[tuple[nn.Module, Any]]]]:  # for each, what it put out, call by call
+# for each, what it put out, call by call
+) -> Iterator[dict[str, list[tuple[nn.Module, Any]]]]:
     "Hooks on the named layers, taken off at the end; ValueError on an unknown name."
-    modules, heard = dict(model.named_modules()), {name: list[tuple[nn.Module, Any]]() for name in layers}
+    modules, heard = dict(model.named_modules()), {name: list[tuple[nn.Module, Any]]()
+                                                   for name in layers}
     if unknown := [name for name in layers if name not in modules]:
-        raise ValueError(f"no layer {unknown[0]!r} in {type(model).__name__}; its layers are {', '.join(name for name in modules if name)}")
+        raise ValueError(
+            f"no layer {unknown[0]!r} in {type(model).__name__}; its layers are "
+            f"{', '.join(name for name in modules if name)}")
 
     def hear(name: str, module: nn.Module, args: Any, output: Any) -> None:
         heard[name].append((module, output))
 
-    handles = [modules[name].register_forward_hook(partial(hear, name)) for name in layers]
+    handles = [modules[name].register_forward_hook(partial(hear, name))
+               for name in layers]
     try:
         yield heard
     finally:
@@ -187,21 +230,28 @@ def by_position(
         output = output.flatten(2).mT
     counts = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device)
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    return output, mask.bool() if isinstance(mask, Tensor) and mask.shape == counts.shape else counts
+    return output, mask.bool() if isinstance(mask,
+                                             Tensor) and mask.shape == counts.shape else counts
 
 
 def pooled(
     values: Tensor,    # (B, T, d)
     counts: Tensor,    # (B, T)
-    chosen: Tensor,    # (B, k) in [0, 1): which positions, as a share of the way; k = 0: the mean over all
+    # (B, k) in [0, 1): which positions, as a share of the way; k = 0: the mean over all
+    chosen: Tensor,
 ) -> Tensor:           # (B, d) or (B k, d)
     "The mean over the positions that count, or some of them as rows."
     if chosen.shape[1] == 0:
         weights = counts[..., None].to(values.dtype)
         return (values * weights).sum(1) / weights.sum(1).clamp(min=1)
-    order = counts.int().argsort(dim=1, descending=True, stable=True)             # those that count, in order, come first
-    places = order.gather(1, (chosen.to(values.device) * counts.sum(1, keepdim=True)).long())
-    return values.gather(1, places[..., None].expand(-1, -1, values.shape[2])).flatten(0, 1)
+    # those that count, in order, come first
+    order = counts.int().argsort(dim=1, descending=True, stable=True)
+    places = order.gather(1,
+                          (chosen.to(values.device)
+                           * counts.sum(1, keepdim=True)).long())
+    return values.gather(1,
+                         places[..., None].expand(-1, -1, values.shape[2])).flatten(0,
+                         1)
 
 
 @torch.no_grad()
@@ -209,39 +259,58 @@ def activations(
     model: nn.Module,
     data: Any,                        # a data set
     layers: Sequence[str],            # names, as in `model.named_modules()`
-    pool: str = "mean",               # over positions; or "positions": some of them as rows
+    pool: str = "mean",  # over positions; or "positions": some of them as rows
     positions: int = 4,               # rows of each example, for "positions"
     batch_size: int = 256,
     collate: Callable[[list[Any]], Any] | None = None,  # None: that of `collate_for`
     seed: int = 0,                    # of which positions; the same seed takes the same
-) -> dict[str, Tensor]:               # layer -> (N, d), or (N positions, d), in the order of the data, on the CPU
-    """What layers put out for each example, in evaluation mode; the model is left as it was.
+# layer -> (N, d), or (N positions, d), in the order of the data, on the CPU
+) -> dict[str, Tensor]:
+    """What layers put out for each example, in evaluation mode.
 
-    Activations of private data are as private as the data: nothing pays for them, so neither they nor what is computed from them
+    The model is left as it was.
+
+    Activations of private data are as private as the data: nothing pays for them, so
+    neither they nor what is computed from them
     is for publication, unless the data is public; @sec-layer-activations.
     """
     if pool not in ("mean", "positions") or positions < 1:
-        raise ValueError(f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and at least one")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    generator, found = torch.Generator().manual_seed(seed), {name: list[Tensor]() for name in layers}
-    with evaluating(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        raise ValueError(
+            f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and "
+            "at least one")
+    device = next((parameter.device for parameter in model.parameters()),
+                  torch.device("cpu"))
+    generator, found = torch.Generator().manual_seed(seed), {name: list[Tensor]()
+                                                             for name in layers}
+    with evaluating(model), torch.random.fork_rng(devices=[device]
+                                                  if device.type == "cuda" else []):
         for rows in torch.arange(len(data)).split(batch_size):
             batch = to_device(gather(data, rows, collate), device)
-            chosen = torch.rand(len(rows), positions if pool == "positions" else 0, generator=generator)
+            chosen = torch.rand(len(rows), positions if pool == "positions" else 0,
+                                generator=generator)
             with listening(model, layers) as heard:
                 logits(model, batch)
             for name, calls in heard.items():
-                found[name].append(pooled(*vectors(name, calls, batch), chosen).float().cpu())
+                found[name].append(pooled(*vectors(name, calls, batch),
+                                          chosen).float().cpu())
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]], batch: Batch) -> tuple[Tensor, Tensor]:
-    "What one layer put out for a batch, by position; ValueError when it was not used once, or not example by example."
+def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
+            batch: Batch) -> tuple[Tensor, Tensor]:
+    """What one layer put out for a batch, by position.
+
+    ValueError when it was not used once, or not example by example.
+    """
     calls = list(calls)
     if len(calls) != 1:
-        raise ValueError(f"layer {name!r} was used {len(calls)} times for one batch; name a layer that is used once")
+        raise ValueError(
+            f"layer {name!r} was used {len(calls)} times for one batch; name a layer "
+            "that is used once")
     module, output = calls[0]
     output = output if isinstance(output, Tensor) else output[0]
     if output.ndim < 2 or len(output) != batch_rows(batch):
-        raise ValueError(f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} examples; name one with examples first")
+        raise ValueError(
+            f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} "
+            "examples; name one with examples first")
     return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)

@@ -19,7 +19,8 @@ def misfit(
     scales: Tensor,         # (t,) lambda
     values: Tensor,         # (M,) v
 ) -> Tensor:                # ()
-    "Squared distance of what was seen from what is assumed, each round in units of its sensitivity; @def-misfit."
+    """Squared distance of what was seen from what is assumed, each round in units of
+    its sensitivity; @def-misfit."""
     off = (noisy - scales[:, None] * values) / sensitivities[:, None]
     return torch.where(noisy.isnan(), 0.0, off).square().sum()
 
@@ -30,7 +31,10 @@ def best_values(
     sensitivities: Tensor,  # (t,)
     scales: Tensor,         # (t,)
 ) -> Tensor:                # (M,) NaN where no round tells
-    "The values of least misfit for given scales; Lemma 5 of DP-FROST, @lem-best-values."
+    """The values of least misfit for given scales.
+
+    Lemma 5 of DP-FROST, @lem-best-values.
+    """
     weights = scales / sensitivities.square()
     return (weights @ noisy) / ((weights * scales) @ seen)
 
@@ -38,11 +42,15 @@ def best_scales(
     seen: Tensor,    # (t, M)
     noisy: Tensor,   # (t, M) 0 where not observed
     values: Tensor,  # (M,)
-) -> Tensor:         # (t,) at least 0, as a ratio of magnitudes is; 1 where no value tells
-    "The scales of least misfit for given values; Lemma 4 of DP-FROST, @lem-best-values."
-    return ((noisy @ values) / (seen @ values.square())).nan_to_num(1.0, 1.0, 1.0).clamp(min=0)
+) -> Tensor:  # (t,) at least 0, as a ratio of magnitudes is; 1 where no value tells
+    """The scales of least misfit for given values.
 
-# %% ../../nbs/31_frost_estimation.ipynb #estimation-estimate
+    Lemma 4 of DP-FROST, @lem-best-values.
+    """
+    return ((noisy @ values) / (seen @ values.square())).nan_to_num(1.0, 1.0,
+                                                                    1.0).clamp(min=0)
+
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-class
 @dataclass
 class Estimate:
     "Magnitudes over all data, estimated from noisy rounds."
@@ -56,15 +64,48 @@ class Estimate:
         self,
         noise_multiplier: float,
     ) -> Tensor:  # (M,)
-        "Standard deviation of each value through the noise, for scales as they are; Lemma 6 of DP-FROST, @lem-value-variance."
-        return noise_multiplier / ((self.scales / self.sensitivities).square() @ self.seen).sqrt()
+        """Standard deviation of each value through the noise, for scales as they are.
 
+        Lemma 6 of DP-FROST, @lem-value-variance.
+        """
+        return noise_multiplier / ((self.scales / self.sensitivities).square()
+                                   @ self.seen).sqrt()
+
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-checked
+#| code-fold: true
+def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
+             sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
+    """What was seen as (t, M) float64 on the CPU, and the sensitivities.
+
+    ValueError on what cannot be estimated from.
+    """
+    if not 0 < sample_rate <= 1 or iterations < 1:
+        raise ValueError(
+            f"sample_rate={sample_rate} must lie in (0, 1], and "
+            f"iterations={iterations} must be at least 1")
+    if len(noisy) != len(sensitivities) or not len(noisy) or len(
+        {len(values) for values in noisy}) > 1:
+        raise ValueError(
+            f"{len(noisy)} rounds with {len(sensitivities)} sensitivities: give one "
+            "for each round, and as many "
+            "magnitudes in each round, NaN where a partition was not observed")
+    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
+    deltas = torch.as_tensor([float(value) for value in sensitivities],
+                             dtype=torch.float64)
+    if not bool((deltas > 0).all()) or bool(rounds.isinf().any()):
+        raise ValueError(
+            "sensitivities must be positive and noisy magnitudes finite, or NaN where "
+            "not observed")
+    return rounds, deltas
+
+# %% ../../nbs/31_frost_estimation.ipynb #estimation-estimate
 def estimate(
     noisy: Sequence[Tensor],         # t tensors (M,), NaN = not observed
     sensitivities: Sequence[float],  # (t,) of the partitions observed in each round
     sample_rate: float,              # q in (0, 1]
     iterations: int = 1000,          # at most
-    tolerance: float = 1e-10,        # stop when no value moves by more than this share of the largest
+    # stop when no value moves by more than this share of the largest
+    tolerance: float = 1e-10,
 ) -> Estimate:
     """The maximum-likelihood magnitudes over all data from several noisy rounds.
 
@@ -77,22 +118,11 @@ def estimate(
     values = best_values(seen, rounds, deltas, scales).nan_to_num()
     for sweep in range(2, (iterations if len(rounds) > 1 else 1) + 1):
         before, scales = values, best_scales(seen, rounds, values)
-        scales = scales / scales[0] if scales[0] > 0 else torch.cat([torch.ones_like(scales[:1]), scales[1:]])
+        scales = scales / scales[0] if scales[0] > 0 else torch.cat(
+            [torch.ones_like(scales[:1]), scales[1:]])
         values = best_values(seen, rounds, deltas, scales).nan_to_num()
-        if sweep % 5 == 0 and bool((values - before).abs().max() <= tolerance * values.abs().max()):
+        if sweep % 5 == 0 and bool((values - before).abs().max() <= tolerance
+                                   * values.abs().max()):
             break
     values = torch.where(seen.any(0), values, torch.nan)
     return Estimate(values / sample_rate, scales * sample_rate, deltas, seen, sweep)
-
-def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float], sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
-    "What was seen as (t, M) float64 on the CPU, and the sensitivities; ValueError on what cannot be estimated from."
-    if not 0 < sample_rate <= 1 or iterations < 1:
-        raise ValueError(f"sample_rate={sample_rate} must lie in (0, 1], and iterations={iterations} must be at least 1")
-    if len(noisy) != len(sensitivities) or not len(noisy) or len({len(values) for values in noisy}) > 1:
-        raise ValueError(f"{len(noisy)} rounds with {len(sensitivities)} sensitivities: give one for each round, and as many "
-                         "magnitudes in each round, NaN where a partition was not observed")
-    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
-    deltas = torch.as_tensor([float(value) for value in sensitivities], dtype=torch.float64)
-    if not bool((deltas > 0).all()) or bool(rounds.isinf().any()):
-        raise ValueError("sensitivities must be positive and noisy magnitudes finite, or NaN where not observed")
-    return rounds, deltas

@@ -13,83 +13,133 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..gradients import Batch, Gradients, GroupsOf, LossFunction, Outer, Partition, Rows, full, gradients, only_rows, only_training
+from dpft.gradients import (
+    Batch, Gradients, GroupsOf, LossFunction, Outer, Partition, Rows, full, gradients,
+    only_rows, only_training,
+)
 
 # %% ../../nbs/30_frost_magnitude.ipynb #magnitude-norms
 def absolute_norms(taken: Gradients, name: str) -> Tensor:
-    "1-norm of each example's gradient of one parameter, (B,), without writing out what need not be; @lem-absolute-norms."
+    """1-norm of each example's gradient of one parameter, (B,), without writing out
+    what need not be; @lem-absolute-norms."""
     uses = taken.uses[name]
     if (rows := only_rows(uses)) is not None:
         return rows.right.abs().sum((1, 2))
     if len(uses) == 1 and isinstance(uses[0], Outer) and uses[0].left.shape[2] == 1:
-        return (full(uses[0].left).abs().sum(3) * full(uses[0].right).abs().sum(3)).sum((1, 2))
+        return (full(uses[0].left).abs().sum(3) * full(uses[0].right).abs().sum(3)).sum(
+            (1, 2))
     return taken.absolute_norms(name)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-absolute
 def absolute_sum(
     taken: Gradients,
     name: str,
-    factors: Tensor,   # (B,); a gradient of factor 0 adds nothing, even one that is not finite
+    # (B,); a gradient of factor 0 adds nothing, even one that is not finite
+    factors: Tensor,
 ) -> Tensor:           # the parameter's shape
     "Sum over examples of factor times |gradient| of one parameter."
     if (rows := only_rows(taken.uses[name])) is None:
         return taken.weighted_sum({name: factors}, absolute=True)[name]
-    return Rows(rows.index, rows.right.abs().masked_fill((factors == 0)[:, None, None], 0), rows.shape).weighted(factors)
+    return Rows(rows.index,
+                rows.right.abs().masked_fill((factors == 0)[:, None, None], 0),
+                rows.shape).weighted(factors)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-norm-table
 def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Tensor:
     "Norms of the examples' gradients, partition by partition, (B, M)."
     if order == 2:
         return taken.norms(2, pieces)
-    names = [[taken.names[id(p)] for p in piece.parameters if id(p) in taken.names] for piece in pieces]
+    names = [[taken.names[id(p)] for p in piece.parameters if id(p) in taken.names]
+             for piece in pieces]
     zero = taken.losses.new_zeros(taken.size)
-    return torch.stack([sum((absolute_norms(taken, name) for name in own), zero) for own in names], 1)
+    return torch.stack([sum((absolute_norms(taken, name) for name in own), zero)
+                        for own in names], 1)
 
-# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-measure
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-kinds-check
+#| code-fold: true
 KINDS = ("mg", "mgn", "mgna")
 
-def check_kind(kind: str, order: int, clip: float, clip_order: int | None = None) -> None:
+def check_kind(kind: str, order: int, clip: float,
+               clip_order: int | None = None) -> None:
     "ValueError on a way to measure that does not exist."
     if kind not in KINDS or order not in (1, 2) or clip_order not in (None, 2):
-        raise ValueError(f"kind={kind!r}, order={order}, clip_order={clip_order}: choose kind {', '.join(map(repr, KINDS))}, order 1 or 2, "
-                         "and clip_order None or 2")
+        raise ValueError(
+            f"kind={kind!r}, order={order}, clip_order={clip_order}: choose kind "
+            f"{', '.join(map(repr, KINDS))}, order 1 or 2, "
+            "and clip_order None or 2")
     if not 0 < clip < float("inf"):
-        raise ValueError(f"clip={clip}: the bound on an example's gradient must be positive and finite")
+        raise ValueError(
+            f"clip={clip}: the bound on an example's gradient must be positive and "
+            "finite")
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-threshold
 def threshold(
     sizes: Sequence[int],  # (M,)
     clip: float,
     kind: str,
     order: int,
 ) -> float:
-    "What bounds an example's norm: C for kind mg, else C over the mean size to the power 1/order; @def-bounded-magnitudes."
+    """What bounds an example's norm.
+
+    C for kind mg, else C over the mean size to the power 1/order;
+    @def-bounded-magnitudes.
+    """
     return clip if kind == "mg" else clip / (sum(sizes) / len(sizes)) ** (1 / order)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-measure
 class Sums:
-    "What is kept of a draw: M norms for absolute values at order 1, @lem-scalar-shortcut, else one sum of the model's size."
+    """What is kept of a draw: M norms for absolute values at order 1,
+    @lem-scalar-shortcut, else one sum of the model's size."""
 
-    def __init__(self, pieces: Sequence[Partition], order: int, absolute: bool, by_entry: bool = False):
+    def __init__(self, pieces: Sequence[Partition], order: int, absolute: bool,
+                 by_entry: bool = False):
         self.pieces, self.order, self.absolute = pieces, order, absolute
         first = full(pieces[0].parameters[0].detach())
         self.additive = absolute and order == 1 and not by_entry
         self.table = first.new_zeros(len(pieces))
-        self.values = {} if self.additive else {f"{i}.{j}": torch.zeros_like(full(parameter.detach()))
-                                                for i, piece in enumerate(pieces) for j, parameter in enumerate(piece.parameters)}
+        self.values = {} if self.additive else {
+            f"{i}.{j}": torch.zeros_like(full(parameter.detach()))
+            for i, piece in enumerate(pieces)
+            for j, parameter in enumerate(piece.parameters)}
 
     def add(self, taken: Gradients, table: Tensor, factors: Tensor) -> None:
-        "Count a batch with (B, M) norms in, example i with `factors[i]`; one of factor 0 not at all."
+        """Count a batch with (B, M) norms in, example i with `factors[i]`.
+
+        One of factor 0 not at all.
+        """
         if self.additive:
             self.table += factors @ table.masked_fill((factors == 0)[:, None], 0)
         for known_by, total in self.values.items():
             i, j = map(int, known_by.split("."))
             name = taken.names[id(self.pieces[i].parameters[j])]
-            total += absolute_sum(taken, name, factors) if self.absolute else taken.weighted_sum({name: factors})[name]
+            total += absolute_sum(taken, name,
+                                  factors) if self.absolute else taken.weighted_sum(
+                                  {name: factors})[name]
 
     def norms(self, reduce: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Tensor:
         "Norm of each partition's sum, (M,)."
         if self.additive:
             return self.table
-        each = {known_by: torch.linalg.vector_norm(total, self.order) for known_by, total in reduce(self.values).items()}
-        own = [[each[f"{i}.{j}"] for j in range(len(piece.parameters))] for i, piece in enumerate(self.pieces)]
-        return torch.stack([torch.linalg.vector_norm(torch.stack(part), self.order) for part in own])
+        each = {known_by: torch.linalg.vector_norm(total, self.order)
+                for known_by, total in reduce(self.values).items()}
+        own = [[each[f"{i}.{j}"] for j in range(len(piece.parameters))]
+               for i, piece in enumerate(self.pieces)]
+        return torch.stack([torch.linalg.vector_norm(torch.stack(part), self.order)
+                            for part in own])
+
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-sizes
+#| code-fold: true
+def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
+    """The sizes, and their roots as a (M,) tensor.
+
+    ValueError when there is nothing to measure.
+    """
+    if not pieces:
+        raise ValueError(
+            "there is no partition to measure; dpft.frost.partitions(model) lists "
+            "those of a model")
+    sizes = [part.size for part in pieces]
+    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
 
 # %% ../../nbs/30_frost_magnitude.ipynb #magnitude-gradient-magnitudes
 Reduce = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -102,28 +152,39 @@ def gradient_magnitudes(
     kind: str = "mgna",                # "mg" | "mgn" | "mgna"
     order: int = 1,                    # alpha, 1 or 2
     clip: float = 1.0,                 # C
-    clip_order: int | None = None,     # which norm of an example's M numbers is bounded; None: `order`; 2: never less signal, @lem-two-norm
-    reduce: Reduce = lambda sums: sums,  # adds up over several processes what does not add up afterwards
-    groups: GroupsOf = lambda batch: None,  # which rows make one unit of privacy; None: every row is one
+    # which norm of an example's M numbers is bounded; None: `order`; 2: never less
+    # signal, @lem-two-norm
+    clip_order: int | None = None,
+    # adds up over several processes what does not add up afterwards
+    reduce: Reduce = lambda sums: sums,
+    # which rows make one unit of privacy; None: every row is one
+    groups: GroupsOf = lambda batch: None,
 ) -> Tensor:                           # (M,)
-    """The bounded gradient magnitudes of all partitions over all batches, without noise.
+    """The bounded gradient magnitudes of all partitions over all batches, without
+    noise.
 
-    One example, or unit, moves them by at most `sensitivity(...)` in 2-norm; one whose gradient is not finite does not move them.
+    One example, or unit, moves them by at most `sensitivity(...)` in 2-norm; one whose
+    gradient is not finite does not move them.
     Definitions 7 to 9 of DP-FROST; @def-bounded-magnitudes.
     """
     check_kind(kind, order, clip, clip_order)
     sizes, roots = _sizes(partitions, order)
     bound = threshold(sizes, clip, kind, order)
     sums = Sums(partitions, order, absolute=kind == "mgna")
-    with only_training(model, (parameter for part in partitions for parameter in part.parameters)):
+    with only_training(model,
+                       (parameter for part in partitions
+                        for parameter in part.parameters)):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
             table = norm_table(taken, partitions, order)
-            norms = torch.linalg.vector_norm(table if kind == "mg" else table / roots.to(table), clip_order or order, dim=1)
+            norms = torch.linalg.vector_norm(table if kind == "mg"
+                                             else table / roots.to(table),
+                                             clip_order or order, dim=1)
             sums.add(taken, table, clip_factor(norms, bound) * norms.isfinite())
     found = sums.norms(reduce)
     return found / roots.to(found)
 
+# %% ../../nbs/30_frost_magnitude.ipynb #magnitude-exact
 def exact_magnitudes(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -131,22 +192,20 @@ def exact_magnitudes(
     partitions: Sequence[Partition],
     order: int = 1,
 ) -> Tensor:  # (M,)
-    "The magnitudes of @def-magnitude, neither bounded nor hidden: an oracle for public data and for experiments, never for a private run."
+    """The magnitudes of @def-magnitude, neither bounded nor hidden.
+
+    An oracle for public data and for experiments, never for a private run.
+    """
     _, roots = _sizes(partitions, order)
     sums = Sums(partitions, order, absolute=False)
-    with only_training(model, (parameter for part in partitions for parameter in part.parameters)):
+    with only_training(model,
+                       (parameter for part in partitions
+                        for parameter in part.parameters)):
         for batch in batches:
             taken = gradients(model, loss_fn, batch)
             sums.add(taken, taken.losses[:, None], torch.ones_like(taken.losses))
     found = sums.norms(lambda values: values)
     return found / roots.to(found)
-
-def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
-    "The sizes, and their roots as a (M,) tensor; ValueError when there is nothing to measure."
-    if not pieces:
-        raise ValueError("there is no partition to measure; dpft.frost.partitions(model) lists those of a model")
-    sizes = [part.size for part in pieces]
-    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
 
 # %% ../../nbs/30_frost_magnitude.ipynb #magnitude-sensitivity
 def sensitivity(
@@ -155,8 +214,15 @@ def sensitivity(
     kind: str = "mgna",    # "mg" | "mgn" | "mgna"
     order: int = 1,        # of the norm: 1 or 2
 ) -> float:
-    "How far one example, added or removed, moves the vector of magnitudes in 2-norm; Lemma 3 of DP-FROST, @lem-sensitivity."
+    """How far one example, added or removed, moves the vector of magnitudes in 2-norm.
+
+    Lemma 3 of DP-FROST, @lem-sensitivity.
+    """
     check_kind(kind, order, clip)
+    sizes = [int(size) for size in sizes]     # a tensor of sizes is welcome
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes={list(sizes)}: every partition needs at least one entry, and there must be one")
-    return clip / min(sizes) ** (1 / order) if kind == "mg" else threshold(sizes, clip, kind, order)
+        raise ValueError(
+            f"sizes={sizes}: every partition needs at least one entry, and there "
+            "must be one")
+    return clip / min(sizes) ** (1 / order) if kind == "mg" else threshold(sizes, clip,
+                                                                           kind, order)

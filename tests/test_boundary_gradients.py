@@ -1,0 +1,349 @@
+"""What a batch leaves behind besides its clipped sum: nothing in the loss, nothing in buffers, nothing in a message; and what is refused."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_gradients import Chain, noise, relative, total, wave
+from torch import nn
+
+from dpft.gradients import (
+    Coupling,
+    check_uncoupled,
+    clipped_sum,
+    gradients,
+    per_example_gradients,
+    per_example_losses,
+)
+
+# ---- parameters of the loss ------------------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    "A loss with centres of its own, as metric learning has them."
+
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(noise(3, 2))
+
+    def forward(self, model, batch):
+        return (model(batch[0]).flatten(1)[:, None, :2] - self.centres).square().sum((1, 2))
+
+
+def test_a_parameter_of_the_loss_is_refused_by_its_name_and_gets_no_gradient():
+    loss, model, batch = Centred(), Chain(a=nn.Linear(4, 2)), (noise(5, 4),)
+    with pytest.raises(ValueError, match=r"centres of shape \(3, 2\).*make it a part of the model"):
+        clipped_sum(model, loss, batch, 1.0)
+    assert loss.centres.grad is None
+    loss.centres.requires_grad_(False)
+    clipped_sum(model, loss, batch, 1.0)
+
+
+def test_a_tensor_around_the_loss_is_refused_and_gets_no_gradient():
+    temperature = torch.ones((), dtype=torch.float64, requires_grad=True)
+    model, batch = Chain(a=nn.Linear(4, 2)), (noise(5, 4),)
+
+    def loss(model, batch):
+        return wave(model, batch) / temperature
+
+    with pytest.raises(ValueError, match="temperature of shape"):
+        gradients(model, loss, batch)
+    assert temperature.grad is None
+
+
+def test_one_that_comes_later_is_refused_at_a_new_shape_and_never_gets_a_gradient():
+    scale, use = torch.ones((), dtype=torch.float64, requires_grad=True), [False]
+    model = Chain(a=nn.Linear(4, 2))
+
+    def loss(model, batch):
+        return wave(model, batch) * (scale if use[0] else 1.0)
+
+    gradients(model, loss, (noise(5, 2, 4),))
+    use[0] = True
+    gradients(model, loss, (noise(5, 2, 4),))
+    assert scale.grad is None
+    with pytest.raises(ValueError, match="scale"):
+        gradients(model, loss, (noise(5, 3, 4),))
+    assert scale.grad is None
+
+
+def test_a_leaf_that_the_forward_pass_makes_is_no_parameter_of_the_loss():
+    "As the hook for gradient checkpointing does with the output of a frozen embedding."
+    class Leafy(Chain):
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x).detach().requires_grad_(True)))
+
+    model = Leafy(a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+    model.a.requires_grad_(False)
+    clipped_sum(model, wave, (noise(5, 4),), 1.0)
+
+
+# ---- buffers ---------------------------------------------------------------------------------------------------------------------
+
+
+class Observed(Chain):
+    "An observer, as for quantisation: the largest input so far, in place or as a new tensor."
+
+    def __init__(self, how, size=1):
+        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+        self.how = how
+        self.register_buffer("seen", torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, x):
+        most = x.detach().abs().max()
+        if self.how == "in place":
+            self.seen.copy_(torch.maximum(self.seen, most))
+        elif self.how == "new":
+            self.seen = torch.maximum(self.seen, most)
+        elif self.how == "data":
+            self.seen.data.fill_(0).add_(most)
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("how", ["in place", "new", "data"])
+@pytest.mark.parametrize("size", [1, 2**18 + 1])
+def test_a_buffer_is_after_a_pass_what_it_was_before(how, size):
+    model, batch = Observed(how, size).train(), (77 * noise(5, 4),)
+    if size > 1 and how == "data":
+        pytest.skip("a large buffer that is changed behind autograd's back is not seen")
+    for evaluate in (clipped_sum, per_example_gradients, per_example_losses):
+        for _ in range(2):
+            evaluate(model, wave, batch, *[1.0][:evaluate is clipped_sum])
+            assert not model.seen.any(), evaluate
+
+
+def test_gradients_are_right_where_buffers_change():
+    model, batch = Observed("in place").train(), (noise(5, 4),)
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, wave, batch).values()], 1)
+    assert relative(total(clipped_sum(model, wave, batch, 1e9)), rows.sum(0)) <= 1e-12
+
+
+def test_a_large_buffer_that_changes_late_is_refused_by_name_once_and_kept_from_then_on():
+    model, batch = Observed("not yet", 2**18 + 1), (noise(5, 4),)
+    clipped_sum(model, wave, batch, 1.0)
+    model.how = "in place"
+    with pytest.raises(RuntimeError, match="buffers seen"):
+        clipped_sum(model, wave, batch, 1.0)
+    model.seen.zero_()
+    clipped_sum(model, wave, batch, 1.0)
+    assert not model.seen.any()
+
+
+def test_frozen_batch_norm_in_evaluation_mode_is_welcome():
+    model, batch = Chain(a=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), b=nn.Linear(4, 2)), (noise(5, 4),)
+    model.eval().norm.requires_grad_(False)
+    before = {name: (id(value), value.clone()) for name, value in model.named_buffers()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped_sum(model, wave, batch, 1.0)
+    assert all(before[name][0] == id(value) and torch.equal(before[name][1], value) for name, value in model.named_buffers())
+
+
+# ---- coupling --------------------------------------------------------------------------------------------------------------------
+
+
+class Texts:
+    "Rows of different lengths, and batches of them."
+
+    def __init__(self, *lengths):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
+
+    def batch(self, rows, pad_to=None):
+        width = pad_to or max(len(self.rows[i]) for i in rows)
+        ids = torch.stack([F.pad(self.rows[i], (0, width - len(self.rows[i]))) for i in rows])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+class Reader(nn.Module):
+    def __init__(self, dropout=0.0, pool=False):
+        super().__init__()
+        self.table, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(dropout), nn.Linear(8, 20)
+        self.pool = pool
+        self.double()
+
+    def forward(self, batch):
+        hidden = self.drop(torch.tanh(self.table(batch["input_ids"])))
+        return self.head(hidden.mean(1) if self.pool else hidden)
+
+
+def token_losses(model, batch):
+    return F.cross_entropy(model(batch).transpose(1, 2), batch["input_ids"], reduction="none")
+
+
+def over_padding(model, batch):
+    "The usual mistake: the mean over all positions of the batch."
+    return (token_losses(model, batch) * batch["attention_mask"]).mean(1)
+
+
+def over_tokens(model, batch):
+    mask = batch["attention_mask"]
+    return (token_losses(model, batch) * mask).sum(1) / mask.sum(1)
+
+
+def pooled(model, batch):
+    return model(batch).square().sum(1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("loss", "pool"), [(over_padding, False), (pooled, True)])
+def test_a_loss_that_depends_on_the_padding_is_refused(loss, pool, dropout):
+    texts, model = Texts(3, 5, 9, 9), Reader(dropout, pool).train()
+    gradients(model, loss, texts.batch([0, 1, 2, 3]))  # rows that are padded already cannot show it
+    with pytest.raises(ValueError, match="length of its batch.*own tokens") as error:
+        Coupling(model, loss).look(texts.batch([0, 1, 2, 3]), texts.batch)
+    with torch.no_grad():
+        shown = per_example_losses(model.eval(), loss, texts.batch([0, 1, 2, 3]))
+    assert not any(f"{value:.3f}" in str(error.value) for value in shown.tolist())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_loss_over_an_examples_own_tokens_is_accepted_in_training_mode(dropout):
+    texts, model = Texts(3, 5, 9, 9), Reader(dropout).train()
+    state = torch.get_rng_state()
+    assert Coupling(model, over_tokens).look(texts.batch([0, 1, 2, 3]), texts.batch)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_texts_of_one_length_are_looked_at_with_padding_once_a_longer_batch_was_seen():
+    texts, model = Texts(4, 4, 4, 7, 7), Reader().train()
+    coupling = Coupling(model, over_padding)
+    assert coupling.look(texts.batch([3, 4]), lambda rows, pad_to: texts.batch([3 + i for i in rows], pad_to))
+    with pytest.raises(ValueError, match="length"):
+        coupling.look(texts.batch([0, 1, 2]), texts.batch)
+
+
+def test_every_shape_is_looked_at_once_and_many_shapes_cost_little():
+    texts, model = Texts(*range(3, 40)), Reader().train()
+    coupling, passes = Coupling(model, over_tokens), 0
+
+    def counted(model, batch):
+        nonlocal passes
+        passes += len(batch["input_ids"])
+        return over_tokens(model, batch)
+
+    coupling.loss_fn = counted
+    looks = 0
+    for _ in range(40):
+        for first in range(0, 36, 4):
+            rows = [first, first + 1] * 32
+            looks += coupling.look(texts.batch(rows), lambda own, pad_to, rows=rows: texts.batch([rows[i] for i in own], pad_to))
+    assert looks == 9 == len(coupling.shapes)
+    assert passes <= 9 * 24
+
+
+def test_a_late_shape_is_looked_at_too():
+    texts, model = Texts(5, 5, 5, 5, 5, 9), Reader().train()
+
+    def late(model, batch):
+        return over_padding(model, batch) if batch["input_ids"].shape[1] > 8 else over_tokens(model, batch)
+
+    coupling = Coupling(model, late)
+    assert coupling.look(texts.batch([0, 1, 2]), texts.batch)
+    assert not coupling.look(texts.batch([0, 1, 2]), texts.batch)
+    with pytest.raises(ValueError, match="length"):
+        coupling.look(texts.batch([0, 5, 1]), lambda rows, pad_to: texts.batch([[0, 5, 1][i] for i in rows], pad_to))
+
+
+def test_an_order_that_matters_is_refused():
+    def ordered(model, batch):
+        losses = wave(model, batch)
+        return losses * torch.arange(1.0, len(losses) + 1, dtype=losses.dtype)
+
+    with pytest.raises(ValueError, match="beside it"):
+        check_uncoupled(Chain(a=nn.Linear(4, 2)), ordered, (noise(3, 4),))
+
+
+# ---- random numbers in a loss -------------------------------------------------------------------------------------------------------
+
+
+class Variational(Chain):
+    def __init__(self):
+        super().__init__(a=nn.Linear(4, 6), b=nn.Linear(3, 4))
+
+    def forward(self, x):
+        mean, spread = self.a(x).chunk(2, -1)
+        return self.b(mean + spread.exp() * torch.randn_like(mean))
+
+
+def reconstruction(model, batch):
+    return (model(batch[0]) - batch[0]).square().sum(1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_variational_autoencoder_is_no_coupling_and_takes_the_fast_rules(training):
+    model, batch = Variational().train(training), (noise(6, 4),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert total(clipped_sum(model, reconstruction, (batch[0][:1],), 1e-3)).norm() <= 1e-3 * (1 + 1e-9)
+        clipped_sum(model, reconstruction, batch, 1.0)
+        Coupling(model, reconstruction).look(batch)
+
+
+def test_dropout_in_the_loss_is_no_coupling():
+    def dropped(model, batch):
+        return F.dropout(model(batch[0]), 0.5).square().sum(1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped_sum(Chain(a=nn.Linear(4, 6)), dropped, (noise(6, 4),), 1.0)
+
+
+@pytest.mark.parametrize("partner", [lambda n: torch.randperm(n), lambda n: torch.randint(0, n, (n,))])
+def test_random_partners_are_coupling(partner):
+    "Mixup: every example's loss has a part of another's."
+    def mixed(model, batch):
+        x = batch[0]
+        return wave(model, (0.7 * x + 0.3 * x[partner(len(x))],))
+
+    with pytest.raises(ValueError, match="beside it"):
+        clipped_sum(Chain(a=nn.Linear(4, 6)), mixed, (noise(6, 4),), 1.0)
+
+
+def test_random_numbers_that_are_not_torchs_have_their_own_sentence():
+    import random
+
+    source = random.Random(0)
+
+    def odd(model, batch):
+        return wave(model, batch) * (1 + source.random())
+
+    with pytest.raises(ValueError, match="draw them with torch"):
+        clipped_sum(Chain(a=nn.Linear(4, 6)), odd, (noise(6, 4),), 1.0)
+
+
+# ---- what has no per-example gradient here ----------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x * self.phase).abs()
+
+
+@pytest.mark.parametrize(("model", "batch", "match"), [
+    (nn.Sequential(nn.Embedding(9, 4, sparse=True)), torch.randint(0, 9, (5, 3)), "0.weight makes sparse gradients.*sparse=False"),
+    (Complex(), torch.randn(5, 4), "phase is complex.*two real parameters"),
+    (nn.Sequential(nn.LazyLinear(3)), torch.randn(5, 4), "0.weight has no shape yet.*run the model once"),
+], ids=["sparse", "complex", "lazy"])
+def test_sparse_complex_and_lazy_parameters_are_refused_by_name(model, batch, match):
+    def loss(model, batch):
+        return model(batch[0]).flatten(1).square().sum(1)
+
+    for evaluate in (gradients, per_example_gradients):
+        with pytest.raises(ValueError, match=match):
+            evaluate(model, loss, (batch,))
+
+
+def test_other_devices_generators_are_left_alone(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *a, **k: asked.append("state") or torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: asked.append("seed"))
+    clipped_sum(Chain(a=nn.Linear(4, 6)), wave, (noise(6, 4),), 1.0)
+    assert not asked

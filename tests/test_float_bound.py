@@ -1,0 +1,240 @@
+"""The bound in the arithmetic that there is: no example is released longer than C, whatever cancels in its gradient."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from dpft.clipping import clip_factor
+from dpft.gradients import Dense, Gradients, Outer, Rows, clipped_sum, gradients, per_example_norms
+
+SLACK = 1e-6
+
+
+def fed_loss(model, batch):
+    "The example brings the output gradient of the last layer, as a loss may."
+    return (model(batch[0]).float() * batch[1].float()).flatten(1).sum(1)
+
+
+def trusted(layer, look):
+    "A model that the engine has compared with the oracle, so that it takes the fast rule."
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipped_sum(layer, fed_loss, look, 1.0)
+    return layer
+
+
+def released(model, batch, loss_fn=fed_loss, clip=1.0):
+    "The norm of what one example alone adds to the sum, over the bound, in float64."
+    sums = clipped_sum(model, loss_fn, batch, clip)
+    return sum(value.double().square().sum().item() for value in sums.values()) ** 0.5 / clip
+
+
+def exactly(use):
+    "The true norms of gradients with these factors, in float64 and by the other rule where there is one."
+    doubled = use.map(lambda x: x.double() if x.is_floating_point() else x)
+    if isinstance(use, Outer):
+        left, right = doubled.left, doubled.right
+        return ((left @ left.mT) * (right @ right.mT)).sum((1, 2, 3)).clamp(min=0).sqrt()
+    return doubled.dense().flatten(1).norm(dim=1)
+
+
+def norms_of(*uses):
+    "What the engine takes for the norms of the sum of these uses of one parameter."
+    parameter = nn.Parameter(torch.zeros(uses[0].dense()[0].shape if isinstance(uses[0], Dense) else uses[0].shape))
+    return Gradients(torch.zeros(uses[0].size), {"weight": parameter}, {parameter: [*uses]}, uses[0].size).norms()
+
+
+def cancelling(p, d, seeds, gap, dtype=torch.float32):
+    "Two tokens of the same input, whose output gradients are constant and nearly cancel."
+    left, right = [], []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        one, other = torch.rand(2, generator=generator) + 0.5
+        x = torch.full((d,), other.item()) if seed % 2 else torch.randn(d, generator=generator)
+        left.append(torch.stack([one.expand(p), (-one * (1 + gap)).expand(p)]))
+        right.append(torch.stack([x, x]))
+    return torch.stack(left)[:, None].to(dtype), torch.stack(right)[:, None].to(dtype)
+
+
+SHAPES = [(768, 768), (768, 3072), (1024, 4096), (768, 30522), (768, 50257)]
+
+
+@pytest.mark.parametrize(("d", "p"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_tokens_that_nearly_cancel_have_no_norm_that_is_too_small(d, p, dtype):
+    seeds = range(30, 50) if p < 5000 else range(42, 46)
+    for gap in (0.0, 1e-5, 1e-3, 3e-3, 1e-2):
+        left, right = cancelling(p, d, seeds, gap, dtype)
+        use = Outer(left, right, torch.Size([p, d]))
+        assert (exactly(use) <= norms_of(use) * (1 + SLACK)).all(), (p, gap)
+
+
+def fed(use, dtype=torch.float32):
+    "A layer and a batch whose weight has these gradients."
+    return use.right[:, 0].to(dtype), use.left[:, 0].to(dtype)
+
+
+@pytest.mark.parametrize(("d", "p"), SHAPES[:3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nor_is_such_an_example_released_beyond_the_bound(d, p, dtype):
+    torch.manual_seed(0)
+    look = torch.randn(3, 2, d).to(dtype), torch.randn(3, 2, p).to(dtype)
+    model = trusted(nn.Linear(d, p, bias=False).to(dtype), look)
+    for gap in (3e-3, 1e-2):
+        inputs, wanted = fed(Outer(*cancelling(p, d, range(44, 47), gap, dtype), torch.Size([p, d])), dtype)
+        for i in range(len(inputs)):
+            assert released(model, (inputs[i:i + 1], 100 * wanted[i:i + 1])) <= 1 + SLACK
+
+
+# The worst example, by ascent -----------------------------------------------------------------------------------------------------
+
+
+def worst_by_ascent(make, start, rounds=18, seed=0):
+    "Random changes of the best examples so far, of every size: the largest true norm over the engine's."
+    generator, best, parts = torch.Generator().manual_seed(seed), None, start
+    for number in range(rounds):
+        scale = 10.0 ** -(1 + number % 6)
+        change = [part * (1 + scale * torch.randn(part.shape, generator=generator)) for part in parts]
+        flat = [part + scale * torch.randn(len(part), *(1,) * (part.ndim - 1), generator=generator) for part in parts]
+        found = [(exactly(make(each)) / norms_of(make(each)), each) for each in (parts, change, flat)]
+        values = torch.stack([value.nan_to_num(0, 0, 0) for value, _ in found])
+        pick = values.argmax(0)
+        rows = torch.arange(len(parts[0]))
+        parts = [torch.stack([each[i] for _, each in found])[pick, rows] for i in range(len(parts))]
+        best = values.max().item() if best is None else max(best, values.max().item())
+    return best
+
+
+def outer(p, d, dtype, groups=1):
+    return lambda parts: Outer(parts[0].to(dtype), parts[1].to(dtype), torch.Size([groups * p, d]))
+
+
+def table(v, d, dtype, index):
+    return lambda parts: Rows(index, parts[0].to(dtype), torch.Size([v, d]))
+
+
+RULES = {
+    "linear 24 x 40": (outer(40, 24, torch.float32), lambda: cancelling(40, 24, range(16), 1e-4)),
+    "linear 768 x 768": (outer(768, 768, torch.float32), lambda: cancelling(768, 768, range(4), 1e-3)),
+    "linear 3072 x 768, bf16": (outer(3072, 768, torch.bfloat16), lambda: cancelling(3072, 768, range(44, 47), 4e-3)),
+    "linear 3072 x 768": (outer(3072, 768, torch.float32), lambda: cancelling(3072, 768, range(44, 47), 3e-3)),
+    "embedding, one token twice": (table(9, 700, torch.float32, torch.full((4, 2), 3)),
+                                   lambda: [cancelling(700, 4, range(4), 1e-3)[0][:, 0]]),
+    "embedding, bf16": (table(9, 700, torch.bfloat16, torch.full((4, 2), 3)),
+                        lambda: [cancelling(700, 4, range(4), 4e-3)[0][:, 0]]),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_example_is_found_whose_norm_is_too_small(rule):
+    make, start = RULES[rule]
+    worst = worst_by_ascent(make, [*start()])
+    print(f"{rule}: largest true norm over the engine's {worst:.7f}")
+    assert 0.5 < worst <= 1 + SLACK
+
+
+def test_a_vocabulary_of_50257_has_no_norm_that_is_too_small():
+    make = outer(50257, 768, torch.float32)
+    worst = worst_by_ascent(make, [*cancelling(50257, 768, range(40, 42), 1e-2)], rounds=3)
+    assert worst <= 1 + SLACK
+
+
+def test_the_bound_holds_for_a_tied_head_whose_uses_cancel():
+    "The embedding's rows and the head's products are the same gradient with opposite signs."
+    for seed in range(20):
+        torch.manual_seed(seed)
+        v, d, tokens = 300, 700, 3
+        index = torch.randint(0, v, (4, tokens))
+        right = torch.rand(4, tokens, d) if seed % 2 else torch.rand(4, 1, 1).expand(4, tokens, d).clone()
+        left = -(1 + 1e-3 * torch.rand(())) * nn.functional.one_hot(index, v).float()[:, None]
+        uses = Rows(index, right, torch.Size([v, d])), Outer(left, right[:, None].clone(), torch.Size([v, d]))
+        dense = sum(use.map(lambda x: x.double() if x.is_floating_point() else x).dense() for use in uses)
+        assert (dense.flatten(1).norm(dim=1) <= norms_of(*uses) * (1 + SLACK)).all()
+
+
+@pytest.mark.parametrize("size", [1, 200, 50_257, 3_000_000])
+def test_a_long_gradient_of_equal_numbers_is_measured_right(size):
+    values = torch.full((2, size), 0.1)
+    wanted = values.double().norm(dim=1)
+    found = norms_of(Dense(values))
+    assert (found >= wanted * (1 - SLACK)).all() and (found <= wanted * (1 + 1e-4)).all()
+
+
+class Words(nn.Module):
+    "Only the tokens are free: an embedding, frozen, and a head."
+
+    def __init__(self, vocabulary, width):
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.table.requires_grad_(False)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def word_loss(model, batch):
+    ids = batch[0]
+    logits = model(ids[:, :-1])
+    return nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").sum(1)
+
+
+def test_no_sequence_of_tokens_is_released_beyond_the_bound():
+    "A search over tokens alone: the longest release of the sequences tried, kept and changed one token at a time."
+    torch.manual_seed(0)
+    model = Words(2000, 256)
+    with torch.no_grad():
+        model.table.weight[1::2] = model.table.weight[::2] * 1.001      # pairs of nearly the same word
+    generator = torch.Generator().manual_seed(1)
+    ids, clip = torch.randint(0, 2000, (24, 9), generator=generator), 1e-4
+    clipped_sum(model, word_loss, (ids,), clip)
+    exact = Words(2000, 256).double()
+    exact.load_state_dict(model.state_dict())
+    best = torch.zeros(24, dtype=torch.float64)
+    for _ in range(12):
+        change = ids.clone()
+        place = torch.randint(0, 9, (24, 1), generator=generator)
+        change.scatter_(1, place, torch.randint(0, 2000, (24, 1), generator=generator))
+        taken = gradients(model, word_loss, (change,))
+        use = taken.uses["head.weight"][0]
+        found = exactly(use) * clip_factor(taken.norms(), clip).double() / clip if isinstance(use, Outer) else best
+        better = found > best
+        ids[better], best = change[better], torch.maximum(best, found)
+    assert best.max() <= 1 + SLACK
+    for i in range(4):
+        assert released(model, (ids[i:i + 1],), word_loss, clip) <= 1 + SLACK
+
+
+def test_lower_precision_of_products_does_not_reach_the_norms():
+    "TF32 or bfloat16 inside float32 products is the user's choice for the passes, not for the bound."
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        left, right = cancelling(768, 768, range(10), 3e-3)
+        use = Outer(left, right, torch.Size([768, 768]))
+        assert (exactly(use) <= norms_of(use) * (1 + SLACK)).all()
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+def test_ordinary_norms_are_raised_by_little():
+    "What the margin costs where tokens are nearly orthogonal, the dearest of ordinary cases."
+    torch.manual_seed(0)
+    use = Outer(torch.randn(4, 1, 128, 768), torch.randn(4, 1, 128, 3072), torch.Size([768, 3072]))
+    assert (norms_of(use) / exactly(use)).max() <= 1.01
+
+
+def test_the_norms_that_are_handed_out_are_the_bounds():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 300, bias=False)
+    batch = torch.randn(5, 3, 64), torch.randn(5, 3, 300)
+    taken = gradients(model, fed_loss, batch)
+    assert torch.equal(per_example_norms(model, fed_loss, batch), taken.clipped_sum([_all(model)])[1][:, 0])
+
+
+def _all(model):
+    from dpft.gradients import Block
+
+    return Block([*model.parameters()], clip=1.0)

@@ -1,0 +1,314 @@
+"""Each task has the loss that Transformers gives an example alone, and a score of its own; what is unknown is asked for."""
+
+import math
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, tensor
+
+from dpft.gradients import clipped_sum, per_example_gradients
+from dpft.losses import (
+    ACCURACY,
+    EXACT,
+    PERPLEXITY,
+    R2,
+    TASKS,
+    accuracy,
+    default_loss,
+    exact_match,
+    example_losses,
+    logits,
+    measure_for,
+    perplexity,
+    r2,
+    summed_losses,
+    task_of,
+)
+
+SMALL = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+             max_position_embeddings=24, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+BART = dict(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+            encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            decoder_start_token_id=2, dropout=0.0)
+T5 = dict(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0,
+          dropout_rate=0.0)
+GPT = dict(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=24, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
+           attn_pdrop=0.0)
+LLAMA = {name: value for name, value in SMALL.items() if not name.endswith("prob")} | {"num_key_value_heads": 1}
+WHISPER = BART | dict(num_mel_bins=4, max_source_positions=8, max_target_positions=24)
+ROWS, TOKENS = 5, 7
+
+
+def made(kind, config, **more):
+    torch.manual_seed(0)
+    return kind(config(**more)).double().eval()
+
+
+def numbers(*shape, high=40, low=1, seed=0):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text(**labels):
+    mask = (torch.arange(TOKENS) < tensor([7, 3, 5, 6, 7])[:, None]).long()
+    return {"input_ids": numbers(ROWS, TOKENS) * mask, "attention_mask": mask, **labels}
+
+
+def token_labels(high, seed=1):
+    labels = numbers(ROWS, TOKENS, high=high, low=0, seed=seed)
+    labels[0, :3] = labels[1, 2:] = labels[2, 5:] = -100
+    return labels
+
+
+def pixels(size=8, **labels):
+    images = torch.randn(ROWS, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": images, **labels}
+
+
+VIT = {name: value for name, value in SMALL.items() if name not in ("vocab_size", "max_position_embeddings", "pad_token_id")}
+VIT |= dict(image_size=8, patch_size=4, num_labels=3)
+CLASSES, SETS = tensor([0, 2, 1, 1, 0]), tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 0]])
+REALS = torch.linspace(-1, 2, 5, dtype=torch.float64)
+SPANS = {"start_positions": tensor([1, 0, 2, 3, 0]), "end_positions": tensor([3, 2, 2, 9, 6])}  # 9 lies beyond the text
+
+CASES = {  # model, batch, task
+    "classes": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=CLASSES),
+                "classification"),
+    "classes of gpt2": (lambda: made(hf.GPT2ForSequenceClassification, hf.GPT2Config, **GPT, num_labels=3), text(labels=CLASSES),
+                        "classification"),
+    "images": (lambda: made(hf.ViTForImageClassification, hf.ViTConfig, **VIT), pixels(labels=CLASSES), "classification"),
+    "a regression": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=1), text(labels=REALS),
+                     "classification"),
+    "a regression of three": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3,
+                                           problem_type="regression"), text(labels=SETS.double() - REALS[:, None]), "classification"),
+    "several labels": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3,
+                                    problem_type="multi_label_classification"), text(labels=SETS.double()), "classification"),
+    "several labels, not said": (lambda: made(hf.RobertaForSequenceClassification, hf.RobertaConfig, **SMALL, num_labels=3),
+                                 text(labels=SETS.double()), "classification"),
+    "tags": (lambda: made(hf.BertForTokenClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=token_labels(3)), "tagging"),
+    "tags of gpt2": (lambda: made(hf.GPT2ForTokenClassification, hf.GPT2Config, **GPT, num_labels=3, classifier_dropout=0.0),
+                     text(labels=token_labels(3)), "tagging"),
+    "masked": (lambda: made(hf.RobertaForMaskedLM, hf.RobertaConfig, **SMALL), text(labels=token_labels(40)), "masked"),
+    "causal": (lambda: made(hf.GPT2LMHeadModel, hf.GPT2Config, **GPT), text(labels=token_labels(40)), "causal"),
+    "causal llama": (lambda: made(hf.LlamaForCausalLM, hf.LlamaConfig, **LLAMA), text(labels=token_labels(40)), "causal"),
+    "t5": (lambda: made(hf.T5ForConditionalGeneration, hf.T5Config, **T5), text(labels=token_labels(40)), "seq2seq"),
+    "t5 with its decoder's input": (lambda: made(hf.T5ForConditionalGeneration, hf.T5Config, **T5),
+                                    text(labels=token_labels(40), decoder_input_ids=numbers(ROWS, TOKENS, seed=4)), "seq2seq"),
+    "bart": (lambda: made(hf.BartForConditionalGeneration, hf.BartConfig, **BART), text(labels=token_labels(40)), "seq2seq"),
+    "whisper": (lambda: made(hf.WhisperForConditionalGeneration, hf.WhisperConfig, **WHISPER),
+                {"input_features": torch.randn(ROWS, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+                 "labels": token_labels(40)}, "seq2seq"),
+    "answers": (lambda: made(hf.BertForQuestionAnswering, hf.BertConfig, **SMALL), text(**SPANS), "question answering"),
+    "choices": (lambda: made(hf.BertForMultipleChoice, hf.BertConfig, **SMALL),
+                {"input_ids": numbers(ROWS, 3, TOKENS), "labels": CLASSES}, "choice"),
+    "next sentence": (lambda: made(hf.BertForNextSentencePrediction, hf.BertConfig, **SMALL), text(labels=CLASSES % 2), "choice"),
+}
+
+
+def alone(batch, row):
+    return {name: values[row:row + 1] for name, values in batch.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_examples_loss_is_transformers_own_loss_of_it_alone(case):
+    make, batch, task = CASES[case]
+    model = make()
+    assert task_of(model) == task
+    losses = default_loss(model)(model, batch)
+    assert losses.shape == (ROWS,) and torch.equal(losses, example_losses(model, batch))
+    for row in range(ROWS):
+        single = alone(batch, row)
+        if case == "answers" and row == 3:                                       # Transformers divides by the ends in sight: none is NaN
+            starts = -model(**single).start_logits.log_softmax(-1)[0, SPANS["start_positions"][row]].item()
+            assert losses[row].item() == pytest.approx(starts / 2, rel=1e-6)
+            continue
+        assert losses[row].item() == pytest.approx(model(**single).loss.item(), rel=1e-5, abs=1e-6), row
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_row_moves_anothers_loss(case):
+    make, batch, _ = CASES[case]
+    model = make()
+    before = example_losses(model, batch)
+    other = {name: values.clone() for name, values in batch.items()}
+    for values in other.values():
+        values[1:] = values[1:].flip(0)
+    assert example_losses(model, other)[0].item() == pytest.approx(before[0].item(), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*no fast rule")
+@pytest.mark.parametrize("case", ["classes", "several labels", "a regression", "tags", "masked", "causal llama", "t5", "answers",
+                                  "choices"])
+def test_the_engine_bounds_each_task_as_the_oracle_does(case):
+    make, batch, _ = CASES[case]
+    model = make()
+    loss_fn = default_loss(model)
+    rows = per_example_gradients(model, loss_fn, batch)
+    norms = torch.cat([values.flatten(1) for values in rows.values()], 1).norm(dim=1)
+    clip = norms.median().item()
+    factors = (clip / norms).clamp(max=1)
+    for name, value in clipped_sum(model, loss_fn, batch, clip).items():
+        want = torch.tensordot(factors, rows[name], dims=1)
+        assert (value - want).norm() <= 1e-6 * clip, name
+
+
+def test_minus_100_counts_nothing_in_every_task():
+    for case, (make, batch, _) in CASES.items():
+        if "regression" in case:                                                 # there it is a number like any other
+            continue
+        nothing = {name: torch.full_like(values, -100) if name in ("labels", *SPANS) else values for name, values in batch.items()}
+        assert example_losses(make(), nothing).tolist() == [0] * ROWS, case
+
+
+def test_names_that_say_the_task_are_all_tried():
+    tried = {task for _, _, task in CASES.values()}
+    assert tried >= set(TASKS.values()) - {"generation"}
+
+
+class Tagger(hf.BertForTokenClassification):
+    """A user's own head."""
+
+
+def test_wrapped_and_inherited_heads_keep_their_task():
+    from peft import LoraConfig, get_peft_model
+
+    model = Tagger(hf.BertConfig(**SMALL, num_labels=3))
+    assert task_of(model) == task_of(nn.DataParallel(model)) == "tagging"
+    assert task_of(torch.compile(model)) == "tagging"
+    assert task_of(get_peft_model(model, LoraConfig(target_modules=["query"]))) == "tagging"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: made(hf.BartForCausalLM, hf.BartConfig, **BART), lambda: made(hf.BertForPreTraining, hf.BertConfig, **SMALL),
+    lambda: made(hf.XLNetLMHeadModel, hf.XLNetConfig, d_model=16, n_layer=1, n_head=2, d_inner=24, vocab_size=40),
+    lambda: made(hf.ElectraForPreTraining, hf.ElectraConfig, **SMALL, embedding_size=16)])
+def test_a_head_that_is_not_known_is_a_question(make):
+    model = make()
+    assert task_of(model) is None
+    for score in (example_losses, summed_losses):
+        with pytest.raises(ValueError, match="pass loss_fn=, a function") as caught:
+            score(model, text(labels=token_labels(40)))
+        assert type(model).__name__ in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(4), torch.zeros(4, 3), torch.zeros(4, 2, dtype=torch.long)])
+def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
+    model, x = nn.Linear(2, 3), torch.zeros(4, 2)
+    assert example_losses(model, (x, tensor([0, 1, 2, -100]))).tolist() == pytest.approx([math.log(3)] * 3 + [0], rel=0.5)
+    with pytest.raises(ValueError, match="pass loss_fn="):
+        example_losses(model, (x, labels))
+    with pytest.raises(ValueError, match="nothing says how Linear is to be scored"):
+        measure_for(model, list(zip(x, labels, strict=True)))
+
+
+def test_missing_or_impossible_labels_are_one_sentence():
+    model = CASES["classes"][0]()
+    with pytest.raises(ValueError, match="no 'labels'"):
+        example_losses(model, text())
+    with pytest.raises(ValueError, match="label 3 is outside the 3 classes"):
+        example_losses(model, text(labels=CLASSES + 1))
+    with pytest.raises(ValueError, match="no 'start_positions'"):
+        example_losses(CASES["answers"][0](), text(labels=CLASSES))
+
+
+# ---- scores
+
+
+def rows_of(batch):
+    return [{name: values[row] for name, values in batch.items()} for row in range(ROWS)]
+
+
+SCORES = {"classes": ACCURACY, "images": ACCURACY, "choices": ACCURACY, "tags": ACCURACY, "a regression": R2, "a regression of three": R2,
+          "several labels": EXACT, "several labels, not said": EXACT, "answers": EXACT, "masked": PERPLEXITY, "causal": PERPLEXITY,
+          "t5": PERPLEXITY, "bart": PERPLEXITY}
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_the_score_is_the_tasks(case):
+    make, batch, _ = CASES[case]
+    model, data = make(), rows_of(batch)
+    measure = measure_for(model, data)
+    assert measure == SCORES[case] and measure.higher == (measure.name != "perplexity")
+    value = measure(model, data)
+    assert value <= 1 or measure.name == "perplexity"
+    assert measure.name == "r2" or value >= 0
+    for batch_size in (1, 2):
+        assert measure(model, data, None, batch_size) == pytest.approx(value, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", ["tags", "masked", "causal", "t5"])
+def test_accuracy_is_a_share_of_the_counted_tokens(case):
+    make, batch, task = CASES[case]
+    model, shift = make(), int(task == "causal")
+    labels = batch["labels"][:, shift:]
+    said = logits(model, batch).argmax(-1)[:, :TOKENS - shift]
+    counted = labels != -100
+    assert accuracy(model, rows_of(batch)) == pytest.approx((said == labels)[counted].double().mean().item(), abs=1e-12)
+
+
+def test_numbers_have_no_accuracy():
+    make, batch, _ = CASES["a regression"]
+    with pytest.raises(ValueError, match="are not classes; score them with r2"):
+        accuracy(make(), rows_of(batch))
+
+
+class Says(nn.Module):
+    """Answers with what it is given."""
+
+    config = None
+
+    def forward(self, x):
+        return x
+
+
+class SaysForSequenceClassification(Says):
+    """Answers with numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = hf.PretrainedConfig(problem_type="regression")
+
+
+@given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))
+@settings(max_examples=20)
+def test_r2_is_scikit_learns(size, outputs, seed):
+    from sklearn.metrics import r2_score
+
+    torch.manual_seed(seed)
+    said, labels = torch.randn(2, size, outputs, dtype=torch.float64)
+    model = SaysForSequenceClassification()
+    found = r2(model, list(zip(said, labels, strict=True)), batch_size=2)
+    assert found == pytest.approx(r2_score(labels.numpy(), said.numpy()), rel=1e-9, abs=1e-9)
+    assert r2(model, [(row, row) for row in labels]) == pytest.approx(1)
+
+
+def test_an_exact_match_is_right_in_every_part():
+    model = Says()
+    said, labels = tensor([[2.0, -1, 3], [1, 1, 1], [-1, -1, -1]]), tensor([[1.0, 0, 1], [1, 0, 1], [0, -100, 0]])
+    assert exact_match(model, list(zip(said, labels, strict=True))) == pytest.approx(2 / 3)
+
+
+def test_perplexity_without_a_counted_token_is_refused():
+    make, batch, _ = CASES["causal"]
+    with pytest.raises(ValueError, match="no token of the data counts"):
+        perplexity(make(), rows_of(batch | {"labels": torch.full_like(batch["labels"], -100)}))
+
+
+def words_and_tags(rows, seed):
+    ids = numbers(rows, 8, seed=seed)
+    return {"input_ids": ids, "labels": ids % 3}
+
+
+def test_a_tagger_learns_its_own_tags_by_the_default_loss():
+    "The tag is a function of the word, so a table learns it; the loss of the next word's tag could not exceed the largest share of a tag."
+    torch.manual_seed(0)
+    model = hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_labels=3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(150):
+        optimizer.zero_grad()
+        default_loss(model)(model, words_and_tags(64, step)).mean().backward()
+        optimizer.step()
+    test = words_and_tags(100, 1000)
+    assert accuracy(model, [{name: values[row] for name, values in test.items()} for row in range(100)]) >= 0.95

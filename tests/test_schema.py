@@ -1,0 +1,456 @@
+"""Which columns are read, what the labels are, and in which forms data may come."""
+
+import datetime
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import zoo
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from torch import nn
+
+import dpft
+from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
+from dpft.identity import fingerprint, repeated_rows, shared_rows
+from dpft.prepared import as_task, prepare
+from dpft.sampling import Units, gather, units_of
+from dpft.schema import read_labels, read_schema
+from dpft.sources import load_data, read_file
+from dpft.texts import EncodedData, Selected, collate_for, encode, token_rows
+
+WORDS = ["[PAD]", "[UNK]", *"abcdefgh"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def table(**columns):
+    return TableData(columns)
+
+
+# ---- columns
+
+
+@pytest.mark.parametrize("columns, unit, line", [
+    ({"text": "a", "label": 0, "user": "p"}, "user", "reads: text; label: label; unit: user"),
+    ({"text": "a", "user": "p", "label": 0}, None, "reads: text; label: label; not used: user"),
+    ({"user": "p", "text": "a", "label": 0, "patient_name": "ann"}, "user",
+     "reads: text; label: label; unit: user; not used: patient_name"),
+    ({"question": "a", "sentence": "b", "label": 0, "idx": 7}, None, "reads: question + sentence; label: label; not used: idx"),
+    ({"hypothesis": "a", "premise": "b", "genre": "x", "label": 0}, None, "reads: premise + hypothesis; label: label; not used: genre"),
+    ({"sentence1": "a", "sentence2": "b", "label": 0.5, "idx": 1}, None, "reads: sentence1 + sentence2; label: label; not used: idx"),
+    ({"text": "a", "text_pair": "b", "label": 0}, None, "reads: text + text_pair; label: label"),
+    ({"review": "a", "stars": 3}, None, "reads: review; label: stars"),
+    ({"review": "a", "stars": 3, "date": "2020", "idx": 0}, None, "reads: review; label: stars; not used: date, idx"),
+    ({"id": 3, "prompt": "a", "completion": "b"}, None, "reads: prompt; writes: completion; not used: id"),
+    ({"text": "a"}, None, "writes: text"),
+    ({"sentence": "a", "label": 0, "input_ids": [5], "attention_mask": [1], "idx": 3, "user": "p"}, "user",
+     "reads: input_ids + attention_mask; label: label; unit: user; not used: sentence, idx"),
+    ({"pixel_values": torch.zeros(1, 2, 2), "labels": 0}, None, "reads: pixel_values; label: labels"),
+    ({"x": [0.5], "label": 0, "user_id": 4}, "user_id", "reads: x; label: label; unit: user_id"),
+])
+def test_a_schema_says_what_it_takes(columns, unit, line):
+    rows = [columns] * 3
+    for data in (as_dataset(rows), pd_like(rows)):
+        assert read_schema(data, unit=unit).line() == line
+
+
+class pd_like(torch.utils.data.Dataset):
+    "Items without column names."
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("columns, more, words", [
+    ({"title": "a", "member_note": "b", "label": 0}, {}, "cannot tell which of 'title', 'member_note' are texts"),
+    ({"text": "a", "one": 1, "two": 2}, {}, "cannot tell which of 'one', 'two' is the label"),
+    ({"a": "x", "b": "y"}, {}, "column 'b' holds texts, not class numbers"),
+    ({"text": "a", "label": 0}, {"unit": "user"}, "no column 'user'; the data has 'text', 'label'"),
+    ({"text": "a", "label": 0}, {"columns": ("text", "stars")}, "no column 'stars'"),
+    ({"text": "a", "user": "p", "label": 0}, {"columns": ("text", "user", "label"), "unit": "user"}, "must not read it"),
+    ({"text": "a", "label": 0}, {"unit": "label", "columns": ("text", "label")}, "names the unit of privacy"),
+])
+def test_an_unclear_schema_is_a_question(columns, more, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        read_schema(as_dataset([columns] * 3), **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_decide_otherwise():
+    data = as_dataset([{"title": "a", "note": "b", "user": "p", "label": 0, "stars": 1}] * 3)
+    assert read_schema(data, ("title", "note", "stars")).line() == "reads: title + note; label: stars; not used: user, label"
+    assert read_schema(data, ("title", "user", "label")).reads == ("title", "user")        # asked for by name
+    assert read_schema(data, ("title", "note")).kind == "causal"                           # a text at the end is to be written
+    named = as_dataset([{"text": "a", "label": "good"}] * 3)
+    assert read_schema(named, ("text", "label")).kind == "text"                            # unless its name says label
+
+
+@pytest.mark.parametrize("name", ["id", "idx", "user", "user_id", "userId", "patient_name", "reviewer", "customer-no", "email", "guid"])
+def test_names_of_rows_and_people_are_never_texts(name):
+    assert names_a_row(name)
+    assert name not in read_schema(as_dataset([{name: "p1", "text": "a", "label": 0}] * 3)).columns
+
+
+@pytest.mark.parametrize("name", ["text", "sentence", "video", "input_ids", "token_type_ids", "bid", "author_notes", "userland", "label"])
+def test_other_names_are_not_taken_for_ids(name):
+    assert not names_a_row(name)
+
+
+@pytest.mark.parametrize("given", [dict(unit="user"), {}])
+def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
+    "The tokens are those of the texts alone, whatever order the columns stand in."
+    people = ["g", "h", "g", "h"]
+    data = table(user=people, text=["a b", "c", "d", "e f"], label=[0, 1, 0, 1])
+    ready = prepare(zoo.build("bert")[0], data, tokenizer, **given)
+    tokens = [ready.train[row]["input_ids"].tolist() for row in range(4)]
+    assert tokens == [tokenizer(text)["input_ids"] for text in data["text"]]
+    assert not {tokenizer.convert_tokens_to_ids(who) for who in people} & {token for row in tokens for token in row}
+    assert len(units_of(ready.train, "user")) == 2 and ready.schema.unit == given.get("unit")
+
+
+# ---- labels
+
+
+@pytest.mark.parametrize("values, classes, words", [
+    ([0, 1] * 20 + [7], None, "the label of row 40 stands alone"), ([0, 1] * 20 + [2], None, "the label of row 40 stands alone"),
+    ([0, 2, 2, 0], None, "the label of row 1 stands alone"), ([0, None, 1, float("nan")], None, "2 of 4 rows have no label"),
+    (["ham", "", "spam"], None, "1 of 3 rows have no label"), ([0.5, 1.0], 3, "holds fractions"),
+    ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 is not finite"),
+    ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
+    (["a", "b", "c"], 2, "none of the 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
+    ([object(), 1], None, "neither class numbers"), ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "no rows"),
+    (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is no class number"),
+])
+def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        read_labels(values, classes=classes)
+    said = str(caught.value)
+    assert "\n" not in said and "hma" not in said and "7" not in said.replace("row 7", "")
+
+
+@pytest.mark.parametrize("values, classes, numbers, names, derived", [
+    ([0, 1, 1], None, [0, 1, 1], ("0", "1"), True), ([0, 0], None, [0, 0], ("0", "1"), True),
+    (["b", "a", "b"], None, [1, 0, 1], ("a", "b"), True), (["b", "a", "b"], ("b", "a"), [0, 1, 0], ("b", "a"), False),
+    (["b", "a"], 2, [1, 0], ("a", "b"), True), ([True, False], None, [1, 0], ("0", "1"), True), ([1.0, 0.0], 2, [1, 0], ("0", "1"), False),
+    (np.array([1, 0]), None, [1, 0], ("0", "1"), True), ([0, 1] * 20 + [7], 8, [0, 1] * 20 + [7], tuple("01234567"), False),
+    ([0.5, 2.0], None, [0.5, 2.0], (), False), ([3, 4], 1, [3.0, 4.0], (), False),
+    ([[1, 0], [1, 1]], 2, [[1, 0], [1, 1]], ("0", "1"), False),
+])
+def test_labels_are_class_numbers_or_fractions(values, classes, numbers, names, derived):
+    found = read_labels(list(values), classes=classes)
+    assert (found.values.tolist(), found.classes, found.derived) == (numbers, names, derived)
+
+
+def test_the_classes_of_the_labels_are_listed_as_public_and_those_of_a_list_are_not():
+    rows = [{"text": "a", "label": label} for label in [0, 1, 2] * 4]
+    assert as_task(rows).assumed_public == ["the classes 0 to 2"]
+    assert as_task(rows, classes=3).assumed_public == []
+    known = Dataset.from_list(rows, features=Features({"text": Value("string"), "label": ClassLabel(names=["x", "y", "z", "never"])}))
+    assert as_task(known).classes == ("x", "y", "z", "never") and not as_task(known).assumed_public
+
+
+# ---- people
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, pd.NaT, pd.NA, np.datetime64("NaT"), "", "  ", "nan", "None"])
+def test_a_row_without_a_person_is_refused_and_counted(missing):
+    who = ["ann", missing, "bob", "ann", missing]
+    with pytest.raises(ValueError, match="2 of 5 rows have no unit in 'person', the first is row 1"):
+        Units(who, "person")
+    with pytest.raises(ValueError, match="2 of 5 rows have no unit in 'person'"):
+        units_of(table(text=list("abcde"), person=who), "person")
+
+
+def test_missing_people_in_tensors_and_frames_are_refused():
+    with pytest.raises(ValueError, match="1 of 3 rows have no unit"):
+        units_of([1, 2, 3], torch.tensor([1.0, float("nan"), 1.0]))
+    frame = pd.DataFrame({"text": list("abc"), "label": [0, 1, 0], "user": [1, None, 1]})
+    with pytest.raises(ValueError, match="1 of 3 rows have no unit"):
+        units_of(as_dataset(frame), "user")
+    assert len(Units([datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), datetime.date(2020, 1, 1)])) == 2
+
+
+def test_rows_of_one_person_under_another_are_counted(tokenizer):
+    data = table(text=["a b", " a b", "c", "c", "d"], label=[0, 1, 0, 0, 1], user=["p", "q", "r", "r", "s"])
+    assert repeated_rows(data) == 4 and repeated_rows(data, data["user"]) == 2
+    encoded = encode(data, tokenizer, ("text", "label"))
+    assert repeated_rows(encoded, data["user"]) == 2
+    data = TensorData(torch.zeros(3, 1, 2, 2), torch.tensor([0, 1, 0]))
+    assert repeated_rows(data) == 3 and repeated_rows(data, ["p"] * 3) == 0
+
+
+def test_a_shared_text_is_found_whoever_wrote_it():
+    private = table(text=["a b", "c"], label=[0, 1], user=["p", "q"], idx=[0, 1])
+    public = table(text=["c", "e"], label=["x", "y"], id=["9", "10"])
+    assert shared_rows(public, private) == [0]
+
+
+# ---- forms
+
+
+def tokenised(rows=6):
+    data = {"sentence": ["a b", "c"] * (rows // 2), "label": [0, 1] * (rows // 2), "idx": list(range(rows)),
+            "input_ids": [[2, 3, 0], [4, 0, 0]] * (rows // 2), "attention_mask": [[1, 1, 0], [1, 0, 0]] * (rows // 2)}
+    return Dataset.from_dict(data)
+
+
+FORMS = {
+    "datasets.Dataset": lambda rows: Dataset.from_list(rows),
+    "torch format": lambda rows: Dataset.from_list(rows).with_format("torch"),
+    "splits": lambda rows: DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}),
+    "list": list,
+    "frame": pd.DataFrame,
+    "columns": lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
+    "torch Dataset": pd_like,
+    "transform": lambda rows: Dataset.from_list(rows).with_transform(lambda batch: batch),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tokenised_data_set_in_every_form_gives_one_batch(form):
+    data = FORMS[form](tokenised().to_list())
+    ready = prepare(zoo.build("bert")[0], data)
+    batch = gather(ready.train, [1, 0])
+    assert {name: values.tolist() for name, values in batch.items()} == (
+        {"input_ids": [[4, 0], [2, 3]], "attention_mask": [[1, 0], [1, 1]], "labels": [1, 0]} if form not in ("torch Dataset", "transform")
+        else {"input_ids": [[4, 0, 0], [2, 3, 0]], "attention_mask": [[1, 0, 0], [1, 1, 0]], "labels": [1, 0]})
+    assert len(ready.train) == 6 and fingerprint(ready.train)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_in_every_form_give_the_same_tokens(form, tokenizer):
+    rows = [{"user": f"p{i // 2}", "text": text, "label": i % 2} for i, text in enumerate(["a b", "c", "d e f", "g"])]
+    ready = prepare(zoo.build("bert")[0], FORMS[form](rows), tokenizer, unit="user")
+    assert ready.train.batch([2, 1])["input_ids"].tolist() == [[5, 6, 7], [4, 0, 0]]
+    assert ready.schema.line() == "reads: text; label: label; unit: user"
+    assert len(units_of(ready.train, "user")) == 2
+
+
+def test_another_librarys_batch_is_not_ours():
+    assert has_batch_protocol(TensorData(torch.zeros(1, 1, 2, 2), torch.zeros(1)))
+    assert not has_batch_protocol(tokenised()) and not has_batch_protocol([1]) and not has_batch_protocol(dpft.Public(tokenised(), "x"))
+    numbers = tokenised().remove_columns("sentence")
+    assert gather(numbers, [1, 0])["input_ids"].tolist() == [[4, 0, 0], [2, 3, 0]]
+
+
+@pytest.mark.parametrize("data, words", [
+    (lambda: tokenised().to_iterable_dataset(), "a IterableDataset has no length or no rows by number"),
+    (lambda: (row for row in [{"a": 1}]), "a generator has no length"), (lambda: "train.csv", "load it first with dpft.load_data"),
+    (lambda: torch.utils.data.DataLoader([1, 2]), "makes its own batches"),
+    (lambda: pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
+    (lambda: [{"text": "a", "label": 1}, {"text": "b"}], "rows 0 and 1 differ: only one of them has 'label'"),
+    (lambda: (torch.zeros(3, 2), torch.zeros(3)), "give torch.utils.data.TensorDataset"),
+    (lambda: {"text": ["a"], "label": [0, 1]}, "columns must be of one length"),
+])
+def test_what_cannot_be_drawn_from_is_refused(data, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        prepare(nn.Linear(1, 1), data())
+    assert "\n" not in str(caught.value)
+
+
+def test_tuples_pass_as_they_are():
+    pairs = torch.utils.data.TensorDataset(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0]))
+    ready = prepare(nn.Linear(2, 2), pairs)
+    assert ready.train is pairs and ready.schema.line() == "reads: the items as they come"
+    assert [part.tolist() for part in gather(ready.train, [2, 0])] == [[[4.0, 5.0], [0.0, 1.0]], [0, 0]]
+
+
+def test_items_lose_their_unit_and_their_row_numbers():
+    rows = [{"x": [float(i)], "label": i % 2, "user": i // 2, "idx": i} for i in range(4)]
+    ready = prepare(nn.Linear(1, 2), rows, unit="user")
+    assert gather(ready.train, [3]).keys() == {"x", "label"} and len(units_of(ready.train, "user")) == 2
+    assert gather(prepare(nn.Linear(1, 2), rows, columns=("x", "idx", "label")).train, [3]).keys() == {"x", "idx", "label"}
+
+
+def test_padding_and_gaps_in_the_attention_mask(tokenizer):
+    rows = {"input_ids": [[0, 0, 5, 6], [7, 8, 9, 3]], "labels": [[-100, -100, 1, 0], [0, 1, 1, 0]]}
+    left = token_rows(as_dataset(rows | {"attention_mask": [[0, 0, 1, 1], [1, 1, 1, 1]]}), read_schema(as_dataset(
+        rows | {"attention_mask": [[0, 0, 1, 1], [1, 1, 1, 1]]})))
+    assert isinstance(left, EncodedData) and left[0]["input_ids"].tolist() == [5, 6] and left[0]["labels"].tolist() == [1, 0]
+    gaps = as_dataset(rows | {"attention_mask": [[1, 0, 1, 1], [1, 1, 1, 1]]})
+    kept = token_rows(gaps, read_schema(gaps))
+    assert isinstance(kept, Selected) and gather(kept, [0])["attention_mask"].tolist() == [[1, 0, 1, 1]]
+    pairs = as_dataset({"input_ids": [[5, 6], [7]], "labels": [[1, 2, 3], [4]]})          # as for a sequence-to-sequence model
+    batch = gather(token_rows(pairs, read_schema(pairs), pad_id=9), [0, 1])
+    assert batch["input_ids"].tolist() == [[5, 6], [7, 9]] and batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
+
+
+@pytest.mark.parametrize("kind", ["padding", "tokens", "seq2seq", "default"])
+def test_collators_of_transformers(kind, tokenizer):
+    from transformers import (
+        DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator)
+
+    collate = {"padding": DataCollatorWithPadding(tokenizer), "tokens": DataCollatorForTokenClassification(tokenizer),
+               "seq2seq": DataCollatorForSeq2Seq(tokenizer), "default": default_data_collator}[kind]
+    labels = [0, 1] if kind in ("padding", "default") else [[1, 2], [3]]
+    ids = [[2, 3], [4, 5]] if kind == "default" else [[2, 3], [4]]
+    data = Dataset.from_dict({"input_ids": ids, "labels" if kind != "padding" else "label": labels, "idx": [0, 1]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (prepare(zoo.build("bert")[0], data).train, Selected(data, {"input_ids": "input_ids", data.column_names[1]: "labels"})):
+            batch = gather(rows, [1, 0], collate)
+            assert type(batch) is dict and batch["input_ids"].tolist() == ([[4, 5], [2, 3]] if kind == "default" else [[4, 0], [2, 3]])
+            assert batch["labels"].tolist() == ([1, 0] if labels == [0, 1] else [[3, -100], [1, 2]])
+
+
+def test_a_tokenised_data_set_trains_with_a_collator_of_transformers(tokenizer):
+    from transformers import DataCollatorWithPadding
+
+    torch.manual_seed(0)
+    for collate in (None, DataCollatorWithPadding(tokenizer)):
+        run = dpft.fine_tune(zoo.build("bert")[0].float(), prepare(zoo.build("bert")[0], tokenised(24)).train, dpft.BiTFiT(),
+                             noise_multiplier=1.0, steps=2, batch_size=8, delta=1e-3, accountant="rdp", collate_fn=collate, progress=False)
+        assert run.epsilon > 0
+
+
+def test_pictures_of_the_hub_may_be_given_as_they_are():
+    from PIL import Image as Picture
+
+    pictures = [Picture.fromarray(np.full((4, 4), i, np.uint8)) for i in range(6)]
+    data = Dataset.from_dict({"image": pictures, "label": [0, 1] * 3, "patient": [0, 0, 1, 1, 2, 2]})
+    ready = prepare(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), data, unit="patient")
+    assert isinstance(ready.train, TensorData) and ready.train.images.flatten(1)[:, 0].tolist() == list(range(6))
+    assert ready.schema.line() == "reads: image; label: label; unit: patient" and len(units_of(ready.train, "patient")) == 3
+    assert fingerprint(data) and ready.kind == "image"
+    with pytest.raises(ValueError, match="not of one size"):
+        prepare(nn.Linear(1, 1), as_dataset({"image": [pictures[0], pictures[1].resize((2, 2))], "label": [0, 1]}))
+    with pytest.raises(ValueError, match="part 0 of an item is a Image, which is no tensor"):
+        collate_for([(pictures[0], 1)])([(pictures[0], 1)])
+
+
+def test_an_evaluation_set_is_read_as_the_training_data_was(tokenizer):
+    model = zoo.build("bert")[0]
+    ready = prepare(model, pd.DataFrame({"text": ["a b", "c"] * 4, "label": [0, 1] * 4, "user": [1, 2] * 4}), tokenizer, unit="user")
+    dev = ready.encoded([{"text": "d", "label": 1}])
+    assert dev.batch([0])["input_ids"].tolist() == [[5]] and dev.labels.tolist() == [1]
+    with pytest.raises(ValueError, match="the label of row 0 is outside the 3 classes|the label of row 0 is outside the 2 classes"):
+        ready.encoded([{"text": "d", "label": 5}])
+
+
+def test_a_regression_on_texts_is_for_a_model_with_one_output(tokenizer):
+    rows = [{"sentence1": "a", "sentence2": "b", "label": score} for score in (0.5, 2.0, 1.0)]
+    model = zoo.build("bert")[0]
+    with pytest.raises(ValueError, match="holds fractions"):
+        prepare(model, rows, tokenizer)
+    model.num_labels = 1
+    ready = prepare(model, rows, tokenizer)
+    assert ready.train.labels.tolist() == [0.5, 2.0, 1.0] and ready.classes == ()
+
+
+# ---- no row is shown
+
+
+def test_no_repr_shows_a_row(tokenizer):
+    rows = [{"text": "a b", "label": i % 2, "user": "ann"} for i in range(4)]
+    ready = prepare(zoo.build("bert")[0], rows, tokenizer, unit="user")
+    data = [as_dataset(rows), ready, ready.train, Selected(as_dataset(rows), {"text": "text"}), Units([1, 1, 2]),
+            TensorData(torch.full((2, 1, 2, 2), 77.0), torch.tensor([0, 1]))]
+    for shown in map(repr, data):
+        assert not any(secret in shown for secret in ("ann", "a b", "77", "4 rows", "tensor("))
+
+
+# ---- files
+
+
+def written(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+CSV = "text,label,user\nhello,0,ann\n\"a, b\nc\",1,bob\n"
+
+
+def test_a_csv_becomes_a_task_that_does_not_read_its_people(tmp_path):
+    task = load_data(str(written(tmp_path, "notes.csv", CSV)), unit="user")
+    assert (task.kind, task.columns, task.classes, len(task.train), task.dev) == ("text", ("text", "label"), ("0", "1"), 2, None)
+    assert task.train["text"] == ["hello", "a, b\nc"] and task.assumed_public == ["the classes"]
+    assert load_data(str(tmp_path / "notes.csv")).columns == ("text", "label")
+
+
+def test_every_kind_of_file(tmp_path):
+    rows = Dataset.from_list([{"text": "a", "label": 0}, {"text": "b", "label": 1}])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.to_json(tmp_path / "rows.jsonl")
+    written(tmp_path, "rows.json", '[{"text": "a", "label": 0},\n {"text": "b", "label": 1}]')
+    rows.to_csv(tmp_path / "rows.csv")
+    written(tmp_path, "rows.tsv", "text\tlabel\na\t0\nb\t1\n")
+    rows.save_to_disk(tmp_path / "kept")
+    files = [*tmp_path.glob("rows.*"), *(tmp_path / "kept").glob("*.arrow")]
+    assert len(files) == 6
+    for path in files:
+        data = read_file(path)
+        assert (list(data["text"]), list(data["label"])) == (["a", "b"], [0, 1]), path.name
+        assert load_data(str(path)).columns == ("text", "label")
+    assert load_data(str(tmp_path / "kept")).train["text"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("x.csv", "text,label\ncafé secret,1\n".encode("latin-1"), "x.csv is not in UTF-8"),
+    ("x.csv", "text,label\n", "no rows below its header"),
+    ("x.csv", "", "x.csv is empty"), ("x.csv", "text,text\nsecret,b\n", "two columns are named 'text'"),
+    ("x.csv", "text,label\nsecret,1,2\n", "a line has 3 values for 2 columns"), ("x.txt", "secret", "ends in '.txt'"),
+    ("x.jsonl", '{"text": "a"}\n{"text": secret}\n', "line 2 of x.jsonl is no JSON"), ("x.jsonl", "[]", "has no rows"),
+    ("x.jsonl", '{"text": "a", "label": 1}\n{"text": "secret"}\n', "only one of them has 'label'"),
+    ("x.json", '["secret"]', "no objects with names"), ("x.parquet", "secret", "no Parquet file"), ("x.arrow", "secret", "no Arrow file"),
+    ("x.csv", "text,label\nsecret,\nb,1\n", "1 of 2 rows have no label"), ("x.jsonl", '{"a": 1}\n{"a": "secret"}\n', "two types"),
+    ("x.jsonl", b'{"text": "caf\xe9 secret"}\n', "not in UTF-8"),
+])
+def test_a_bad_file_is_one_sentence_without_a_value(tmp_path, name, content, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        load_data(str(written(tmp_path, name, content)))
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
+    import datasets
+    from PIL import Image as Picture
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    texts, pictures, empty = tmp_path / "texts", tmp_path / "pictures", tmp_path / "empty"
+    for folder in (texts, empty):
+        folder.mkdir()
+    written(texts, "train.csv", CSV)
+    written(texts, "validation.jsonl", '{"text": "x", "label": 0, "user": "cem"}\n')
+    task = load_data(str(texts), columns=("text", "label"), classes=("no", "yes"))
+    assert (len(task.train), len(task.dev), task.test, task.classes) == (2, 1, None, ("no", "yes"))
+    for name in ("cat", "dog"):
+        (pictures / "train" / name).mkdir(parents=True)
+        for number in range(2):
+            Picture.fromarray(np.full((4, 4, 3), number, np.uint8)).save(pictures / "train" / name / f"{number}.png")
+    task = load_data(str(pictures))
+    assert (task.kind, task.classes, task.image_shape, len(task.train)) == ("image", ("cat", "dog"), (3, 4, 4), 4)
+    with pytest.raises(ValueError, match="holds no data set"):
+        load_data(str(empty))
+
+
+def test_a_file_is_read_without_a_copy_on_the_disk(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    load_data(str(written(tmp_path, "notes.csv", CSV)), limit=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.csv"]
+
+
+def test_the_old_names_still_answer():
+    from dpft.data import Public, load_data as old
+    assert Public is dpft.Public and old is load_data
+    with pytest.raises(ImportError):
+        from dpft.data import nothing_of_this_name  # noqa: F401
+    assert column_names([]) == ()
