@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from dpft.privacy import Budget, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
     from dpft.rapft import RapFT
     from dpft.selection import price
+    from dpft.scores import NoisyAccuracy
     from dpft.settings import Settings
-    from dpft.tuning import NoisyAccuracy, Tuning, tune
+    from dpft.tuning import Tuning, tune
 
 _HOMES = {  # module -> what it gives to the package
     "auditing": "audit",
@@ -48,8 +49,9 @@ _HOMES = {  # module -> what it gives to the package
     "privacy": "Budget Ledger Request SampledGaussian epsilon noise_multiplier",
     "rapft": "RapFT",
     "selection": "price",
+    "scores": "NoisyAccuracy",
     "settings": "Settings",
-    "tuning": "NoisyAccuracy Tuning tune",
+    "tuning": "Tuning tune",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 _RARE = {  # names that were here once: the module that has them

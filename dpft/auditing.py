@@ -42,22 +42,26 @@ def guess_p_value(
     canaries: int,   # m, how many coins were thrown
     epsilon: float,  # of the claim
     delta: float,
-) -> float:          # probability of so many right guesses, at most, if the claim is true
+) -> float:  # probability of so many right guesses, at most, if the claim is true
     "Chance that an (epsilon, delta)-private mechanism lets so many guesses be right; @lem-guesses."
     from scipy.stats import binom
     chance = 1 / (1 + math.exp(-epsilon))
     missing = np.arange(1, correct + 1)                                   # k
     costs = missing * binom.pmf(correct - missing, guesses, chance)
-    left = canaries * delta * (1 - chance) - np.cumsum(costs) + costs     # of the mean of Z, before each k
-    return min(1.0, float(binom.sf(correct - 1, guesses, chance) + (np.clip(left, 0, costs) / missing).sum()))
+    # of the mean of Z, before each k
+    left = canaries * delta * (1 - chance) - np.cumsum(costs) + costs
+    return min(1.0, float(binom.sf(correct - 1, guesses, chance)
+                          + (np.clip(left, 0, costs) / missing).sum()))
 
-def guess_bound(correct: int, guesses: int, canaries: int, delta: float, error: float = 0.05) -> float:
+def guess_bound(correct: int, guesses: int, canaries: int, delta: float,
+                error: float = 0.05) -> float:
     "The largest epsilon that so many right guesses refute, wrongly with probability at most `error`; 0 when they refute none."
     from scipy.optimize import brentq
     def excess(epsilon: float) -> float:
         return guess_p_value(correct, guesses, canaries, epsilon, delta) - error
     refuted = [epsilon for epsilon in np.linspace(0, 30, 121) if excess(epsilon) < 0]
-    return brentq(excess, refuted[-1], refuted[-1] + 0.25) if refuted and refuted[-1] < 30 else 30.0 if refuted else 0.0
+    return (brentq(excess, refuted[-1], refuted[-1] + 0.25) if refuted
+            and refuted[-1] < 30 else 30.0 if refuted else 0.0)
 
 # %% ../nbs/61_auditing.ipynb #auditing-gaussian
 def gaussian_epsilon(
@@ -71,7 +75,8 @@ def gaussian_epsilon(
         return norm.cdf(mu / 2 - epsilon / mu) - math.exp(min(epsilon + norm.logcdf(-mu / 2 - epsilon / mu), 0.0)) - delta
     if not mu < 1e6:
         return math.inf
-    return brentq(excess, 0.0, mu * mu / 2 + 40 * mu) if mu > 1e-9 and excess(0.0) > 0 else 0.0
+    return (brentq(excess, 0.0, mu * mu / 2 + 40 * mu) if mu > 1e-9 and excess(0.0) > 0
+            else 0.0)
 
 # %% ../nbs/61_auditing.ipynb #auditing-rates
 def clopper_pearson(
@@ -81,7 +86,8 @@ def clopper_pearson(
     error: float = 0.05,  # that either bound is wrong
 ) -> tuple[float, float]:
     "A lower bound on the true-positive rate and an upper bound on the false-positive rate; part (a) of @lem-mu-bounds."
-    hits, alarms = (Rate(int((scores > threshold).sum()), len(scores)) for scores in (inside, outside))
+    hits, alarms = (Rate(int((scores > threshold).sum()), len(scores))
+                    for scores in (inside, outside))
     return hits.interval(error)[0], alarms.interval(error)[1]
 
 def mu_of_rates(true: float, false: float) -> float:
@@ -91,7 +97,8 @@ def mu_of_rates(true: float, false: float) -> float:
 
 def epsilon_of_rates(true: float, false: float, delta: float) -> float:
     "The least epsilon that allows these rates at this delta; the converse of @lem-tradeoff."
-    ratios = ((true - delta) / false, (1 - false - delta) / (1 - true) if true < 1 else math.inf)
+    ratios = ((true - delta) / false, (1 - false - delta) / (1 - true) if true < 1
+              else math.inf)
     return math.log(max(1.0, *ratios))
 
 # %% ../nbs/61_auditing.ipynb #auditing-separation
@@ -103,20 +110,23 @@ def separation_bound(
     "Lower bound on the distance of two normal laws of one variance, in standard deviations; part (b) of @lem-mu-bounds."
     from scipy.optimize import brentq
     from scipy.stats import nct
-    count, scale = len(inside) + len(outside), math.sqrt(1 / len(inside) + 1 / len(outside))
+    count, scale = (len(inside)
+                    + len(outside), math.sqrt(1 / len(inside) + 1 / len(outside)))
     squares = ((inside - inside.mean()) ** 2).sum() + ((outside - outside.mean()) ** 2).sum()
     difference, spread = float(inside.mean() - outside.mean()), math.sqrt(squares / (count - 2))
     if difference <= 0 or difference < 1e-12 * spread:
         return 0.0
-    observed = difference / (spread * scale) if spread > 1e-12 * difference else math.inf
+    observed = (difference / (spread * scale) if spread > 1e-12 * difference
+                else math.inf)
     if observed > 1e7:
-        return math.inf                                                   # no noise to speak of
+        return math.inf  # no noise to speak of
     def excess(noncentrality: float) -> float:
         return float(nct.sf(observed, count - 2, noncentrality)) - error
     return scale * brentq(excess, 0.0, 1.5 * observed + 10) if excess(0.0) < 0 else 0.0
 
 # %% ../nbs/61_auditing.ipynb #auditing-models
-HEAD_SHARE = 0.1  # how much the head of `CanaryLayers` adds, so that it hides nothing of what lies below
+# how much the head of `CanaryLayers` adds, so that it hides nothing of what lies below
+HEAD_SHARE = 0.1
 
 class CanaryTable(nn.Module):
     "One entry for each canary: a linear model. Its picture is one pixel, the canary's number."
@@ -173,9 +183,11 @@ def canary_losses(model: nn.Module, pictures: Callable[[Tensor], Tensor], canari
     "The loss of every canary in float64; ValueError when a released model is not finite."
     model = copy.deepcopy(model).double().eval()
     with torch.no_grad():
-        losses = torch.cat([canary_loss(model, (pictures(rows).double(), rows)) for rows in torch.arange(canaries).split(512)]).numpy()
+        losses = torch.cat([canary_loss(model, (pictures(rows).double(), rows))
+                            for rows in torch.arange(canaries).split(512)]).numpy()
     if not np.isfinite(losses).all():
-        raise ValueError("the released model is not finite, which tells that some example was not: no bound on epsilon holds for it")
+        raise ValueError("the released model is not finite, which tells that some "
+                         "example was not: no bound on epsilon holds for it")
     return losses
 
 # %% ../nbs/61_auditing.ipynb #auditing-audit-class
@@ -185,7 +197,7 @@ GUESSED = 0.05 # of the canaries that are guessed
 @dataclass
 class Audit:
     "The scores of one run's canaries, and what they say about its claim."
-    scores: np.ndarray                  # (m,) large when the canary seems to have been in
+    scores: np.ndarray  # (m,) large when the canary seems to have been in
     coins: np.ndarray                   # (m,) whether it was
     epsilon: float                      # as the run states it, at its delta
     delta: float
@@ -201,7 +213,8 @@ class Audit:
     @property
     def claim(self) -> float:
         "Epsilon of the plan: exact where it has a closed form, else as the run states it."
-        return self.epsilon if self.mu is None else gaussian_epsilon(self.mu, self.delta)
+        return (self.epsilon if self.mu is None
+                else gaussian_epsilon(self.mu, self.delta))
 
     @property
     def kinds(self) -> list[str]:
@@ -216,18 +229,23 @@ class Audit:
         "A lower bound on epsilon; @lem-guesses, @lem-mu-bounds."
         kind = kind or self.kinds[0]
         if kind not in ("guesses", "threshold", "separation"):
-            raise ValueError(f"kind={kind!r}: choose 'guesses', 'threshold' or 'separation'")
+            raise ValueError(f"kind={kind!r}: choose 'guesses', 'threshold' or "
+                             "'separation'")
         if kind == "guesses":
             return guess_bound(*self._guessed(), len(self.coins), self.delta, error)
         if kind == "threshold":
-            return self._of_rates(*clopper_pearson(*self._part(first=False), self._threshold, error))
+            return self._of_rates(*clopper_pearson(*self._part(first=False),
+                                                   self._threshold, error))
         if self.mu is None:
-            raise ValueError("the plan samples, so the scores are no two normal laws; ask for kind='threshold' or 'guesses'")
-        return gaussian_epsilon(separation_bound(self.scores[self.coins], self.scores[~self.coins], error), self.delta)
+            raise ValueError("the plan samples, so the scores are no two normal laws; "
+                             "ask for kind='threshold' or 'guesses'")
+        return gaussian_epsilon(separation_bound(self.scores[self.coins],
+                                                 self.scores[~self.coins], error),
+                                self.delta)
 
     def p_value(self, kind: str | None = None) -> float:
         "The probability, at most, of so high a bound when the claim is true."
-        low, high = -12.0, 0.0                                            # of its logarithm, to base 10
+        low, high = -12.0, 0.0  # of its logarithm, to base 10
         while high - low > 0.01:
             middle = (low + high) / 2
             low, high = (low, middle) if self.lower_bound(kind, 10**middle) > self.claim else (middle, high)
@@ -236,17 +254,21 @@ class Audit:
     def _guessed(self) -> tuple[int, int]:
         "How many guesses are right, of how many: the highest scores are said to be in, as many of the lowest to be out."
         each, order = max(1, round(GUESSED * len(self.coins) / 2)), self.scores.argsort()
-        return int(self.coins[order[-each:]].sum() + (~self.coins[order[:each]]).sum()), 2 * each
+        return int(self.coins[order[-each:]].sum()
+                   + (~self.coins[order[:each]]).sum()), 2 * each
 
     def _of_rates(self, true: float, false: float) -> float:
-        return epsilon_of_rates(true, false, self.delta) if self.mu is None else gaussian_epsilon(mu_of_rates(true, false), self.delta)
+        return (epsilon_of_rates(true, false, self.delta) if self.mu is None
+                else gaussian_epsilon(mu_of_rates(true, false), self.delta))
 
     @cached_property
     def _threshold(self) -> float:
         "What looks best on the first canaries."
         inside, outside = self._part(first=True)
-        candidates = np.quantile(np.concatenate([inside, outside]), np.linspace(0.02, 0.98, 49))
-        return max(candidates, key=lambda threshold: self._of_rates(*clopper_pearson(inside, outside, threshold)))
+        candidates = np.quantile(np.concatenate([inside, outside]),
+                                 np.linspace(0.02, 0.98, 49))
+        return max(candidates,
+                   key=lambda threshold: self._of_rates(*clopper_pearson(inside, outside, threshold)))
 
     def _part(self, first: bool) -> tuple[np.ndarray, np.ndarray]:
         "Scores of those that were in and out, of the first canaries or of the rest."
@@ -275,34 +297,42 @@ def audit(
     model = model or CanaryLayers(canaries)
     canaries = model.canaries
     if canaries < 40:
-        raise ValueError(f"canaries={canaries}: an audit needs 40 or more to say anything")
+        raise ValueError(f"canaries={canaries}: an audit needs 40 or more to say "
+                         "anything")
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate={sample_rate} must lie in (0, 1]")
     coins = np.random.default_rng(seed).random(canaries) < 0.5
     batch_size = max(1, round(sample_rate * (canaries // 2)))
-    told = {"epsilon": epsilon, "delta": delta, "steps": steps, "batch_size": batch_size, "public_size": canaries // 2, "clip": 1.0,
-            "optimizer": "sgd", "learning_rate": MOVE * batch_size, "loss_fn": canary_loss, "progress": False,
+    told = {"epsilon": epsilon, "delta": delta, "steps": steps,
+            "batch_size": batch_size, "public_size": canaries // 2, "clip": 1.0,
+            "optimizer": "sgd", "learning_rate": MOVE * batch_size,
+            "loss_fn": canary_loss, "progress": False,
             "physical_batch_size": 4096, "seed": seed, **settings}
     chosen = torch.from_numpy(coins.nonzero()[0])
     run = _run(model, TensorData(model.pictures(chosen), chosen), method, told, stop_at)
     if not run.mechanisms:
-        raise ValueError("a run without noise claims nothing, so there is nothing to audit; give a finite epsilon")
+        raise ValueError("a run without noise claims nothing, so there is nothing to "
+                         "audit; give a finite epsilon")
     scores = canary_losses(model, model.pictures, canaries) - canary_losses(run.model, model.pictures, canaries)
     return Audit(scores, coins, run.epsilon, run.delta, list(run.guarantee.planned))
 
 # %% ../nbs/61_auditing.ipynb #auditing-run
-def _run(model: nn.Module, data: TensorData, method: Method, settings: dict[str, Any], stop_at: int | None) -> Run:
+def _run(model: nn.Module, data: TensorData, method: Method, settings: dict[str, Any],
+         stop_at: int | None) -> Run:
     "A run, or one that is stopped and continued."
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-        warnings.filterwarnings("ignore", "batch_size=|ratio=")           # canaries are few beside the entries that they own
+        # canaries are few beside the entries that they own
+        warnings.filterwarnings("ignore", "batch_size=|ratio=")
         if stop_at is None:
             return fine_tune(copy.deepcopy(model), data, method, **settings)
         settings = {"checkpoint": folder, "checkpoint_every": 1, **settings}
         try:
-            fine_tune(copy.deepcopy(model), data, copy.deepcopy(method), **settings | {"optimizer": stopping(stop_at, torch.optim.SGD)})
+            fine_tune(copy.deepcopy(model), data, copy.deepcopy(method),
+                      **settings | {"optimizer": stopping(stop_at, torch.optim.SGD)})
         except Stopped:
             return fine_tune(copy.deepcopy(model), data, method, **settings)
-        raise ValueError(f"stop_at={stop_at}: the run ended before that step; choose a smaller one")
+        raise ValueError(f"stop_at={stop_at}: the run ended before that step; choose a "
+                         "smaller one")
 
 def stopping(
     at: int,                                             # counted from 1
@@ -324,7 +354,8 @@ BOTH = ["layers.0", "layers.1"]  # of `CanaryLayers`
 METHODS: dict[str, Callable[[int], dict[str, Any]]] = {  # -> options for so many steps
     "Full": lambda steps: {}, "LastLayer": lambda steps: {}, "BiTFiT": lambda steps: {},
     "NormOnly": lambda steps: {}, "LoRA": lambda steps: {"targets": BOTH},
-    "Adapter": lambda steps: {"after": BOTH}, "RandomPartitions": lambda steps: {"ratio": 0.6},
+    "Adapter": lambda steps: {"after": BOTH},
+    "RandomPartitions": lambda steps: {"ratio": 0.6},
     "LargestWeights": lambda steps: {},
     "DPFrost": lambda steps: {"ratio": 0.6, "rounds": 2, "sample_rate": 1.0},
     "LayerFreeze": lambda steps: {"layers": 1, "after": steps // 2},
@@ -379,14 +410,18 @@ def audit_settings(settings: dict[str, Any]) -> Audit:
     left = {name: value for name, value in settings.items() if name not in ours}
     model = CanaryTable(settings["canaries"]) if settings.get("table") else None
     _, made = method_to_audit(settings["method"])
-    return audit(made(settings["steps"]), settings["target_epsilon"], model=model, **left)
+    return audit(made(settings["steps"]), settings["target_epsilon"], model=model,
+                 **left)
 
 def audit_entry(settings: dict[str, Any]) -> dict[str, Any]:
     "What one audit of the grid found, for a record; JSON."
-    done = in_processes(settings) if settings.get("processes") else audit_settings(settings)
+    done = (in_processes(settings) if settings.get("processes")
+            else audit_settings(settings))
     share = 0.05 / sum(1 for _ in audit_grid(True))
-    return {"epsilon": done.epsilon, "delta": done.delta, "claim": done.claim, "mu": done.mu, "kind": done.kinds[0],
-            "bounds": {kind: done.lower_bound(kind) for kind in done.kinds}, "audited": done.lower_bound(error=share),
+    return {"epsilon": done.epsilon, "delta": done.delta, "claim": done.claim,
+            "mu": done.mu, "kind": done.kinds[0],
+            "bounds": {kind: done.lower_bound(kind) for kind in done.kinds},
+            "audited": done.lower_bound(error=share),
             "p_value": done.p_value(), "metrics": {}}
 
 # %% ../nbs/61_auditing.ipynb #auditing-refuted
@@ -404,13 +439,20 @@ def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
 
 def audit_table(records: Sequence[dict[str, Any]]) -> str:
     "Claimed and audited epsilon of every audit, Markdown; ValueError when a claim of the family is false."
-    false = [entry["label"] for entry, found in zip(records, refuted([entry["p_value"] for entry in records]), strict=True) if found]
+    false = [entry["label"]
+             for entry, found in zip(records,
+                                     refuted([entry["p_value"] for entry in records]),
+                                     strict=True) if found]
     if false:
-        raise ValueError(f"the claim of {', '.join(false)} is false: its canaries show more than it allows")
-    lines = ["| | claimed | cost of the plan | audited | share | probability |", "|---|---|---|---|---|---|"]
+        raise ValueError(f"the claim of {', '.join(false)} is false: its canaries show "
+                         "more than it allows")
+    lines = ["| | claimed | cost of the plan | audited | share | probability |",
+             "|---|---|---|---|---|---|"]
     for entry in records:
-        lines.append(f"| {entry['label']} | {entry['epsilon']:.2f} | {entry['claim']:.2f} | {entry['audited']:.2f} | "
-                     f"{entry['audited'] / entry['claim']:.0%} | {entry['p_value']:.2f} |")
+        lines.append(f"| {entry['label']} | {entry['epsilon']:.2f} | "
+                     f"{entry['claim']:.2f} | {entry['audited']:.2f} | "
+                     f"{entry['audited'] / entry['claim']:.0%} | "
+                     f"{entry['p_value']:.2f} |")
     return "\n".join(lines)
 
 # %% ../nbs/61_auditing.ipynb #auditing-processes
@@ -418,7 +460,8 @@ def in_processes(settings: dict[str, Any]) -> Audit:
     "An audit of a run that several processes share; all throw the same coins, from the settings' seed."
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=_rank, args=(rank, settings, folder)) for rank in range(settings["processes"])]
+        ranks = [context.Process(target=_rank, args=(rank, settings, folder))
+                 for rank in range(settings["processes"])]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -427,15 +470,18 @@ def in_processes(settings: dict[str, Any]) -> Audit:
             raise ValueError("a process of the audit failed; its error stands above")
         said = json.loads((Path(folder) / "audit.json").read_text())
     mechanisms = [SampledGaussian(**mechanism) for mechanism in said["mechanisms"]]
-    return Audit(np.array(said["scores"]), np.array(said["coins"]), said["epsilon"], said["delta"], mechanisms)
+    return Audit(np.array(said["scores"]), np.array(said["coins"]), said["epsilon"],
+                 said["delta"], mechanisms)
 
 def _rank(rank: int, settings: dict[str, Any], folder: str) -> None:
     "One of the processes: the first writes down what was found."
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=settings["processes"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank,
+                            world_size=settings["processes"])
     done = audit_settings(settings)
     if rank == 0:
-        said = {"scores": done.scores.tolist(), "coins": done.coins.tolist(), "epsilon": done.epsilon, "delta": done.delta,
+        said = {"scores": done.scores.tolist(), "coins": done.coins.tolist(),
+                "epsilon": done.epsilon, "delta": done.delta,
                 "mechanisms": [vars(mechanism) for mechanism in done.mechanisms]}
         (Path(folder) / "audit.json").write_text(json.dumps(said))
     dist.destroy_process_group()

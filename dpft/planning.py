@@ -66,7 +66,7 @@ def plan_table(
     batch_sizes: Sequence[int] | None = None, # None: powers of two up to a quarter of the data
     steps: Sequence[int] = DEFAULT_STEPS,
     seconds_per_example: float | None = None, # measured, see `probe_seconds`
-    accountant: str = "rdp",                # quick; "prv" is tight and takes minutes for a table
+    accountant: str = "rdp",  # quick; "prv" is tight and takes minutes for a table
 ) -> list[Cell]:                            # row by row: steps, then batch sizes
     "Noise, signal-to-noise ratio and time of every plan, from public numbers alone; @sec-planning."
     if size < 1 or trainable < 1:
@@ -76,21 +76,26 @@ def plan_table(
     for batch_size, count in itertools.product(wanted, steps):
         check_sizes(size, batch_size, count, delta, 1.0)
     if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"epsilon={target_epsilon}: a plan needs a positive and finite budget")
-    return [_cell(size, trainable, target_epsilon, delta, batch_size, count, seconds_per_example, accountant)
+        raise ValueError(f"epsilon={target_epsilon}: a plan needs a positive and "
+                         "finite budget")
+    return [_cell(size, trainable, target_epsilon, delta, batch_size, count,
+                  seconds_per_example, accountant)
             for count in steps for batch_size in wanted]
 
 # %% ../nbs/08_planning.ipynb #planning-cell
 def _cell(
-    size: int, trainable: int, target: float, delta: float, batch_size: int, steps: int, seconds: float | None, accountant: str,
+    size: int, trainable: int, target: float, delta: float, batch_size: int, steps: int,
+    seconds: float | None, accountant: str,
 ) -> Cell:
     "One cell; without a noise multiplier that meets the budget its ratio is 0."
     try:
-        sigma = noise_multiplier(target, delta, batch_size / size, steps, accountant=accountant, tolerance=5e-3)
+        sigma = noise_multiplier(target, delta, batch_size / size, steps,
+                                 accountant=accountant, tolerance=5e-3)
     except BudgetError:
         sigma = math.inf
     ratio = batch_size / (sigma * math.sqrt(trainable))
-    return Cell(batch_size, steps, sigma, ratio, ratio * math.sqrt(steps), None if seconds is None else seconds * batch_size * steps)
+    return Cell(batch_size, steps, sigma, ratio, ratio * math.sqrt(steps),
+                None if seconds is None else seconds * batch_size * steps)
 
 # %% ../nbs/08_planning.ipynb #planning-recommended
 def recommended(
@@ -100,8 +105,10 @@ def recommended(
     "The least work that comes near the largest ratio; @prp-saturation."
     largest = max(cell.ratio for cell in cells)
     if largest == 0:
-        raise BudgetError("no plan in the table meets the budget; ask for a larger epsilon, smaller batches or fewer steps")
-    return min((cell for cell in cells if cell.ratio >= share * largest), key=lambda cell: (cell.examples, -cell.ratio))
+        raise BudgetError("no plan in the table meets the budget; ask for a larger "
+                          "epsilon, smaller batches or fewer steps")
+    return min((cell for cell in cells if cell.ratio >= share * largest),
+               key=lambda cell: (cell.examples, -cell.ratio))
 
 # %% ../nbs/08_planning.ipynb #planning-text
 #| code-fold: true
@@ -115,10 +122,13 @@ def plan_text(
         rows[cell.steps][cell.batch_size] = cell
     lines = ["steps \\ batch" + "".join(f"{size:>15d}" for size in sizes)]
     for steps, row in sorted(rows.items()):
-        shown = [("      –" if math.isinf(row[size].noise_multiplier) else f"{row[size].noise_multiplier:6.3f} {row[size].ratio:6.3g}")
+        shown = [("      –" if math.isinf(row[size].noise_multiplier)
+                  else f"{row[size].noise_multiplier:6.3f} {row[size].ratio:6.3g}")
                  + ("*" if row[size] == best else " ") for size in sizes]
         lines.append(f"{steps:>13d}" + "".join(f"{text:>15s}" for text in shown))
-    return "\n".join([*lines, "each plan: noise multiplier, accumulated signal-to-noise ratio; * recommended"])
+    return "\n".join([*lines,
+                      "each plan: noise multiplier, accumulated signal-to-noise "
+                      "ratio; * recommended"])
 
 # %% ../nbs/08_planning.ipynb #tuning-plan-figure
 #| code-fold: true
@@ -138,9 +148,11 @@ def plan_figure(
     picture = axes.imshow(values, cmap="cividis", origin="lower", aspect="auto", vmin=0)
     for cell in cells:
         place = sizes.index(cell.batch_size), steps.index(cell.steps)
-        text = "–" if math.isinf(cell.noise_multiplier) else f"σ {cell.noise_multiplier:.2f}"
+        text = ("–" if math.isinf(cell.noise_multiplier)
+                else f"σ {cell.noise_multiplier:.2f}")
         text += "" if cell.seconds is None else f"\n{duration(cell.seconds)}"
-        axes.text(*place, text, ha="center", va="center", fontsize=7, color="white" if cell.ratio < 0.6 * best.ratio else "black")
+        axes.text(*place, text, ha="center", va="center", fontsize=7,
+                  color="white" if cell.ratio < 0.6 * best.ratio else "black")
     axes.add_patch(Rectangle((sizes.index(best.batch_size) - 0.5, steps.index(best.steps) - 0.5), 1, 1, fill=False, edgecolor="#D55E00",
                              linewidth=2.5, clip_on=False, zorder=3))
     axes.set_xticks(range(len(sizes)), [f"{size}" for size in sizes])
@@ -156,7 +168,8 @@ def duration(
     "Seconds, minutes or hours, two digits."
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.2g} {unit}" if seconds < 100 * length else f"{seconds / length:.0f} {unit}"
+            return (f"{seconds / length:.2g} {unit}" if seconds < 100 * length
+                    else f"{seconds / length:.0f} {unit}")
     return f"{seconds:.2g} s"
 
 # %% ../nbs/08_planning.ipynb #tuning-shape
@@ -170,8 +183,10 @@ class DataShape:
 
 
 DATA_SHAPES = {
-    "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"), "e2e": DataShape(42061, "causal"),
-    "fashion_mnist": DataShape(60000, "image", 10, (1, 28, 28)), "mnist": DataShape(60000, "image", 10, (1, 28, 28)),
+    "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"),
+    "e2e": DataShape(42061, "causal"),
+    "fashion_mnist": DataShape(60000, "image", 10, (1, 28, 28)),
+    "mnist": DataShape(60000, "image", 10, (1, 28, 28)),
     "cifar10": DataShape(50000, "image", 10, (3, 32, 32)),
 }
 
@@ -179,7 +194,8 @@ DATA_SHAPES = {
 def data_shape(name: str) -> DataShape:
     "What is published about a data set of this book; for any other, its size is given by hand."
     if name not in DATA_SHAPES:
-        raise ValueError(f"the size of {name!r} is not published here; {did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
+        raise ValueError(f"the size of {name!r} is not published here; "
+                         f"{did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
     return DATA_SHAPES[name]
 
 # %% ../nbs/08_planning.ipynb #planning-model-shape
@@ -190,13 +206,16 @@ def model_shape(
     "A model's parameters without their values; a Transformers name needs its configuration, which is a small file."
     if name in BUILT:
         with torch.device("meta"):
-            return BUILT[name](data.classes) if data.image_shape is None else BUILT[name](data.classes, data.image_shape)
+            return (BUILT[name](data.classes) if data.image_shape is None
+                    else BUILT[name](data.classes, data.image_shape))
     import transformers as hf
     if name == "minilm":
         config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)
         with torch.device("meta"):
             return mean_pooled_classifier()(config)
-    autos = {"text": hf.AutoModelForSequenceClassification, "image": hf.AutoModelForImageClassification, "causal": hf.AutoModelForCausalLM}
+    autos = {"text": hf.AutoModelForSequenceClassification,
+             "image": hf.AutoModelForImageClassification,
+             "causal": hf.AutoModelForCausalLM}
     check_name(name)
     labels = {} if data.kind == "causal" else {"num_labels": data.classes}
     config = hf.AutoConfig.from_pretrained(name, **labels)
@@ -211,9 +230,11 @@ def count_trainable(
     "How many parameters a method trains in a model, without any data."
     context = Context(model, default_loss(model), 1, 10**6, 1)
     if method.requests(context):
-        raise ValueError(f"what {type(method).__name__} trains depends on private data; give the number of parameters instead")
+        raise ValueError(f"what {type(method).__name__} trains depends on private "
+                         "data; give the number of parameters instead")
     method.start(context)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters()
+               if parameter.requires_grad)
 
 # %% ../nbs/08_planning.ipynb #planning-made-up
 def made_up_batch(
@@ -228,7 +249,8 @@ def made_up_batch(
     config: Any = model.config
     ids = torch.randint(config.vocab_size, (rows, tokens))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-            "labels": ids if data.kind == "causal" else torch.zeros(rows, dtype=torch.long)}
+            "labels": ids if data.kind == "causal"
+            else torch.zeros(rows, dtype=torch.long)}
 
 # %% ../nbs/08_planning.ipynb #planning-seconds
 def probe_seconds(

@@ -26,7 +26,7 @@ __all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type'
 @dataclass(frozen=True)
 class Known:
     "What a name stands for."
-    kind: str                      # the class: by its name in `dpft`, or as `where:Class`
+    kind: str  # the class: by its name in `dpft`, or as `where:Class`
     options: dict[str, Any] = field(default_factory=dict)  # JSON, unless others are given
     learning_rate: float | None = None  # to start from; None: `fine_tune`'s own
 
@@ -89,9 +89,10 @@ def method_type(
     if isinstance(found, type) and issubclass(found, Method):
         return found
     if not colon:
-        raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)} "
-                         "(or file.py:Class, or module:Class)")
-    what = "no" if found is None else f"{found!r}, which is no subclass of dpft.Method, as"
+        raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)} (or "
+                         "file.py:Class, or module:Class)")
+    what = ("no" if found is None
+            else f"{found!r}, which is no subclass of dpft.Method, as")
     raise ValueError(f"{where} has {what} {attribute}; name a class of methods")
 
 # %% ../nbs/09_registry.ipynb #registry-made
@@ -115,7 +116,8 @@ def options_of(
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise ValueError(f"--option {pair}: write it as name=value, such as ratio=0.25")
+            raise ValueError(f"--option {pair}: write it as name=value, such as "
+                             "ratio=0.25")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -132,6 +134,6 @@ def method_named(
     kind, chosen = method_type(name), options_of(given)
     known = signature(kind).parameters
     if unknown := [option for option in chosen if option not in known]:
-        raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; "
-                         f"it has {', '.join(known) or 'none'}")
+        raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; it has "
+                         f"{', '.join(known) or 'none'}")
     return method_from(name, its.options | chosen), its.learning_rate

@@ -20,7 +20,8 @@ __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_lea
            'price', 'trial_noise', 'Charge', 'settle', 'grouped', 'TunedGuarantee']
 
 # %% ../nbs/08_selection.ipynb #tuning-law-names
-LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0} # the shape eta; infinite: Poisson, the limit
+# the shape eta; infinite: Poisson, the limit
+LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 # %% ../nbs/08_selection.ipynb #tuning-law
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class TrialLaw:
         if self.name not in LAWS:
             raise ValueError(f"law={self.name!r}: choose {', '.join(LAWS)}")
         if not 1 < self.mean <= 500:
-            raise ValueError(f"trials={self.mean:g}: a selection needs an expected number of trials above 1 and at most 500")
+            raise ValueError(f"trials={self.mean:g}: a selection needs an expected "
+                             "number of trials above 1 and at most 500")
 
     @property
     def shape(self) -> float:
@@ -66,7 +68,8 @@ class TrialLaw:
 
     def _ratio(self, k: int) -> float:
         "P(k + 1) / P(k)."
-        return self.parameter / (k + 1) if self.shape == math.inf else (1 - self.parameter) * (k + self.shape) / (k + 1)
+        return (self.parameter / (k + 1) if self.shape == math.inf
+                else (1 - self.parameter) * (k + self.shape) / (k + 1))
 
     def draw(
         self,
@@ -75,7 +78,8 @@ class TrialLaw:
         "The number of trials that a uniform number stands for."
         k, mass = 1, self.slope(0.0)
         below = mass
-        while below <= uniform and (mass > 1e-18 or k < self.mean): # the Poisson law begins far below 1e-18
+        # the Poisson law begins far below 1e-18
+        while below <= uniform and (mass > 1e-18 or k < self.mean):
             mass *= self._ratio(k)
             k, below = k + 1, below + mass
         return k
@@ -100,21 +104,23 @@ def _mean(shape: float, parameter: float) -> float:
     return shape * (1 - parameter) / (parameter * (1 - parameter**shape))
 
 # %% ../nbs/08_selection.ipynb #tuning-orders
-ORDERS = np.array([*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 80, 96, 112, 128, 160, 192, 256, 384, 512])
+ORDERS = np.array([*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 80, 96,
+                   112, 128, 160, 192, 256, 384, 512])
 
 
 @lru_cache(maxsize=1024)
 def _step_renyi(sigma: float, q: float) -> np.ndarray:
     "Rényi divergence of one step at each of `ORDERS`."
     from opacus.accountants.analysis.rdp import compute_rdp
-    return np.asarray(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=ORDERS.tolist()))
+    return np.asarray(compute_rdp(q=q, noise_multiplier=sigma, steps=1,
+                                  orders=ORDERS.tolist()))
 
 # %% ../nbs/08_selection.ipynb #tuning-price
 def selected_renyi(
-    renyi: np.ndarray,            # (orders,) divergence of one trial at each of `ORDERS`
+    renyi: np.ndarray,  # (orders,) divergence of one trial at each of `ORDERS`
     law: TrialLaw,
     leaks: np.ndarray | float = 1.0, # (orders,) delta of one trial at epsilon = log(1 + 1 / (order - 1)); only the Poisson law needs it
-) -> np.ndarray:                  # (orders,) divergence of the best of a random number of trials
+) -> np.ndarray:  # (orders,) divergence of the best of a random number of trials
     "The price of selection at each order; @thm-selection."
     overhead = math.log(law.mean) / (ORDERS - 1)
     if law.shape == math.inf:
@@ -132,7 +138,8 @@ def trial_leaks(
     "How often one trial's privacy loss is more than the Poisson law forgives; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
-        return np.maximum(*(PrivacyCurve(plan, 1, relation).delta(small) for relation in ("remove", "add")))
+        return np.maximum(*(PrivacyCurve(plan, 1, relation).delta(small)
+                            for relation in ("remove", "add")))
     exponents = (ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1) + ORDERS * np.log1p(-1 / ORDERS)
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
@@ -141,7 +148,8 @@ def trial_leaks(
 @lru_cache(maxsize=256)
 def _whole_renyi(history: tuple[tuple[float, float, int], ...], law: TrialLaw, accountant: str) -> np.ndarray:
     "Divergences of a selection, whatever the delta."
-    renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history), np.zeros(len(ORDERS)))
+    renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
+                np.zeros(len(ORDERS)))
     leaks = trial_leaks([SampledGaussian(*entry) for entry in history], renyi, accountant) if law.shape == math.inf else 1.0
     return selected_renyi(renyi, law, leaks)
 
@@ -158,11 +166,14 @@ def selection_epsilon(
         raise ValueError(f'accountant="{accountant}" is unknown; use "prv" or "rdp"')
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta}: it must lie strictly between 0 and 1")
-    history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps) for m in plan if m.steps))
+    history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps)
+                           for m in plan if m.steps))
     whole = _whole_renyi(history, law, accountant)
-    value = whole - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1) + np.log1p(-1 / ORDERS)
+    value = (whole - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
+             + np.log1p(-1 / ORDERS))
     if not np.isfinite(value).any():
-        raise BudgetError(f"a selection among about {law.mean:g} trials of {plan} cannot be priced; use more noise")
+        raise BudgetError(f"a selection among about {law.mean:g} trials of {plan} "
+                          "cannot be priced; use more noise")
     return max(0.0, float(np.nanmin(value)))
 
 # %% ../nbs/08_selection.ipynb #tuning-price-class
@@ -170,7 +181,7 @@ def selection_epsilon(
 class Price:
     "What a search costs both ways, at one noise multiplier; @sec-price."
     composition: float # epsilon of all trials published
-    selection: float   # epsilon of the best of a random number of trials, with this mean
+    selection: float  # epsilon of the best of a random number of trials, with this mean
     law: TrialLaw
 
     @property
@@ -184,7 +195,8 @@ def repeated(
     trials: int,
 ) -> list[SampledGaussian]:
     "Each mechanism as often as all trials run it; @lem-trials."
-    return [replace(m, steps=m.steps * trials, name=f"{m.name}, {trials} trials") for m in mechanisms]
+    return [replace(m, steps=m.steps * trials, name=f"{m.name}, {trials} trials")
+            for m in mechanisms]
 
 # %% ../nbs/08_selection.ipynb #tuning-price-function
 def price(
@@ -198,7 +210,8 @@ def price(
     "Epsilon of a search by composition and by selection; @lem-trials, @thm-selection."
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
     chosen = TrialLaw(law, float(trials))
-    published = epsilon(repeated(plan, trials if different is None else different), delta, accountant)
+    published = epsilon(repeated(plan, trials if different is None else different),
+                        delta, accountant)
     return Price(published, selection_epsilon(plan, delta, chosen, accountant), chosen)
 
 # %% ../nbs/08_selection.ipynb #tuning-settle
@@ -219,24 +232,31 @@ def trial_noise(
     "Smallest noise of a trial with which the whole search meets the target; @lem-trials, @thm-selection."
     if charge != "selection":
         count = trials if charge == "composition" else 1
-        return noise_multiplier(target_epsilon, delta, sample_rate, count * steps, accountant=accountant, tolerance=tolerance)
-    return _selection_noise(target_epsilon, delta, sample_rate, steps, TrialLaw(law, float(trials)), accountant, tolerance)
+        return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,
+                                accountant=accountant, tolerance=tolerance)
+    return _selection_noise(target_epsilon, delta, sample_rate, steps,
+                            TrialLaw(law, float(trials)), accountant, tolerance)
 
 # %% ../nbs/08_selection.ipynb #tuning-selection-noise
 #| code-fold: true
 def _selection_noise(
-    target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw, accountant: str, tolerance: float,
+    target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw,
+    accountant: str, tolerance: float,
 ) -> float:
     "With RDP by bisection; the tight Poisson price is dear, so its root is sought by few values below that."
     def excess(sigma: float, way: str = accountant) -> float:
-        return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta, law, way) - target
+        return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta, law,
+                                 way) - target
 
-    low = high = noise_multiplier(target, delta, sample_rate, steps, accountant=accountant, tolerance=tolerance)
+    low = high = noise_multiplier(target, delta, sample_rate, steps,
+                                  accountant=accountant, tolerance=tolerance)
     while excess(high, "rdp") > 0:
         low, high = high, 2 * high
         if high > NOISE_CAP:
-            raise BudgetError(f"epsilon={target:g} cannot be met by a selection among about {law.mean:g} trials at delta={delta:.3g}, "
-                              "whatever the noise; ask for a larger epsilon or expect fewer trials")
+            raise BudgetError(f"epsilon={target:g} cannot be met by a selection among "
+                              f"about {law.mean:g} trials at delta={delta:.3g}, "
+                              "whatever the noise; ask for a larger epsilon or expect "
+                              "fewer trials")
     first = low
     while high - low > tolerance:
         middle = (low + high) / 2
@@ -275,8 +295,11 @@ def settle(
     found = []
     for way in ways:
         count = trials if way == "selection" else different
-        sigma = trial_noise(target_epsilon, delta, sample_rate, steps, count, way, law, accountant)
-        found.append(Charge(way, count, sigma, TrialLaw(law, float(count)) if way == "selection" else None))
+        sigma = trial_noise(target_epsilon, delta, sample_rate, steps, count, way, law,
+                            accountant)
+        found.append(Charge(way, count, sigma,
+                            TrialLaw(law, float(count)) if way == "selection"
+                            else None))
     return min(found, key=lambda one: one.noise_multiplier)
 
 # %% ../nbs/08_selection.ipynb #tuning-grouped
@@ -288,7 +311,8 @@ def grouped(
     "Epsilon of a group by the bound that holds for any algorithm; @lem-group."
     def enough(log_delta: float) -> float:
         one = curve(math.exp(log_delta))
-        return log_delta + (group - 1) * one + math.log(sum(math.exp(-k * one) for k in range(group))) - math.log(delta)
+        return (log_delta + (group - 1) * one
+                + math.log(sum(math.exp(-k * one) for k in range(group))) - math.log(delta))
 
     high = low = math.log(delta)
     while enough(low) > 0:
@@ -343,14 +367,19 @@ class TunedGuarantee(Guarantee):
     ) -> float:     # best true-positive rate of any membership attack
         "What an attacker who knows everything but one unit can reach; @lem-tradeoff."
         deltas = {self.target_delta, *(10.0 ** -(k / 2) for k in range(1, 11))}
-        return min(best_true_positive_rate(self.epsilon(delta), delta, fpr) for delta in deltas)
+        return min(best_true_positive_rate(self.epsilon(delta), delta, fpr)
+                   for delta in deltas)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
-        raise BudgetError("a selected run has no composed privacy curve; read epsilon, delta and tpr")
+        raise BudgetError("a selected run has no composed privacy curve; read "
+                          "epsilon, delta and tpr")
 
     def report(self) -> str:
         "Markdown for a model card."
         return super().report() + (
-            f"\nThe settings were chosen by selection: the best of a random number of trials was published ({self.law.name} law, "
-            f"{self.law.mean:g} expected, at least one), and neither the number nor any other trial. "
-            "The mechanisms above are those of one trial; epsilon is that of the whole search.\n")
+            f"\nThe settings were chosen by selection: the best of a random number of "
+            f"trials was published ({self.law.name} law, "
+            f"{self.law.mean:g} expected, at least one), and neither the number nor "
+            "any other trial. "
+            "The mechanisms above are those of one trial; epsilon is that of the whole "
+            "search.\n")

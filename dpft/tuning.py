@@ -12,140 +12,34 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from .scores import NoisyAccuracy, apart, scorer
+from torch import nn
 
 from .data import Public, Task, check_disjoint_rows, did_you_mean, units_of
 from .guarantee import Guarantee
 from .loop import Run, fine_tune
 from .method import Context, Method
-from .models import accuracy, default_loss, perplexity
+from .models import default_loss
 from .noise import Keystream
 from .plan import check_sizes
 from .privacy import BudgetError, Ledger, SampledGaussian
 from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
 
 # %% auto #0
-__all__ = ['PRICED', 'HELD', 'Proposer', 'people_of', 'NoisyAccuracy', 'apart', 'noisy_accuracy', 'scorer', 'Trial',
-           'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'Search', 'check_as_priced', 'run_trials',
-           'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'whole_guarantee', 'tune']
-
-# %% ../nbs/08_tuning.ipynb #tuning-people
-def people_of(
-    data: Any,                               # rows
-    unit: str | Sequence[Hashable] | Tensor, # column that names them, or a list of names
-) -> list[Hashable]:                         # one for each row
-    "Whose row each is; ValueError where that is not known for all of them."
-    data = data.data if isinstance(data, Public) else data
-    if isinstance(unit, str):
-        table = getattr(data, "table", None) or data
-        first = table[0]
-        if not isinstance(first, dict) or unit not in first:
-            raise ValueError(f"the scored data has no column {unit!r}, so nobody can tell "
-                             "whether its people are in the training data too")
-        names = [table[row][unit] for row in range(len(table))]
-    else:
-        names = unit.tolist() if isinstance(unit, Tensor) else list(unit)
-    if len(names) != len(data):
-        raise ValueError(f"unit names {len(names)} rows and the scored data has {len(data)}")
-    if missing := [row for row, name in enumerate(names) if name is None or name != name]:
-        raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows out")
-    return names
-
-# %% ../nbs/08_tuning.ipynb #tuning-score
-class NoisyAccuracy:
-    "Accuracy on a private development set, with noise that is paid for; @lem-noisy-accuracy."
-
-    def __init__(
-        self,
-        data: Any,                             # labelled rows, none of them trained on
-        noise_multiplier: float | None = None, # None: `tune` solves it for its budget
-        unit: str | Sequence[Hashable] | Tensor | None = None, # whose each row is; None: a row
-    ):
-        self.data, self.noise_multiplier, self.unit = data, noise_multiplier, unit
-        if not len(data):
-            raise ValueError("the development set has no rows to score on")
-        self.people = None if unit is None else people_of(data, unit)
-        self.most = max(Counter(self.people or [0]).values())  # rows of one unit
-
-    def mechanism(self, noise_multiplier: float | None = None) -> SampledGaussian:
-        "What one score costs a unit of the development set."
-        sigma = self.noise_multiplier if noise_multiplier is None else noise_multiplier
-        if sigma is None:
-            raise ValueError("this noisy accuracy has no noise_multiplier yet; "
-                             "give one, or let tune solve it")
-        return SampledGaussian(sigma, 1.0, 1, "score")
-
-# %% ../nbs/08_tuning.ipynb #tuning-people-check
-def apart(
-    score: NoisyAccuracy,
-    rows: Any,                                      # the training data
-    unit: str | Sequence[Hashable] | Tensor | None, # whom training protects
-) -> NoisyAccuracy:                                 # by the same unit
-    "A development set whose people are not trained on; ValueError where that is not known."
-    if unit is None or isinstance(unit, str) and unit == "example":
-        return score
-    if score.unit is None:
-        if not isinstance(unit, str):
-            raise ValueError("unit= protects people, so the development set must say whose its "
-                             "rows are too: NoisyAccuracy(data, unit=[...])")
-        score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
-    trained, scored = set(people_of(rows, unit)), score.people or []
-    if shared := [row for row, name in enumerate(scored) if name in trained]:
-        raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to people who "
-                         f"are trained on too, the first is row {shared[0]}; leave them out")
-    return score
-
-# %% ../nbs/08_tuning.ipynb #tuning-noisy
-def noisy_accuracy(
-    model: nn.Module,
-    data: Any,               # labelled rows
-    noise_multiplier: float, # of the number of right answers
-    keystream: Keystream,
-    *context: str | int,     # which release this is: no two may share it
-    most: int = 1,           # rows of one unit, m
-) -> float:                  # may lie outside [0, 1]
-    "Share of right answers plus Gaussian noise; @lem-noisy-accuracy."
-    count = accuracy(model, data) * len(data)
-    right = torch.tensor([count], dtype=torch.float64).round()
-    digest = keystream.digest(right, "score", *context)
-    noise = keystream.normal((1,), noise_multiplier * most, "score", *context, digest,
-                             dtype=torch.float64)
-    return float(right + noise) / len(data)
-
-# %% ../nbs/08_tuning.ipynb #tuning-scorer
-def scorer(
-    score: Any,           # a data set, a `Public` one, a `NoisyAccuracy`, or a function
-    noise_multiplier: float | None, # of a `NoisyAccuracy`
-    keystream: Keystream,
-) -> Callable[[Run, int], float]:   # of a run and its number; never NaN
-    "How a run is scored."
-    def raw(run: Run, number: int) -> float:
-        if callable(score):
-            return float(score(run.model))
-        own = isinstance(score, (Public, NoisyAccuracy))
-        data = run.prepared.encoded(score.data if own else score)
-        if isinstance(score, NoisyAccuracy):
-            sigma = score.mechanism(noise_multiplier).noise_multiplier
-            return noisy_accuracy(run.model, data, sigma, keystream, number, most=score.most)
-        if run.prepared.kind == "causal":
-            return -perplexity(run.model, data)
-        return accuracy(run.model, data)
-
-    def measured(run: Run, number: int) -> float:
-        value = raw(run, number)
-        return -math.inf if math.isnan(value) else value
-    return measured
+__all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'Search',
+           'check_as_priced', 'run_trials', 'what_scored', 'score_noise', 'guarantee_of_scores', 'merged',
+           'whole_guarantee', 'tune']
 
 # %% ../nbs/08_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",
           "accountant", "public_size", "unit", "unit_cap")
-HELD = ("model", "train", "evaluate", "ledger", "checkpoint", "checkpoint_every", "seed",
+HELD = ("model", "train", "evaluate", "ledger", "checkpoint", "checkpoint_every",
+        "seed",
         "progress")
 
 
@@ -156,7 +50,8 @@ class Trial:
     score: float
 
 
-Proposer = Callable[[list[Trial]], dict[str, Any]] # the next settings, from the trials so far
+# the next settings, from the trials so far
+Proposer = Callable[[list[Trial]], dict[str, Any]]
 
 # %% ../nbs/08_tuning.ipynb #tuning-check-setting
 def check_setting(
@@ -166,13 +61,14 @@ def check_setting(
     known = list(inspect.signature(fine_tune).parameters)
     if name not in known:
         free = (one for one in known if one not in PRICED + HELD)
-        raise ValueError(f"{name!r} is no setting of fine_tune; {did_you_mean(name, free)}")
+        raise ValueError(f"{name!r} is no setting of fine_tune; "
+                         f"{did_you_mean(name, free)}")
     if name in PRICED:
-        raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary it; "
-                         "dpft plan helps to choose it and spends nothing")
+        raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary "
+                         "it; dpft plan helps to choose it and spends nothing")
     if name in HELD:
-        raise ValueError(f"{name!r} belongs to the search, not to a trial; "
-                         "give it to tune, or leave it out")
+        raise ValueError(f"{name!r} belongs to the search, not to a trial; give it to "
+                         "tune, or leave it out")
 
 # %% ../nbs/08_tuning.ipynb #tuning-choices
 def settings_grid(
@@ -182,7 +78,8 @@ def settings_grid(
     if isinstance(choices, Mapping):
         for name, values in choices.items():
             if isinstance(values, str) or not isinstance(values, Sequence):
-                raise ValueError(f"choices of {name!r} must be a list of values, not {values!r}")
+                raise ValueError(f"choices of {name!r} must be a list of values, not "
+                                 f"{values!r}")
         grid = [dict(zip(choices, values, strict=True))
                 for values in itertools.product(*choices.values())]
     else:
@@ -202,7 +99,7 @@ class Tuning:
     run: Run                        # its run, with the guarantee of the whole search
     trials: list[Trial]             # under selection the best only
     charge: Charge                  # how the search was paid for
-    price: Price | None             # at the trial's noise, both ways; None without noise
+    price: Price | None  # at the trial's noise, both ways; None without noise
     guarantee: Guarantee            # for a unit of the training data
     score_guarantee: Guarantee | None = None # of the development set, where that was paid for
 
@@ -226,9 +123,9 @@ def check_paid(
 ) -> None:
     "ValueError when a trial would promise nothing and the search is to promise something."
     if unpaid and target < math.inf:
-        raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises nothing "
-                         "and a search cannot meet its epsilon; pay for that look, take it "
-                         "from public data, or say epsilon=math.inf")
+        raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises "
+                         "nothing and a search cannot meet its epsilon; pay for that "
+                         "look, take it from public data, or say epsilon=math.inf")
 
 # %% ../nbs/08_tuning.ipynb #tuning-search
 @dataclass
@@ -260,12 +157,12 @@ class Search:
         if self.charge not in CHARGES:
             raise ValueError(f"charge={self.charge!r}: choose {', '.join(CHARGES)}")
         if self.proposer and self.charge in ("selection", "cheapest"):
-            raise ValueError("a function that proposes settings makes trials depend on each "
-                             "other; use charge='composition'")
+            raise ValueError("a function that proposes settings makes trials depend "
+                             "on each other; use charge='composition'")
         for name in self.settings:
             if name in PRICED or name in HELD:
-                raise ValueError(f"{name!r} cannot be given to every trial; see what tune "
-                                 "itself takes, or leave it out")
+                raise ValueError(f"{name!r} cannot be given to every trial; see what "
+                                 "tune itself takes, or leave it out")
             check_setting(name)
         if isinstance(self.score, Public):
             check_disjoint_rows(self.score.data, self.rows)
@@ -273,17 +170,20 @@ class Search:
             check_disjoint_rows(self.score.data, self.rows, "scored")
             self.score = apart(self.score, self.rows, self.unit)
 
-    def check_methods(self, target: float, batch_size: int, steps: int, size: int) -> None:
+    def check_methods(self, target: float, batch_size: int, steps: int,
+                      size: int) -> None:
         "Refuse a method that looks at private data unpaid, or that spends what has no price."
         others = [setting["method"] for setting in self.grid if "method" in setting]
         for method in [self.method, *others]:
-            if isinstance(self.model, nn.Module): # one by name is asked after its first trial
-                context = Context(self.model, default_loss(self.model), batch_size, steps, size)
+            # one by name is asked after its first trial
+            if isinstance(self.model, nn.Module):
+                context = Context(self.model, default_loss(self.model), batch_size,
+                                  steps, size)
                 method.requests(context)
                 check_paid(context.unpaid, target)
             if method.may_spend and self.charge != "none":
-                raise ValueError(f"{type(method).__name__} may spend besides training, which "
-                                 "a search cannot price yet; use charge='none'")
+                raise ValueError(f"{type(method).__name__} may spend besides training, "
+                                 "which a search cannot price yet; use charge='none'")
 
     @property
     def different(self) -> int:
@@ -298,7 +198,8 @@ class Search:
         "Settings by trial: random with repetition under selection, else each once."
         if paid.law is not None:
             count = paid.law.draw(self.uniform("number of trials"))
-            return [int(self.uniform("settings", i) * len(self.grid)) for i in range(count)]
+            return [int(self.uniform("settings", i) * len(self.grid))
+                    for i in range(count)]
         shuffled = sorted(range(len(self.grid)), key=lambda i: self.uniform("order", i))
         return shuffled[:paid.trials]
 
@@ -308,7 +209,8 @@ class Search:
             return settings_grid([self.proposer(list(done))])[0]
         return self.grid[place]
 
-    def trial(self, setting: dict[str, Any], number: int, common: dict[str, Any]) -> Run:
+    def trial(self, setting: dict[str, Any], number: int,
+              common: dict[str, Any]) -> Run:
         "One run with its settings, on fresh copies, with randomness of its own."
         given = {**self.settings, **setting}
         method = copy.deepcopy(given.pop("method", self.method))
@@ -327,13 +229,14 @@ def check_as_priced(
     common: dict[str, Any], # what all trials share
 ) -> None:
     "ValueError when a trial promised nothing; BudgetError when it planned something else."
-    if run.guarantee.unpaid:                               # an infinite epsilon is in there
+    if run.guarantee.unpaid:  # an infinite epsilon is in there
         check_paid([run.guarantee.unpaid], common.get("epsilon", 0.0))
     rate, sigma = common["batch_size"] / common["public_size"], common.get("noise_multiplier")
     expected = [] if sigma is None else [(sigma, rate, common["steps"])]
-    if [(m.noise_multiplier, m.sample_rate, m.steps) for m in run.guarantee.planned] != expected:
-        raise BudgetError(f"a trial planned {run.guarantee.planned} instead of what was priced; "
-                          "give public_size, the number of units")
+    if [(m.noise_multiplier, m.sample_rate, m.steps)
+        for m in run.guarantee.planned] != expected:
+        raise BudgetError(f"a trial planned {run.guarantee.planned} instead of what "
+                          "was priced; give public_size, the number of units")
 
 # %% ../nbs/08_tuning.ipynb #tuning-trials
 def run_trials(
@@ -351,7 +254,8 @@ def run_trials(
     places = range(paid.trials) if search.proposer else search.order(paid)
     measure = scorer(search.score, sigma, search.keystream)
     done, spent, best, heard = list[Trial](), list[Guarantee](), None, []
-    for number, place in enumerate(tqdm(places, disable=hidden or not progress, unit="trial")):
+    for number, place in enumerate(tqdm(places, disable=hidden or not progress,
+                                        unit="trial")):
         with warnings.catch_warnings(record=hidden) as said:
             setting = search.setting(place, done)
             run = search.trial(setting, number, common)
@@ -374,7 +278,8 @@ def what_scored(
         return f"the data that chose among the trials ({score.source})", True
     if isinstance(score, NoisyAccuracy):
         return f"the size of the private development set, {len(score.data)}", True
-    source = "by a function of the user's" if callable(score) else f"on {len(score)} examples"
+    source = ("by a function of the user's" if callable(score)
+              else f"on {len(score)} examples")
     return f"the scores that chose among the trials, {source}, unless they are public", False
 
 # %% ../nbs/08_tuning.ipynb #tuning-score-guarantee
@@ -390,7 +295,8 @@ def score_noise(
 
 
 def guarantee_of_scores(
-    score: Any, paid: Charge, sigma: float | None, count: int, run: Run, reproducible: bool,
+    score: Any, paid: Charge, sigma: float | None, count: int, run: Run,
+    reproducible: bool,
 ) -> Guarantee | None: # None: no scores were paid for
     "What is promised to the units of a development set."
     if not isinstance(score, NoisyAccuracy):
@@ -399,7 +305,8 @@ def guarantee_of_scores(
     if score.people is not None:
         public.append(f"that nobody has more than {score.most} of them")
     base: dict[str, Any] = {
-        "target_delta": run.guarantee.target_delta, "accountant": run.guarantee.accountant,
+        "target_delta": run.guarantee.target_delta,
+        "accountant": run.guarantee.accountant,
         "unit": f"{'row' if score.people is None else 'unit'} of the development set",
         "reproducible": reproducible, "assumed_public": public}
     if paid.law is not None:
@@ -432,14 +339,17 @@ def whole_guarantee(
     public = [*base.assumed_public, *[looked] * known]
     uncharged = [*base.uncharged, *[looked] * (not known)]
     if search.proposer is None:
-        public.append("the settings that were tried, as long as nobody chose them by this data")
+        public.append("the settings that were tried, as long as nobody chose them by "
+                      "this data")
     said: dict[str, Any] = {"assumed_public": public, "uncharged": uncharged}
     if paid.law is not None:
         kept = {one.name: getattr(base, one.name) for one in fields(base)}
         return TunedGuarantee(**(kept | said | {"law": paid.law}))
     if paid.way == "none":
-        cost = f"; by composition all of them come to epsilon {both.composition:.2f}" if both else ""
-        uncharged.append(f"the choice of settings among {len(each)} trials on this data{cost}")
+        cost = (f"; by composition all of them come to epsilon {both.composition:.2f}"
+                if both else "")
+        uncharged.append(f"the choice of settings among {len(each)} trials on this "
+                         f"data{cost}")
         return replace(base, **said)
     total = merged((m for one in each for m in one.mechanisms), f"{len(each)} trials")
     return replace(base, mechanisms=total, spent=total,
@@ -448,11 +358,11 @@ def whole_guarantee(
 
 # %% ../nbs/08_tuning.ipynb #tuning-tune
 def tune(
-    model: nn.Module | str,          # a module (each trial takes a copy), or a name or path
+    model: nn.Module | str,  # a module (each trial takes a copy), or a name or path
     train: Any,                      # a data set, or a `Task`
     method: Method,                  # what trains; may be one of the choices too
     choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]] | Proposer, # to try
-    score: Any,                      # `Public`, `NoisyAccuracy`, or (uncharged) data, a function
+    score: Any,  # `Public`, `NoisyAccuracy`, or (uncharged) data, a function
     epsilon: float,                  # for the whole search
     trials: int = 16,                # at most, or expected under selection
     charge: str = "cheapest",        # "cheapest", "composition", "selection" or "none"
@@ -462,7 +372,7 @@ def tune(
     steps: int | None = None,        # of each trial, instead of epochs
     batch_size: int = 1024,
     accountant: str = "prv",         # "prv" or "rdp"
-    unit: Any = None,                # column that names the person, or each row's; None: a row
+    unit: Any = None,  # column that names the person, or each row's; None: a row
     unit_cap: int | None = None,     # most rows that a unit brings to a draw
     public_size: int | None = None,  # number of units
     ledger: Ledger | str | Path | None = None,
@@ -471,7 +381,8 @@ def tune(
     **settings: Any,                 # of every trial, as for `fine_tune`
 ) -> Tuning:
     "Choose settings privately, keep the best run, and state what all of it cost; @sec-tune."
-    search = Search(model, train, method, choices, score, trials, charge, settings, seed, unit)
+    search = Search(model, train, method, choices, score, trials, charge, settings,
+                    seed, unit)
     size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)
     count = round(epochs * size / batch_size) if steps is None else steps
     delta = 0.5 / size if delta is None else delta
@@ -487,7 +398,8 @@ def tune(
         noise = {"epsilon": epsilon}
     else:
         rate, different = batch_size / size, search.different
-        paid = settle(epsilon, delta, rate, count, trials, different, charge, law, accountant)
+        paid = settle(epsilon, delta, rate, count, trials, different, charge, law,
+                      accountant)
         one = SampledGaussian(paid.noise_multiplier, rate, count)
         both = price(one, delta, trials, law, accountant, different)
         noise = {"noise_multiplier": paid.noise_multiplier}

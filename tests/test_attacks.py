@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpft import attacks
-from dpft.book import evidence
 from dpft.attacks import MASK, Rate
-from dpft.data import Public, TableData, Task, TensorData
+from dpft.book import evidence
+from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
+from dpft.data import Public, TableData, Task, TensorData
 from dpft.guarantee import Guarantee
 from dpft.models import load_model, load_tokenizer, pretrain
 from dpft.privacy import SampledGaussian
@@ -57,8 +58,8 @@ def test_no_more_false_positives_than_asked_for_and_no_member_left_out(inside, o
 def test_the_stated_error_is_the_spread():
     generator = np.random.default_rng(0)
     found = [attacks.score_attack(generator.normal(1, 1, 50), generator.normal(0, 1, 40)) for _ in range(600)]
-    assert np.mean([its.standard_error for its in found]) == pytest.approx(np.std([its.auc for its in found]), rel=0.1)
-    assert np.mean([its.auc for its in found]) == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.01)
+    assert np.mean([its.standard_error for its in found]) == pytest.approx(np.std([its.auc for its in found]), rel=0.18)  # 6 / sqrt(1200)
+    assert np.mean([its.auc for its in found]) == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.013)  # six standard errors
 
 
 @pytest.mark.parametrize("hits, trials", [(0, 12), (3, 40), (12, 12)])
@@ -118,15 +119,15 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
     coins = attacks.fair_coins(32, 200)
     confidences = generator.normal(0, 3, 200) + generator.normal(size=(32, 200))
     for online in (True, False):
-        assert attacks.lira(confidences + coins, coins, online).auc == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.03)
+        assert attacks.lira(confidences + coins, coins, online).auc == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.05)
         nothing = attacks.lira(confidences, coins, online)
-        assert abs(nothing.auc - 0.5) < 4 * nothing.standard_error < 0.06
-    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.62
+        assert abs(nothing.auc - 0.5) < 6 * nothing.standard_error < 0.09
+    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.66   # 0.59 is expected
 
 
 def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():
     coins = attacks.fair_coins(8, 2000, seed=3)
-    assert coins.sum(0).min() >= 2 and coins.sum(0).max() <= 6 and abs(coins.mean() - 0.5) < 0.02
+    assert coins.sum(0).min() >= 2 and coins.sum(0).max() <= 6 and abs(coins.mean() - 0.5) < 0.02   # five standard errors
     assert len(set(coins.sum(0))) == 5                                   # no exact halves, which would tell the last coin
     with pytest.raises(ValueError, match="models=4"):
         attacks.fair_coins(4, 10)
@@ -266,33 +267,33 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     before.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     table = TableData({"mr": [f"bar {row}" for row in range(40)], "ref": [f"Near {row}." for row in range(40)]})
-    monkeypatch.setattr(attacks, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
-    settings = next(iter(attacks.attack_grid(False)))
+    monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
+    settings = next(iter(attack_runs.attack_grid(False)))
     settings |= {"rows": 30, "canaries": 3, "candidates": 8, "samples": 2, "steps": 2, "batch_size": 8}
-    monkeypatch.setattr(attacks, "extraction", lambda *given, **own: attacks.Extraction([], Rate(0, 0), Rate(0, 3)))
-    entry = attacks.attack_entry({**settings, "target_epsilon": 8.0, "data": "pairs"}, lambda name: str(tmp_path))
+    monkeypatch.setattr(attack_runs, "extraction", lambda *given, **own: attacks.Extraction([], Rate(0, 0), Rate(0, 3)))
+    entry = attack_runs.attack_entry({**settings, "target_epsilon": 8.0, "data": "pairs"}, lambda name: str(tmp_path))
     assert len(entry["exposure"]) == 3 and entry["epsilon"] <= 8 and entry["reconstruction"]["trials"] == 3
     assert 0.5 < entry["allowed"]["auc"] < 1 and set(entry["membership"]["true_positives"]) == {"0.001", "0.01"}
-    known = attacks.planted(str(tmp_path), "pairs", 30, 3, 8, settings["seed"])
+    known = attack_runs.planted(str(tmp_path), "pairs", 30, 3, 8, settings["seed"])
     assert len(known.members) + len(known.non_members) == 30 and len(known.train) == len(known.members) + 3
     text = known.masked_texts[0].replace(MASK, known.secrets[0])
     planted = known.train[len(known.train) - 3]["input_ids"]
     assert attacks.as_written([text], load_tokenizer(str(tmp_path)), before)[0]["input_ids"].tolist() == planted.tolist()
-    attacks.planted.cache_clear()
+    attack_runs.planted.cache_clear()
 
 
 def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch):
-    monkeypatch.setattr(attacks, "load_data", lambda name, limit: Task(
+    monkeypatch.setattr(attack_runs, "load_data", lambda name, limit: Task(
         name, "image", TensorData(torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10), None,
         classes=tuple("0123456789")))
-    settings = next(own for own in attacks.attack_grid(False) if own["data"] == "digits")
+    settings = next(own for own in attack_runs.attack_grid(False) if own["data"] == "digits")
     settings |= {"rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
-    entry = attacks.attack_entry(settings, lambda name: name)
+    entry = attack_runs.attack_entry(settings, lambda name: name)
     assert entry["plain"]["auc"] > 0.8 and entry["offline"]["auc"] > 0.8 and entry["allowed"]["auc"] == 1.0 and entry["epsilon"] == "inf"
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_every_entry_of_the_grid_is_known(full):
     grid = list(evidence.EXPERIMENTS["attacks"].grid(full))
-    assert {own["method"] for own in grid} == set(attacks.LANGUAGE)
+    assert {own["method"] for own in grid} == set(attack_runs.LANGUAGE)
     assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}

@@ -7,7 +7,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import same_color
 
 import dpft
-from dpft.book import figures
+from dpft.book import drawings, figures
 from dpft.book.drawings import Drawing, redraw, standing_on
 from dpft.book.evidence import EXPERIMENTS, FIGURES
 from dpft.book.experiments import source_hash, write_records
@@ -237,7 +237,7 @@ def test_only_the_data_that_a_figure_shows_counts(results):
 def test_what_makes_the_records_is_a_command(run):
     for drawing in FIGURES.values():
         for name in drawing.needs + drawing.also:
-            assert figures.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
+            assert drawings.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
     assert "--format" in run("figures", "--help")[1]
 
 

@@ -20,13 +20,14 @@ from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.data import Public, TensorData, load_data
 from dpft.guarantee import Guarantee, verify
+from dpft.method import Method
 from dpft.models import accuracy, load_model
 from dpft.noise import Keystream
-from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
-from dpft.rapft import RapFT
-from dpft.method import Method
 from dpft.plan import make_plan
 from dpft.planning import count_trainable, data_shape, model_shape, plan_figure, plan_table, plan_text, probe_seconds, recommended
+from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
+from dpft.rapft import RapFT
+from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.selection import (
     CHARGES,
     LAWS,
@@ -42,7 +43,7 @@ from dpft.selection import (
     trial_leaks,
     trial_noise,
 )
-from dpft.tuning import NoisyAccuracy, noisy_accuracy, tune
+from dpft.tuning import tune
 
 SST2 = SampledGaussian(0.88, 1024 / 67349, 197)
 DELTA = 1 / (2 * 67349)
@@ -425,13 +426,13 @@ def test_nobody_is_trained_on_and_scored(digits, dev, message):
 
 def test_people_are_compared_by_the_column_that_names_them():
     rows = [{"text": f"row {row}", "label": row % 2, "who": f"p{row // 2}"} for row in range(20)]
-    assert tuning.apart(NoisyAccuracy(rows[12:]), rows[:12], "who").most == 2
+    assert apart(NoisyAccuracy(rows[12:]), rows[:12], "who").most == 2
     with pytest.raises(ValueError, match="2 of the 10 scored rows belong to people who are trained on too") as refused:
-        tuning.apart(NoisyAccuracy(rows[10:]), rows[:12], "who")
+        apart(NoisyAccuracy(rows[10:]), rows[:12], "who")
     assert "p5" not in str(refused.value)                                # no name is told
     with pytest.raises(ValueError, match="has no column 'person'"):
-        tuning.apart(NoisyAccuracy(rows[10:]), rows[:12], "person")
-    assert tuning.apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
+        apart(NoisyAccuracy(rows[10:]), rows[:12], "person")
+    assert apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
 
 
 def test_the_noise_of_a_score_hides_all_rows_of_a_person():

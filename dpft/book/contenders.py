@@ -44,22 +44,27 @@ def encoder(width: int, layers: int, size: int) -> nn.Module:
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     return RobertaForSequenceClassification(RobertaConfig(
-        vocab_size=50_265, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads(width), intermediate_size=4 * width,
-        max_position_embeddings=size + 2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        vocab_size=50_265, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads(width), intermediate_size=4 * width,
+        max_position_embeddings=size + 2, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0))
 
 def bert(width: int, layers: int, size: int) -> nn.Module:
     "A classifier of BERT's shape: one look-up of the position embeddings serves the whole batch."
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(BertConfig(
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads(width), intermediate_size=4 * width,
-        max_position_embeddings=size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads(width),
+        intermediate_size=4 * width,
+        max_position_embeddings=size, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0))
 
 def gpt2(width: int, layers: int, size: int) -> nn.Module:
     "A language model of GPT-2's shape: its head is its embedding."
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=width, n_layer=layers, n_head=heads(width), n_positions=size, resid_pdrop=0.0,
+    return GPT2LMHeadModel(GPT2Config(n_embd=width, n_layer=layers, n_head=heads(width),
+                                      n_positions=size, resid_pdrop=0.0,
                                       embd_pdrop=0.0, attn_pdrop=0.0))
 
 def llama(width: int, layers: int, size: int) -> nn.Module:
@@ -67,18 +72,24 @@ def llama(width: int, layers: int, size: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
-        hidden_size=width, intermediate_size=43 * width // 16, num_hidden_layers=layers, num_attention_heads=max(1, width // 128),
-        max_position_embeddings=size, attention_bias=True, mlp_bias=True, use_cache=False))
+        hidden_size=width, intermediate_size=43 * width // 16, num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 128),
+        max_position_embeddings=size, attention_bias=True, mlp_bias=True,
+        use_cache=False))
 
 def convolutions(width: int, layers: int, size: int) -> nn.Module:
     "Convolutions of 3 x 3 with GroupNorm: the channels double and the side halves from layer to layer."
     found: list[nn.Module] = []
-    for before, after in zip([3, *(width * 2**i for i in range(layers - 1))], (width * 2**i for i in range(layers)), strict=True):
-        found += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*found, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 2 ** (layers - 1), 10))
+    for before, after in zip([3, *(width * 2**i for i in range(layers - 1))],
+                             (width * 2**i for i in range(layers)), strict=True):
+        found += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after),
+                  nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*found, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(width * 2 ** (layers - 1), 10))
 
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {  # (width, layers, tokens of a text or side of an image)
-    "encoder": encoder, "bert": bert, "gpt2": gpt2, "llama": llama, "convolutions": convolutions}
+    "encoder": encoder, "bert": bert, "gpt2": gpt2, "llama": llama,
+    "convolutions": convolutions}
 
 # %% ../../nbs/73_contenders.ipynb #cost-setting
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ class Setting:
     "One row of the bench: a model, a batch, what trains, and who takes part."
     part: str               # which question it belongs to
     model: str              # a name in `MODELS`
-    width: int              # numbers in a token's vector, or channels of the first convolution
+    width: int  # numbers in a token's vector, or channels of the first convolution
     layers: int
     size: int               # tokens in a text, or pixels along the side of an image
     rows: int               # examples in the batch
@@ -99,7 +110,8 @@ class Setting:
     def build(self, device: torch.device) -> nn.Module:
         "The model on its device, with the same random weights each time."
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if self.precision == "bf16 weights" else before)
+        torch.set_default_dtype(torch.bfloat16 if self.precision == "bf16 weights"
+                                else before)
         try:
             with torch.random.fork_rng(), torch.device(device):
                 torch.manual_seed(0)
@@ -113,11 +125,14 @@ class Setting:
         "Random texts or images, the same each time."
         draw = torch.Generator().manual_seed(0)
         if self.model == "convolutions":
-            return (torch.randn(rows, 3, self.size, self.size, generator=draw).to(device),
+            return (torch.randn(rows, 3, self.size, self.size,
+                                generator=draw).to(device),
                     torch.randint(0, 10, (rows,), generator=draw).to(device))
         texts = torch.randint(5, 30_000, (rows, self.size), generator=draw).to(device)
-        labels = texts if self.model in ("gpt2", "llama") else torch.randint(0, 2, (rows,), generator=draw).to(device)
-        return {"input_ids": texts, "attention_mask": torch.ones_like(texts), "labels": labels}
+        labels = (texts if self.model in ("gpt2", "llama")
+                  else torch.randint(0, 2, (rows,), generator=draw).to(device))
+        return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
+                "labels": labels}
 
 def train_only(model: nn.Module, which: str) -> None:
     "Let all parameters train, or the biases alone."
@@ -148,7 +163,8 @@ class Contender:
 
 def collected(model: nn.Module, attribute: str) -> dict[str, Tensor]:
     "What was left at the parameters, by name."
-    return {name: getattr(parameter, attribute) for name, parameter in trainable(model).items()
+    return {name: getattr(parameter, attribute)
+            for name, parameter in trainable(model).items()
             if getattr(parameter, attribute, None) is not None}
 
 def quiet(step: Callable[[Batch], dict[str, Tensor]]) -> Callable[[Batch], dict[str, Tensor]]:
@@ -178,7 +194,8 @@ def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
     from opacus.optimizers import DPOptimizer
 
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=0.1), noise_multiplier=0.0, max_grad_norm=CLIP,
+    optimizer = DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=0.1),
+                            noise_multiplier=0.0, max_grad_norm=CLIP,
                             expected_batch_size=None, loss_reduction="sum")
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
@@ -192,11 +209,13 @@ def opacus_ghost(model: nn.Module, loss: WatchedLoss) -> Contender:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP, loss_reduction="sum")
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP,
+                                                   loss_reduction="sum")
     optimizer = torch.optim.SGD(trainable(model).values(), lr=0.1)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
-        DPTensorFastGradientClipping(wrapped, optimizer, loss(wrapped, batch), "sum").backward()
+        DPTensorFastGradientClipping(wrapped, optimizer, loss(wrapped, batch),
+                                     "sum").backward()
         return collected(model, "grad")
     return Contender(wrapped, quiet(step))
 
@@ -204,7 +223,8 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     "FastDP, by the interface of its documentation: norms and sums in the hooks of one backward pass."
     from fastDP import PrivacyEngine
 
-    PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1, noise_multiplier=0.0, max_grad_norm=CLIP, clipping_fn="Abadi",
+    PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1,
+                  noise_multiplier=0.0, max_grad_norm=CLIP, clipping_fn="Abadi",
                   clipping_mode="MixOpt", loss_reduction="sum")
     def step(batch: Batch) -> dict[str, Tensor]:
         for parameter in model.parameters():
@@ -214,34 +234,40 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, step)
 
 CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {  # how it is made, and the package that it needs
-    "plain": (plain, "torch"), "opacus": (opacus_hooks, "opacus"), "opacus-ghost": (opacus_ghost, "opacus"),
+    "plain": (plain, "torch"), "opacus": (opacus_hooks, "opacus"),
+    "opacus-ghost": (opacus_ghost, "opacus"),
     "fastdp": (fastdp, "fastDP"), "dpft": (dpft, "torch")}
 
 # %% ../../nbs/73_contenders.ipynb #cost-check
-TOLERANCE = {None: 1e-3, "bf16": 0.05, "bf16 weights": 0.1}  # relative error of a sum that rounding explains, by precision
+# relative error of a sum that rounding explains, by precision
+TOLERANCE = {None: 1e-3, "bf16": 0.05, "bf16 weights": 0.1}
 
 def wanted_sum(rows: dict[str, Tensor], clipped: bool) -> dict[str, Tensor]:
     "What a step must return, from the examples' own gradients: their clipped sum, or their mean for the plain step."
     size = len(next(iter(rows.values())))
     norms = torch.stack([by_example(full(values)).square().sum(1) for values in rows.values()]).sum(0).sqrt()
     factors = (CLIP / norms).clamp(max=1.0) if clipped else torch.full_like(norms, 1 / size)
-    return {name: torch.tensordot(factors, full(values), dims=1) for name, values in rows.items()}
+    return {name: torch.tensordot(factors, full(values), dims=1)
+            for name, values in rows.items()}
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     "2-norm of the difference over that of what is wanted; what is missing counts as zero."
     apart = sum(((full(found[name]) if name in found else 0) - values).square().sum().item() for name, values in wanted.items())
-    return math.sqrt(apart / sum(values.square().sum().item() for values in wanted.values()))
+    return math.sqrt(apart / sum(values.square().sum().item()
+                                 for values in wanted.values()))
 
 def enter(setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.device) -> Iterator[tuple[str, Contender, float, str]]:
     "Every contender with the error of its result and the reason why it cannot take part, empty if it can."
     small = setting.batch(3, device)
     rows = per_example_gradients(model, loss.full_precision, small)
     for name in setting.who:
-        own = model if name in ("plain", "dpft") else copy.deepcopy(model)       # peers leave their hooks in the model
+        # peers leave their hooks in the model
+        own = model if name in ("plain", "dpft") else copy.deepcopy(model)
         contender, error, reason = Contender(own, lambda batch: {}), math.inf, ""
         try:
             contender = CONTENDERS[name][0](own, loss)
-            error = relative_error(contender.step(small), wanted_sum(rows, clipped=name != "plain"))
+            error = relative_error(contender.step(small),
+                                   wanted_sum(rows, clipped=name != "plain"))
             if not error < TOLERANCE[setting.precision]:
                 reason = f"its sum is wrong by {error:.0%}"
         except Exception as failure:  # whatever a peer stops with is its result
@@ -301,9 +327,11 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        given = {value.untyped_storage()._cdata
+                 for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given:  # else a view, or changed in place
                 self._made(value.untyped_storage())
@@ -354,13 +382,14 @@ class Memory:
     peak: int
     after: int  # when the result is there
 
-def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch, device: torch.device) -> Memory:
+def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
+                   device: torch.device) -> Memory:
     "Count one step's bytes."
-    for parameter in contender.model.parameters():                               # what an earlier step has left
+    for parameter in contender.model.parameters():  # what an earlier step has left
         for attribute in ("grad", "grad_sample", "summed_grad", "summed_clipped_grad"):
             if getattr(parameter, attribute, None) is not None:
                 setattr(parameter, attribute, None)
-    gc.disable()                                                                 # what waits for it is held
+    gc.disable()  # what waits for it is held
     held: list[int] = []
     with CudaBytes() if device.type == "cuda" else LiveBytes() as count:
         loss.listener = lambda: held.append(count.now)
@@ -370,7 +399,7 @@ def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch, device
         finally:
             loss.listener = lambda: None
             gc.enable()
-        del result                                                               # it had to live until here, to be counted
+        del result  # it had to live until here, to be counted
     return found
 
 def weight_bytes(model: nn.Module) -> int:
@@ -387,9 +416,11 @@ def largest_batch(
         return 0
     if peak(2) > memory:
         return 1
-    low, high, slope = 2, 2**20, peak(2) - peak(1)                               # fits; does not, or is too much to ask
+    # fits; does not, or is too much to ask
+    low, high, slope = 2, 2**20, peak(2) - peak(1)
     while high - low > 1:
-        line = low + max(1, int(min((memory - peak(low)) / slope, high))) if slope > 0 else 2 * low
+        line = (low + max(1, int(min((memory - peak(low)) / slope, high))) if slope > 0
+                else 2 * low)
         guess = min(line, high - 1) if high == 2**20 else (low + high) // 2
         if peak(guess) <= memory:
             low = guess
@@ -404,9 +435,13 @@ def provenance(device: torch.device) -> dict[str, Any]:
     "Where a record was made."
     from importlib.metadata import version
 
-    return {"device": device_name(device), "machine": f"{platform.machine()}, {platform.system()}", "processor": processor(),
-            "threads": torch.get_num_threads(), "memory_reused": device.type == "cpu" and reuse_memory(),
-            "versions": installed_versions() | {"transformers": version("transformers"), "python": platform.python_version()},
+    return {"device": device_name(device),
+            "machine": f"{platform.machine()}, {platform.system()}",
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+            "memory_reused": device.type == "cpu" and reuse_memory(),
+            "versions": installed_versions() | {"transformers": version("transformers"),
+                                                "python": platform.python_version()},
             "made": time.strftime("%Y-%m-%d")}
 
 def processor() -> str:
@@ -419,7 +454,8 @@ def processor() -> str:
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
     "Operations a second of a large matrix product: what the device can do at most."
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device, dtype=dtype)
+                   for _ in range(2))
     product = Contender(nn.Identity(), lambda batch: {"": left @ right})
     return 2 * size**3 / median([seconds_of(product, ()) for _ in range(8)][3:])
 

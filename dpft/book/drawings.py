@@ -55,9 +55,11 @@ def band(
 ) -> None:
     "The mean over seeds, and their range."
     columns = list(zip(*curves, strict=True))
-    axis.plot(steps, [mean(column) for column in columns], color=colour, linewidth=1.3, label=label)
+    axis.plot(steps, [mean(column) for column in columns], color=colour, linewidth=1.3,
+              label=label)
     if len(curves) > 1:
-        axis.fill_between(steps, [min(column) for column in columns], [max(column) for column in columns], color=colour, alpha=0.25,
+        axis.fill_between(steps, [min(column) for column in columns],
+                          [max(column) for column in columns], color=colour, alpha=0.25,
                           linewidth=0)
 
 def _seeds(entries: Sequence[Any]) -> str:
@@ -71,18 +73,23 @@ def similarity_figure(records: Records) -> "Figure":
     panels: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in records:
         panels[entry["data"]].append(entry)
-    figure, axes = plt.subplots(1, len(panels), figsize=(1.4 + 4.2 * len(panels), 3.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(1.4 + 4.2 * len(panels), 3.2),
+                                squeeze=False, layout="constrained")
     for axis, (data, entries) in zip(axes[0], panels.items(), strict=True):
         steps = sorted(map(int, entries[0]["distances"]))
         for number, name in enumerate(entries[0]["distances"][str(steps[0])]):
-            curves = [[entry["distances"][str(step)][name] for step in steps] for entry in entries]
+            curves = [[entry["distances"][str(step)][name] for step in steps]
+                      for entry in entries]
             band(axis, steps, curves, SERIES[number], f"layer {number + 1}")
-        axis.set(xlabel="training step", ylabel="PWCCA distance from the end (no unit)", ylim=(0, None), title=NAMES[data])
+        axis.set(xlabel="training step", ylabel="PWCCA distance from the end (no unit)",
+                 ylim=(0, None), title=NAMES[data])
         axis.legend(title=_seeds(entries), loc="upper right")
     return figure
 
-ANGLES = {"strength": ("strength of the signal", 1.0), "clipping": ("angle by clipping (degrees)", 180 / pi),
-          "noise": ("angle by noise (degrees)", 180 / pi), "total": ("angle to the reference (degrees)", 180 / pi)}
+ANGLES = {"strength": ("strength of the signal", 1.0),
+          "clipping": ("angle by clipping (degrees)", 180 / pi),
+          "noise": ("angle by noise (degrees)", 180 / pi),
+          "total": ("angle to the reference (degrees)", 180 / pi)}
 
 @style()
 def angle_figure(records: Records) -> "Figure":
@@ -90,56 +97,70 @@ def angle_figure(records: Records) -> "Figure":
     from matplotlib import pyplot as plt
 
     runs = list(records)
-    figure, axes = plt.subplots(2, 2, figsize=(8.2, 4.8), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(8.2, 4.8), sharex=True,
+                                layout="constrained")
     for axis, (kind, (label, scale)) in zip(axes.flat, ANGLES.items(), strict=True):
         kept = list(runs[0]["series"][0]["before"])
         for number, layer in enumerate(kept):
             steps, now, other = _angle_curves(runs, layer, kind, scale)
-            band(axis, steps, now, SERIES[number], "head" if layer == kept[-1] else f"{len(kept) - 1 - number} below the head")
-            axis.plot(steps, [mean(column) for column in zip(*other, strict=True)], color=SERIES[number], linewidth=0.6, alpha=0.8)
+            band(axis, steps, now, SERIES[number],
+                 "head" if layer == kept[-1]
+                 else f"{len(kept) - 1 - number} below the head")
+            axis.plot(steps, [mean(column) for column in zip(*other, strict=True)],
+                      color=SERIES[number], linewidth=0.6, alpha=0.8)
         axis.axvline(runs[0]["after"], color="0.4", linestyle=":", linewidth=0.9)
         axis.set_ylabel(label)
     for axis in axes[1]:
         axis.set_xlabel("training step (dotted: lower layers freeze)")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), title=_seeds(runs), loc="outside right center")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), title=_seeds(runs),
+                  loc="outside right center")
     return figure
 
 def _angle_curves(runs: Sequence[dict[str, Any]], layer: str, kind: str, scale: float) -> tuple[list[int], list[Any], list[Any]]:
     "Steps; for each seed the values under the factor that was used, and under the other."
     def curve(run: dict[str, Any], flip: bool) -> list[float]:
-        return [scale * at["after" if at["frozen"] != flip else "before"][layer][kind] for at in run["series"]]
+        return [scale * at["after" if at["frozen"] != flip else "before"][layer][kind]
+                for at in run["series"]]
     return [at["step"] for at in runs[0]["series"]], [curve(run, False) for run in runs], [curve(run, True) for run in runs]
 
 # %% ../../nbs/71_drawings.ipynb #figures-selection
-KINDS = {"embedding": "#CC79A7", "norm": "#E69F00", "attention": "#0072B2", "feed-forward": "#009E73"}
+KINDS = {"embedding": "#CC79A7", "norm": "#E69F00", "attention": "#0072B2",
+         "feed-forward": "#009E73"}
 
 def kind_of(name: str) -> str:
     "The type of a partition of BERT, by its name."
     low = name.lower()
-    return "norm" if "layernorm" in low else "embedding" if "embedding" in low else "attention" if "attention" in low else "feed-forward"
+    return ("norm" if "layernorm" in low else "embedding" if "embedding" in low
+            else "attention" if "attention" in low else "feed-forward")
 
 @style()
 def selection_figure(records: Records) -> "Figure":
     "How often each partition was selected over all private runs, and its estimated magnitude in the first of them."
     from matplotlib import pyplot as plt
 
-    chosen = [entry["selection"] for entry in records if entry.get("selection") and entry["target_epsilon"] != "inf"]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.6, 4.6), sharex=True, layout="constrained")
+    chosen = [entry["selection"] for entry in records if entry.get("selection")
+              and entry["target_epsilon"] != "inf"]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.6, 4.6), sharex=True,
+                                         layout="constrained")
     first = chosen[0]["rounds"][-1]
     for number, part in enumerate(chosen[0]["partitions"]):
         colour, value, error = KINDS[kind_of(part["name"])], first["values"][number], first["std"][number]
-        top.bar(number, sum(number in own["chosen"] for own in chosen) / len(chosen), color=colour)
+        top.bar(number, sum(number in own["chosen"] for own in chosen) / len(chosen),
+                color=colour)
         if value is not None and error is not None:
-            bottom.errorbar(number, value, 2 * error, fmt="o", markersize=3, color=colour, linewidth=0.8)
+            bottom.errorbar(number, value, 2 * error, fmt="o", markersize=3,
+                            color=colour, linewidth=0.8)
     for kind, colour in KINDS.items():
         top.plot([], [], "s", color=colour, label=kind)
     top.set(ylabel=f"share of {len(chosen)} selections", ylim=(0, 1.25))
     top.legend(ncols=4, loc="upper right")
-    bottom.set(yscale="log", xlabel="partition, from the input to the output", ylabel="estimated magnitude\n(± 2 standard deviations)")
+    bottom.set(yscale="log", xlabel="partition, from the input to the output",
+               ylabel="estimated magnitude\n(± 2 standard deviations)")
     return figure
 
 # %% ../../nbs/71_drawings.ipynb #figures-price
-PRICES = {"step_seconds": "processor time of a step (s)", "peak_mib": "peak of a step's tensors (MiB)"}
+PRICES = {"step_seconds": "processor time of a step (s)",
+          "peak_mib": "peak of a step's tensors (MiB)"}
 
 @style()
 def price_figure(records: Records) -> "Figure":
@@ -147,13 +168,17 @@ def price_figure(records: Records) -> "Figure":
     from matplotlib import pyplot as plt
 
     known = list(records)
-    costs = {label: cost for entry in known for label, cost in entry.get("costs", {}).items()}
+    costs = {label: cost for entry in known
+             for label, cost in entry.get("costs", {}).items()}
     table = by_method([e for e in known if "costs" not in e], "test_accuracy")
-    figure, axes = plt.subplots(1, 2, figsize=(7.8, 3.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7.8, 3.4), sharey=True,
+                                layout="constrained")
     for axis, (quantity, words) in zip(axes, PRICES.items(), strict=True):
-        for label in (label for label in table if label in costs and 2.0 in table[label]):
+        for label in (label for label in table if label in costs
+                      and 2.0 in table[label]):
             scores = table[label][2.0]
-            axis.errorbar(costs[label][quantity], *interval(scores, EXAMPLES["sst2"]), linestyle="none", capsize=2, **look(label),
+            axis.errorbar(costs[label][quantity], *interval(scores, EXAMPLES["sst2"]),
+                          linestyle="none", capsize=2, **look(label),
                           label=f"{label} ({len(scores)})")
         axis.set(xscale="log", xlabel=words)
         plain_log(axis.xaxis)
@@ -168,19 +193,26 @@ def audit_figure(records: Records) -> "Figure":
     from matplotlib import pyplot as plt
 
     known = list(records)[::-1]
-    figure, axis = plt.subplots(figsize=(6.4, 0.22 * max(len(known), 2) + 0.9), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.4, 0.22 * max(len(known), 2) + 0.9),
+                                layout="constrained")
     for row, entry in enumerate(known):
         colour = COLOURS.get(entry["method"], "#444444")
-        axis.plot([entry["audited"], entry["bounds"][entry["kind"]]], [row, row], color=colour, linewidth=1.2)
-        axis.plot(entry["audited"], row, "o" if entry["kind"] == "separation" else "s", color=colour, markersize=5)
+        axis.plot([entry["audited"], entry["bounds"][entry["kind"]]], [row, row],
+                  color=colour, linewidth=1.2)
+        axis.plot(entry["audited"], row, "o" if entry["kind"] == "separation" else "s",
+                  color=colour, markersize=5)
         axis.plot(entry["bounds"]["guesses"], row, ".", color="#444444", markersize=4)
-        axis.plot([entry["claim"]] * 2, [row - 0.35, row + 0.35], color="#222222", linewidth=2)
+        axis.plot([entry["claim"]] * 2, [row - 0.35, row + 0.35], color="#222222",
+                  linewidth=2)
     axis.set_yticks(range(len(known)), [label_of(entry) for entry in known])
     axis.set(xlim=(0, None), ylim=(-0.8, max(len(known), 2) - 0.2),
-             xlabel="ε, one run each (circles: separation, squares: thresholds, dots: guesses)")
+             xlabel="ε, one run each (circles: separation, squares: thresholds, dots: "
+                    "guesses)")
     return figure
 
-ATTACKS = {"membership": "language model, by loss", "calibrated": "by loss beside the first model's", "online": "digits, by shadow models"}
+ATTACKS = {"membership": "language model, by loss",
+           "calibrated": "by loss beside the first model's",
+           "online": "digits, by shadow models"}
 
 @style()
 def attack_figure(records: Records) -> "Figure":
@@ -189,7 +221,8 @@ def attack_figure(records: Records) -> "Figure":
 
     known = list(records)
     kinds = [kind for kind in ATTACKS if any(kind in entry for entry in known)]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(1.6 + 2.6 * len(kinds), 3.4), squeeze=False, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(kinds), figsize=(1.6 + 2.6 * len(kinds), 3.4),
+                                squeeze=False, sharey=True, layout="constrained")
     for axis, kind in zip(axes[0], kinds, strict=True):
         its = [entry for entry in known if kind in entry]
         _attacked(axis, its, kind)
@@ -201,23 +234,28 @@ def attack_figure(records: Records) -> "Figure":
 
 def _attacked(axis: "Axes", entries: Sequence[dict[str, Any]], kind: str) -> None:
     budgets = sorted({float(entry["target_epsilon"]) for entry in entries})
-    labels = [label for label in COLOURS if any(entry["method"] == label for entry in entries)]
+    labels = [label for label in COLOURS
+              if any(entry["method"] == label for entry in entries)]
     for number, label in enumerate(labels):
         runs = [entry for entry in entries if entry["method"] == label]
         shift = 1.05 ** (number - (len(labels) - 1) / 2)
         seeds = counted(sum(other["target_epsilon"] == entry["target_epsilon"] for other in runs) for entry in runs)
-        axis.errorbar([place_of_budget(float(entry["target_epsilon"]), budgets) * shift for entry in runs],
+        axis.errorbar([place_of_budget(float(entry["target_epsilon"]), budgets) * shift
+                       for entry in runs],
                       [entry[kind]["auc"] for entry in runs],
-                      [2 * entry[kind]["standard_error"] for entry in runs], linestyle="none", markersize=4.5, capsize=2, **look(label),
+                      [2 * entry[kind]["standard_error"] for entry in runs],
+                      linestyle="none", markersize=4.5, capsize=2, **look(label),
                       label=f"{label} ({seeds})")
     for entry in entries:
         if "allowed" in entry and float(entry["target_epsilon"]) < inf:
             budget = float(entry["target_epsilon"])
-            axis.plot([0.8 * budget, 1.25 * budget], [entry["allowed"]["auc"]] * 2, color="black", linewidth=1)
+            axis.plot([0.8 * budget, 1.25 * budget], [entry["allowed"]["auc"]] * 2,
+                      color="black", linewidth=1)
     budget_axis(axis, budgets)
 
 # %% ../../nbs/71_drawings.ipynb #figures-paired
-BRANCHES = {"one": "layer that trains", "upper": "frozen layers", "when": "steps with the lower half frozen"}
+BRANCHES = {"one": "layer that trains", "upper": "frozen layers",
+            "when": "steps with the lower half frozen"}
 
 def _dots(axis: "Axes", groups: dict[Any, list[float]], **line: Any) -> None:
     "Values side by side in the order of their names, with the mean of each group, and a line at no difference."
@@ -233,8 +271,10 @@ def layers_figure(records: Records) -> "Figure":
     from matplotlib import pyplot as plt
 
     known = list(records)
-    plain = {_twin(entry): entry["metrics"]["accuracy"] for entry in known if entry["last"] == 0}
-    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True, layout="constrained")
+    plain = {_twin(entry): entry["metrics"]["accuracy"]
+             for entry in known if entry["last"] == 0}
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True,
+                                layout="constrained")
     for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
         groups: dict[int, list[float]] = defaultdict(list)
         for entry in known:
@@ -253,7 +293,8 @@ def _branch(entry: dict[str, Any], kind: str) -> int | None:
     "Where a run stands in a panel, if it belongs there; the lower half, frozen, belongs into two."
     first, last = entry["kept"][0], entry["kept"][-1]
     if kind == "when":
-        return entry["last"] if entry["kind"] == kind or entry["kind"] == "upper" and first == (last + 2) // 2 else None
+        return (entry["last"] if entry["kind"] == kind or entry["kind"] == "upper"
+                and first == (last + 2) // 2 else None)
     return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
 
 @style()
@@ -264,14 +305,20 @@ def relevance_figure(records: Records) -> "Figure":
     from matplotlib import pyplot as plt
 
     private = [entry for entry in records if entry["target_epsilon"] != "inf"]
-    known = [entry for entry in private if entry["target_epsilon"] == min(other["target_epsilon"] for other in private)]
-    plain = {(e["base"], e["seed"]): e["metrics"]["perplexity"] for e in known if e["variant"] == "plain"}
-    variants = [variant for variant in dict.fromkeys(e["variant"] for e in known) if variant != "plain"]
+    known = [entry for entry in private if entry["target_epsilon"]
+             == min(other["target_epsilon"] for other in private)]
+    plain = {(e["base"], e["seed"]): e["metrics"]["perplexity"]
+             for e in known if e["variant"] == "plain"}
+    variants = [variant for variant in dict.fromkeys(e["variant"] for e in known)
+                if variant != "plain"]
     figure, axis = plt.subplots(figsize=(8.2, 3.2), layout="constrained")
     for number, base in enumerate(dict.fromkeys(e["base"] for e in known)):
-        points = [(variants.index(e["variant"]) + 0.22 * (number - 1), e["metrics"]["perplexity"] - plain[base, e["seed"]])
-                  for e in known if e["base"] == base and e["variant"] != "plain" and (base, e["seed"]) in plain]
-        axis.plot(*zip(*points, strict=True), markersize=5, label=base, linestyle="none", **look(base))
+        points = [(variants.index(e["variant"]) + 0.22 * (number - 1),
+                   e["metrics"]["perplexity"] - plain[base, e["seed"]])
+                  for e in known if e["base"] == base and e["variant"] != "plain"
+                  and (base, e["seed"]) in plain]
+        axis.plot(*zip(*points, strict=True), markersize=5, label=base,
+                  linestyle="none", **look(base))
     axis.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
     axis.set_xticks(range(len(variants)), [fill(variant, 12) for variant in variants])
     axis.set_ylabel("perplexity less that\nof the plain run")
@@ -286,14 +333,16 @@ def share_figure(records: Records) -> "Figure":
 
     known = list(records)
     figure, axis = plt.subplots(figsize=(5.6, 3.0), layout="constrained")
-    for number, variant in enumerate(dict.fromkeys(entry["variant"] for entry in known)):
+    for number, variant in enumerate(dict.fromkeys(entry["variant"]
+                                                   for entry in known)):
         values: dict[float, list[float]] = defaultdict(list)
         for entry in known:
             if entry["variant"] == variant:
                 values[entry["options"]["irrelevance"]].append(entry["metrics"]["perplexity"])
         axis.plot(*zip(*((share, value) for share, its in values.items() for value in its), strict=True), "os"[number % 2], markersize=4,
                   color=SERIES[number], label=variant)
-        axis.plot(sorted(values), [mean(values[share]) for share in sorted(values)], color=SERIES[number], linewidth=1)
+        axis.plot(sorted(values), [mean(values[share]) for share in sorted(values)],
+                  color=SERIES[number], linewidth=1)
     axis.set(xlabel=r"irrelevance ratio $\beta$", ylabel="perplexity per token")
     axis.legend()
     return figure
@@ -308,9 +357,12 @@ def rate_figure(records: Records) -> "Figure":
         scores[label_of(entry)][entry["learning_rate"]].append(entry["metrics"]["accuracy"])
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     for number, (label, row) in enumerate(scores.items()):
-        rates, known = sorted(row), [interval(values) for _, values in sorted(row.items())]
-        axis.errorbar([rate * 1.05 ** (number - 1) for rate in rates], [centre for centre, _ in known], [half for _, half in known],
-                      markersize=4, capsize=3, **look(label), label=f"{label} ({counted(map(len, row.values()))})")
+        rates, known = sorted(row), [interval(values)
+                                     for _, values in sorted(row.items())]
+        axis.errorbar([rate * 1.05 ** (number - 1) for rate in rates],
+                      [centre for centre, _ in known], [half for _, half in known],
+                      markersize=4, capsize=3, **look(label),
+                      label=f"{label} ({counted(map(len, row.values()))})")
     axis.set(xscale="log", xlabel="learning rate", ylabel="accuracy")
     axis.legend(title="method (seeds)")
     return figure
@@ -326,13 +378,21 @@ def status_figure(records: Records) -> "Figure":
     for bound, colour in zip(bounds, SERIES, strict=False):
         for kind, line in (("clipped", "-"), ("unclipped", "--")):
             angles = [at["groups"][bound][f"{kind}_angle"][0] for at in run["series"]]
-            points = [(step, 180 / pi * angle) for step, angle in zip(steps, angles, strict=True) if angle is not None]
-            left.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.1, label=f"C = {float(bound):g}, {kind}")
-        for kind, line, layers in (("before", "-", "all layers"), ("after", ":", "the layers that stay")):
-            right.plot(steps, [at["status"][bound][f"clipped_{kind}"] for at in run["series"]], line, color=colour,
+            points = [(step, 180 / pi * angle)
+                      for step, angle in zip(steps, angles, strict=True)
+                      if angle is not None]
+            left.plot(*zip(*points, strict=True), line, color=colour, linewidth=1.1,
+                      label=f"C = {float(bound):g}, {kind}")
+        for kind, line, layers in (("before", "-", "all layers"),
+                                   ("after", ":", "the layers that stay")):
+            right.plot(steps,
+                       [at["status"][bound][f"clipped_{kind}"] for at in run["series"]],
+                       line, color=colour,
                        label=f"C = {float(bound):g}, norm of {layers}")
-    left.set(xlabel="training step", ylabel="angle to the mean gradient (degrees)", ylim=(0, 175))
-    right.set(xlabel="training step", ylabel=f"clipped examples of {run['batch_size']}", ylim=(0, 1.5 * run["batch_size"]))
+    left.set(xlabel="training step", ylabel="angle to the mean gradient (degrees)",
+             ylim=(0, 175))
+    right.set(xlabel="training step", ylabel=f"clipped examples of {run['batch_size']}",
+              ylim=(0, 1.5 * run["batch_size"]))
     for axis in (left, right):
         axis.legend(loc="upper right")
     return figure
@@ -356,7 +416,8 @@ def redraw(
     from matplotlib import pyplot as plt
 
     if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose {', '.join(ENDINGS)}")
+        raise ValueError(f"figure format {ending!r} is unknown; choose "
+                         f"{', '.join(ENDINGS)}")
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
         records, missing = standing_on(drawing)
@@ -366,45 +427,64 @@ def redraw(
         figure = drawing.draw(records)
         save_figure(figure, folder / f"{name}.{ending}")
         plt.close(figure)
-        yield f"{name}: {drawing.shows}; {described(records)}" + "".join(f"; none yet of {part}" for part in missing) + "."
+        yield f"{name}: {drawing.shows}; {described(records)}" + "".join(f"; none yet "
+                                                                         f"of {part}" for part in missing) + "."
 
 def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # records, and the names of which there are none
     "The records of a figure: those of the full grid if what it needs has such, else the reduced ones."
-    found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data or entry.get("data") in drawing.data]
+    found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
+                    or entry.get("data") in drawing.data]
              for name in (*drawing.needs, *drawing.also)}
     marks = {name: {entry.get("reduced") for entry in its} for name, its in found.items()}                 # None: of no grid
-    full = any(False in its for its in marks.values()) and all(marks[name] & {False, None} for name in drawing.needs)
-    found = {name: [entry for entry in its if entry.get("reduced") in (None, not full)] for name, its in found.items()}
+    full = (any(False in its for its in marks.values())
+            and all(marks[name] & {False, None} for name in drawing.needs))
+    found = {name: [entry for entry in its if entry.get("reduced") in (None, not full)]
+             for name, its in found.items()}
     return [entry for its in found.values() for entry in its], [name for name, its in found.items() if not its]
 
 def described(records: Sequence[dict[str, Any]]) -> str:
     "How many records, whether reduced, on what devices, with how many seeds, and how many are stale."
-    devices = ", ".join(sorted({entry["device"] for entry in records if "device" in entry}))
+    devices = ", ".join(sorted({entry["device"]
+                                for entry in records if "device" in entry}))
     seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
     stale = sum(map(is_stale, records))
-    return (f"{len(records)} {'reduced ' * any(entry.get('reduced') for entry in records)}record{'s' * (len(records) != 1)}, "
-            + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0) + f"{devices or 'device unknown'}; {stale} of {len(records)} stale")
+    return (f"{len(records)} "
+            f"{'reduced ' * any(entry.get('reduced') for entry in records)}record{'s' * (len(records) != 1)}, "
+            + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
+            + f"{devices or 'device unknown'}; {stale} of {len(records)} stale")
 
 def made_by(experiment: str) -> str:
     "The command that makes the records of an experiment."
     return {"costs": "dpft bench", "quickstart": "dpft quickstart"}.get(experiment, f"dpft run {experiment}")
 
 DRAWINGS = {
-    "quickstart": Drawing("accuracy on handwritten digits over epsilon", tradeoff, ("quickstart",)),
-    "tradeoff-text": Drawing("test accuracy on SST-2 over epsilon", text_tradeoff, ("frost-text",),
-                             ("methods-text", "methods-headline", "compositions-confirmed"), ("sst2",)),
-    "tradeoff-images": Drawing("accuracy on images over epsilon", image_tradeoff, ("quickstart",),
+    "quickstart": Drawing("accuracy on handwritten digits over epsilon", tradeoff,
+                          ("quickstart",)),
+    "tradeoff-text": Drawing("test accuracy on SST-2 over epsilon", text_tradeoff,
+                             ("frost-text",),
+                             ("methods-text", "methods-headline",
+                              "compositions-confirmed"), ("sst2",)),
+    "tradeoff-images": Drawing("accuracy on images over epsilon", image_tradeoff,
+                               ("quickstart",),
                                ("frost-vision", "methods-images", "compositions-confirmed"), ("digits", "cifar10")),
-    "tradeoff-language": Drawing("perplexity on E2E over epsilon", language_tradeoff, ("e2e-methods",)),
-    "pwcca": Drawing("PWCCA of each layer over training", similarity_figure, ("lf-pwcca",)),
-    "angles": Drawing("signal and distortion angles before and after freezing", angle_figure, ("lf-angles",)),
-    "layers": Drawing("which layers to freeze, how many, and when", layers_figure, ("lf-layers", "lf-table1")),
-    "assumptions": Drawing("what is clipped before and after freezing", status_figure, ("lf-angles",)),
+    "tradeoff-language": Drawing("perplexity on E2E over epsilon", language_tradeoff,
+                                 ("e2e-methods",)),
+    "pwcca": Drawing("PWCCA of each layer over training", similarity_figure,
+                     ("lf-pwcca",)),
+    "angles": Drawing("signal and distortion angles before and after freezing",
+                      angle_figure, ("lf-angles",)),
+    "layers": Drawing("which layers to freeze, how many, and when", layers_figure,
+                      ("lf-layers", "lf-table1")),
+    "assumptions": Drawing("what is clipped before and after freezing", status_figure,
+                           ("lf-angles",)),
     "rates": Drawing("accuracy over the learning rate", rate_figure, ("methods-rate",)),
-    "relevance": Drawing("Rap-FT beside the plain run", relevance_figure, ("rap-tables",)),
-    "irrelevance": Drawing("Rap-FT over the share of the weakly significant", share_figure, ("rap-beta",)),
+    "relevance": Drawing("Rap-FT beside the plain run", relevance_figure,
+                         ("rap-tables",)),
+    "irrelevance": Drawing("Rap-FT over the share of the weakly significant",
+                           share_figure, ("rap-beta",)),
     "selection": Drawing("what DP-FROST selects", selection_figure, ("frost-text",)),
-    "price": Drawing("test accuracy over time and memory of a step", price_figure, ("methods-cost", "frost-text"),
+    "price": Drawing("test accuracy over time and memory of a step", price_figure,
+                     ("methods-cost", "frost-text"),
                      ("methods-text", "methods-headline")),
     "audits": Drawing("audited against claimed epsilon", audit_figure, ("audits",)),
     "attacks": Drawing("membership attacks over epsilon", attack_figure, ("attacks",))}

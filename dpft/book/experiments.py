@@ -46,22 +46,27 @@ def record(
     seconds: float,                # wall time of the run
 ) -> dict[str, Any]:               # JSON
     "One run with its provenance."
-    return {"experiment": experiment, **configuration, **outcome(run), "seconds": round(seconds, 2),
+    return {"experiment": experiment, **configuration, **outcome(run),
+            "seconds": round(seconds, 2),
             **machine(next(run.model.parameters()).device)}
 
 def outcome(run: Run) -> dict[str, Any]:
     "What a run spent and how it scored."
-    return {"epsilon": json_number(run.epsilon), "delta": run.delta, "accountant": run.guarantee.accountant,
-            "mechanisms": [asdict(mechanism) for mechanism in run.mechanisms], "metrics": run.scores,
+    return {"epsilon": json_number(run.epsilon), "delta": run.delta,
+            "accountant": run.guarantee.accountant,
+            "mechanisms": [asdict(mechanism) for mechanism in run.mechanisms],
+            "metrics": run.scores,
             "data_hash": fingerprint(run.prepared.train)}
 
 def machine(device: torch.device) -> dict[str, Any]:
     "On what, and with which versions."
-    return {"device": device_name(device), "versions": installed_versions() | {"python": platform.python_version()}}
+    return {"device": device_name(device),
+            "versions": installed_versions() | {"python": platform.python_version()}}
 
 def device_name(device: torch.device) -> str:
     "What a reader needs to know of the hardware: the GPU's name, or the number of CPU threads."
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (torch.cuda.get_device_name(device) if device.type == "cuda"
+            else f"CPU, {torch.get_num_threads()} threads")
 
 # %% ../../nbs/70_experiments.ipynb #experiments-files
 def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
@@ -78,7 +83,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no record ({error.msg}); remove it and run the experiment again") from error
+            raise ValueError(f"{path}, line {number} is no record ({error.msg}); "
+                             "remove it and run the experiment again") from error
     return found
 
 def recorded(path: str | Path) -> list[dict[str, Any]]:
@@ -94,7 +100,7 @@ class Experiment:
     question: str
     grid: Callable[[bool], Iterable[Settings]]   # True: in full; False: reduced; JSON, one entry for each run
     measure: Callable[[Settings], Settings]      # what one run found; JSON
-    needs: str                                   # data, device and time of the full grid
+    needs: str  # data, device and time of the full grid
     elsewhere: tuple[str, ...] = ()              # data that is not among the local files: left out unless it is named
 
 def results_file(name: str) -> Path:
@@ -103,7 +109,8 @@ def results_file(name: str) -> Path:
 
 def _book() -> Path:
     "The results of the checkout around the working directory, or of one that is to be there; relative, so that no path tells the machine."
-    above = (Path("../" * depth) / "nbs" / "results" for depth in range(len(Path.cwd().parts)))
+    above = (Path("../" * depth) / "nbs" / "results"
+             for depth in range(len(Path.cwd().parts)))
     return next((folder for folder in above if folder.is_dir()), Path("nbs/results"))
 
 def records_of(*names: str) -> list[Settings]:
@@ -114,7 +121,7 @@ def records_of(*names: str) -> list[Settings]:
 def run_experiment(
     name: str,
     experiment: Experiment,
-    path: str | Path,                            # records are appended; what is there already is skipped
+    path: str | Path,  # records are appended; what is there already is skipped
     full: bool = False,
     wanted: Callable[[Settings], bool] = lambda settings: True,  # leave out the entries for which this is False
 ) -> Iterator[Settings | None]:                  # one for each entry of the grid: its record, or None if it was there
@@ -124,13 +131,15 @@ def run_experiment(
         known = {"experiment": name, **settings}
         if not wanted(settings):
             continue
-        if any(all(entry.get(key) == value for key, value in known.items()) for entry in there):
+        if any(all(entry.get(key) == value for key, value in known.items())
+               for entry in there):
             yield None
             continue
         _forget_peak()
         began = time.perf_counter()
         found = experiment.measure(settings)
-        entry = {**known, "reduced": not full, **found, "seconds": round(time.perf_counter() - began, 2), **provenance()}
+        entry = {**known, "reduced": not full, **found,
+                 "seconds": round(time.perf_counter() - began, 2), **provenance()}
         write_records(path, [entry])
         yield entry
 
@@ -138,7 +147,8 @@ def run_experiment(
 def provenance() -> Settings:
     "Where and with what a record was made."
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {**machine(device), "peak_memory_mib": _peak_mib(), **commit(), "source_hash": source_hash()}
+    return {**machine(device), "peak_memory_mib": _peak_mib(), **commit(),
+            "source_hash": source_hash()}
 
 @cache
 def source_hash() -> str:
@@ -146,7 +156,8 @@ def source_hash() -> str:
     digest = hashlib.sha256()
     folder = _package()
     for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+        digest.update(str(file.relative_to(folder)).encode() + b"\0"
+                      + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 def is_stale(entry: Settings) -> bool:
@@ -161,7 +172,8 @@ def commit() -> dict[str, str | bool]:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=_package(), capture_output=True, text=True, check=True).stdout.strip()
     try:
-        return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {"commit": git("rev-parse", "--short", "HEAD"),
+                "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.CalledProcessError):
         return {}
 
@@ -174,34 +186,43 @@ def _peak_mib() -> int:
     "Largest memory of the process since `_forget_peak`, or since its start."
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) // 1024
+        return int(next(line.split()[1]
+                        for line in lines if line.startswith("VmHWM"))) // 1024
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 # %% ../../nbs/70_experiments.ipynb #experiments-measured-run
-OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out", "max_length", "public", "public_epochs", "public_limit")
+OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",
+       "max_length", "public", "public_epochs", "public_limit")
 
 def measured_run(
-    settings: Settings,                                    # `OWN`, and any argument of `fine_tune`
+    settings: Settings,  # `OWN`, and any argument of `fine_tune`
     look: Callable[[Run, Method], Settings] = lambda run, method: {},  # what else to keep of the run
     score: Callable[[nn.Module, Task], dict[str, float]] | None = None,  # None: `accuracies`
 ) -> Settings:
     "One call of `fine_tune` as the settings say, scored on held-out rows, or on the development and the test data."
-    unknown = [name for name in settings if name not in OWN and name not in inspect.signature(fine_tune).parameters]
+    unknown = [name for name in settings if name not in OWN
+               and name not in inspect.signature(fine_tune).parameters]
     if unknown:
-        raise ValueError(f"setting {unknown[0]!r} is no argument of fine_tune and none of {', '.join(OWN)}")
-    task = prepared_task(settings["data"], settings["model"], settings.get("limit"), settings.get("held_out", 0),
+        raise ValueError(f"setting {unknown[0]!r} is no argument of fine_tune and none "
+                         f"of {', '.join(OWN)}")
+    task = prepared_task(settings["data"], settings["model"], settings.get("limit"),
+                         settings.get("held_out", 0),
                          settings.get("max_length", 128))
     method = method_from(settings["method"], settings.get("options", {}))
-    target = None if "noise_multiplier" in settings else float(settings["target_epsilon"])
-    run = fine_tune(_start(settings, task), replace(task, dev=None), method, epsilon=target, progress=False,
+    target = (None if "noise_multiplier" in settings
+              else float(settings["target_epsilon"]))
+    run = fine_tune(_start(settings, task), replace(task, dev=None), method,
+                    epsilon=target, progress=False,
                     evaluate=lambda model: (score or accuracies)(model, task),
-                    **{name: value for name, value in settings.items() if name not in OWN})
+                    **{name: value for name, value in settings.items()
+                       if name not in OWN})
     return {**outcome(run), **look(run, method)}
 
 def accuracies(model: nn.Module, task: Task) -> dict[str, float]:
     "The share of right answers on the development data, and on the test data where there are any."
-    parts = {"accuracy": task.dev} | ({} if task.test is None else {"test_accuracy": task.test})
+    parts = {"accuracy": task.dev} | ({} if task.test is None
+                                      else {"test_accuracy": task.test})
     return {name: accuracy(model, data, batch_size=64) for name, data in parts.items()}
 
 # %% ../../nbs/70_experiments.ipynb #experiments-prepared
@@ -216,12 +237,16 @@ def prepared_task(
     "A data set, tokenised once for all runs."
     task = load_data(data, limit=limit)
     if held_out:
-        order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(1))
-        train, dev = (task.train.subset(rows.sort().values) for rows in (order[held_out:], order[:held_out]))
+        order = torch.randperm(len(task.train),
+                               generator=torch.Generator().manual_seed(1))
+        train, dev = (task.train.subset(rows.sort().values)
+                      for rows in (order[held_out:], order[:held_out]))
         task = replace(task, train=train, dev=dev, test=None)
     if task.kind != "image":
         tokenizer = load_tokenizer(model)
-        train, dev, test = (None if part is None else encode(part, tokenizer, task.columns, max_length, task.kind)
+        train, dev, test = (None if part is None
+                            else encode(part, tokenizer, task.columns, max_length,
+                                        task.kind)
                             for part in (task.train, task.dev, task.test))
         task = replace(task, train=train, dev=dev, test=test)
         task.assumed_public.append("the tokenizer's vocabulary")
@@ -229,27 +254,33 @@ def prepared_task(
 
 def _start(settings: Settings, task: Task) -> nn.Module:
     "The model as training finds it: the same for all seeds."
-    start = _pretrained(settings["model"], task.kind, len(task.classes), task.image_shape, settings.get("public"),
+    start = _pretrained(settings["model"], task.kind, len(task.classes),
+                        task.image_shape, settings.get("public"),
                         settings.get("public_epochs", 0), settings.get("public_limit"))
     return copy.deepcopy(start)
 
 @cache
-def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] | None, public: str | None, epochs: int,
+def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] | None,
+                public: str | None, epochs: int,
                 limit: int | None) -> nn.Module:
     if public is None:
         return load_model(name, classes, kind, shape)
     if public == "font digits":
-        return pretrain(load_model(name, classes, kind, shape), font_digits(), epochs=epochs)
+        return pretrain(load_model(name, classes, kind, shape), font_digits(),
+                        epochs=epochs)
     source = load_data(public, limit=limit)
     known = hashlib.sha256(repr((name, shape, public, epochs, limit)).encode()).hexdigest()[:12]
-    return with_fresh_head(_cached(known, load_model(name, len(source.classes), kind, shape), lambda model: pretrain(
+    return with_fresh_head(_cached(known,
+                                   load_model(name, len(source.classes), kind, shape),
+                                   lambda model: pretrain(
         model, Public(source.train, source=source.source), epochs=epochs, learning_rate=1e-3)), load_model(name, classes, kind, shape))
 
 def cache_folder() -> Path:
     "Where what was trained on public data is kept: `DPFT_CACHE`, or the user's cache."
     return Path(os.environ.get("DPFT_CACHE", Path.home() / ".cache" / "dpft"))
 
-def _cached(known_by: str, model: nn.Module, train: Callable[[nn.Module], Any]) -> nn.Module:
+def _cached(known_by: str, model: nn.Module,
+            train: Callable[[nn.Module], Any]) -> nn.Module:
     "Train a model, or read the weights of an earlier time from the user's cache."
     from safetensors.torch import load_model as read
     from safetensors.torch import save_model as write
@@ -267,8 +298,10 @@ def _cached(known_by: str, model: nn.Module, train: Callable[[nn.Module], Any]) 
 def with_fresh_head(trained: nn.Module, fresh: nn.Module) -> nn.Module:
     "`fresh` with all weights of `trained` but those of the head."
     head = {id(parameter) for parameter in fresh_head(fresh)}
-    names = [name for name, parameter in fresh.named_parameters() if id(parameter) not in head]
-    fresh.load_state_dict({name: trained.state_dict()[name] for name in names}, strict=False)
+    names = [name for name, parameter in fresh.named_parameters()
+             if id(parameter) not in head]
+    fresh.load_state_dict({name: trained.state_dict()[name] for name in names},
+                          strict=False)
     return fresh
 
 # %% ../../nbs/70_experiments.ipynb #experiments-quickstart
@@ -286,16 +319,22 @@ def quickstart(
     for epsilon in epsilons:
         for name, (method, rate) in QUICKSTART.items():
             for seed in seeds:
-                settings: dict[str, Any] = {"epochs": epochs, "batch_size": 256, "learning_rate": rate, "clip": 0.1}
+                settings: dict[str, Any] = {"epochs": epochs, "batch_size": 256,
+                                            "learning_rate": rate, "clip": 0.1}
                 began = time.perf_counter()
-                run = fine_tune(copy.deepcopy(start), task, method(), epsilon=epsilon, evaluate=task.dev, seed=seed, progress=False,
+                run = fine_tune(copy.deepcopy(start), task, method(), epsilon=epsilon,
+                                evaluate=task.dev, seed=seed, progress=False,
                                 **settings)
-                configuration = {"data": "digits", "model": "cnn, pre-trained on font digits", "method": name, "seed": seed,
+                configuration = {"data": "digits",
+                                 "model": "cnn, pre-trained on font digits",
+                                 "method": name, "seed": seed,
                                  "target_epsilon": json_number(epsilon), **settings}
-                yield record("quickstart", configuration, run, time.perf_counter() - began)
+                yield record("quickstart", configuration, run,
+                             time.perf_counter() - began)
 
 def printed_digits_network(task: Task) -> nn.Module:
     "The small convolutional network, trained on font digits: public, so it costs nothing."
-    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind, "image_shape": task.image_shape}
+    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
+                              "image_shape": task.image_shape}
     assert task.public is not None
     return pretrain(load_model("cnn", **recipe), task.public)

@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/71_figures.ipynb #figures-colours
 COLOURS = {
-    "Full": "#0072B2", "LastLayer": "#E69F00", "BiTFiT": "#009E73", "DPFrost": "#D55E00", "LayerFreeze": "#CC79A7", "RapFT": "#882255",
-    "LoRA": "#56B4E9", "Adapter": "#000000", "NormOnly": "#999933", "LargestWeights": "#666666", "RandomPartitions": "#AAAAAA",
+    "Full": "#0072B2", "LastLayer": "#E69F00", "BiTFiT": "#009E73",
+    "DPFrost": "#D55E00", "LayerFreeze": "#CC79A7", "RapFT": "#882255",
+    "LoRA": "#56B4E9", "Adapter": "#000000", "NormOnly": "#999933",
+    "LargestWeights": "#666666", "RandomPartitions": "#AAAAAA",
     "EntrySelection": "#AA4499", "Then": "#44AA99", "Chain": "#332288"}
 MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH", strict=True))
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999933")  # of what is no method: layers, kinds
 T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 97.5 %, by number of seeds
-EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}  # in the file that scores are taken on
-STYLE: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False,
+# in the file that scores are taken on
+EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}
+STYLE: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 9, "axes.spines.top": False,
+                         "axes.spines.right": False,
                          "legend.frameon": False, "legend.fontsize": 8}
 
 @contextmanager
@@ -72,13 +76,16 @@ def by_method(
 
 def look(label: str) -> dict[str, Any]:
     "Colour and marker of a method, or of a composition by its name."
-    kind = label if label in COLOURS else "Then" if "then" in label or "/" in label else "Chain"
+    kind = (label if label in COLOURS else "Then" if "then" in label or "/" in label
+            else "Chain")
     return {"color": COLOURS[kind], "marker": MARKERS[kind]}
 
 def legend_beside(figure: "Figure") -> None:
     "One legend for all panels, at the right."
-    handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, title="method (seeds)", loc="outside right center")
+    handles = {label: handle for axis in figure.axes
+               for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, title="method (seeds)",
+                  loc="outside right center")
 
 def plain_log(axis: "Axis") -> None:
     "Plain numbers along a logarithmic axis."
@@ -105,27 +112,35 @@ def draw_tradeoff(
     budgets = sorted({epsilon for row in table.values() for epsilon in row})
     alone = len(budgets) == 1
     for number, (label, row) in enumerate(table.items()):
-        shift = 1.05 ** (number - (len(table) - 1) / 2)                            # so that bars do not hide each other
+        # so that bars do not hide each other
+        shift = 1.05 ** (number - (len(table) - 1) / 2)
         points = [(number if alone else place_of_budget(e, budgets) * shift, *interval(values, examples)) for e, values in row.items()]
-        axis.errorbar(*zip(*points, strict=True), linestyle="none", markersize=4.5, capsize=2, linewidth=1, **look(label),
+        axis.errorbar(*zip(*points, strict=True), linestyle="none", markersize=4.5,
+                      capsize=2, linewidth=1, **look(label),
                       label=f"{label} ({counted(map(len, row.values()))})")
         private = [point[:2] for e, point in zip(row, points, strict=True) if e < inf]
         if private:
-            axis.plot(*zip(*private, strict=True), color=look(label)["color"], linewidth=1.2)
+            axis.plot(*zip(*private, strict=True), color=look(label)["color"],
+                      linewidth=1.2)
     axis.set_ylabel(metric.replace("_", " "))
     budget_axis(axis, budgets) if not alone else _method_axis(axis, axis.get_legend_handles_labels()[1])
 
 def place_of_budget(epsilon: float, budgets: Sequence[float]) -> float:
     "Where a budget stands; none at all, beyond the largest."
-    return epsilon if epsilon < inf else 4 * max((e for e in budgets if e < inf), default=1.0)
+    return epsilon if epsilon < inf else 4 * max((e for e in budgets if e < inf),
+                                                 default=1.0)
 
 def budget_axis(axis: "Axes", budgets: Sequence[float]) -> None:
-    axis.set(xscale="log", xlabel=r"privacy budget $\varepsilon$" + " (∞: not private)" * (inf in budgets))
-    axis.set_xticks([place_of_budget(e, budgets) for e in budgets], [f"{e:g}" if e < inf else "∞" for e in budgets])
+    axis.set(xscale="log",
+             xlabel=r"privacy budget $\varepsilon$"
+             + " (∞: not private)" * (inf in budgets))
+    axis.set_xticks([place_of_budget(e, budgets) for e in budgets],
+                    [f"{e:g}" if e < inf else "∞" for e in budgets])
     axis.minorticks_off()
 
 def _method_axis(axis: "Axes", labels: Sequence[str]) -> None:
-    axis.set_xticks(range(len(labels)), labels, rotation=40, ha="right", rotation_mode="anchor")
+    axis.set_xticks(range(len(labels)), labels, rotation=40, ha="right",
+                    rotation_mode="anchor")
     axis.set_xlim(-0.6, len(labels) - 0.4)
 
 @style()
@@ -143,7 +158,8 @@ def tradeoff(
     return figure
 
 # %% ../../nbs/71_figures.ipynb #figures-tradeoff-images
-NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2", "fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
+NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",
+         "fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
 
 def text_tradeoff(records: Records) -> "Figure":
     "All methods on SST-2."
@@ -158,7 +174,8 @@ def image_tradeoff(records: Records) -> "Figure":
     for entry in records:
         panels[entry["data"], entry["model"].partition(",")[0]].append(entry)
     rows, columns = (len(panels) + 1) // 2, min(len(panels), 2)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.9 * columns, 3.4 * rows), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(3.9 * columns, 3.4 * rows),
+                                squeeze=False, layout="constrained")
     for axis, ((data, model), entries) in zip(axes.flat, panels.items(), strict=False):
         draw_tradeoff(axis, entries, "accuracy", EXAMPLES[data])
         title, budgets = f"{NAMES[data]}, {model}", {float(e["target_epsilon"]) for e in entries}
@@ -178,7 +195,8 @@ def language_tradeoff(records: Records) -> "Figure":
     axis = figure.axes[0]
     for entry in known:
         if entry["method"] == "Untouched":
-            axis.axhline(entry["metrics"]["perplexity"], color="0.5", linestyle="--", linewidth=0.9)
+            axis.axhline(entry["metrics"]["perplexity"], color="0.5", linestyle="--",
+                         linewidth=0.9)
     axis.set(yscale="log", ylabel="perplexity per token (lower is better)")
     plain_log(axis.yaxis)
     return figure
@@ -195,7 +213,8 @@ def save_figure(
 
     ending = Path(path).suffix[1:]
     if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose {', '.join(ENDINGS)}")
+        raise ValueError(f"figure format {ending!r} is unknown; choose "
+                         f"{', '.join(ENDINGS)}")
     with rc_context({"svg.hashsalt": "dpft", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=ENDINGS[ending], dpi=150)
 
@@ -208,9 +227,14 @@ def text_table(
     "One row for each method, one column for each epsilon: mean and half-width of its 95 % interval, if there are several seeds."
     table = by_method(records, metric)
     columns = sorted({epsilon for row in table.values() for epsilon in row})
-    head = ["method", *(f"ε = {epsilon:g}" if epsilon < inf else "not private" for epsilon in columns)]
+    head = ["method",
+            *(f"ε = {epsilon:g}" if epsilon < inf else "not private"
+              for epsilon in columns)]
     lines = [head, ["---"] * len(head)]
     for method, row in table.items():
-        cells = [interval(row[epsilon], examples) if epsilon in row else None for epsilon in columns]
-        lines.append([method, *("" if cell is None else f"{cell[0]:.3f}" + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
+        cells = [interval(row[epsilon], examples) if epsilon in row else None
+                 for epsilon in columns]
+        lines.append([method,
+                      *("" if cell is None else f"{cell[0]:.3f}"
+                        + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,6 +1,7 @@
 """The command line: `dpft`."""
 
-from dpft.cli.book import audit, bench, figures_named, quickstart, run_named
-from dpft.cli.core import account, app, main, plan, train, verify
+from dpft.cli.core import app, main, plan, train  # isort: skip
+from dpft.cli.ledger import account, verify  # isort: skip
+from dpft.cli.book import audit, bench, figures_named, quickstart, run_named  # isort: skip
 
 __all__ = ["account", "app", "audit", "bench", "figures_named", "main", "plan", "quickstart", "run_named", "train", "verify"]

@@ -18,7 +18,8 @@ from .core import AS_JSON, METHOD, app, check_positive, print_json, whole_number
 # %% ../../nbs/81_book_commands.ipynb #cli-quickstart
 @app.command()
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Folder for the records, the table and the figure.")] = Path("quickstart"),
+    output: Annotated[Path, typer.Option(
+        help="Folder for the records, the table and the figure.")] = Path("quickstart"),
     seeds: Annotated[int, typer.Option(help="Runs of each method at each budget.")] = 3,
 ) -> None:
     "Three methods, three budgets, real handwritten digits: a table and an epsilon–utility figure."
@@ -30,93 +31,112 @@ def quickstart(
     budgets = (0.5, 2.0, 8.0, inf)
     output.mkdir(parents=True, exist_ok=True)
     made = experiments.quickstart(budgets, range(seeds))
-    records = list(tqdm(made, total=len(budgets) * len(experiments.QUICKSTART) * seeds, unit="run"))
+    records = list(tqdm(made, total=len(budgets) * len(experiments.QUICKSTART) * seeds,
+                        unit="run"))
     (output / "records.jsonl").unlink(missing_ok=True)
     experiments.write_records(output / "records.jsonl", records)
     table = figures.text_table(records)
     (output / "table.md").write_text(table + "\n")
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.svg"))
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.png"))
-    print(f"Accuracy on 360 held-out digits, mean over {seeds} seeds and 95 % interval:\n\n{table}\n")
+    print(f"Accuracy on 360 held-out digits, mean over {seeds} seeds and 95 % "
+          f"interval:\n\n{table}\n")
     print(f"The figure is {output / 'tradeoff.png'}.")
 
 # %% ../../nbs/81_book_commands.ipynb #cli-run
 @app.command(name="run")
 def run_named(
-    name: Annotated[str | None, typer.Argument(help="Experiment; without one, they are listed.")] = None,
-    full: Annotated[bool, typer.Option("--full/--quick", help="The whole grid, or the reduced one for two CPU cores.")] = False,
-    data: Annotated[str | None, typer.Option(help="Only runs on this data set.")] = None,
-    method: Annotated[str | None, typer.Option(help="Only runs of this method.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for the records. (default: $DPFT_RESULTS, or nbs/results)")] = None,
-    resume: Annotated[bool, typer.Option("--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    name: Annotated[str | None, typer.Argument(
+        help="Experiment; without one, they are listed.")] = None,
+    full: Annotated[bool, typer.Option(
+        "--full/--quick",
+        help="The whole grid, or the reduced one for two CPU cores.")] = False,
+    data: Annotated[str | None, typer.Option(
+        help="Only runs on this data set.")] = None,
+    method: Annotated[str | None, typer.Option(
+        help="Only runs of this method.")] = None,
+    output: Annotated[Path | None, typer.Option(
+        help="Folder for the records. (default: $DPFT_RESULTS, or nbs/results)")] = None,
+    resume: Annotated[bool, typer.Option(
+        "--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
+    quiet: Annotated[bool, typer.Option(
+        "--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     "Make the records of an experiment of the book, those that are missing."
     from tqdm import tqdm
 
+    from dpft.data import did_you_mean
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.experiments import results_file, run_experiment
-    from dpft.data import did_you_mean
     if name is None:
         for known, its in EXPERIMENTS.items():
             print(f"{known:20s} {its.question} In full: {its.needs}.")
         return
     if name not in EXPERIMENTS:
-        raise ValueError(f"unknown experiment {name!r}; {did_you_mean(name, EXPERIMENTS)}")
+        raise ValueError(f"unknown experiment {name!r}; "
+                         f"{did_you_mean(name, EXPERIMENTS)}")
     def wanted(settings: dict[str, Any]) -> bool:
         its = settings["data"]
         return (its == data if data else its not in EXPERIMENTS[name].elsewhere) and method in (None, settings["method"])
     chosen = [settings for settings in EXPERIMENTS[name].grid(full) if wanted(settings)]
     if not chosen:
-        raise ValueError(f"{name} has no such runs; see its grid without --data and --method")
+        raise ValueError(f"{name} has no such runs; see its grid without --data and "
+                         "--method")
     file = results_file(name) if output is None else output / f"{name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     if not resume:
         file.unlink(missing_ok=True)
     made = run_experiment(name, EXPERIMENTS[name], file, full, wanted)
-    fresh = sum(entry is not None for entry in tqdm(made, total=len(chosen), unit="run", disable=quiet))
+    fresh = sum(entry is not None
+                for entry in tqdm(made, total=len(chosen), unit="run", disable=quiet))
     if not quiet:
         print(f"{fresh} runs made, {len(chosen) - fresh} there already, in {file}.")
 
 # %% ../../nbs/81_book_commands.ipynb #cli-figures
 @app.command(name="figures")
 def figures_named(
-    names: Annotated[list[str] | None, typer.Argument(help="Figures; without one, all of them.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
+    names: Annotated[list[str] | None, typer.Argument(
+        help="Figures; without one, all of them.")] = None,
+    output: Annotated[Path, typer.Option(
+        help="Folder for the files.")] = Path("figures"),
     ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
-    from dpft.book.drawings import redraw
-    from dpft.book.evidence import FIGURES
     from dpft.data import did_you_mean
+    from dpft.book.evidence import FIGURES
+    from dpft.book.drawings import redraw
 
     for name in names or ():
         if name not in FIGURES:
             raise ValueError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
     drawn = 0
-    for sentence in redraw({name: FIGURES[name] for name in names or FIGURES}, output, ending):
+    for sentence in redraw({name: FIGURES[name] for name in names or FIGURES}, output,
+                           ending):
         drawn += ": skipped, " not in sentence
         print(sentence)
-    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if other source than this made it.")
+    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if other "
+          "source than this made it.")
 
 # %% ../../nbs/81_book_commands.ipynb #cli-audit
 @app.command()
 def audit(
     method: Annotated[str | None, METHOD] = None,
     epsilon: Annotated[float, typer.Option(help="Privacy budget to claim.")] = 8.0,
-    delta: Annotated[float, typer.Option(help="Small beside one over the canaries.")] = 1e-6,
+    delta: Annotated[float,
+                     typer.Option(help="Small beside one over the canaries.")] = 1e-6,
     canaries: Annotated[int, typer.Option(
         help="Planted examples, each in the data by a fair coin.")] = 600,
     steps: Annotated[int, typer.Option(help="Steps of the audited run.")] = 6,
     sample_rate: Annotated[float, typer.Option(
         help="Probability that a draw takes an example.")] = 1.0,
-    precision: Annotated[str | None, typer.Option(help="bf16 for mixed precision.")] = None,
+    precision: Annotated[str | None,
+                         typer.Option(help="bf16 for mixed precision.")] = None,
     accountant: Annotated[str, typer.Option(help="prv or rdp.")] = "prv",
     seed: Annotated[int | None, typer.Option(
         help="Of coins and run. (default: the operating system's entropy)")] = None,
     full: Annotated[bool, typer.Option(
-        "--full", help="Instead: every method and every way to run it, at full size; the "
-                       "records of dpft run audits --full.")] = False,
+        "--full", help="Instead: every method and every way to run it, at full size; "
+                       "the records of dpft run audits --full.")] = False,
     output: Annotated[Path | None, typer.Option(
         help="Of --full: folder for the records. (default: as for dpft run)")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
@@ -131,7 +151,8 @@ def audit(
         raise ValueError("give --method, or --full for all of them")
     check_positive(steps=steps)
     name, make = auditing.method_to_audit(method)
-    found = auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate, seed=seed,
+    found = auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate,
+                           seed=seed,
                            precision=precision, accountant=accountant)
     bounds, chance = {kind: found.lower_bound(kind) for kind in found.kinds}, found.p_value()
     if as_json:
@@ -147,8 +168,8 @@ def audit(
         raise ValueError(f"the claim of {name} is false: scores like these come with "
                          f"probability {chance:.1g} if it is true")
     if not as_json:
-        print("not refuted: scores like these, or farther apart, come with probability "
-              f"{chance:.2g} if the claim is true")
+        print("not refuted: scores like these, or farther apart, come with "
+              f"probability {chance:.2g} if the claim is true")
 
 # %% ../../nbs/81_book_commands.ipynb #cli-audit-all
 def audit_all(output: Path | None, as_json: bool) -> None:
@@ -158,10 +179,11 @@ def audit_all(output: Path | None, as_json: bool) -> None:
     from dpft.book.experiments import recorded, results_file
 
     if not as_json:
-        print(f"{EXPERIMENTS['audits'].needs}; each is written down when it is made, and one "
-              "that is there is skipped", flush=True)
+        print(f"{EXPERIMENTS['audits'].needs}; each is written down when it is made, "
+              "and one that is there is skipped", flush=True)
     run_named("audits", full=True, output=output, quiet=as_json)
-    records = recorded(results_file("audits") if output is None else output / "audits.jsonl")
+    records = recorded(results_file("audits") if output is None
+                       else output / "audits.jsonl")
     whole = [entry for entry in records if not entry["reduced"]]
     table = auditing.audit_table(whole)
     if as_json:
@@ -172,44 +194,73 @@ def audit_all(output: Path | None, as_json: bool) -> None:
 # %% ../../nbs/81_book_commands.ipynb #cli-bench
 @app.command()
 def bench(
-    output: Annotated[Path, typer.Option(help="Folder for records and figures; those of an earlier run are replaced.")] = Path("bench"),
-    parts: Annotated[str | None, typer.Option(help="What to measure: text and images (over their size), models and depths (over the "
-                                                   "model's), batches (the largest that fits), limits (what peers cannot do). "
-                                                   "(default: those whose sizes are given, or all)")] = None,
-    who: Annotated[str, typer.Option(help="Who takes part beside plain: opacus, opacus-ghost, fastdp, dpft.")] = "all",
-    trains: Annotated[str, typer.Option(help="What trains: biases, full, or both.")] = "biases,full",
-    lengths: Annotated[str | None, typer.Option(help="Numbers of tokens. (default: 64,128,256,512,1024)")] = None,
-    sides: Annotated[str | None, typer.Option(help="Pixels along an image's side. (default: 16,32,64,128)")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the encoder over lengths. (default: 384)")] = None,
-    widths: Annotated[str | None, typer.Option(help="Widths of the encoders that are compared. (default: 64,128,256)")] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of an encoder. (default: 2)")] = None,
-    rows: Annotated[int | None, typer.Option(help="Examples in a batch. (default: 4)")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Timed rounds. (default: 7)")] = None,
-    memory: Annotated[int | None, typer.Option(help="MiB in which the largest batch must fit. (default: 256)")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The same of small models, to see that it works.")] = False,
-    marks: Annotated[bool, typer.Option("--marks", help="Only what this package promises: its marks, each met or missed.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Only RoBERTa-base and a Llama of 7 billion parameters, on a GPU.")] = False,
-    freezing: Annotated[bool, typer.Option("--freezing", help="Only steps and runs of convolutional networks before and after their lower "
-                                                              "half is frozen; --rows examples in a step. (default: 2048)")] = False,
+    output: Annotated[Path, typer.Option(
+        help="Folder for records and figures; those of an earlier run are replaced.")] = Path("bench"),
+    parts: Annotated[str | None, typer.Option(
+        help="What to measure: text and images (over their size), models and depths "
+             "(over the model's), batches (the largest that fits), limits (what peers "
+             "cannot do). (default: those whose sizes are given, or all)")] = None,
+    who: Annotated[str, typer.Option(
+        help="Who takes part beside plain: opacus, opacus-ghost, fastdp, dpft.")] = "all",
+    trains: Annotated[str, typer.Option(
+        help="What trains: biases, full, or both.")] = "biases,full",
+    lengths: Annotated[str | None, typer.Option(
+        help="Numbers of tokens. (default: 64,128,256,512,1024)")] = None,
+    sides: Annotated[str | None, typer.Option(
+        help="Pixels along an image's side. (default: 16,32,64,128)")] = None,
+    width: Annotated[int | None, typer.Option(
+        help="Width of the encoder over lengths. (default: 384)")] = None,
+    widths: Annotated[str | None, typer.Option(
+        help="Widths of the encoders that are compared. (default: 64,128,256)")] = None,
+    layers: Annotated[int | None, typer.Option(
+        help="Layers of an encoder. (default: 2)")] = None,
+    rows: Annotated[int | None, typer.Option(
+        help="Examples in a batch. (default: 4)")] = None,
+    repeats: Annotated[int | None, typer.Option(
+        help="Timed rounds. (default: 7)")] = None,
+    memory: Annotated[int | None, typer.Option(
+        help="MiB in which the largest batch must fit. (default: 256)")] = None,
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="The same of small models, to see that it works.")] = False,
+    marks: Annotated[bool, typer.Option(
+        "--marks", help="Only what this package promises: its marks, each met or "
+                        "missed.")] = False,
+    gpu: Annotated[bool, typer.Option(
+        "--gpu", help="Only RoBERTa-base and a Llama of 7 billion parameters, on a GPU.")] = False,
+    freezing: Annotated[bool, typer.Option(
+        "--freezing",
+        help="Only steps and runs of convolutional networks before and after their "
+             "lower half is frozen; --rows examples in a step. (default: 2048)")] = False,
 ) -> None:
     "Time and bytes of a private step beside a plain one and other libraries, in one run; lists are written with commas."
     from dpft.book import bench as room
 
     if freezing:
-        print(room.write_freezing(output, (64 if quick else 2048) if rows is None else rows, 7 if repeats is None else repeats, quick))
+        from dpft.book.freezing_costs import write_freezing
+        size = (64 if quick else 2048) if rows is None else rows
+        print(write_freezing(output, size, 7 if repeats is None else repeats, quick))
         return
-    numbers = {name: tuple(whole_numbers(name, text) or ()) for name, text in (("lengths", lengths), ("sides", sides), ("widths", widths))}
-    given: dict[str, Any] = numbers | {"width": width, "layers": layers, "rows": rows, "repeats": repeats,
-                                       "memory": None if memory is None else memory * room.MIB}
-    sizes = replace(room.QUICK if quick else room.Sizes(), **{name: value for name, value in given.items() if value not in (None, ())})
+    numbers = {name: tuple(whole_numbers(name, text) or ())
+               for name, text in (("lengths", lengths), ("sides", sides),
+                                  ("widths", widths))}
+    given: dict[str, Any] = numbers | {"width": width, "layers": layers, "rows": rows,
+                                       "repeats": repeats,
+                                       "memory": None if memory is None
+                                       else memory * room.MIB}
+    sizes = replace(room.QUICK if quick else room.Sizes(),
+                    **{name: value for name, value in given.items()
+                       if value not in (None, ())})
     asked = [part for name, its in room.SIZED.items() if numbers[name] for part in its] or list(room.PARTS)
     contenders = list(room.CONTENDERS) if who == "all" else who.split(",")
-    settings, name = room.plan_bench(sizes, asked if parts is None else parts.split(","), contenders, trains.split(",")), "costs"
+    settings, name = room.plan_bench(sizes,
+                                     asked if parts is None else parts.split(","),
+                                     contenders, trains.split(",")), "costs"
     if marks:
         settings, name = (room.plan_marks((32, 64), (1, 1), (16, 32), (2, 4), 3) if quick else room.plan_marks()), "costs-marks"
     if gpu:
         settings, name = room.plan_gpu(tiny=quick), "costs-gpu"
         if not quick and not room.torch.cuda.is_available():
-            raise ValueError("there is no GPU here; --gpu --quick asks the same of tiny models")
+            raise ValueError("there is no GPU here; --gpu --quick asks the same of "
+                             "tiny models")
     print(room.bench_report(room.write_bench(settings, output, name, rate=gpu)))
     print(f"\nThe records are in {output / name}.jsonl.")

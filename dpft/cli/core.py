@@ -7,12 +7,12 @@ __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE',
            'check_positive', 'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
            'takes_knobs', 'train', 'checked_knobs', 'tell_result', 'loaded_task', 'scored_part', 'check_device',
            'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'drawn_plan', 'recommendation',
-           'train_command', 'counted', 'probed', 'account', 'accounted', 'account_lines', 'verify']
+           'train_command', 'counted', 'probed']
 
 # %% ../../nbs/80_command_line.ipynb #cli-imports
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import Field, asdict, fields
 from inspect import Parameter, signature
 from math import isfinite
@@ -53,7 +53,8 @@ def main() -> None:
 # %% ../../nbs/80_command_line.ipynb #cli-tell
 def tell(sentence: str) -> None:
     "Print an error's sentence."
-    processes = sys.modules.get("dpft.processes")  # loaded by commands that may run in several
+    # loaded by commands that may run in several
+    processes = sys.modules.get("dpft.processes")
     if processes is None or processes.speaks():
         print(f"dpft: {sentence}", file=sys.stderr, flush=True)
 
@@ -65,7 +66,8 @@ def show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True,
+    version: Annotated[bool,
+                       typer.Option("--version", callback=show_version, is_eager=True,
                                           help="Print the version.")] = False,
 ) -> None:
     "Differentially private fine-tuning by freezing."
@@ -75,8 +77,8 @@ def check_positive(**given: float | None) -> None:
     "ValueError for a number that is there and not positive, by the name of its option."
     for name, value in given.items():
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a positive number, "
-                             "or leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a positive "
+                             "number, or leave it out")
 
 def whole_numbers(name: str, text: str | None) -> list[int] | None:
     "Whole numbers with commas, increasing; None stays None."
@@ -85,8 +87,8 @@ def whole_numbers(name: str, text: str | None) -> list[int] | None:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise ValueError(f"--{name} {text!r}: give whole numbers with commas, "
-                         "such as 128,512") from None
+        raise ValueError(f"--{name} {text!r}: give whole numbers with commas, such as "
+                         "128,512") from None
 
 def print_json(value: Any) -> None:
     "What programs read."
@@ -106,29 +108,33 @@ def with_schedule(method: Any, layers: str | None, after: str | None) -> Any:
         return method
     from dpft.freezing.schedule import LayerFreeze
     if not isinstance(method, LayerFreeze):
-        raise ValueError("--layers and --freeze-after belong to --method layer-freeze; "
-                         "leave them out or choose that method")
-    return LayerFreeze(whole_numbers("layers", layers), whole_numbers("freeze-after", after))
+        raise ValueError("--layers and --freeze-after belong to --method "
+                         "layer-freeze; leave them out or choose that method")
+    return LayerFreeze(whole_numbers("layers", layers),
+                       whole_numbers("freeze-after", after))
 
 def complete_method(typed: str) -> list[str]:
     "Names of methods, for the shell."
     return [name for name in known_methods() if name.startswith(typed)]
 
-METHOD = typer.Option(help=f"What trains: {', '.join(METHODS)}, an installed method, or "
-                           "my_file.py:MyMethod.", autocompletion=complete_method)
+METHOD = typer.Option(help=f"What trains: {', '.join(METHODS)}, an installed method, "
+                           "or my_file.py:MyMethod.", autocompletion=complete_method)
 AS_JSON = typer.Option("--json", help="Print JSON, for programs.")
 
 # %% ../../nbs/80_command_line.ipynb #cli-knobs
-OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate")  # no text says these
+# no text says these
+OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can say
     "optimizer": str, "columns": str | None, "unit": str | None,
     "learning_rate": float | None, "cache_folder": Path | None, "ledger": Path | None,
     "checkpoint": Path | None}
-SET_HERE = ("columns", "learning_rate")  # given another form before `fine_tune` sees them
+# given another form before `fine_tune` sees them
+SET_HERE = ("columns", "learning_rate")
 HELP = {"columns": "with commas: text columns, then the label's; None: by name and type",
         "learning_rate": "learning rate; None: by method",
         "optimizer": "'adamw', 'adam' or 'sgd'",
-        "unit": "column that names each row's person, who is protected with all rows; None: a row",
+        "unit": "column that names each row's person, who is protected with all rows; "
+                "None: a row",
         "precision": "'bf16' for mixed precision; None: the model's own",
         "dropout": "dropout in the part that trains",
         "ledger": "ledger file, one for all runs on a data set; None: the run's own"}
@@ -140,7 +146,8 @@ def knob_options() -> list[Parameter]:
         text = said[:1].upper() + said[1:] + "." + f" (default: {unset})" * bool(unset)
         default = None if knob.name in SET_HERE else knob.default
         kind: Any = Annotated[TYPES.get(knob.name, knob.type), typer.Option(help=text)]
-        return Parameter(knob.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        return Parameter(knob.name, Parameter.KEYWORD_ONLY, default=default,
+                         annotation=kind)
     return [option(knob) for knob in fields(Settings) if knob.name not in OBJECTS]
 
 def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
@@ -157,16 +164,18 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
 @takes_knobs
 def train(
     *,
-    data: Annotated[str, typer.Option(help="Data set: digits, sst2, e2e, fashion_mnist, cifar10, "
-                                           "…, hub:owner/name, or a folder.")],
-    model: Annotated[str, typer.Option(help="Model: minilm, tempered-cnn, cnn, vit-small, …, or a "
-                                            "Transformers name or folder.")],
+    data: Annotated[str,
+                    typer.Option(help="Data set: digits, sst2, e2e, fashion_mnist, "
+                                      "cifar10, …, hub:owner/name, or a folder.")],
+    model: Annotated[str,
+                     typer.Option(help="Model: minilm, tempered-cnn, cnn, vit-small, "
+                                       "…, or a Transformers name or folder.")],
     method: Annotated[str, METHOD] = "bitfit",
     option: Annotated[list[str] | None, typer.Option(
         help="Of the method, as name=value, such as ratio=0.25; may come again.")] = None,
     layers: Annotated[str | None, typer.Option(
-        help="Of layer-freeze: how many of the first layers freeze; several stages with commas. "
-             "(default: the lower half)")] = None,
+        help="Of layer-freeze: how many of the first layers freeze; several stages "
+             "with commas. (default: the lower half)")] = None,
     freeze_after: Annotated[str | None, typer.Option(
         help="Of layer-freeze: after how many steps; as many numbers as layers has. "
              "(default: 20 before the end)")] = None,
@@ -239,8 +248,9 @@ def loaded_task(
     try:
         return load_data(data, root, limit=limit, columns=columns)
     except TypeError as error:
-        raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must be whole "
-                         "numbers or texts, and none may be missing") from None
+        raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must "
+                         "be whole numbers or texts, and none may be "
+                         "missing") from None
 
 def scored_part(task: Any, score: str) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
@@ -266,8 +276,8 @@ def check_model_folder(name: str) -> None:
     "ValueError where a model is named as a folder that is not there."
     path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
     if path and not Path(name).expanduser().is_dir():
-        raise ValueError(f"--model {name}: there is no such folder; give one that holds a "
-                         "model, or a name such as minilm or owner/name")
+        raise ValueError(f"--model {name}: there is no such folder; give one that "
+                         "holds a model, or a name such as minilm or owner/name")
 
 # %% ../../nbs/80_command_line.ipynb #cli-prepared
 def prepared_model(
@@ -281,14 +291,14 @@ def prepared_model(
         raise ValueError(f"--model {name} reads pictures and {task.name} holds texts; "
                          "choose minilm, or a Transformers name")
     if name == "minilm" and task.kind != "text":
-        raise ValueError(f"--model minilm classifies texts and {task.name} is of another kind "
-                         f"({task.kind}); choose another model, such as "
+        raise ValueError(f"--model minilm classifies texts and {task.name} is of "
+                         f"another kind ({task.kind}); choose another model, such as "
                          f"{'cnn' if task.kind == 'image' else 'gpt2'}")
     model = models.load_model(**recipe)
     reads = getattr(model, "main_input_name", None)
     if reads == "input_ids" and task.kind == "image":
-        raise ValueError(f"--model {name} reads texts and {task.name} holds pictures; choose "
-                         "cnn, vit-small or another model of pictures")
+        raise ValueError(f"--model {name} reads texts and {task.name} holds pictures; "
+                         "choose cnn, vit-small or another model of pictures")
     model = model.to(device)
     model.origin = name  # type: ignore[assignment]
     if pretrain:
@@ -341,8 +351,8 @@ def plan(
     shape = None if data is None else planning.data_shape(data)
     rows = size if size is not None else shape.size if shape else None
     if rows is None:
-        raise ValueError("the size of the data is missing; give --size, or --data with the "
-                         "name of a data set of the book")
+        raise ValueError("the size of the data is missing; give --size, or --data "
+                         "with the name of a data set of the book")
     trains = counted(model, method, shape) if trainable is None else trainable
     seconds = probed(model, method, shape) if probe else seconds_per_example
     cells = planning.plan_table(
@@ -353,7 +363,8 @@ def plan(
     if as_json:
         print_json({"size": rows, "trainable": trains, "epsilon": epsilon,
                     "delta": 0.5 / rows if delta is None else delta,
-                    "cells": [asdict(cell) for cell in cells], "recommended": asdict(best),
+                    "cells": [asdict(cell) for cell in cells],
+                    "recommended": asdict(best),
                     "command": command})
         return
     if probe:
@@ -383,11 +394,12 @@ def recommendation(best: Any, rows: int, epsilon: float, delta: float | None) ->
     delta = 0.5 / rows if delta is None else delta
     sigma = noise_multiplier(epsilon, delta, best.batch_size / rows, best.steps)
     time = "" if best.seconds is None else f", {planning.duration(best.seconds)}"
-    return (f"batch size {best.batch_size}, {best.steps} steps, "
-            f"noise multiplier {sigma:.3f} by PRV{time}")
+    return (f"batch size {best.batch_size}, {best.steps} steps, noise multiplier "
+            f"{sigma:.3f} by PRV{time}")
 
 def train_command(
-    data: str | None, model: str | None, method: str, epsilon: float, delta: float | None,
+    data: str | None, model: str | None, method: str, epsilon: float,
+    delta: float | None,
     best: Any,
 ) -> str:
     "What would train the recommended plan."
@@ -400,8 +412,8 @@ def counted(model: str | None, method: str, shape: Any) -> int:
     "How many parameters a method trains in a named model, from its shape alone."
     from dpft import planning
     if model is None or shape is None:
-        raise ValueError("the number of parameters that train is missing; give --trainable, "
-                         "or --data and --model")
+        raise ValueError("the number of parameters that train is missing; give "
+                         "--trainable, or --data and --model")
     check_model_folder(model)
     return planning.count_trainable(planning.model_shape(model, shape),
                                     method_named(method)[0])
@@ -410,114 +422,8 @@ def probed(model: str | None, method: str, shape: Any) -> float:
     "Seconds of one example's share of a step, on a batch that nobody owns."
     from dpft import models, planning
     if model is None or shape is None:
-        raise ValueError("--probe needs --data and --model; or give --seconds-per-example")
+        raise ValueError("--probe needs --data and --model; or give "
+                         "--seconds-per-example")
     loaded = models.load_model(model, shape.classes, shape.kind, shape.image_shape)
     return planning.probe_seconds(loaded, method_named(method)[0],
                                   planning.made_up_batch(loaded, shape))
-
-# %% ../../nbs/80_command_line.ipynb #cli-account
-@app.command()
-def account(
-    ledger: Annotated[Path, typer.Argument(help="A ledger file.")],
-    delta: Annotated[float | None, typer.Option(
-        help="Delta of epsilon. (default: the budget's, or the smallest of the runs')")] = None,
-    accountant: Annotated[str, typer.Option(
-        help="rdp, which budgets use too, or prv.")] = "rdp",
-    budget: Annotated[float | None, typer.Option(
-        help="Hold all runs to this epsilon from now on; needs --delta.")] = None,
-    remove_budget: Annotated[bool, typer.Option(
-        "--remove-budget", help="Hold the runs to nothing from now on.")] = False,
-    reason: Annotated[str, typer.Option(
-        help="Why the budget is loosened or removed; recorded.")] = "",
-    who: Annotated[str | None, typer.Option(
-        help="Your name, recorded with a budget.")] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
-    "Say who spent what in a ledger, and what is left; or set its budget."
-    from dpft.privacy import Ledger
-
-    check_positive(delta=delta, budget=budget)
-    changes = budget is not None or remove_budget
-    if not ledger.exists() and not changes:
-        raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger {ledger} makes one")
-    if budget is not None and delta is None:
-        raise ValueError("a budget needs a delta; give --delta, below one over the number of units")
-    with Ledger(ledger, who=who, read_only=not changes) as book:
-        if budget is not None and delta is not None:
-            book.set_budget(budget, delta, reason=reason)
-        elif remove_budget:
-            book.remove_budget(reason)
-        if not book.runs() and not book.budgets() and not book.unpaid():
-            raise ValueError(f"ledger {ledger} has no runs")
-        found = accounted(book, delta, accountant)
-    if as_json:
-        print_json(found)
-    else:
-        print("\n".join(account_lines(found)))
-
-# %% ../../nbs/80_command_line.ipynb #cli-accounted
-def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]:
-    "Every run of a ledger, their total, every budget that was ever set, and what is left."
-    held, runs = book.budget, book.runs()
-    planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
-    at = delta if delta is not None else held.delta if held else planned
-    def one(run: str) -> dict[str, Any]:
-        charged = book.charged(run)
-        return {"run": run, "who": book.owner(run), "method": book.plan(run).get("method", ""),
-                "finished": book.finished(run), "mechanisms": [asdict(m) for m in charged],
-                "share_of_budget": held.share(charged) if held else None,
-                "epsilon": book.epsilon(at, run, accountant)}
-    return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": book.epsilon(at, accountant=accountant) if runs else 0.0,
-            "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
-            "left_of_budget": 1 - held.share(book.charged()) if held and runs else None,
-            "order": held.order if held else None}
-
-# %% ../../nbs/80_command_line.ipynb #cli-account-lines
-#| code-fold: true
-def account_lines(found: dict[str, Any]) -> list[str]:
-    "What a ledger says, for people."
-    lines = []
-    if found["runs"]:
-        lines.append(f"{'run':18s} {'who':10s} {'method':24s} {'state':12s} {'released':32s} "
-                     f"{'of budget':>9s} {'epsilon':>8s}")
-    for run in found["runs"]:
-        released = ", ".join(f"{m['name']} {m['steps']} x sigma {m['noise_multiplier']:.4g}"
-                             for m in run["mechanisms"])
-        state = "finished" if run["finished"] else "as planned"
-        share = "-" if run["share_of_budget"] is None else f"{run['share_of_budget']:.1%}"
-        lines.append(f"{run['run']:18s} {run['who'] or '-':10s} {run['method']:24s} {state:12s} "
-                     f"{released:32s} {share:>9s} {run['epsilon']:8.3f}")
-    lines += [f"run {run} promises nothing: {reason}"
-              for run, reason in found["unpaid"].items()]
-    if found["runs"]:
-        lines.append(f"together: epsilon {found['epsilon']:.3f} at delta {found['delta']:.3g} "
-                     f"({found['accountant']})")
-    for entry in found["budgets"]:
-        set_to = ("removed" if entry["epsilon"] is None
-                  else f"epsilon {entry['epsilon']:g} at delta {entry['delta']:g}")
-        told = (entry["who"] and f"by {entry['who']}", entry["reason"])
-        lines.append(", ".join([f"budget {set_to}", *(text for text in told if text)]))
-    if found["left_of_budget"] is not None:
-        lines.append(f"left of the budget: {found['left_of_budget']:.1%}, "
-                     f"by Rényi divergence at order {found['order']:g}")
-    return lines
-
-# %% ../../nbs/80_command_line.ipynb #cli-verify
-@app.command()
-def verify(
-    folder: Annotated[Path, typer.Argument(
-        help="A folder that a run was saved in, or its guarantee.json.")],
-    ledger: Annotated[Path | None, typer.Option(
-        help="The run's ledger. (default: ledger.sqlite in the folder)")] = None,
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
-    "Recompute a saved guarantee from its ledger; what does not agree ends in exit status 1."
-    from dpft import guarantee
-
-    said: Iterable[str] = guarantee.verify(folder, ledger)
-    if as_json:
-        print_json({"folder": str(folder), "ok": list(said)})
-        return
-    for sentence in said:
-        print(f"ok: {sentence}")

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from dpft.attacks import attack_entry, attack_grid
+from dpft.book.evidence.attacks import attack_entry, attack_grid
 from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import batch_figure, cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS, Drawing

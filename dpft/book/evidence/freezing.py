@@ -49,8 +49,11 @@ def walk(
     seed: int,
 ) -> Iterator[int]:                # steps done so far
     "Plain private SGD with constant rate, a step at a time."
-    engine = Engine(model, None, Kept(names), task.train, noise_multiplier=settings["noise_multiplier"], delta=1e-5, steps=steps,
-                    batch_size=settings["batch_size"], clip=settings["clip"], accountant="rdp", seed=seed, physical_batch_size=128)
+    engine = Engine(model, None, Kept(names), task.train,
+                    noise_multiplier=settings["noise_multiplier"], delta=1e-5,
+                    steps=steps,
+                    batch_size=settings["batch_size"], clip=settings["clip"],
+                    accountant="rdp", seed=seed, physical_batch_size=128)
     optimizer = torch.optim.SGD(engine.parameters(), settings["learning_rate"])
     for step in engine:
         step.take(optimizer)
@@ -65,7 +68,8 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     task = prepared_task(settings["data"], settings["model"], settings.get("limit"))
     assert task.image_shape is not None
     channels, height, width = task.image_shape
-    return load_model(settings["model"], len(task.classes), task.kind, (channels, height, width), seed=seed), task
+    return load_model(settings["model"], len(task.classes), task.kind,
+                      (channels, height, width), seed=seed), task
 
 def trunk(
     settings: Settings,
@@ -75,13 +79,16 @@ def trunk(
     "The run without freezing, from which all others with this seed branch off."
     return _trunk(json.dumps({name: settings[name] for name in SHARED if name in settings}), tuple(sorted(set(stops))), seed)
 
-SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip", "learning_rate")
+SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip",
+          "learning_rate")
 
 @cache
 def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]:
     model, task = fresh(json.loads(settings), seed)
     names = [name for name, _ in model.named_parameters()]
-    return {t: state_of(model) for t in walk(model, task, names, json.loads(settings), stops[-1], seed) if t in stops}
+    return {t: state_of(model)
+            for t in walk(model, task, names, json.loads(settings), stops[-1], seed)
+            if t in stops}
 
 def branch(
     settings: Settings,
@@ -94,8 +101,11 @@ def branch(
     model, task = fresh(settings, 0)
     model.load_state_dict(state)
     found = layers(model)
-    wanted = {id(parameter) for number in kept for parameter in found[number].parameters}
-    for _ in walk(model, task, [name for name, p in model.named_parameters() if id(p) in wanted], settings, steps, seed):
+    wanted = {id(parameter) for number in kept
+              for parameter in found[number].parameters}
+    for _ in walk(model, task,
+                  [name for name, p in model.named_parameters() if id(p) in wanted],
+                  settings, steps, seed):
         pass
     return model
 
@@ -104,15 +114,19 @@ def spent(settings: Settings, steps: int, size: int) -> float:
     return epsilon([SampledGaussian(settings["noise_multiplier"], settings["batch_size"] / size, steps)], 1e-5, "rdp")
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-table
-Row = tuple[Settings, dict[int, int], dict[int, int]]  # settings; epsilon -> steps; epsilon -> steps after the paper's t_f
+# settings; epsilon -> steps; epsilon -> steps after the paper's t_f
+Row = tuple[Settings, dict[int, int], dict[int, int]]
 
 def paper_row(data: str, *targets: int) -> Row:
     "What the paper's settings for a data set say at these budgets, which share their settings but for the steps."
     cells = {target: PAPER[data, target] for target in targets}
-    return ({"data": data, **cells[targets[0]][0]}, {target: steps for target, (_, steps, _, _) in cells.items()},
+    return ({"data": data, **cells[targets[0]][0]},
+            {target: steps for target, (_, steps, _, _) in cells.items()},
             {target: steps - after for target, (_, steps, _, after) in cells.items()})
 
-ROWS = {"mnist": paper_row("mnist", 1, 2, 3), "fashion_mnist": paper_row("fashion_mnist", 1, 2, 3), "cifar10": paper_row("cifar10", 3),
+ROWS = {"mnist": paper_row("mnist", 1, 2, 3),
+        "fashion_mnist": paper_row("fashion_mnist", 1, 2, 3),
+        "cifar10": paper_row("cifar10", 3),
         "cifar10 at 7": paper_row("cifar10", 7)}
 REDUCED = {"mnist": (1,), "fashion_mnist": (1, 2)}  # row -> budgets
 
@@ -123,10 +137,14 @@ def row_ends(row: str, full: bool, seed: int) -> dict[int, int]:
 
 def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     "Settings of a row of Table 1, and the states of its trunk that are wanted; reduced: the two-layer network of 26,010 parameters."
-    own, tails = ROWS[row][0] | ({} if full else {"model": "tempered-cnn"}), ROWS[row][2]
-    stops = {end - last for target, end in ends.items() for last in (0, LAST_STEPS, tails[target])}
+    own, tails = ROWS[row][0] | ({} if full
+                                 else {"model": "tempered-cnn"}), ROWS[row][2]
+    stops = {end - last for target, end in ends.items()
+             for last in (0, LAST_STEPS, tails[target])}
     end = max(ends.values())
-    return own | {"row": row, "stops": sorted(stops | {end // 4, *range(end // 12, end, end // 12)})}
+    return own | {"row": row,
+                  "stops": sorted(stops
+                                  | {end // 4, *range(end // 12, end, end // 12)})}
 
 def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, with the lower half frozen for the last 20 steps, and as Appendix D has it."
@@ -135,7 +153,8 @@ def table_grid(full: bool) -> Iterator[Settings]:
             ends = row_ends(row, full, seed)
             for target, steps in ends.items():
                 for last in dict.fromkeys((0, LAST_STEPS, ROWS[row][2][target])):
-                    yield {**row_settings(row, full, ends), "steps": steps, "last": last, "method": "LayerFreeze" if last else "Full",
+                    yield {**row_settings(row, full, ends), "steps": steps,
+                           "last": last, "method": "LayerFreeze" if last else "Full",
                            "target_epsilon": target, "seed": seed}
 
 def table_entry(settings: Settings) -> Settings:
@@ -145,13 +164,15 @@ def table_entry(settings: Settings) -> Settings:
     model, task = fresh(settings, 0)
     if last:
         count = len(layers(model))
-        model = branch(settings, states[steps - last], range(lower_half(count), count), last, 1000 + settings["seed"])
+        model = branch(settings, states[steps - last], range(lower_half(count), count),
+                       last, 1000 + settings["seed"])
     else:
         model.load_state_dict(states[steps])
     return _scored(settings, model, task, steps)
 
 def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Settings:
-    return {"metrics": {"accuracy": accuracy(model, task.dev, batch_size=500)}, "epsilon": spent(settings, steps, len(task.train)),
+    return {"metrics": {"accuracy": accuracy(model, task.dev, batch_size=500)},
+            "epsilon": spent(settings, steps, len(task.train)),
             "delta": 1e-5, "accountant": "rdp", "data_hash": fingerprint(task.train)}
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-layers
@@ -163,25 +184,30 @@ def layer_grid(full: bool) -> Iterator[Settings]:
     half = lower_half(count)
     cells = [("one", [layer, count - 1], tail) for layer in range(count - 1)]
     cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
-    cells += [("when", list(range(half, count)), last) for last in (LAST_STEPS, steps - steps // 4)]
+    cells += [("when", list(range(half, count)), last)
+              for last in (LAST_STEPS, steps - steps // 4)]
     for seed in range(seeds):
         for kind, kept, last in cells:
-            yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept, "method": "LayerFreeze", "target_epsilon": target,
+            yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept,
+                   "method": "LayerFreeze", "target_epsilon": target,
                    "seed": seed}
 
 def layer_entry(settings: Settings) -> Settings:
     "Accuracy when only these layers train for the last steps."
     start = settings["steps"] - settings["last"]
     states = trunk(settings, settings["stops"], settings["seed"])
-    model = branch(settings, states[start], settings["kept"], settings["last"], 2000 + settings["seed"])
-    return _scored(settings, model, prepared_task(settings["data"], settings["model"]), settings["steps"])
+    model = branch(settings, states[start], settings["kept"], settings["last"],
+                   2000 + settings["seed"])
+    return _scored(settings, model, prepared_task(settings["data"], settings["model"]),
+                   settings["steps"])
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-angles
 def similarity_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, right: how far each layer is from where it ends."
     for row, target in (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else (("fashion_mnist", 1),):
         for seed in range(5 if full else 2):
-            yield {**row_settings(row, full, {target: ROWS[row][1][target]}), "method": "Full", "target_epsilon": target, "seed": seed}
+            yield {**row_settings(row, full, {target: ROWS[row][1][target]}),
+                   "method": "Full", "target_epsilon": target, "seed": seed}
 
 def similarity_entry(settings: Settings) -> Settings:
     "PWCCA distance of each layer at each stop from the same layer at the end, on pictures that were not trained on."
@@ -200,8 +226,10 @@ def similarity_entry(settings: Settings) -> Settings:
 def angle_grid(full: bool) -> Iterator[Settings]:
     "Figures 3 to 5, 7 and 8: signals and angles before and after freezing; reduced: 160 steps of 256 instead of 5,500 of 512."
     for seed in range(3 if full else 1):
-        yield {"data": "cifar10", "model": "tempered-cnn-5", "noise_multiplier": 1.0, "batch_size": 512 if full else 256, "clip": 1.0,
-               "learning_rate": 1.0, "steps": 5500 if full else 160, "after": 5000 if full else 100, "every": 20 if full else 4,
+        yield {"data": "cifar10", "model": "tempered-cnn-5", "noise_multiplier": 1.0,
+               "batch_size": 512 if full else 256, "clip": 1.0,
+               "learning_rate": 1.0, "steps": 5500 if full else 160,
+               "after": 5000 if full else 100, "every": 20 if full else 4,
                "method": "LayerFreeze", "seed": seed}
 
 def angle_entry(settings: Settings) -> Settings:
@@ -214,14 +242,16 @@ def angle_entry(settings: Settings) -> Settings:
     series = [look for t in walk(model, task, everything, settings, after, settings["seed"]) if t % settings["every"] == 0
               for look in [_look(settings, model, task, found[half:], t)]]
     names = [name for name, p in model.named_parameters() if id(p) in upper]
-    for t in walk(model, task, names, settings, settings["steps"] - after, 3000 + settings["seed"]):
+    for t in walk(model, task, names, settings, settings["steps"] - after,
+                  3000 + settings["seed"]):
         if t % settings["every"] == 0:
             series.append(_look(settings, model, task, found[half:], after + t))
     return {**_scored(settings, model, task, settings["steps"]), "series": series}
 
 CLIPS = (0.1, 1.0, 5.0, 10.0)
 
-def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition], t: int) -> Settings:
+def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
+          t: int) -> Settings:
     "The signals of one random batch, under the clip factors of all layers and of those that are kept."
     generator = torch.Generator().manual_seed(t)
     size = settings["batch_size"]
@@ -230,18 +260,27 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
     trains = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(True)
     loss = default_loss(model)
-    found = freezing_effect(model, loss, batches, settings["clip"], settings["noise_multiplier"], kept, generator=generator).record()
-    true = true_gradient(model, loss, (task.train.batch(part) for part in torch.arange(len(task.train)).split(512)))
-    groups = {clip: clip_groups(model, loss, batches, clip, kept, true=true) for clip in CLIPS}
+    found = freezing_effect(model, loss, batches, settings["clip"],
+                            settings["noise_multiplier"], kept,
+                            generator=generator).record()
+    true = true_gradient(model, loss,
+                         (task.train.batch(part)
+                          for part in torch.arange(len(task.train)).split(512)))
+    groups = {clip: clip_groups(model, loss, batches, clip, kept, true=true)
+              for clip in CLIPS}
     changes = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
     for parameter, flag in zip(model.parameters(), trains, strict=True):
         parameter.requires_grad_(flag)
     return {"step": t, "frozen": not all(trains), **found,
-            "groups": {str(clip): {"clipped": its.clipped, "unclipped": its.unclipped, "clipped_angle": _plain(its.clipped_angle),
-                                   "unclipped_angle": _plain(its.unclipped_angle), "gain": _plain(its.gain)}
+            "groups": {str(clip): {"clipped": its.clipped, "unclipped": its.unclipped,
+                                   "clipped_angle": _plain(its.clipped_angle),
+                                   "unclipped_angle": _plain(its.unclipped_angle),
+                                   "gain": _plain(its.gain)}
                        for clip, its in groups.items()},
-            "status": {str(clip): {"clipped_before": its.clipped_before, "clipped_after": its.clipped_after,
-                                   "turned_clipped": _plain(its.turned_clipped), "turned_unclipped": _plain(its.turned_unclipped)}
+            "status": {str(clip): {"clipped_before": its.clipped_before,
+                                   "clipped_after": its.clipped_after,
+                                   "turned_clipped": _plain(its.turned_clipped),
+                                   "turned_unclipped": _plain(its.turned_unclipped)}
                        for clip, its in changes.items()}}
 
 def _plain(values: Tensor) -> list[float | None]:
@@ -250,11 +289,16 @@ def _plain(values: Tensor) -> list[float | None]:
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-experiments
 EXPERIMENTS = {
-    "lf-table1": Experiment("Table 1: does freezing the lower half late help?", table_grid, table_entry,
-                            "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 h on a GPU", ("mnist",)),
-    "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and when?", layer_grid, layer_entry,
+    "lf-table1": Experiment("Table 1: does freezing the lower half late help?",
+                            table_grid, table_entry,
+                            "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 "
+                            "h on a GPU", ("mnist",)),
+    "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
+                            "when?", layer_grid, layer_entry,
                             "CIFAR-10; about 8 h on a GPU"),
-    "lf-pwcca": Experiment("Figure 1, right: which layer converges first?", similarity_grid, similarity_entry,
+    "lf-pwcca": Experiment("Figure 1, right: which layer converges first?",
+                           similarity_grid, similarity_entry,
                            "Fashion-MNIST and CIFAR-10; about 3 h on a GPU"),
-    "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: what happens to signals and angles?", angle_grid, angle_entry,
+    "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: what happens to signals and "
+                            "angles?", angle_grid, angle_entry,
                             "CIFAR-10; about 1 h on a GPU")}

@@ -30,12 +30,15 @@ from ...models import load_model
 # %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows
 METHODS = ("Full", "BiTFiT", "LastLayer", "DPFrost")
-RATES = {"Full": (3e-3, 1e-3), "BiTFiT": (1e-2, 3e-3), "LastLayer": (3e-2, 1e-2), "DPFrost": (3e-3, 1e-3)}
+RATES = {"Full": (3e-3, 1e-3), "BiTFiT": (1e-2, 3e-3), "LastLayer": (3e-2, 1e-2),
+         "DPFrost": (3e-3, 1e-3)}
 
 def text_run(full: bool) -> Settings:
     "What all runs on SST-2 share; reduced: 30 steps of 256 examples instead of 197 of 1,024, and half the paper's selection rate."
-    own = paper_settings("sst2", SST2) if full else {"steps": 30, "batch_size": 256, "clip": 0.1}
-    return {"data": "sst2", "model": "minilm", "physical_batch_size": 64, "accountant": "rdp", **own}
+    own = (paper_settings("sst2", SST2) if full
+           else {"steps": 30, "batch_size": 256, "clip": 0.1})
+    return {"data": "sst2", "model": "minilm", "physical_batch_size": 64,
+            "accountant": "rdp", **own}
 
 def frost_options(full: bool, ratio: float) -> Settings:
     "The paper's options, or half its selection rate."
@@ -46,7 +49,8 @@ def tuning_grid(full: bool) -> Iterator[Settings]:
     for method in METHODS:
         for rate in LEARNING_RATES if full else RATES[method]:
             for ratio in (RATIOS if full else RATIOS[:2]) if method == "DPFrost" else (None,):
-                yield {**text_run(full), "held_out": 1500, "method": method, "options": {} if ratio is None else frost_options(full, ratio),
+                yield {**text_run(full), "held_out": 1500, "method": method,
+                       "options": {} if ratio is None else frost_options(full, ratio),
                        "learning_rate": rate, "target_epsilon": 2.0, "seed": 100}
 
 def tuned(
@@ -58,11 +62,14 @@ def tuned(
     file = results_file(experiment)
     records = [entry for entry in recorded(file) if entry["reduced"] != full]
     if missing := set(methods) - {entry["method"] for entry in records}:
-        raise ValueError(f"{file} holds no {'full' if full else 'reduced'} tuning of {', '.join(sorted(missing))}; "
-                         f"make it first: dpft run {experiment}{' --full' if full else ''}")
-    best = {method: max((entry for entry in records if entry["method"] == method), key=lambda entry: entry["metrics"]["accuracy"])
+        raise ValueError(f"{file} holds no {'full' if full else 'reduced'} tuning of "
+                         f"{', '.join(sorted(missing))}; make it first: dpft run "
+                         f"{experiment}{' --full' if full else ''}")
+    best = {method: max((entry for entry in records if entry["method"] == method),
+                        key=lambda entry: entry["metrics"]["accuracy"])
             for method in methods}
-    return {method: {name: entry[name] for name in ("learning_rate", "options")} for method, entry in best.items()}
+    return {method: {name: entry[name] for name in ("learning_rate", "options")}
+            for method, entry in best.items()}
 
 def text_grid(full: bool) -> Iterator[Settings]:
     "Table 1: four methods at three budgets, and without privacy."
@@ -73,9 +80,11 @@ def text_grid(full: bool) -> Iterator[Settings]:
                 continue
             for method in METHODS:
                 own = found[method]
-                if epsilon == "inf" and method == "Full":                        # at the rate that suits bounded steps it diverges
+                # at the rate that suits bounded steps it diverges
+                if epsilon == "inf" and method == "Full":
                     own = own | {"learning_rate": own["learning_rate"] / 10}
-                yield {**text_run(full), "method": method, **own, "target_epsilon": epsilon, "seed": seed}
+                yield {**text_run(full), "method": method, **own,
+                       "target_epsilon": epsilon, "seed": seed}
 
 # %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-ablation
 def variants(options: Settings) -> Iterator[tuple[str, str, Settings]]:  # label, method, options
@@ -83,46 +92,60 @@ def variants(options: Settings) -> Iterator[tuple[str, str, Settings]]:  # label
     for kind in ("mg", "mgn", "mgna"):
         for order in (1, 2):
             for rounds in (1, 5):
-                label = f"DP-{kind.upper()}, order {order}" + (" (SINGLE)" if rounds == 1 else "")
-                yield label, "DPFrost", {**options, "kind": kind, "order": order, "rounds": rounds}
+                label = (f"DP-{kind.upper()}, order {order}"
+                         + (" (SINGLE)" if rounds == 1 else ""))
+                yield label, "DPFrost", {**options, "kind": kind, "order": order,
+                                         "rounds": rounds}
     yield "PARAM", "EntrySelection", options
 
 def digits_run() -> Settings:
     "A small vision transformer that has learned printed digits, on handwritten ones; nothing here needs a GPU."
-    return {"data": "digits", "model": "vit-small", "public": "font digits", "public_epochs": 10, "steps": 60, "batch_size": 256,
+    return {"data": "digits", "model": "vit-small", "public": "font digits",
+            "public_epochs": 10, "steps": 60, "batch_size": 256,
             "learning_rate": 3e-3, "clip": 0.1, "accountant": "rdp"}
 
 BESIDE: dict[str, Settings] = {  # the baselines on digits: options, and the rate of those that train little
-    "Full": {"options": {}}, "LastLayer": {"options": {}}, "RandomPartitions": {"options": {"ratio": 0.25}},
-    "LargestWeights": {"options": {"ratio": 0.25}}, "BiTFiT": {"options": {}, "learning_rate": 1e-2},
-    "LoRA": {"options": {"rank": 8}, "learning_rate": 1e-2}, "Adapter": {"options": {"width": 64}, "learning_rate": 1e-2}}
+    "Full": {"options": {}}, "LastLayer": {"options": {}},
+    "RandomPartitions": {"options": {"ratio": 0.25}},
+    "LargestWeights": {"options": {"ratio": 0.25}},
+    "BiTFiT": {"options": {}, "learning_rate": 1e-2},
+    "LoRA": {"options": {"rank": 8}, "learning_rate": 1e-2},
+    "Adapter": {"options": {"width": 64}, "learning_rate": 1e-2}}
 
 def ablation_grid(full: bool) -> Iterator[Settings]:
     "On digits at 2 and 8, with three seeds; in full with five, and on SST-2 at 0.5."
     for seed in range(5 if full else 3):
         for epsilon in (2.0, 8.0):
             for label, method, options in variants({"ratio": 0.25, "sample_rate": 0.5}):
-                yield {**digits_run(), "label": label, "method": method, "options": options, "target_epsilon": epsilon, "seed": seed}
+                yield {**digits_run(), "label": label, "method": method,
+                       "options": options, "target_epsilon": epsilon, "seed": seed}
             for method, own in BESIDE.items():
-                drawn = {"seed": seed} if method == "RandomPartitions" else {}   # another choice for each seed
-                yield {**digits_run(), "label": method, "method": method, **own, "options": {**own["options"], **drawn},
+                # another choice for each seed
+                drawn = {"seed": seed} if method == "RandomPartitions" else {}
+                yield {**digits_run(), "label": method, "method": method, **own,
+                       "options": {**own["options"], **drawn},
                        "target_epsilon": epsilon, "seed": seed}
     for seed in range(3 if full else 0):
         best = tuned(full)["DPFrost"]
         for label, method, options in variants(best["options"]):
-            yield {**text_run(full), "label": label, "method": method, **best, "options": options, "target_epsilon": 0.5, "seed": seed}
+            yield {**text_run(full), "label": label, "method": method, **best,
+                   "options": options, "target_epsilon": 0.5, "seed": seed}
 
 def reselection_grid(full: bool) -> Iterator[Settings]:
     "Table 4: how often to select."
     for seed in range(10 if full else 3):
         for epsilon in (2.0, 8.0):
             for count in (1, 2, 4):
-                yield {**digits_run(), "method": "DPFrost", "options": {"ratio": 0.25, "sample_rate": 0.5, "reselect": count},
+                yield {**digits_run(), "method": "DPFrost",
+                       "options": {"ratio": 0.25, "sample_rate": 0.5,
+                                   "reselect": count},
                        "target_epsilon": epsilon, "seed": seed}
     for seed in range(3 if full else 0):
         best = tuned(full)["DPFrost"]
         for count in (1, 2, 4):
-            yield {**text_run(full), "method": "DPFrost", **best, "options": {**best["options"], "reselect": count}, "target_epsilon": 0.5,
+            yield {**text_run(full), "method": "DPFrost", **best,
+                   "options": {**best["options"], "reselect": count},
+                   "target_epsilon": 0.5,
                    "seed": seed}
 
 def rate_grid(full: bool) -> Iterator[Settings]:
@@ -130,11 +153,13 @@ def rate_grid(full: bool) -> Iterator[Settings]:
     for seed in range(5 if full else 3):
         for rate in (1.0, 0.5, 0.2, 0.1, 0.05):
             options = {"ratio": 0.25, "sample_rate": rate}
-            yield {**digits_run(), "method": "DPFrost", "options": options, "target_epsilon": 2.0, "seed": seed}
+            yield {**digits_run(), "method": "DPFrost", "options": options,
+                   "target_epsilon": 2.0, "seed": seed}
     for seed in range(3 if full else 0):
         best = tuned(full)["DPFrost"]
         for rate in (1.0, 0.1, 0.05, 0.02, 0.01):
-            yield {**text_run(full), "method": "DPFrost", **best, "options": {**best["options"], "sample_rate": rate},
+            yield {**text_run(full), "method": "DPFrost", **best,
+                   "options": {**best["options"], "sample_rate": rate},
                    "target_epsilon": 0.5, "seed": seed}
 
 # %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-vision
@@ -143,18 +168,23 @@ VISION_RATES = {"Full": 1e-3, "BiTFiT": 5e-3, "LastLayer": 5e-3, "DPFrost": 1e-3
 def vision_grid(full: bool) -> Iterator[Settings]:
     "Table 2's place: a small vision transformer from CIFAR-100 to CIFAR-10; reduced: little pre-training, 30 steps of 400 examples."
     own = ({**paper_settings("cifar100", 50_000), "public_epochs": 30} if full else
-           {"steps": 30, "batch_size": 400, "clip": 0.1, "optimizer": "adam", "public_epochs": 4, "public_limit": 10_000})
+           {"steps": 30, "batch_size": 400, "clip": 0.1, "optimizer": "adam",
+            "public_epochs": 4, "public_limit": 10_000})
     for seed in range(5 if full else 3):
         for epsilon in (0.5, 2.0, 8.0) if full else (2.0,):
             for method in METHODS:
-                options = {"ratio": 0.25, "sample_rate": 0.02} if method == "DPFrost" else {}
-                yield {"data": "cifar10", "model": "vit-small", "public": "cifar100", "accountant": "rdp", **own, "method": method,
-                       "options": options, "learning_rate": VISION_RATES[method], "target_epsilon": epsilon, "seed": seed}
+                options = ({"ratio": 0.25, "sample_rate": 0.02} if method == "DPFrost"
+                           else {})
+                yield {"data": "cifar10", "model": "vit-small", "public": "cifar100",
+                       "accountant": "rdp", **own, "method": method,
+                       "options": options, "learning_rate": VISION_RATES[method],
+                       "target_epsilon": epsilon, "seed": seed}
 
 # %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-measure
 def selection_of(run: Run, method: Method) -> Settings:
     "What was selected, for a method that selects partitions."
-    return {"selection": method.selection.record()} if isinstance(method, DPFrost) else {}
+    return ({"selection": method.selection.record()} if isinstance(method, DPFrost)
+            else {})
 
 def measured(settings: Settings) -> Settings:
     "A run, with what it selected."
@@ -176,7 +206,8 @@ def clock() -> float:
 
 def cost_grid(full: bool) -> Iterator[Settings]:
     "At the paper's settings; reduced: eight steps of training stand for all 197."
-    yield {**text_run(True), "method": "DPFrost", "options": frost_options(True, 0.25), "target_epsilon": 0.5, "seed": 0,
+    yield {**text_run(True), "method": "DPFrost", "options": frost_options(True, 0.25),
+           "target_epsilon": 0.5, "seed": 0,
            "timed_steps": 197 if full else 8}
 
 def cost_entry(settings: Settings) -> Settings:
@@ -191,16 +222,21 @@ def cost_entry(settings: Settings) -> Settings:
         if engine.t == settings["timed_steps"]:
             break
     training = median(seconds[1:]) * engine.plan.steps
-    return {"selection_seconds": method.seconds, "step_seconds": median(seconds[1:]), "training_seconds": training,
-            "selection_share": method.seconds / (method.seconds + training), **_peaks(settings, task), "metrics": {}}
+    return {"selection_seconds": method.seconds, "step_seconds": median(seconds[1:]),
+            "training_seconds": training,
+            "selection_share": method.seconds / (method.seconds + training),
+            **_peaks(settings, task), "metrics": {}}
 
 def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
     "Without a cache of the frozen prefix, so that a step costs what it costs the first time."
-    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind, "image_shape": task.image_shape}
+    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
+                              "image_shape": task.image_shape}
     names = ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")
     own = {name: settings[name] for name in names if name in settings}
-    steps = settings.get("steps") or round(settings["epochs"] * len(task.train) / settings["batch_size"])
-    return Engine(load_model(settings["model"], **recipe), None, method, task.train, epsilon=settings["target_epsilon"], steps=steps,
+    steps = (settings.get("steps")
+             or round(settings["epochs"] * len(task.train) / settings["batch_size"]))
+    return Engine(load_model(settings["model"], **recipe), None, method, task.train,
+                  epsilon=settings["target_epsilon"], steps=steps,
                   cache=0, **own)
 
 def _peaks(settings: Settings, task: Task) -> Settings:
@@ -209,21 +245,30 @@ def _peaks(settings: Settings, task: Task) -> Settings:
     model, loss_fn, batch = engine.model, engine.loss_fn, max(next(iter(engine)), key=lambda batch: sum(map(torch.numel, tensors(batch))))
     uses: dict[str, Callable[[], Any]] = {
         "selection_peak_mib": lambda: gradient_magnitudes(model, loss_fn, [batch], partitions(model)),
-        "full_step_peak_mib": lambda: clipped_sum(model, loss_fn, batch, settings["clip"])}
-    for use in uses.values():                                                    # the first look at a batch's form also checks it
+        "full_step_peak_mib": lambda: clipped_sum(model, loss_fn, batch,
+                                                  settings["clip"])}
+    for use in uses.values():  # the first look at a batch's form also checks it
         use()
     return {name: live_peak(use) for name, use in uses.items()}
 
 EXPERIMENTS = {
-    "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured, "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),
-    "frost-text": Experiment("Table 1: DP-FROST beside Full, BiTFiT and LastLayer on SST-2", text_grid, measured,
-                             "frost-tuning's records; SST-2, MiniLM; 124 runs, about 2 min each on a GPU"),
+    "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured,
+                               "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),
+    "frost-text": Experiment("Table 1: DP-FROST beside Full, BiTFiT and LastLayer on "
+                             "SST-2", text_grid, measured,
+                             "frost-tuning's records; SST-2, MiniLM; 124 runs, about "
+                             "2 min each on a GPU"),
     "frost-vision": Experiment("Table 2: the same on images", vision_grid, measured,
-                               "CIFAR-10 and CIFAR-100; 60 runs, about 2 min each on a GPU"),
-    "frost-ablation": Experiment("Tables 3 and 7: how to measure and how often to look", ablation_grid, measured,
+                               "CIFAR-10 and CIFAR-100; 60 runs, about 2 min each on "
+                               "a GPU"),
+    "frost-ablation": Experiment("Tables 3 and 7: how to measure and how often to look",
+                                 ablation_grid, measured,
                                  "SST-2, MiniLM, digits; about 2 h on a GPU"),
-    "frost-reselection": Experiment("Table 4: is it worth selecting again?", reselection_grid, measured,
+    "frost-reselection": Experiment("Table 4: is it worth selecting again?",
+                                    reselection_grid, measured,
                                     "SST-2, MiniLM, digits; about 1 h on a GPU"),
-    "frost-rate": Experiment("Table 6: how many examples does a selection need?", rate_grid, measured,
+    "frost-rate": Experiment("Table 6: how many examples does a selection need?",
+                             rate_grid, measured,
                              "frost-tuning's records; SST-2, MiniLM; about 2 h on a GPU"),
-    "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry, "SST-2, MiniLM; 2 min on a GPU")}
+    "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry,
+                             "SST-2, MiniLM; 2 min on a GPU")}

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bench import whole_steps
+from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
 from ...clipping import effective_noise_multiplier
@@ -57,8 +57,10 @@ class Recipe:
     dropout: float = 0.0
 
 RECIPES = {
-    "tiny": Recipe(layers=2, width=128, heads=4, vocabulary=2048, context=192, batch_size=16, learning_rate=2e-3, characters=12_000_000),
-    "small": Recipe(layers=6, width=384, heads=6, vocabulary=8192, context=256, batch_size=64, learning_rate=1e-3, epochs=10, dropout=0.1)}
+    "tiny": Recipe(layers=2, width=128, heads=4, vocabulary=2048, context=192,
+                   batch_size=16, learning_rate=2e-3, characters=12_000_000),
+    "small": Recipe(layers=6, width=384, heads=6, vocabulary=8192, context=256,
+                    batch_size=64, learning_rate=1e-3, epochs=10, dropout=0.1)}
 END = "<|endoftext|>"
 
 def train_tokenizer(
@@ -73,8 +75,10 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=recipe.vocabulary, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END,
+        vocab_size=recipe.vocabulary, special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END,
+                                   eos_token=END, pad_token=END,
                                    model_max_length=recipe.context)
 
 def packed_windows(
@@ -87,7 +91,8 @@ def packed_windows(
     stream = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)], dtype=torch.int32)
     count = len(stream) // context
     stream = stream[:count * context]
-    return EncodedData({"input_ids": stream, "labels": stream}, torch.full((count,), context), pad_id=tokenizer.pad_token_id)
+    return EncodedData({"input_ids": stream, "labels": stream},
+                       torch.full((count,), context), pad_id=tokenizer.pad_token_id)
 
 def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
     "The model before it has read anything; its weights are drawn from a fixed seed."
@@ -97,8 +102,10 @@ def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return GPT2LMHeadModel(GPT2Config(
-            n_layer=recipe.layers, n_embd=recipe.width, n_head=recipe.heads, vocab_size=len(tokenizer), n_positions=recipe.context,
-            bos_token_id=end, eos_token_id=end, pad_token_id=end, resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate))
+            n_layer=recipe.layers, n_embd=recipe.width, n_head=recipe.heads,
+            vocab_size=len(tokenizer), n_positions=recipe.context,
+            bos_token_id=end, eos_token_id=end, pad_token_id=end, resid_pdrop=rate,
+            embd_pdrop=rate, attn_pdrop=rate))
 
 def pretrained_gpt2(
     recipe: Recipe,
@@ -113,9 +120,12 @@ def pretrained_gpt2(
         tokenizer = train_tokenizer(texts, recipe)
         windows = packed_windows(texts, tokenizer, recipe.context)
         kept = max(1, len(windows) // 20)
-        model = blank_gpt2(recipe, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
-        pretrain(model, Public(_rows(windows, kept, len(windows)), text.source), recipe.epochs, recipe.learning_rate, recipe.batch_size)
-        facts = {"recipe": asdict(recipe), "source": text.source, "tokens": int(windows.lengths.sum()),
+        model = blank_gpt2(recipe, tokenizer).to("cuda" if torch.cuda.is_available()
+                                                 else "cpu")
+        pretrain(model, Public(_rows(windows, kept, len(windows)), text.source),
+                 recipe.epochs, recipe.learning_rate, recipe.batch_size)
+        facts = {"recipe": asdict(recipe), "source": text.source,
+                 "tokens": int(windows.lengths.sum()),
                  "perplexity": round(perplexity(model, _rows(windows, 0, kept)), 2)}
         _write(folder, model, tokenizer, facts)
     return folder
@@ -123,12 +133,14 @@ def pretrained_gpt2(
 def _first_characters(texts: Sequence[str], characters: int | None) -> list[str]:
     "So many texts as have together at least so many characters."
     lengths = torch.tensor([len(text) for text in texts]).cumsum(0)
-    return list(texts[:len(texts) if characters is None else int((lengths < characters).sum()) + 1])
+    return list(texts[:len(texts) if characters is None
+                      else int((lengths < characters).sum()) + 1])
 
 def _rows(windows: EncodedData, first: int, last: int) -> EncodedData:
     "Windows by number."
     own = slice(int(windows.starts[first]), int(windows.starts[last]))
-    return EncodedData({name: values[own] for name, values in windows.fields.items()}, windows.lengths[first:last], pad_id=windows.pad_id)
+    return EncodedData({name: values[own] for name, values in windows.fields.items()},
+                       windows.lengths[first:last], pad_id=windows.pad_id)
 
 def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> None:
     "A Transformers folder, which appears whole or not at all."
@@ -155,7 +167,7 @@ def score_set(
     data: TableData,             # of the task
     tokenizer: Any,
     columns: Sequence[str],      # the prompt's, then the completion's
-    every: int = 1,              # of the distinct prompts, in order of their first row; 1: all
+    every: int = 1,  # of the distinct prompts, in order of their first row; 1: all
     max_length: int = 192,
 ) -> EncodedData:
     "The rows of every so many prompts, whole: a prompt is there with all its completions or not at all."
@@ -171,7 +183,9 @@ def prompts_and_references(
     "What to complete, and what people have written there."
     tokens: dict[str, list[int]] = {}
     written: dict[str, list[str]] = {}
-    for row, (prompt, completion) in enumerate(zip(data.table[columns[0]], data.table[columns[1]], strict=True)):
+    for row, (prompt, completion) in enumerate(zip(data.table[columns[0]],
+                                                   data.table[columns[1]],
+                                                   strict=True)):
         item = data[row]
         tokens.setdefault(prompt, item["input_ids"][item["labels"] == -100].tolist())
         written.setdefault(prompt, []).append(completion)
@@ -191,9 +205,11 @@ def completions(
     with evaluating(model):
         for first in range(0, len(prompts), batch_size):
             rows = {"input_ids": list(prompts[first:first + batch_size])}
-            batch = tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(device)
+            batch = tokenizer.pad(rows, padding_side="left",
+                                  return_tensors="pt").to(device)
             width = batch["input_ids"].shape[1]
-            found = model.generate(**batch, num_beams=beams, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+            found = model.generate(**batch, num_beams=beams, do_sample=False,
+                                   pad_token_id=tokenizer.pad_token_id,
                                    max_new_tokens=min(new_tokens, model.config.max_position_embeddings - width))
             texts += tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return texts
@@ -206,10 +222,13 @@ def text_scores(
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
 
-    streams: Any = [[its[number] if number < len(its) else None for its in references] for number in range(max(map(len, references)))]
+    streams: Any = [[its[number] if number < len(its) else None for its in references]
+                    for number in range(max(map(len, references)))]
     scorer = RougeScorer(["rougeL"])
-    rouge = [scorer.score_multi(list(its), text)["rougeL"].fmeasure for text, its in zip(texts, references, strict=True)]
-    return {"bleu": sacrebleu.corpus_bleu(list(texts), streams).score, "rouge_l": 100 * sum(rouge) / len(rouge)}
+    rouge = [scorer.score_multi(list(its), text)["rougeL"].fmeasure
+             for text, its in zip(texts, references, strict=True)]
+    return {"bleu": sacrebleu.corpus_bleu(list(texts), streams).score,
+            "rouge_l": 100 * sum(rouge) / len(rouge)}
 
 def generation_scores(
     model: nn.Module,
@@ -229,15 +248,18 @@ def generation_scores(
     return {name: round(value, 4) for name, value in scores.items()}
 
 # %% ../../../nbs/77_language_evidence.ipynb #language-run
-APART = ("base", "variant", "accounting", "every", "beams")   # settings that are no argument of `measured_run`
+# settings that are no argument of `measured_run`
+APART = ("base", "variant", "accounting", "every", "beams")
 
 def language_run(settings: Settings) -> Settings:
     "One fine-tuning of a language model, with its perplexity and, where `beams` asks for texts, their quality."
     model, score = language_model(settings["model"]), scored_by(settings)
     if settings["method"] == UNTOUCHED:
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
-        return {"metrics": score(load_model(model, kind="causal"), task), "epsilon": 0.0, "trainable": 0}
-    own = {name: value for name, value in settings.items() if name not in APART} | {"model": model}
+        return {"metrics": score(load_model(model, kind="causal"), task),
+                "epsilon": 0.0, "trainable": 0}
+    own = ({name: value for name, value in settings.items() if name not in APART}
+           | {"model": model})
     own["options"] = with_public(settings["options"], model, settings["max_length"])
     if settings.get("accounting") == "paper":
         own["noise_multiplier"] = papers_noise(settings)
@@ -248,8 +270,12 @@ UNTOUCHED = "Untouched"  # the model as pre-training left it
 def scored_by(settings: Settings) -> Callable[[nn.Module, Task], dict[str, float]]:
     "The scores on the test data, or on the rows that were held out for tuning."
     def score(model: nn.Module, task: Task) -> dict[str, float]:
-        data, tokenizer = task.test or task.dev, load_tokenizer(language_model(settings["model"]))
-        return generation_scores(model, tokenizer, data.table, task.columns, settings["every"], settings["beams"], settings["max_length"])
+        data, tokenizer = (task.test
+                           or task.dev,
+                           load_tokenizer(language_model(settings["model"])))
+        return generation_scores(model, tokenizer, data.table, task.columns,
+                                 settings["every"], settings["beams"],
+                                 settings["max_length"])
     return score
 
 def trained_entries(run: Run, method: Method) -> Settings:
@@ -260,13 +286,15 @@ def trained_entries(run: Run, method: Method) -> Settings:
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
     "Options in which the name of a public data set is replaced by the data."
     named = options.get("relevance_data")
-    return options if named not in PUBLIC else {**options, "relevance_data": PUBLIC[named](model, max_length)}
+    return options if named not in PUBLIC else {**options,
+                                                "relevance_data": PUBLIC[named](model, max_length)}
 
 @cache
 def public_windows(model: str, max_length: int) -> Public:
     "A little of the text that the model was pre-trained on, in windows: no assumption is needed to use it."
     text, tokenizer = public_text(), load_tokenizer(model)
-    return Public(packed_windows(text["text"][:40], tokenizer, min(max_length, 128)), text.source)
+    return Public(packed_windows(text["text"][:40], tokenizer, min(max_length, 128)),
+                  text.source)
 
 @cache
 def development_pairs(model: str, max_length: int) -> Public:
@@ -278,9 +306,12 @@ PUBLIC = {"public text": public_windows, "development pairs": development_pairs}
 
 def papers_noise(settings: Settings) -> float:
     "The multiplier that a run of Rap-FT really has when its blocks are bounded and hidden as the paper says; RAP-T1, @lem-effective-noise."
-    size = len(prepared_task(settings["data"], language_model(settings["model"]), None, 0, settings["max_length"]).train)
-    steps = settings.get("steps") or round(settings["epochs"] * size / settings["batch_size"])
-    sigma = noise_multiplier(settings["target_epsilon"], settings["delta"], settings["batch_size"] / size, steps,
+    size = len(prepared_task(settings["data"], language_model(settings["model"]), None,
+                             0, settings["max_length"]).train)
+    steps = (settings.get("steps")
+             or round(settings["epochs"] * size / settings["batch_size"]))
+    sigma = noise_multiplier(settings["target_epsilon"], settings["delta"],
+                             settings["batch_size"] / size, steps,
                              accountant=settings["accountant"])
     weak = settings["options"]["irrelevance"]
     shares = torch.tensor([weak, 1 - weak], dtype=torch.float64)
@@ -289,32 +320,41 @@ def papers_noise(settings: Settings) -> float:
 # %% ../../../nbs/77_language_evidence.ipynb #language-grids
 BASES: dict[str, Settings] = {"LoRA": {"rank": 4, "alpha": 32}, "Adapter": {"width": 64}, "BiTFiT": {}}  # Rap-FT's settings
 TRIED = {  # learning rates
-    "Full": (2e-3, 6e-3, 2e-2), "BiTFiT": (1e-2, 3e-2, 1e-1), "LoRA": (2e-3, 6e-3, 2e-2), "Adapter": (3e-3, 9e-3, 3e-2)}
-RATES = {"Full": 6e-3, "BiTFiT": 3e-2, "LoRA": 2e-2, "Adapter": 3e-2}   # what e2e-tuning found best, reduced; in full the first of `TRIED`
+    "Full": (2e-3, 6e-3, 2e-2), "BiTFiT": (1e-2, 3e-2, 1e-1),
+    "LoRA": (2e-3, 6e-3, 2e-2), "Adapter": (3e-3, 9e-3, 3e-2)}
+# what e2e-tuning found best, reduced; in full the first of `TRIED`
+RATES = {"Full": 6e-3, "BiTFiT": 3e-2, "LoRA": 2e-2, "Adapter": 3e-2}
 
 def language_settings(full: bool) -> Settings:
     "What all runs share; reduced: 24 steps of 128 pairs instead of ten epochs of 1,024."
-    own: Settings = {"model": "small", "epochs": 10, "batch_size": 1024} if full else {"model": "tiny", "steps": 24, "batch_size": 128}
-    return {"data": "e2e", "max_length": 192, "physical_batch_size": 64, "accountant": "rdp", "delta": 1e-5, "every": 1 if full else 5,
+    own: Settings = ({"model": "small", "epochs": 10, "batch_size": 1024} if full
+                     else {"model": "tiny", "steps": 24, "batch_size": 128})
+    return {"data": "e2e", "max_length": 192, "physical_batch_size": 64,
+            "accountant": "rdp", "delta": 1e-5, "every": 1 if full else 5,
             **own}
 
 def method_entry(shared: Settings, base: str, target: float | str) -> Settings:
     "A method alone."
-    rates = RATES | ({"Adapter": 9e-3} if target == "inf" else {})   # unbounded steps diverge at the rate that suits bounded ones
+    # unbounded steps diverge at the rate that suits bounded ones
+    rates = RATES | ({"Adapter": 9e-3} if target == "inf" else {})
     rate = rates[base] if shared["model"] == "tiny" else TRIED[base][0]
-    return {**shared, "method": base, "options": BASES.get(base, {}), "learning_rate": rate, "target_epsilon": target}
+    return {**shared, "method": base, "options": BASES.get(base, {}),
+            "learning_rate": rate, "target_epsilon": target}
 
 def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rates at 3, on pairs held out of the training data."
-    shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0, "beams": 0, "every": 1, "held_out": 500, "seed": 100}
+    shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0,
+              "beams": 0, "every": 1, "held_out": 500, "seed": 100}
     for number in range(3):
         for method, rates in TRIED.items():
             yield {**method_entry(shared, method, 3.0), "learning_rate": rates[number]}
 
 def methods_grid(full: bool) -> Iterator[Settings]:
     "Table 4 of DP-BiTFiT: each method at two budgets and without privacy, with generated texts."
-    shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0, "beams": 5 if full else 1}
-    yield {**shared, "method": UNTOUCHED, "options": {}, "target_epsilon": 0.0, "seed": 0}
+    shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0,
+              "beams": 5 if full else 1}
+    yield {**shared, "method": UNTOUCHED, "options": {}, "target_epsilon": 0.0,
+           "seed": 0}
     for seed in range(3):
         for target in (3.0, "inf", 8.0):
             for method in ("Full", "BiTFiT", "LoRA", "Adapter"):
@@ -336,15 +376,20 @@ def rap_entry(
     warmup = 0 if base == "BiTFiT" else max(1, (shared.get("steps") or 400) // 6)
     entry = method_entry(shared, base, target) | outer
     return {**entry, "method": "RapFT", "base": base, "variant": variant, "options": {
-        "method": [base, BASES[base]], "irrelevance": 0.7, "warmup_steps": warmup, **own, **changed}}
+        "method": [base, BASES[base]], "irrelevance": 0.7, "warmup_steps": warmup,
+        **own, **changed}}
 
 VARIANTS: dict[str, tuple[Settings, Settings]] = {  # options of Rap-FT, other settings
     "tight": ({"relevance_data": "development pairs", "allocation": "tight"}, {}),
-    "paper's noise": ({"relevance_data": "development pairs", "allocation": "paper"}, {}),
-    "weighted": ({"relevance_data": "development pairs", "allocation": "weighted", "preference": 4.0}, {}),
-    "private relevance": ({"relevance_data": "private", "share": 0.1, "relevance_rate": 0.01, "allocation": "tight"}, {}),
+    "paper's noise": ({"relevance_data": "development pairs", "allocation": "paper"},
+                      {}),
+    "weighted": ({"relevance_data": "development pairs", "allocation": "weighted",
+                  "preference": 4.0}, {}),
+    "private relevance": ({"relevance_data": "private", "share": 0.1,
+                           "relevance_rate": 0.01, "allocation": "tight"}, {}),
     "paper's noise and accounting": ({"relevance_data": "development pairs", "allocation": "paper"}, {"accounting": "paper"}),
-    "as published": ({"relevance_data": "paper", "allow_non_private": True, "relevance_rate": 0.01, "ranking": "signed",
+    "as published": ({"relevance_data": "paper", "allow_non_private": True,
+                      "relevance_rate": 0.01, "ranking": "signed",
                       "allocation": "paper"}, {"accounting": "paper"}),
     "text relevance": ({"relevance_data": "public text", "allocation": "tight"}, {})}
 
@@ -354,9 +399,11 @@ def rap_grid(full: bool) -> Iterator[Settings]:
     for seed in range(3):
         for target in (3.0, 7.0, 5.0):
             for base in BASES if full or target == 3.0 else ("LoRA",):
-                yield {**method_entry(shared, base, target), "base": base, "variant": "plain", "seed": seed}
+                yield {**method_entry(shared, base, target), "base": base,
+                       "variant": "plain", "seed": seed}
                 if target == 3.0:
-                    yield {**method_entry(shared, base, "inf"), "base": base, "variant": "plain", "seed": seed}
+                    yield {**method_entry(shared, base, "inf"), "base": base,
+                           "variant": "plain", "seed": seed}
                 for variant in VARIANTS if full or target == 3.0 else ("tight", "paper's noise", "paper's noise and accounting"):
                     yield {**rap_entry(shared, base, target, variant), "seed": seed}
 
@@ -366,11 +413,13 @@ def beta_grid(full: bool) -> Iterator[Settings]:
     for seed in range(3):
         for variant in ("tight", "paper's noise"):
             for weak in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
-                yield {**rap_entry(shared, "LoRA", 3.0, variant, irrelevance=weak), "seed": seed}
+                yield {**rap_entry(shared, "LoRA", 3.0, variant, irrelevance=weak),
+                       "seed": seed}
 
 def init_grid(full: bool) -> Iterator[Settings]:
     "Table IV: where relevance begins; reduced: one number for each way."
-    chosen = [(init, given) for init, given in INITIALISATIONS if full or given in ({}, {"k": 5}, {"p": 0.9}, {"beams": 5})]
+    chosen = [(init, given) for init, given in INITIALISATIONS if full
+              or given in ({}, {"k": 5}, {"p": 0.9}, {"beams": 5})]
     for seed in range(3):
         for init, given in chosen:
             yield {**rap_entry(rap_settings(full), "LoRA", 3.0, "tight", init=init, **given), "seed": seed}
@@ -382,10 +431,12 @@ def cost_grid(full: bool) -> Iterator[Settings]:
     for base in BASES:
         yield {**rap_entry(shared, base, 3.0, "tight", warmup_steps=1), "kind": "step"}
     for init, given in INITIALISATIONS:
-        yield {**method_entry(shared, "BiTFiT", 3.0), "base": "BiTFiT", "kind": "relevance", "init": init, "given": given}
+        yield {**method_entry(shared, "BiTFiT", 3.0), "base": "BiTFiT",
+               "kind": "relevance", "init": init, "given": given}
 
 INITIALISATIONS: list[tuple[str, Settings]] = [
-    ("naive", {}), *(("top-k", {"k": k}) for k in (2, 5, 10)), *(("top-p", {"p": p}) for p in (0.85, 0.9, 0.95)),
+    ("naive", {}), *(("top-k", {"k": k}) for k in (2, 5, 10)),
+    *(("top-p", {"p": p}) for p in (0.85, 0.9, 0.95)),
     *(("beam", {"beams": beams}) for beams in (2, 5, 10))]
 
 def cost_entry(settings: Settings) -> Settings:
@@ -397,13 +448,20 @@ def step_costs(settings: Settings) -> Settings:
     def steps(name: str, options: Settings, target: float) -> Contender:
         model = language_model(settings["model"])
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
-        own = {key: settings[key] for key in ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")}
+        own = {key: settings[key]
+               for key in ("batch_size", "clip", "delta", "accountant",
+                           "physical_batch_size", "seed")}
         method = method_from(name, with_public(options, model, settings["max_length"]))
-        return whole_steps(Engine(load_model(model, kind="causal"), None, method, task.train, epsilon=target, steps=1000, cache=0, **own))
+        return whole_steps(Engine(load_model(model, kind="causal"), None, method,
+                                  task.train, epsilon=target, steps=1000, cache=0,
+                                  **own))
     base = settings["base"], BASES[settings["base"]]
-    them = {"Non-private": steps(*base, math.inf), "DP-FT": steps(*base, 3.0), "Rap-FT": steps("RapFT", settings["options"], 3.0)}
-    seconds = {name: round(median(its), 4) for name, its in interleaved(them, (), settings["rounds"]).items()}
-    mib = {name: round(live_peak(partial(its.step, ())), 1) for name, its in them.items()}
+    them = {"Non-private": steps(*base, math.inf), "DP-FT": steps(*base, 3.0),
+            "Rap-FT": steps("RapFT", settings["options"], 3.0)}
+    seconds = {name: round(median(its), 4)
+               for name, its in interleaved(them, (), settings["rounds"]).items()}
+    mib = {name: round(live_peak(partial(its.step, ())), 1)
+           for name, its in them.items()}
     return {"step_seconds": seconds, "step_mib": mib, "metrics": {}}
 
 def relevance_costs(settings: Settings) -> Settings:
@@ -414,25 +472,38 @@ def relevance_costs(settings: Settings) -> Settings:
     train_only(model, "biases")
     parameters = list(trainable(model).values())
     work: dict[str, Callable[[], Any]] = {
-        "gradient": lambda: torch.autograd.grad(example_losses(model, batch).sum(), parameters),
-        "relevance": lambda: relevance_map(model, [batch], settings["init"], **settings["given"])}
+        "gradient": lambda: torch.autograd.grad(example_losses(model, batch).sum(),
+                                                parameters),
+        "relevance": lambda: relevance_map(model, [batch], settings["init"],
+                                           **settings["given"])}
     them = {name: Contender(model, partial(_called, its)) for name, its in work.items()}
-    seconds = {name: round(median(its), 4) for name, its in interleaved(them, (), settings["rounds"]).items()}
-    return {"batch_seconds": seconds, "batch_mib": {name: round(live_peak(its), 1) for name, its in work.items()}, "metrics": {}}
+    seconds = {name: round(median(its), 4)
+               for name, its in interleaved(them, (), settings["rounds"]).items()}
+    return {"batch_seconds": seconds,
+            "batch_mib": {name: round(live_peak(its), 1) for name, its in work.items()},
+            "metrics": {}}
 
 def _called(work: Callable[[], Any], batch: Any) -> Any:
     return work()
 
 # %% ../../../nbs/77_language_evidence.ipynb #language-experiments
 EXPERIMENTS = {
-    "e2e-tuning": Experiment("Which learning rate on E2E?", tuning_grid, language_run, "E2E and the public text; about 1 h on a GPU"),
-    "e2e-methods": Experiment("Table 4 of DP-BiTFiT: which method writes best?", methods_grid, language_run,
-                              "E2E and the public text; 37 runs, about 4 min each on a GPU"),
-    "rap-tables": Experiment("Tables I and II of Rap-FT: is noise by relevance better noise?", rap_grid, language_run,
-                             "E2E and the public text; 225 runs, about 4 min each on a GPU"),
-    "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little relevance?", beta_grid, language_run,
+    "e2e-tuning": Experiment("Which learning rate on E2E?", tuning_grid, language_run,
+                             "E2E and the public text; about 1 h on a GPU"),
+    "e2e-methods": Experiment("Table 4 of DP-BiTFiT: which method writes best?",
+                              methods_grid, language_run,
+                              "E2E and the public text; 37 runs, about 4 min each on "
+                              "a GPU"),
+    "rap-tables": Experiment("Tables I and II of Rap-FT: is noise by relevance better "
+                             "noise?", rap_grid, language_run,
+                             "E2E and the public text; 225 runs, about 4 min each on "
+                             "a GPU"),
+    "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little "
+                           "relevance?", beta_grid, language_run,
                            "E2E and the public text; 36 runs, about 4 min each on a GPU"),
-    "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?", init_grid, language_run,
+    "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?",
+                           init_grid, language_run,
                            "E2E and the public text; 30 runs, about 4 min each on a GPU"),
-    "rap-cost": Experiment("Tables III and IV of Rap-FT: what does a step cost, and what a relevance?", cost_grid, cost_entry,
+    "rap-cost": Experiment("Tables III and IV of Rap-FT: what does a step cost, and "
+                           "what a relevance?", cost_grid, cost_entry,
                            "E2E and the public text; 10 min on a GPU")}

@@ -56,7 +56,8 @@ def paired(
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for entry in records:
         found[label_of(entry)][entry["seed"]] = entry["metrics"][metric]
-    return [found[first][seed] - found[second][seed] for seed in sorted(found[first].keys() & found[second].keys())]
+    return [found[first][seed] - found[second][seed]
+            for seed in sorted(found[first].keys() & found[second].keys())]
 
 def beaten(differences: list[float]) -> bool:
     "Whether the 95 % interval over seeds lies above 0, which takes two seeds."
@@ -66,14 +67,18 @@ def beaten(differences: list[float]) -> bool:
 def described_difference(differences: list[float]) -> list[str]:
     "Mean with its interval, the number of seeds, and what that says."
     if len(differences) < 2:
-        return [f"{differences[0]:+.3f}" if differences else "", str(len(differences)), "too few seeds"]
+        return [f"{differences[0]:+.3f}" if differences else "", str(len(differences)),
+                "too few seeds"]
     centre, half = interval(differences)
-    said = "ahead" if beaten(differences) else "behind" if centre < -half else "undecided"
+    said = ("ahead" if beaten(differences) else "behind" if centre < -half
+            else "undecided")
     return [f"{centre:+.3f} ± {half:.3f}", str(len(differences)), said]
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-text
-OTHERS = ("LoRA", "Adapter", "NormOnly", "RandomPartitions", "LargestWeights")  # METHODS are those of DP-FROST's tables
-OTHER_RATES = {"LoRA": (1e-2, 3e-3), "Adapter": (1e-2, 3e-3), "NormOnly": (1e-2, 3e-3), "RandomPartitions": (3e-3, 1e-3),
+# METHODS are those of DP-FROST's tables
+OTHERS = ("LoRA", "Adapter", "NormOnly", "RandomPartitions", "LargestWeights")
+OTHER_RATES = {"LoRA": (1e-2, 3e-3), "Adapter": (1e-2, 3e-3), "NormOnly": (1e-2, 3e-3),
+               "RandomPartitions": (3e-3, 1e-3),
                "LargestWeights": (3e-3, 1e-3)}
 
 def other_options(method: str, full: bool, seed: int) -> Settings:
@@ -87,7 +92,8 @@ def others_tuning(full: bool) -> Iterator[Settings]:
     "The learning rates of those methods that frost-tuning lacks, under its protocol."
     for method in OTHERS:
         for rate in LEARNING_RATES if full else OTHER_RATES[method]:
-            yield {**text_run(full), "held_out": 1500, "method": method, "options": other_options(method, full, 100), "learning_rate": rate,
+            yield {**text_run(full), "held_out": 1500, "method": method,
+                   "options": other_options(method, full, 100), "learning_rate": rate,
                    "target_epsilon": 2.0, "seed": 100}
 
 def settings_of(method: str, full: bool, seed: int) -> Settings:
@@ -104,44 +110,57 @@ def others_grid(full: bool) -> list[Settings]:
         for epsilon in (2.0, 0.5, 8.0, *(("inf",) if seed == 0 else ())):
             for method in OTHERS:
                 own = settings_of(method, full, seed)
-                if epsilon == "inf" and method == "LargestWeights":              # as for Full: unbounded steps want a smaller rate
+                # as for Full: unbounded steps want a smaller rate
+                if epsilon == "inf" and method == "LargestWeights":
                     own = own | {"learning_rate": own["learning_rate"] / 10}
-                runs.append({**text_run(full), "method": method, **own, "target_epsilon": epsilon, "seed": seed})
+                runs.append({**text_run(full), "method": method, **own,
+                             "target_epsilon": epsilon, "seed": seed})
     return slowest_last(runs)
 
 def headline_grid(full: bool) -> list[Settings]:
     "All nine at epsilon 2, with the seeds that the tables lack: ten together, or twenty in full."
-    return slowest_last({**text_run(full), "method": method, **settings_of(method, full, seed), "target_epsilon": 2.0, "seed": seed}
-                        for seed in (range(10, 20) if full else range(3, 10)) for method in (*METHODS, *OTHERS))
+    return slowest_last({**text_run(full), "method": method,
+                         **settings_of(method, full, seed), "target_epsilon": 2.0,
+                         "seed": seed}
+                        for seed in (range(10, 20) if full else range(3, 10))
+                        for method in (*METHODS, *OTHERS))
 
 def slowest_last(runs: Iterable[Settings]) -> list[Settings]:
     "The same runs, LargestWeights at the end, which takes longest."
     return sorted(runs, key=lambda run: run["method"] == "LargestWeights")
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-images
-IMAGE_RATES = {"vit-small": VISION_RATES, "cnn": {"Full": 2e-3, "BiTFiT": 1e-2, "LastLayer": 1e-2}}
+IMAGE_RATES = {"vit-small": VISION_RATES,
+               "cnn": {"Full": 2e-3, "BiTFiT": 1e-2, "LastLayer": 1e-2}}
 
-def two_phases(first: str, second: str, rates: dict[str, float], steps: int, options: dict[str, Settings] | None = None) -> Settings:
+def two_phases(first: str, second: str, rates: dict[str, float], steps: int,
+               options: dict[str, Settings] | None = None) -> Settings:
     "The options of a Then whose second phase has the rate of its own method."
     own = options or {}
-    return {"first": [first, own.get(first, {})], "epochs": None, "second": [second, own.get(second, {})], "steps": steps,
+    return {"first": [first, own.get(first, {})], "epochs": None,
+            "second": [second, own.get(second, {})], "steps": steps,
             "rate": rates[second] / rates[first]}
 
 def images_grid(full: bool) -> Iterator[Settings]:
     "From CIFAR-100 to CIFAR-10: 0, 1/3, 2/3 and all of the steps train everything, then the biases; a transformer and a CNN."
-    kept = ("data", "public", "public_epochs", "public_limit", "accountant", "steps", "epochs", "batch_size", "clip", "optimizer", "delta")
+    kept = ("data", "public", "public_epochs", "public_limit", "accountant", "steps",
+            "epochs", "batch_size", "clip", "optimizer", "delta")
     base = next(vision_grid(full))
     run = {name: base[name] for name in kept if name in base}
     steps = run.get("steps") or round(run["epochs"] * 50_000 / run["batch_size"])
     for seed in range(5 if full else 3):
         for model, rates in IMAGE_RATES.items():
-            for label, share in (("LastLayer", 0), ("BiTFiT", 0), ("1/3+BiTFiT", 1), ("2/3+BiTFiT", 2), ("Full", 0)):
-                if model == "vit-small" and not share:                           # frost-vision has it
+            for label, share in (("LastLayer", 0), ("BiTFiT", 0), ("1/3+BiTFiT", 1),
+                                 ("2/3+BiTFiT", 2), ("Full", 0)):
+                if model == "vit-small" and not share:  # frost-vision has it
                     continue
                 method = "Then" if share else label
-                options = two_phases("Full", "BiTFiT", rates, steps * share // 3) if share else {}
-                yield {**run, "model": model, "label": label, "method": method, "options": options,
-                       "learning_rate": rates["Full" if share else label], "target_epsilon": 2.0, "seed": seed}
+                options = (two_phases("Full", "BiTFiT", rates, steps * share // 3)
+                           if share else {})
+                yield {**run, "model": model, "label": label, "method": method,
+                       "options": options,
+                       "learning_rate": rates["Full" if share else label],
+                       "target_epsilon": 2.0, "seed": seed}
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-rates
 SENSITIVITY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -151,15 +170,19 @@ def sensitivity_grid(full: bool) -> Iterator[Settings]:
     for seed in range(10 if full else 3):
         for method in ("Full", "BiTFiT", "LastLayer"):
             for rate in SENSITIVITY:
-                yield {**digits_run(), "method": method, "options": {}, "learning_rate": rate, "target_epsilon": 2.0, "seed": seed}
+                yield {**digits_run(), "method": method, "options": {},
+                       "learning_rate": rate, "target_epsilon": 2.0, "seed": seed}
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-cost
 def cost_grid(full: bool) -> Iterator[Settings]:
     "One entry for all methods, which take their steps in turn."
-    options = {name: own["options"] for name, own in tuned(full).items()} | {name: other_options(name, full, 0) for name in OTHERS}
-    chain = ["LoRA + BiTFiT", "Chain", {"parts": [["LoRA", options["LoRA"]], ["BiTFiT", {}]]}]
+    options = ({name: own["options"] for name, own in tuned(full).items()}
+               | {name: other_options(name, full, 0) for name in OTHERS})
+    chain = ["LoRA + BiTFiT", "Chain",
+             {"parts": [["LoRA", options["LoRA"]], ["BiTFiT", {}]]}]
     methods = [*([name, name, own] for name, own in options.items()), chain]
-    yield {**text_run(full), "method": "all", "methods": methods, "rounds": 10 if full else 3, "target_epsilon": 2.0, "seed": 0}
+    yield {**text_run(full), "method": "all", "methods": methods,
+           "rounds": 10 if full else 3, "target_epsilon": 2.0, "seed": 0}
 
 def cost_entry(settings: Settings) -> Settings:
     "For each method the seconds of a step, of its start, and the peak of what a step makes; weights and optimizer state not counted."
@@ -171,13 +194,17 @@ def cost_entry(settings: Settings) -> Settings:
         engine = measured_engine(settings, task, method_from(name, options))
         engines[label] = engine, torch.optim.AdamW(engine.parameters(), 1e-4)
         took[label].append(clock() - began)
-    for _ in range(1 + settings["rounds"]):                                      # all make the same draws; the first step warms up
+    # all make the same draws; the first step warms up
+    for _ in range(1 + settings["rounds"]):
         for label, both in engines.items():
             began = clock()
             _step(*both)
             took[label].append(clock() - began)
-    costs = {label: {"start_seconds": took[label][0], "step_seconds": median(took[label][2:]), "slowest_seconds": max(took[label][2:]),
-                     "trainable": sum(map(entries, both[0].blocks)), "peak_mib": live_peak(partial(_step, *both))}
+    costs = {label: {"start_seconds": took[label][0],
+                     "step_seconds": median(took[label][2:]),
+                     "slowest_seconds": max(took[label][2:]),
+                     "trainable": sum(map(entries, both[0].blocks)),
+                     "peak_mib": live_peak(partial(_step, *both))}
              for label, both in engines.items()}
     return {"costs": costs, "metrics": {}}
 
@@ -188,24 +215,33 @@ def _step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-parts
 PARTS = ("Full", "LastLayer", "BiTFiT", "LoRA", "NormOnly", "DPFrost", "LayerFreeze")
 PART_RATES = {**RATES, **OTHER_RATES, "LayerFreeze": RATES["Full"]}
-PART_OPTIONS: dict[str, Settings] = {"LoRA": {"rank": 8}, "DPFrost": {"ratio": 0.25, "sample_rate": 0.5}}
+PART_OPTIONS: dict[str, Settings] = {"LoRA": {"rank": 8},
+                                     "DPFrost": {"ratio": 0.25, "sample_rate": 0.5}}
 COMPOSITIONS = {
-    "LastLayer, then BiTFiT": ("Then", "LastLayer", "BiTFiT"), "LastLayer, then LoRA": ("Then", "LastLayer", "LoRA"),
-    "LastLayer, then DPFrost": ("Then", "LastLayer", "DPFrost"), "LastLayer, then Full": ("Then", "LastLayer", "Full"),
-    "Full, then BiTFiT": ("Then", "Full", "BiTFiT"), "LoRA + BiTFiT": ("Chain", "LoRA", "BiTFiT"),
-    "BiTFiT + NormOnly": ("Chain", "BiTFiT", "NormOnly"), "DPFrost within LoRA": ("Chain", "LoRA", "DPFrost"),
+    "LastLayer, then BiTFiT": ("Then", "LastLayer", "BiTFiT"),
+    "LastLayer, then LoRA": ("Then", "LastLayer", "LoRA"),
+    "LastLayer, then DPFrost": ("Then", "LastLayer", "DPFrost"),
+    "LastLayer, then Full": ("Then", "LastLayer", "Full"),
+    "Full, then BiTFiT": ("Then", "Full", "BiTFiT"),
+    "LoRA + BiTFiT": ("Chain", "LoRA", "BiTFiT"),
+    "BiTFiT + NormOnly": ("Chain", "BiTFiT", "NormOnly"),
+    "DPFrost within LoRA": ("Chain", "LoRA", "DPFrost"),
     "LayerFreeze within DPFrost": ("Chain", "DPFrost", "LayerFreeze")}
 
-def composed(label: str, rates: dict[str, float], options: dict[str, Settings], steps: int) -> Settings:
+def composed(label: str, rates: dict[str, float], options: dict[str, Settings],
+             steps: int) -> Settings:
     "A composition at the rates of its parts: a first phase lasts a third of the steps, and a chain takes the rate of its first part."
     kind, first, second = COMPOSITIONS[label]
     own = (two_phases(first, second, rates, steps // 3, options) if kind == "Then" else
            {"parts": [[part, options.get(part, {})] for part in (first, second)]})
-    return {"label": label, "method": kind, "options": own, "learning_rate": rates[first]}
+    return {"label": label, "method": kind, "options": own,
+            "learning_rate": rates[first]}
 
-def single(method: str, rates: dict[str, float], options: dict[str, Settings]) -> Settings:
+def single(method: str, rates: dict[str, float],
+           options: dict[str, Settings]) -> Settings:
     "A method by itself, at its rate."
-    return {"label": method, "method": method, "options": options.get(method, {}), "learning_rate": rates[method]}
+    return {"label": method, "method": method, "options": options.get(method, {}),
+            "learning_rate": rates[method]}
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-search
 def searched() -> Settings:
@@ -217,7 +253,8 @@ def parts_grid(full: bool) -> Iterator[Settings]:
     for seed in range(100, 110 if full else 103):
         for method in PARTS:
             for rate in PART_RATES[method]:
-                yield {**searched(), **single(method, {method: rate}, PART_OPTIONS), "seed": seed}
+                yield {**searched(), **single(method, {method: rate}, PART_OPTIONS),
+                       "seed": seed}
 
 def mean_scores(experiment: str, full: bool) -> dict[tuple[str, float], float]:  # (label, learning rate) -> accuracy
     "What an experiment on digits found, over its seeds; ValueError while there is nothing."
@@ -226,8 +263,9 @@ def mean_scores(experiment: str, full: bool) -> dict[tuple[str, float], float]: 
         if entry["reduced"] != full:
             found[entry["label"], entry["learning_rate"]].append(entry["metrics"]["accuracy"])
     if not found:
-        raise ValueError(f"{results_file(experiment)} holds no {'full' if full else 'reduced'} runs; make them first: "
-                         f"dpft run {experiment}{' --full' if full else ''}")
+        raise ValueError(f"{results_file(experiment)} holds no "
+                         f"{'full' if full else 'reduced'} runs; make them first: dpft "
+                         f"run {experiment}{' --full' if full else ''}")
     return {key: mean(scores) for key, scores in found.items()}
 
 def part_rates(full: bool) -> dict[str, float]:
@@ -240,7 +278,9 @@ def search_grid(full: bool) -> Iterator[Settings]:
     rates = part_rates(full)
     for seed in range(100, 110 if full else 103):
         for label in COMPOSITIONS:
-            yield {**searched(), **composed(label, rates, PART_OPTIONS, digits_run()["steps"]), "seed": seed}
+            yield {**searched(),
+                   **composed(label, rates, PART_OPTIONS, digits_run()["steps"]),
+                   "seed": seed}
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-confirmation
 def winner(full: bool) -> str:
@@ -250,7 +290,8 @@ def winner(full: bool) -> str:
 
 def rivals(label: str) -> tuple[str, ...]:
     "What a composition has to beat: its parts, the papers' methods, and the simplest two."
-    return tuple(dict.fromkeys((*COMPOSITIONS[label][1:], "BiTFiT", "DPFrost", "LayerFreeze", "Full", "LastLayer")))
+    return tuple(dict.fromkeys((*COMPOSITIONS[label][1:], "BiTFiT", "DPFrost",
+                                "LayerFreeze", "Full", "LastLayer")))
 
 def task_settings(task: str, full: bool) -> tuple[Settings, dict[str, float], dict[str, Settings]]:  # run, rates, options
     "The three tasks: what their other experiments use, with the rates that were found or fixed there."
@@ -258,11 +299,16 @@ def task_settings(task: str, full: bool) -> tuple[Settings, dict[str, float], di
         return digits_run(), part_rates(full), PART_OPTIONS
     if task == "cifar10":
         base = next(vision_grid(full))
-        rates = {**dict.fromkeys(PARTS, VISION_RATES["BiTFiT"]), **VISION_RATES, "LayerFreeze": VISION_RATES["Full"]}
-        return base, rates, {**PART_OPTIONS, "DPFrost": {"ratio": 0.25, "sample_rate": 0.02}}
-    found = {method: settings_of(method, full, 0) for method in PARTS if method != "LayerFreeze"}
-    found["LayerFreeze"] = {"learning_rate": found["Full"]["learning_rate"], "options": {}}
-    return (text_run(full), {method: own["learning_rate"] for method, own in found.items()},
+        rates = {**dict.fromkeys(PARTS, VISION_RATES["BiTFiT"]), **VISION_RATES,
+                 "LayerFreeze": VISION_RATES["Full"]}
+        return base, rates, {**PART_OPTIONS,
+                             "DPFrost": {"ratio": 0.25, "sample_rate": 0.02}}
+    found = {method: settings_of(method, full, 0)
+             for method in PARTS if method != "LayerFreeze"}
+    found["LayerFreeze"] = {"learning_rate": found["Full"]["learning_rate"],
+                            "options": {}}
+    return (text_run(full),
+            {method: own["learning_rate"] for method, own in found.items()},
             {method: own["options"] for method, own in found.items()})
 
 def confirmation_grid(full: bool) -> Iterator[Settings]:
@@ -272,39 +318,61 @@ def confirmation_grid(full: bool) -> Iterator[Settings]:
         run, rates, options = task_settings(task, full)
         steps = run.get("steps") or 197
         for seed in range(seeds):
-            for own in (composed(label, rates, options, steps), *(single(rival, rates, options) for rival in rivals(label))):
+            for own in (composed(label, rates, options, steps),
+                        *(single(rival, rates, options) for rival in rivals(label))):
                 if not _elsewhere(task, own["method"], seed, full):
                     yield {**run, **own, "target_epsilon": 2.0, "seed": seed}
 
 def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
     "Whether frost-text, methods-text and methods-headline, or frost-vision, hold a run."
-    return task == "sst2" and method in (*METHODS, *OTHERS) or task == "cifar10" and method in METHODS and seed < (5 if full else 3)
+    return (task == "sst2" and method in (*METHODS, *OTHERS) or task == "cifar10"
+            and method in METHODS and seed < (5 if full else 3))
 
 def comparisons(records: Iterable[Settings], label: str) -> Iterator[tuple[str, str, list[float]]]:  # task, rival, differences
     "A composition against each rival on each task, at epsilon 2, as far as there are records of both."
     known = list(records)
-    for task, model in (("digits", "vit-small"), ("cifar10", "vit-small"), ("sst2", "minilm")):
-        own = [entry for entry in known if (entry["data"], entry["model"], entry["target_epsilon"]) == (task, model, 2.0)]
+    for task, model in (("digits", "vit-small"), ("cifar10", "vit-small"),
+                        ("sst2", "minilm")):
+        own = [entry for entry in known
+               if (entry["data"], entry["model"], entry["target_epsilon"])
+               == (task, model, 2.0)]
         for rival in rivals(label):
-            if differences := paired(own, label, rival, "test_accuracy" if task == "sst2" else "accuracy"):
+            if differences := paired(own, label, rival,
+                                     "test_accuracy" if task == "sst2" else "accuracy"):
                 yield task, rival, differences
 
 # %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-experiments
 EXPERIMENTS = {
-    "methods-tuning": Experiment("Which learning rate for the methods beside DP-FROST's four?", others_tuning, measured,
-                                 "frost-tuning's records; SST-2, MiniLM; 20 runs, 2 min each on a GPU"),
-    "methods-text": Experiment("LoRA, adapters, norms, random partitions and the largest weights on SST-2", others_grid, measured,
-                               "methods-tuning's records; SST-2, MiniLM; 155 runs, about 2 min each on a GPU"),
-    "methods-headline": Experiment("All nine methods at epsilon 2, ten seeds", headline_grid, measured,
-                                   "methods-tuning's records; SST-2, MiniLM; 90 runs, about 2 min each on a GPU"),
-    "methods-images": Experiment("Tables 5, 6 and 14: the last layer, the biases, everything, and everything first", images_grid, measured,
-                                 "CIFAR-10 and CIFAR-100; 35 runs, about 2 min each on a GPU"),
-    "methods-rate": Experiment("Appendix E.4: how much does the learning rate matter?", sensitivity_grid, measured,
+    "methods-tuning": Experiment("Which learning rate for the methods beside "
+                                 "DP-FROST's four?", others_tuning, measured,
+                                 "frost-tuning's records; SST-2, MiniLM; 20 runs, 2 "
+                                 "min each on a GPU"),
+    "methods-text": Experiment("LoRA, adapters, norms, random partitions and the "
+                               "largest weights on SST-2", others_grid, measured,
+                               "methods-tuning's records; SST-2, MiniLM; 155 runs, "
+                               "about 2 min each on a GPU"),
+    "methods-headline": Experiment("All nine methods at epsilon 2, ten seeds",
+                                   headline_grid, measured,
+                                   "methods-tuning's records; SST-2, MiniLM; 90 runs, "
+                                   "about 2 min each on a GPU"),
+    "methods-images": Experiment("Tables 5, 6 and 14: the last layer, the biases, "
+                                 "everything, and everything first", images_grid,
+                                 measured,
+                                 "CIFAR-10 and CIFAR-100; 35 runs, about 2 min each "
+                                 "on a GPU"),
+    "methods-rate": Experiment("Appendix E.4: how much does the learning rate matter?",
+                               sensitivity_grid, measured,
                                "digits; 180 runs, 10 s each on a CPU"),
-    "methods-cost": Experiment("What does a step of each method cost?", cost_grid, cost_entry,
+    "methods-cost": Experiment("What does a step of each method cost?", cost_grid,
+                               cost_entry,
                                "frost-tuning's records; SST-2, MiniLM; 10 min on a CPU"),
-    "compositions-parts": Experiment("At which rates are the parts best?", parts_grid, measured, "digits; 140 runs, 10 s each on a CPU"),
+    "compositions-parts": Experiment("At which rates are the parts best?", parts_grid,
+                                     measured, "digits; 140 runs, 10 s each on a CPU"),
     "compositions": Experiment("Which composition is best?", search_grid, measured,
-                               "the records of compositions-parts; digits; 90 runs, 10 s each on a CPU"),
-    "compositions-confirmed": Experiment("Does the best composition beat its parts and the papers' methods on three tasks?",
-                                         confirmation_grid, measured, "the records of compositions, methods-tuning; about 2 h on a GPU")}
+                               "the records of compositions-parts; digits; 90 runs, "
+                               "10 s each on a CPU"),
+    "compositions-confirmed": Experiment("Does the best composition beat its parts "
+                                         "and the papers' methods on three tasks?",
+                                         confirmation_grid, measured,
+                                         "the records of compositions, "
+                                         "methods-tuning; about 2 h on a GPU")}
