@@ -61,6 +61,7 @@ def batch_rows(batch: Batch) -> int:
         raise ValueError("a batch must be a dict or tuple that holds at least one tensor, examples first")
     return len(tensors(batch)[0])
 
+# %% ../nbs/04_gradients.ipynb #gradients-select-rows
 def select_rows(
     batch: Batch,   # of B examples
     rows: Tensor,   # (n,) which of them
@@ -102,6 +103,7 @@ def buffers_kept(
                 module._buffers[name] = values
         refuse_lost(lost)
 
+# %% ../nbs/04_gradients.ipynb #gradients-changed
 def changed(module: nn.Module, values: Tensor, number: int, copy: Tensor | None) -> bool:
     "Whether a buffer was written into; statistics of a norm layer are, without being counted."
     if version(values) != number or number == -1:
@@ -150,6 +152,7 @@ def check_kinds(model: nn.Module) -> None:
                 raise ValueError(f"{full_name} makes sparse gradients: build its layer with "
                                  "sparse=False, or freeze it")
 
+# %% ../nbs/04_gradients.ipynb #gradients-trainable
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters that require a gradient, by name, tied ones once; ValueError when there are none."
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -163,7 +166,7 @@ def per_example_gradients(
     loss_fn: LossFunction,   # (model, batch) -> (B,) losses
     batch: Batch,
 ) -> dict[str, Tensor]:      # name -> (B, *shape)
-    """Every example's gradient, one backward pass per example: the oracle that all else is tested against.
+    """Every example's gradient, by one backward pass each: the oracle of all tests.
 
     Slow, and right for any model; @def-per-example-gradient.
     """
@@ -172,15 +175,18 @@ def per_example_gradients(
     with buffers_kept(model):
         rows = [_single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])),
                                  list(parameters.values())) for i in range(batch_rows(batch))]
-    return {name: torch.stack(values) for name, values in zip(parameters, zip(*rows, strict=True), strict=True)}
+    columns = zip(parameters, zip(*rows, strict=True), strict=True)
+    return {name: torch.stack(values) for name, values in columns}
 
-def _single_gradient(model: nn.Module, loss_fn: LossFunction, row: Batch, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    "Gradient of the one loss of a batch of one example; zeros for parameters that it does not use."
+def _single_gradient(model: nn.Module, loss_fn: LossFunction, row: Batch,
+                     parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    "Gradient of the loss of one example; zeros for parameters that it does not use."
     loss = per_example_losses(model, loss_fn, row).sum()
     if not loss.requires_grad:
         return [torch.zeros_like(parameter) for parameter in parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    return [torch.zeros_like(p) if g is None else g
+            for p, g in zip(parameters, gradients, strict=True)]
 
 # %% ../nbs/04_gradients.ipynb #gradients-sums
 CHUNK = 2**24   # numbers in the largest per-example gradient that is instantiated at once
@@ -1092,6 +1098,7 @@ def leaves_of(losses: Tensor) -> list[Tensor]:
         todo += [following for following, _ in node.next_functions]
     return found
 
+# %% ../nbs/04_gradients.ipynb #gradients-outside
 class OutsideTheModel(ValueError):
     "A loss has parameters of its own, or its inputs require gradients."
 
@@ -1166,6 +1173,7 @@ def forked(
                     getattr(torch, device.type).manual_seed(seed)
         yield
 
+# %% ../nbs/04_gradients.ipynb #gradients-nothing-hidden
 @contextmanager
 def nothing_hidden(model: nn.Module) -> Iterator[None]:
     """Parameters that are zero hold small random numbers, and zero again afterwards.
@@ -1525,6 +1533,7 @@ def unseen(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> dict[nn.Par
     ways = {p: known.get(p, per_example_gradients) for p in parameters.values()}
     return {parameter: way for parameter, way in ways.items() if way is not None}
 
+# %% ../nbs/04_gradients.ipynb #gradients-ways
 def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
           fresh: list[nn.Parameter]) -> dict[nn.Parameter, SlowWay | None]:
     "The ways of parameters that train for the first time, as far as a batch can tell."
