@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .gradients import Batch, Block, Coupling, LossFunction, full, members, reuse_memory, trainable
-from .guarantee import Guarantee
+from .guarantee import Guarantee, Statement
 from .identity import fingerprint
 from .ledger import Ledger
 from .losses import default_loss
@@ -288,6 +288,7 @@ class Engine(Setup):
             reproducible=self.keystream.reproducible, secure_mode=self.settings.secure_mode, clip=plan.clip,
             clipping=plan.clipping, private=charges, run=self.store.run if charges else "",
             method=repr(self.method), ledger_head=self.account.head, secrets=self.secrets,
+            statement=self.settings.statement or Statement(),
             checked=list(CHECKED) if plan.private and self.t else [])
 
     def save(self, optimizer: torch.optim.Optimizer | None = None, schedule: Any = None, **more: Any) -> None:

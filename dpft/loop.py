@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'make_schedule', 'Average', 'Run', 'load', 'fine_tune',
-           'progress_is_due', 'Loop', 'scored', 'stopping_politely', 'leave']
+           'keep', 'progress_is_due', 'Loop', 'scored', 'stopping_politely', 'leave']
 
 # %% ../nbs/07_loop.ipynb #loop-imports
 import json
@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from .method import Method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import speaks
-from .saving import how_to_load, read_model, tokenizer_of_base, write_model
+from .saving import check_target, how_to_load, read_model, tokenizer_of_base, write_model
 from .settings import settings_from, takes_settings
 from .step import Step
 
@@ -172,22 +172,19 @@ class Run:
 
     def save(
         self,
-        path: str | Path,            # a folder, without another saved run in it
-        whole: bool | None = None,   # True: all weights; False: only what trained; None: the latter where its base can be found again
+        path: str | Path,            # a folder without another saved run in it
+        whole: bool | None = None,   # all weights, or only what trained; None: that, where the base can be found again
+        overwrite: bool = False,     # whether a run that is there may be replaced
     ) -> None:
-        "Write weights (safetensors), the guarantee and a model card into a folder; `load` reads it back; @sec-saving."
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
+        "Write weights (safetensors), the guarantee and a model card into a folder; @sec-saving."
+        folder = check_target(path, overwrite)
         description = write_model(self.model, self.trained, folder, whole, self.prepared.recipe)
         description |= {"kind": self.prepared.kind, "trained": self.trained}
-        if self.prepared.tokenizer is not None and not tokenizer_of_base(self.prepared.tokenizer, description["base"]):
-            self.prepared.tokenizer.save_pretrained(folder)
+        tokenizer = self.prepared.tokenizer
+        if tokenizer is not None and not tokenizer_of_base(tokenizer, description["base"]):
+            tokenizer.save_pretrained(folder)
         (folder / "dpft.json").write_text(json.dumps(description, indent=1) + "\n")
-        if self.ledger is not None and self.guarantee.private:
-            self.guarantee.seal(self.ledger)
-            self.ledger.copy(folder / "ledger.sqlite")
-        self.guarantee.save(folder / "guarantee.json")
-        (folder / "README.md").write_text("# Model card\n\n" + self.report().rstrip() + "\n\n" + how_to_load(description))
+        self.guarantee = self.guarantee.publish(folder, self.ledger, how_to_load(description))
 
 def load(
     path: str | Path,                # a folder that `Run.save` wrote
@@ -210,6 +207,8 @@ def fine_tune(
 ) -> Run:
     "Fine-tune a model under differential privacy: plan, select, draw, bound, perturb, step; @sec-fine-tune."
     settings = settings_from("fine_tune", ("engine", "loop"), {"epsilon": epsilon, **knobs})
+    if settings.output is not None:
+        check_target(settings.output, settings.overwrite)
     ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit)
     if isinstance(settings.evaluate, Public):
         check_disjoint_rows(settings.evaluate, train.train if isinstance(train, Task) else train)
@@ -219,9 +218,28 @@ def fine_tune(
     loop = Loop(engine)
     loop.run()
     loop.score(ready)
+    first = engine.processes.is_first
+    run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained, engine.ledger if first else None)
+    if settings.output is not None and first:
+        keep(run, engine)
     engine.remove_secrets()
-    return Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
-               engine.ledger if engine.processes.is_first else None)
+    run.guarantee = replace(run.guarantee, secrets=engine.secrets)
+    return run
+
+def keep(run: Run, engine: Engine) -> None:
+    "Save a run where it was asked to be saved; when that fails, say what is kept, and where."
+    given = engine.settings
+    secrets, run.guarantee = run.guarantee.secrets, replace(run.guarantee, secrets=engine.secrets if given.keep_secrets else [])
+    try:
+        run.save(given.output, overwrite=given.overwrite)
+    except (OSError, ValueError) as error:
+        run.guarantee = replace(run.guarantee, secrets=secrets)
+        if engine.store.folder is None:
+            warnings.warn(f"the run is complete and in memory, but {given.output} could not be written ({error}); "
+                          "make room and call run.save(path)", stacklevel=3)
+            return
+        raise ValueError(f"the run is complete, but {given.output} could not be written ({error}); its last state is in "
+                         f"{engine.store.folder}, and the same command saves it without spending more") from error
 
 # %% ../nbs/07_loop.ipynb #loop-class
 def progress_is_due(t: int, steps: int) -> bool:
