@@ -54,11 +54,12 @@ notebooks: $(READY) ## run every notebook from a fresh process and store its out
 	@set -e; for notebook in $(NOTEBOOKS); do echo "$$notebook"; $(BIN)/python nbs/_book.py run "$$notebook" $(FLAGS); done
 	@$(BIN)/python nbs/_book.py export
 
-site: $(READY) ## the book as a site under _docs/, with Quarto
+site: $(READY) ## the book as a site under _docs/, with Quarto, and looked over
 	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org; make preview does without it." >&2; exit 1; }
 	@$(BIN)/python nbs/_reference.py
 	@set -o pipefail; mkdir -p build; PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
-	@if grep "Unable to resolve" build/site.log || grep -rno --include='*.html' '?@[a-z]*-[a-z-]*' _docs; then exit 1; fi
+	@if grep "Unable to resolve" build/site.log; then exit 1; fi
+	@$(BIN)/python nbs/_site.py check
 
 preview: $(READY) ## every chapter as HTML under _preview/, without Quarto
 	@$(BIN)/python nbs/_preview.py
@@ -98,6 +99,9 @@ exported:
 
 book:
 	@$(BIN)/python -P -m pytest -q tests/test_book.py
+
+rendered:
+	@if command -v quarto > /dev/null; then $(MAKE) --no-print-directory site; else echo "skipped: Quarto is not on PATH"; fi
 
 # One process for each notebook, so nothing leaks from one into the next; cells marked gpu or slow are left out.
 executed:

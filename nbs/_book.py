@@ -151,7 +151,7 @@ class Writer:
             self.depth -= 1
         elif opened := OPEN.match(line):
             self.depth += 1
-            return self.opened(line, opened[2] or opened[3])
+            return self.opened(line, opened[2] or opened[3] or "")
         elif caption := CAPTION.match(line):
             name = f"Table {self.number('tbl')}"
             self.label(caption[2], name)

@@ -23,7 +23,7 @@ def resolve(text: str, labels: dict[str, Label]) -> str:
 
     def change(piece: str) -> str:
         piece = re.sub(rf"\[-?({REFERENCE.pattern})\]", r"\1", piece)
-        piece = re.sub(r"\]\((?:\.\./)?(?:nbs/)?([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
+        piece = re.sub(r"\]\((?:[\w.-]+/)*([\w-]+)\.(?:ipynb|qmd)(#[\w-]+)?\)", r"](\1.html\2)", piece)
         return REFERENCE.sub(link, piece)
 
     return outside_code(text, change)
@@ -62,7 +62,7 @@ def body(chapter: Chapter, text: str) -> str:
         text = f"---\nnocite: '@*'\n---\n\n{text}"
     else:
         options.append("--metadata=reference-section-title:References")
-    return pypandoc.convert_text(text, "html5", format="markdown", extra_args=options)
+    return pypandoc.convert_text(text, "html5", format="markdown-fancy_lists", extra_args=options)
 
 
 def preview() -> list[str]:

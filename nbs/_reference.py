@@ -4,6 +4,7 @@
 
 import ast
 import io
+import json
 import re
 import sys
 import tokenize
@@ -13,13 +14,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from textwrap import wrap
 
-from _book import MADE, ROOT
+from _book import HEADING, MADE, ROOT, outside_code, source
 
 FOLDER = ROOT / MADE
 PACKAGE = ROOT / "dpft"
 BY_HAND = {"__init__.py", "__main__.py", "_modidx.py"}
 FRONT = "---\nrepo-actions: false\ncode-tools: false\n---\n\n"  # the repository has no such page
-CELL = re.compile(r"(?m)^# %% (\S+/(\w+\.ipynb)) #(\S+)")
+CELL = re.compile(r"(?m)^# %% (?:\.\./)+(?:nbs/)?(\S+\.ipynb) #(\S+)")
 
 SHARED = {  # what parameters of these names mean wherever they have no words of their own
     "model": "the model; changed in place where the docstring says so",
@@ -185,7 +186,7 @@ class Module:
     @cached_property
     def cells(self) -> list[tuple[int, str]]:
         "The lines at which the cells of the notebook begin, with their names."
-        return [(line, match[3]) for line, text in enumerate(self.text.splitlines(), 1) if (match := CELL.match(text))]
+        return [(line, match[2]) for line, text in enumerate(self.text.splitlines(), 1) if (match := CELL.match(text))]
 
     @cached_property
     def public(self) -> list[str]:
@@ -209,7 +210,15 @@ class Module:
 
     @property
     def chapter(self) -> str:
-        return CELL.search(self.text)[2]
+        "The notebook that it comes from, as nbs/ holds it."
+        return CELL.search(self.text)[1]
+
+    @property
+    def title(self) -> str:
+        "What that chapter is called."
+        path = PACKAGE.parent / "nbs" / self.chapter
+        first = source(json.loads(path.read_text(encoding="utf-8"))["cells"][0]) if path.exists() else ""
+        return HEADING.match(first.splitlines()[0])[2] if first.startswith("# ") else "its chapter"
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
@@ -224,21 +233,29 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    "Words as they stand: in a docstring `^` raises nothing, and `~` lowers nothing."
+    return outside_code(text, lambda piece: re.sub(r"([\^~])", r"\\\1", piece))
 
 
 def described(entry: Entry) -> str:
     "One name of a page."
     level = "###" if entry.owner else "##"
     kind = "class " if isinstance(entry.node, ast.ClassDef) else ""
-    lines = [f"{level} {entry.name} {{#{entry.anchor} .unnumbered}}", "", "```python", kind + entry.signature, "```", "",
-             f"{entry.docstring} [[source]({entry.source})]", ""]
-    rows = [(_code(p.name), _code(p.type), _code(p.default), _cell(p.meaning)) for p in entry.parameters]
-    if gives := entry.returns:
+    gives, rows = entry.returns, [(_code(p.name), _code(p.type), _code(p.default), _cell(p.meaning)) for p in entry.parameters]
+    alone = f" -> {gives[0]}" if gives and not rows else ""                        # a table for one type would be too much
+    lines = [f"{level} {entry.name} {{#{entry.anchor} .unnumbered}}", "", "```python", kind + entry.signature + alone, "```", "",
+             f"{_plain(entry.docstring)} [[source]({entry.source})]", ""]
+    if alone and gives[1]:
+        lines += [f"*Gives* {_plain(gives[1])}.", ""]
+    elif gives and rows:
         rows.append(("*gives*", _code(gives[0]), "", _cell(gives[1])))
     if any(row[1] or row[3] for row in rows):
-        lines += ["| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
-        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+        lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in rows), ":::", ""]
     return "\n".join(lines)
 
 
@@ -255,12 +272,13 @@ def constants(entries: list[Entry]) -> str:
     return "\n".join(["## Constants {.unnumbered}", "", "| name | value | meaning |", "|:---|:-----|:-----|", *rows, ""])
 
 
-def page(module: Module) -> str:
-    "A module's page."
+def page(module: Module, first: frozenset[str] = frozenset()) -> str:
+    "A module's page; what a user meets first stands first, then the order of the source."
     values = [entry for entry in module.entries if isinstance(entry.node, ast.Assign | ast.AnnAssign)]
-    others = [entry for entry in module.entries if entry not in values]
-    head = [f"# {module.name} {{#sec-ref-{module.stem.replace('_', '-')} .unnumbered}}", "", f"> {ast.get_docstring(module.tree)}", "",
-            f"Derived in [its chapter](../nbs/{module.chapter}).", ""]
+    others = sorted((entry for entry in module.entries if entry not in values), key=lambda entry: entry.name.split(".")[0] not in first)
+    words = _plain(ast.get_docstring(module.tree) or "")
+    head = [f"# {module.name} {{#sec-ref-{module.stem.replace('_', '-')} .unnumbered}}", "", f"> {words}", "",
+            f"Derived in [{module.title}](../nbs/{module.chapter}).", ""]
     return "\n".join([*head, *map(described, others), constants(values)])
 
 
@@ -287,13 +305,18 @@ def offered() -> list[tuple[str, Entry]]:
 
 def overview() -> str:
     "The first page: what `dpft` itself offers, and the modules."
-    lines = ["# Reference {#sec-reference .unnumbered}", "", "> Every public name, made from the source when the book is built.", "",
-             "What follows can be imported from `dpft` itself, or from `dpft.frost`, `dpft.freezing` and `dpft.rapft`.",
-             "Where a parameter has no words of its own, those of its name are shown: the same name means the same everywhere.", "",
-             "| name | import from | what it is |", "|:---|:---|:-------|"]
-    for package, entry in sorted(offered(), key=lambda pair: (pair[0], pair[1].name.lower())):
-        words = _cell(entry.docstring.splitlines()[0])
-        lines.append(f"| [`{entry.name}`]({entry.module.stem}.qmd#{entry.anchor}) | `{package}` | {words} |")
+    lines = ["# Overview {#sec-reference .unnumbered}", "", "> Every public name, made from the source when the book is built.", "",
+             "The names below are what most uses need, by the chapter that they come from; each can be imported from `dpft`,",
+             "unless another package stands beside it. All names of a module are on the module's page.",
+             "Where a parameter has no words of its own, those of its name are shown: the same name means the same everywhere.", ""]
+    names = offered()
+    for module in modules():
+        own = sorted((pair for pair in names if pair[1].module is module), key=lambda pair: pair[1].node.lineno)
+        lines += [f"## [{module.title}]({module.stem}.qmd) {{.unnumbered}}", "", "| name | what it is |", "|:---|:-------|"] if own else []
+        for package, entry in own:
+            words = _cell(entry.docstring.splitlines()[0]) + ("" if package == "dpft" else f" (`{package}`)")
+            lines.append(f"| [`{entry.name}`]({entry.module.stem}.qmd#{entry.anchor}) | {words} |")
+        lines += [""] if own else []
     lines += ["", "## Modules {.unnumbered}", "", "| module | what lives there |", "|:---|:-------|"]
     lines += [f"| [`{m.name}`]({m.stem}.qmd) | {_cell(ast.get_docstring(m.tree) or '')} |" for m in modules()]
     return "\n".join([*lines, ""])
@@ -302,7 +325,8 @@ def overview() -> str:
 def write() -> None:
     "All pages, under reference/."
     FOLDER.mkdir(exist_ok=True)
-    pages = {"overview": overview(), **{module.stem: page(module) for module in modules()}}
+    first = {module.stem: frozenset(entry.name for _, entry in offered() if entry.module is module) for module in modules()}
+    pages = {"overview": overview(), **{module.stem: page(module, first[module.stem]) for module in modules()}}
     for stem, text in pages.items():
         (FOLDER / f"{stem}.qmd").write_text(FRONT + text, encoding="utf-8")
     for path in FOLDER.glob("*.qmd"):

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"the tests would import {found} instead of the installed package under {installed}")
     from hypothesis import settings
 
-    own = {"derandomize": False} if SALT else {}      # where hypothesis sees continuous integration it would draw the same examples each time
+    own = {"derandomize": False} if SALT else {}      # in continuous integration hypothesis would draw the same examples each time
     settings.register_profile("dpft", deadline=None, **own)  # no test asserts a wall-clock time
     settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True, **own)
     settings.load_profile(os.environ.get("DPFT_PROFILE", "dpft"))

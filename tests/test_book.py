@@ -73,13 +73,14 @@ def test_the_logo_is_what_its_script_draws(book):
 
 
 def test_the_glossary_is_in_order_refers_and_is_used(book):
+    glossary = next(chapter for chapter in book.chapters() if chapter.path.stem.endswith("_glossary"))
     chapters = {chapter.path.stem: "\n".join(book.prose(chapter)).lower() for chapter in book.chapters() if chapter.number}
-    entries = re.findall(r"(?m)^- \*\*(.+?)\*\*((?:.|\n(?!-))*)", chapters.pop("92_glossary"))
+    entries = re.findall(r"(?m)^- \*\*(.+?)\*\*((?:.|\n(?!-))*)", chapters.pop(glossary.path.stem))
     assert len(entries) > 40
     for term, text in entries:
         assert book.REFERENCE.search(text), f"{term} refers to no section"
         assert any(re.search(rf"\b{re.escape(term)}", text) for text in chapters.values()), f"{term} is used in no chapter"
-    for cell in next(chapter for chapter in book.chapters() if chapter.path.stem == "92_glossary").cells[1:]:
+    for cell in glossary.cells[1:]:
         terms = [term.lower() for term in re.findall(r"(?m)^- \*\*(.+?)\*\*", book.source(cell))]
         assert terms == sorted(terms)
 
@@ -167,6 +168,22 @@ def test_a_page_has_signatures_tables_docstrings_and_sources(reference, made):
     assert "Itself, larger; @lem-a. [[source](../nbs/01_a.ipynb#a-things)]" in page and "01_a.ipynb#a-work" in page
     assert page.count("| `size` | `int` |  |  |") == 3 and "| *gives* | `int` |  | a length |" in page and "not of one" not in page
     assert "| `LIMIT` | `3` | at most |" in page and "_own" not in page
+
+
+def test_a_page_leads_to_a_notebook_in_a_folder_and_docstrings_are_plain(reference, made, tmp_path):
+    (tmp_path / "nbs/1_start").mkdir(parents=True)
+    title = {"cell_type": "markdown", "id": "a", "source": ["# What *is* kept {#sec-a}\n", "More."]}
+    (tmp_path / "nbs/1_start/01_a.ipynb").write_text(json.dumps({"cells": [title]}))
+    text = SOURCE.replace("../nbs/01_a.ipynb", "../nbs/1_start/01_a.ipynb").replace("Itself, larger", "Itself, x^2 ~ `y^2`")
+    (tmp_path / "pack/thing.py").write_text(text)
+    page = reference.page(reference.Module(tmp_path / "pack/thing.py"))
+    assert "Derived in [What *is* kept](../nbs/1_start/01_a.ipynb)." in page and "[source](../nbs/1_start/01_a.ipynb#a-work)" in page
+    assert r"Itself, x\^2 \~ `y^2`; @lem-a." in page
+
+
+def test_what_a_user_meets_first_stands_first(reference, made):
+    page = reference.page(made, frozenset({"Thing"}))
+    assert page.index("class Thing") < page.index("Thing.grown") < page.index("class Base") < page.index("work(first")
 
 
 def test_what_lacks_words_is_found(reference, made):

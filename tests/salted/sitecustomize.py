@@ -116,5 +116,5 @@ def refusal() -> str:
 if SALT:
     if why := refusal():
         print(why, file=sys.stderr)
-        os._exit(2)                                                                # what is raised here would be shown as an error of Python
+        os._exit(2)                                                                # an exception here would look like an error of Python
     start()

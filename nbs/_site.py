@@ -1,0 +1,326 @@
+"""The site as Quarto leaves it, finished (`finish`) and looked over (`check`).
+
+`finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored as
+HTML), gives each figure its caption as alternative text where it has none, keeps a full stop beside the formula before it and the bars of
+a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away in the
+sidebar, and leaves the search index one spelling of each formula.
+
+`check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
+Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote, urlsplit
+
+from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
+
+SITE = ROOT / "_docs"
+WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
+
+SCRIPTS = re.compile(r"""<script\b[^>]*\bsrc=["'](?:https?:)?//[^>]*>\s*</script>\s*"""
+                     r"""|<script[^>]*>define\('jquery'.*?</script>\s*""", re.DOTALL)
+FIGURE = re.compile(r"<figure\b.*?</figure>", re.DOTALL)
+CAPTION = re.compile(r"<figcaption\b[^>]*>(.*?)</figcaption>", re.DOTALL)
+IMAGE = re.compile(r"<img\b[^>]*>")
+FORMULA = re.compile(r"<math\b.*?</math>", re.DOTALL)
+STOPPED = re.compile(r"(<math\b[^>]*display=\"inline\"(?:(?!</math>).)*</math>)([.,;:!?)’”]+)", re.DOTALL)
+FENCED = re.compile(r"<mrow><mo stretchy=\"true\" form=\"prefix\">(‖|\||\(|\[)</mo>((?:(?!stretchy=\"true\").)*?)"
+                    r"<mo stretchy=\"true\" form=\"postfix\">(‖|\||\)|\])</mo></mrow>", re.DOTALL)
+TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
+ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
+TAG = re.compile(r"<[^>]+>")
+CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
+SECTION = re.compile(r"(<li class=\"sidebar-item sidebar-item-section\">)(?:(?!\1).)*?</ul>", re.DOTALL)
+
+
+# ---- finish
+
+
+def without_scripts(page: str) -> str:
+    "Scripts of others: nothing here needs them."
+    return SCRIPTS.sub("", page)
+
+
+def text_of(markup: str) -> str:
+    "What a reader reads: a formula once, no tags, single spaces."
+    return " ".join(html.unescape(TAG.sub("", ANNOTATION.sub("", markup))).split())
+
+
+def with_alt(page: str) -> str:
+    "Every picture of a figure says in words what it shows: its own words, else its caption."
+
+    def figure(match: re.Match) -> str:
+        caption = CAPTION.search(match[0])
+        words = html.escape(re.sub(r"^(Figure|Table)\s[\w.]+:\s*", "", text_of(caption[1]))) if caption else ""
+
+        def image(tag: re.Match) -> str:
+            if not words or re.search(r"""\balt=["'][^"']""", tag[0]):
+                return tag[0]
+            return re.sub(r"""\salt=(["'])\1""", "", tag[0]).replace("<img", f'<img alt="{words}"', 1)
+
+        return IMAGE.sub(image, match[0])
+
+    return FIGURE.sub(figure, page)
+
+
+def with_stops(page: str) -> str:
+    "A stop or a bracket stays on the line of the formula before it."
+    return STOPPED.sub(r'<span class="with-stop">\1\2</span>', page)
+
+
+def with_low_fences(page: str) -> str:
+    "The bars of a norm around one line stay as high as the line; around a fraction or a sum they grow."
+
+    def fence(match: re.Match) -> str:
+        return match[0] if TALL.search(match[2]) else match[0].replace('stretchy="true"', 'stretchy="false"')
+
+    for _ in range(3):                                                             # from the inside out
+        page = FENCED.sub(fence, page)
+    return page
+
+
+def with_links(page: str, labels: dict[str, Label], here: str, cited: set[str]) -> str:
+    "`@lem-…` and `@author2020` in code lead to what they name."
+
+    def to(match: re.Match) -> str:
+        name = match[1]
+        if name in labels:
+            target, title = f"{labels[name].page}#{name}", labels[name].name
+        elif name in cited:
+            target, title = f"references.html#ref-{name}", "in the references"
+        else:
+            return match[0]
+        return f'<a href="{os.path.relpath(target.split("#")[0], Path(here).parent)}#{target.split("#")[1]}" title="{title}">@{name}</a>'
+
+    return CODE.sub(lambda code: CITATION.sub(to, REFERENCE.sub(to, code[0])), page)
+
+
+def with_reference_folded(page: str) -> str:
+    "The long list of reference pages is open in the sidebar only on one of them."
+
+    def section(match: re.Match) -> str:
+        text = match[0]
+        if not re.search(r'["/]reference/overview\.html', text) or "sidebar-link active" in text:
+            return text
+        text = re.sub(r'(<ul id="quarto-sidebar-section[^"]*" class="collapse [^"]*?)\s*show\s*"', r'\1"', text)
+        return re.sub(r'aria-expanded="true"', 'aria-expanded="false"', text)
+
+    return SECTION.sub(section, page)
+
+
+def with_terms(page: str) -> str:
+    "Each term of the glossary can be led to: glossary.html#term-privacy-unit."
+
+    def term(match: re.Match) -> str:
+        plain = unicodedata.normalize("NFKD", text_of(match[2]).lower()).encode("ascii", "ignore").decode()
+        anchor = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+        return f'<li id="term-{anchor}">{match[1] or ""}<strong>{match[2]}</strong>'
+
+    return re.sub(r"<li>(<p>)?<strong>(.*?)</strong>", term, page, flags=re.DOTALL)
+
+
+def spellings(page: str) -> dict[str, str]:
+    "Each formula as the search index spells it, glyphs and TeX in one, and its glyphs alone."
+    found = {}
+    for formula in FORMULA.findall(page):
+        both, glyphs = (" ".join(html.unescape(TAG.sub("", text)).split()) for text in (formula, ANNOTATION.sub("", formula)))
+        if len(both) > len(glyphs):
+            found[both] = glyphs
+    return found
+
+
+def finish_search(folder: Path, pages: dict[str, str]) -> None:
+    "The search index without the TeX beside each formula."
+    path = folder / "search.json"
+    if not path.exists():
+        return
+    entries, known = json.loads(path.read_text(encoding="utf-8")), {}
+    for entry in entries:
+        name = entry["href"].split("#")[0]
+        if name in pages and name not in known:
+            known[name] = sorted(spellings(pages[name]).items(), key=lambda pair: -len(pair[0]))
+        for field in ("text", "section", "title"):
+            text = html.unescape(entry.get(field) or "")
+            for both, glyphs in known.get(name, ()):
+                edge = r"\b" if both.isalnum() else ""                             # $f$ is "ff" there, which words hold too
+                if both in text:
+                    text = re.sub(edge + re.escape(both) + edge, glyphs.replace("\\", r"\\"), text)
+            entry[field] = html.escape(text, quote=False)
+    path.write_text(json.dumps(entries, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def labels_of_the_book() -> dict[str, Label]:
+    "Every label with its page as the site names it."
+    found = {}
+    for chapter in chapters():
+        if chapter.path.exists():
+            Writer(chapter).text()
+            page = str(chapter.path.relative_to(ROOT).with_suffix(".html"))
+            found |= {name: Label(label.name, page) for name, label in chapter.labels.items()}
+    return found
+
+
+def finish(folder: Path = SITE) -> list[str]:
+    "Every page of the site, once; nothing to say."
+    pages = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.html"))}
+    finish_search(folder, pages)
+    labels = labels_of_the_book()
+    cited = set(re.findall(r'id="ref-([\w:-]+)"', pages.get("references.html", "")))
+    for name, page in pages.items():
+        if 'class="with-stop"' in page:                                            # finished before, and not rendered again
+            continue
+        done = with_reference_folded(with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited))
+        (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
+    return []
+
+
+# ---- check
+
+
+class Page(HTMLParser):
+    "What the checks ask of a page: its anchors, where it leads, what it loads, its pictures and its text."
+
+    LOADS: ClassVar = dict.fromkeys(("script", "img", "iframe", "source", "audio", "video", "embed"), "src") | {"object": "data"}
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.anchors, self.links, self.loaded, self.nameless, self.words = set(), [], [], [], []
+        self.silent = 0  # inside what is no text
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.anchors |= {given.get("id"), given.get("name")} - {None}
+        if tag in ("a", "area") and given.get("href"):
+            self.links.append(given["href"])
+        if tag == "link" and {"stylesheet", "icon", "preload", "modulepreload", "preconnect"} & set((given.get("rel") or "").split()):
+            self.loaded.append(given.get("href") or "")
+        if tag in self.LOADS and given.get(self.LOADS[tag]):
+            self.loaded.append(given[self.LOADS[tag]])
+        if tag == "img" and not given.get("alt") and "sidebar-logo" not in (given.get("class") or ""):
+            self.nameless.append((given.get("src") or "")[:60])
+        self.silent += tag in ("script", "style", "pre", "code", "annotation")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.silent -= tag in ("script", "style", "pre", "code", "annotation")
+
+    def handle_data(self, data: str) -> None:
+        if not self.silent:
+            self.words.append(data)
+
+
+def elsewhere(address: str) -> bool:
+    return bool(urlsplit(address).netloc)
+
+
+def requests_in_css(folder: Path) -> Iterator[str]:
+    "What a style sheet would fetch from others."
+    asked = re.compile(r"""(?:@import\s+(?:url\()?|url\()\s*["']?((?:https?:)?//[^"')\s;]+)""")
+    for path in sorted(folder.rglob("*.css")):
+        for address in asked.findall(path.read_text(encoding="utf-8")):
+            yield f"{path.relative_to(folder)} asks {urlsplit(address).netloc} for something"
+
+
+def page_problems(name: str, page: Page, pages: dict[str, Page], folder: Path) -> Iterator[str]:
+    "What is wrong with one page, as far as its text tells."
+    for address in page.loaded:
+        if elsewhere(address):
+            yield f"{name} asks {urlsplit(address).netloc} for something"
+    for address in {*page.links, *(there for there in page.loaded if not there.startswith("data:"))}:
+        parts = urlsplit(address)
+        if parts.scheme or parts.netloc:
+            continue
+        target = os.path.normpath(Path(name).parent / unquote(parts.path)) if parts.path else name
+        if not (folder / target).exists():
+            yield f"{name} leads to {address}, which does not exist"
+        elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+            yield f"{name} leads to {address}, where there is no such place"
+    yield from (f"{name}: a picture without alternative text, {source}" for source in page.nameless)
+    text = " ".join(page.words)
+    unresolved = set(re.findall(r"\?@[\w-]+|(?<![\w@./])@(?:\w{2,3}-[\w-]+)", text))
+    yield from (f"{name}: {found} did not resolve" for found in sorted(unresolved))
+
+
+MEASURE = """<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre><script>
+const pages = PAGES, width = WIDTH, found = [];
+const frame = document.createElement("iframe");
+frame.style = `width:${width}px;height:1200px;border:0;position:absolute;left:0;top:0`;
+document.body.append(frame);
+const wider = (one, block) => one && one.scrollWidth > block.clientWidth + 1;
+const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length &&
+  (wider(block, block) || wider(block.querySelector("code"), block))).map((block) => block.textContent.trim().slice(0, 50));
+const look = async (name) => {
+  await new Promise((done) => { frame.onload = done; frame.src = name; });
+  const page = frame.contentDocument;
+  await new Promise((done) => setTimeout(done, 60));
+  if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
+  const across = page.documentElement.scrollWidth;
+  if (across > width + 1) {
+    const all = [...page.querySelectorAll("main *, .page-navigation *, .quarto-secondary-nav *")];
+    const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
+    found.push([name, "across", `${across} px: ${wide ? wide.tagName.toLowerCase() + " " + wide.textContent.trim().slice(0, 40) : ""}`]);
+  }
+};
+(async () => {
+  for (const name of pages) await look(name);
+  document.getElementById("found").textContent = "done" + JSON.stringify(found);
+})();
+</script>"""
+
+
+def measured(folder: Path, names: list[str], width: int, chromium: str) -> list[list[str]]:
+    "What Chromium sees at one width: page, kind, words. All pages load, one after the other, in a frame of that width."
+    with tempfile.TemporaryDirectory() as aside:
+        driver, addresses = Path(aside, "measure.html"), [(folder / name).resolve().as_uri() for name in names]
+        driver.write_text(MEASURE.replace("PAGES", json.dumps(addresses)).replace("WIDTH", str(width)), encoding="utf-8")
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
+                   "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={aside}/profile",
+                   "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
+                   "--virtual-time-budget=3600000", "--dump-dom", driver.as_uri()]
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    told = re.search(r'<pre id="found">done(.*?)</pre>', seen, re.DOTALL)
+    if not told:
+        raise RuntimeError(f"{chromium} did not come to the end of {len(names)} pages at {width} px")
+    named = dict(zip(addresses, names, strict=True))
+    return [[named[address], kind, words] for address, kind, words in json.loads(html.unescape(told[1]))]
+
+
+def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:
+    "What only shows when it is drawn; it is said when there is nothing to draw with."
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not chromium:
+        print("skipped, for want of Chromium: code that is cut off, pages that scroll sideways")
+        return
+    for name, kind, words in measured(folder, names, WIDE, chromium):
+        yield f"{name} at {WIDE} px: code is cut off: {words}" if kind == "code" else f"{name} scrolls sideways at {WIDE} px, {words}"
+    yield from (f"{name} scrolls sideways at {NARROW} px, {words}" for name, _, words in measured(folder, names, NARROW, chromium))
+
+
+def check(folder: Path = SITE) -> list[str]:
+    "What is wrong with the site, one sentence each."
+    pages = {str(path.relative_to(folder)): Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))
+             if "site_libs" not in path.parts}
+    if not pages:
+        return [f"{folder} holds no pages"]
+    found = [sentence for name, page in pages.items() for sentence in page_problems(name, page, pages, folder)]
+    found += [*requests_in_css(folder), *browser_problems(folder, list(pages))]
+    links = sum(len(page.links) for page in pages.values())
+    print(f"{len(pages)} pages with {links:,} links: {len(found)} problems")
+    return found
+
+
+if __name__ == "__main__":
+    told = {"finish": finish, "check": check}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    print(*told, sep="\n", file=sys.stderr)
+    sys.exit(1 if told else 0)

@@ -1,0 +1,270 @@
+"""The site's tools: how a page is finished, what the checker finds, what `make test` reports, and that the first page tells the truth."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tool(name):
+    "A script of nbs/, which is no package."
+    spec = importlib.util.spec_from_file_location(name, ROOT / "nbs" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def site():
+    tool("_book")
+    return tool("_site")
+
+
+# ---- finishing a page
+
+
+def test_what_others_would_be_asked_for_is_taken_out(site):
+    page = ('<head><script src="https://cdnjs.cloudflare.com/require.min.js" crossorigin="anonymous"></script>\n'
+            '<script src="//unpkg.com/a.js" data-relocate-top="true"></script>\n'
+            "<script type=\"application/javascript\">define('jquery', [],function() {return window.jQuery;})</script>\n"
+            '<script src="site_libs/quarto.js"></script><script>let kept = 1</script></head>')
+    assert site.without_scripts(page) == '<head><script src="site_libs/quarto.js"></script><script>let kept = 1</script></head>'
+
+
+def test_a_caption_stands_for_missing_words(site):
+    formula = '<math display="inline"><mi>ε</mi><annotation encoding="application/x-tex">\\varepsilon</annotation></math>'
+    page = f'<figure><img src="a.png"><figcaption id="c">Figure&nbsp;3.1: Loss &lt; "1" at {formula}, <b>bold</b></figcaption></figure>'
+    assert '<img alt="Loss &lt; &quot;1&quot; at ε, bold" src="a.png">' in site.with_alt(page)
+    for kept in ('<figure><img alt="own" src="a.png"><figcaption>Other</figcaption></figure>', '<figure><img src="a.png"></figure>',
+                 '<img src="a.png">'):
+        assert site.with_alt(kept) == kept
+    empty = '<figure><img src="a.png" alt=""><figcaption>B</figcaption></figure>'
+    assert site.with_alt(empty).startswith('<figure><img alt="B" src="a.png">')
+
+
+def test_a_stop_stays_beside_its_formula(site):
+    math = '<math display="inline"><mi>x</mi></math>'
+    assert site.with_stops(f"<p>{math}, and {math} so {math}).</p>") == (
+        f'<p><span class="with-stop">{math},</span> and {math} so <span class="with-stop">{math}).</span></p>')
+    assert site.with_stops('<math display="block"><mi>x</mi></math>.') == '<math display="block"><mi>x</mi></math>.'
+
+
+def fence(inside, sign="‖", stretchy="true"):
+    return (f'<mrow><mo stretchy="{stretchy}" form="prefix">{sign}</mo>{inside}<mo stretchy="{stretchy}" form="postfix">'
+            f'{sign.translate({40: 41, 91: 93})}</mo></mrow>')
+
+
+def test_fences_are_as_high_as_what_they_hold(site):
+    line, fraction = "<mi>g</mi>", "<mfrac><mi>a</mi><mi>b</mi></mfrac>"
+    assert site.with_low_fences(fence(line)) == fence(line, stretchy="false")
+    assert site.with_low_fences(fence(fence(line, "("))) == fence(fence(line, "(", "false"), stretchy="false")
+    assert site.with_low_fences(fence(fraction)) == fence(fraction)
+    assert site.with_low_fences(fence(line + fence(fraction, "("))) == fence(line + fence(fraction, "("))
+
+
+def test_references_in_code_lead_to_what_they_name(site):
+    labels = {"lem-a": site.Label("Lemma 1.2", "nbs/1_start/01_a.html")}
+    page = '<pre class="sourceCode python"><span class="co">By @lem-a and @paper, not @lem-b or me@paper.</span></pre> @lem-a'
+    assert site.with_links(page, labels, "nbs/2_methods/02_b.html", {"paper"}) == (
+        '<pre class="sourceCode python"><span class="co">By <a href="../1_start/01_a.html#lem-a" title="Lemma 1.2">@lem-a</a> and '
+        '<a href="../../references.html#ref-paper" title="in the references">@paper</a>, not @lem-b or me@paper.</span></pre> @lem-a')
+
+
+def test_a_term_of_the_glossary_can_be_led_to(site):
+    page = "<ul><li><p><strong>Rényi DP</strong>, one.</p></li>\n<li><strong>privacy unit</strong> two <strong>no term</strong></li></ul>"
+    assert site.with_terms(page) == page.replace("<li><p>", '<li id="term-renyi-dp"><p>').replace(
+        "<li><strong>", '<li id="term-privacy-unit"><strong>')
+
+
+def section(number, *links, show=" show"):
+    items = "".join(f'<li class="sidebar-item"><a href="{link}" class="sidebar-item-text sidebar-link">x</a></li>' for link in links)
+    return (f'<li class="sidebar-item sidebar-item-section"><a aria-expanded="true">Part</a>'
+            f'<ul id="quarto-sidebar-section-{number}" class="collapse list-unstyled sidebar-section depth1{show}">{items}</ul></li>')
+
+
+def test_only_the_reference_is_folded_away(site):
+    page = section(1, "../nbs/a.html") + section(2, "../reference/overview.html", "../reference/a.html")
+    folded = site.with_reference_folded(page)
+    assert folded == section(1, "../nbs/a.html") + section(2, "../reference/overview.html", "../reference/a.html", show="").replace(
+        'aria-expanded="true"', 'aria-expanded="false"')
+    here = re.sub(r'(reference/a.html" class="[^"]*)', r"\1 active", page)
+    assert site.with_reference_folded(here) == here
+
+
+def test_the_search_index_spells_a_formula_once(site, tmp_path):
+    letter = '<math display="inline"><mi>f</mi><annotation encoding="application/x-tex">f</annotation></math>'
+    math = '<math display="inline"><mi>C</mi><mo>&gt;</mo><mn>0</mn><annotation encoding="application/x-tex">C &gt; 0</annotation></math>'
+    entry = {"href": "a.html#one", "title": "A", "section": "One", "text": "For C&gt;0C &gt; 0, R&amp;D holds; ff differs"}
+    (tmp_path / "search.json").write_text(json.dumps([entry]))
+    site.finish_search(tmp_path, {"a.html": f"<p>For {math}, R&amp;D holds; {letter} differs</p>"})
+    assert json.loads((tmp_path / "search.json").read_text())[0]["text"] == "For C&gt;0, R&amp;D holds; f differs"
+
+
+# ---- the checker, each check tried on a small site with one fault
+
+
+GOOD = ('<html><body><main><h1 id="a">A</h1><a href="b.html#b">B</a> <a href="https://example.org">out</a> <img src="p.png" alt="p">'
+        "</main></body></html>")
+
+
+@pytest.fixture
+def small(tmp_path, site, monkeypatch):
+    "A site of two pages that is right."
+    (tmp_path / "a.html").write_text(GOOD)
+    (tmp_path / "b.html").write_text('<html><body><main><h1 id="b">B</h1><a href="#b">up</a><a href="a.html">A</a></main></body></html>')
+    (tmp_path / "p.png").write_bytes(b"")
+    (tmp_path / "style.css").write_text("p { color: red } @font-face { src: url(p.png) }")
+    monkeypatch.setattr(site, "browser_problems", lambda folder, names: [])
+    return tmp_path
+
+
+def test_a_right_site_has_no_problem(site, small):
+    assert site.check(small) == []
+
+
+@pytest.mark.parametrize(("old", "new", "told"), [
+    ("b.html#b", "b.html#c", "no such place"), ("b.html#b", "c.html", "does not exist"), ('src="p.png"', 'src="q.png"', "does not exist"),
+    (' alt="p"', "", "alternative text"), (' alt="p"', ' alt=""', "alternative text"), ("<main>", "<main>?@lem-none ", "did not resolve"),
+    ("<main>", "<main>as @fig-none shows ", "did not resolve"),
+    ("<main>", '<script src="https://cdn.example/x.js"></script><main>', "asks cdn.example"),
+    ("<main>", '<link rel="stylesheet" href="//fonts.example/css"><main>', "asks fonts.example"),
+    ("<main>", '<main><iframe src="https://frame.example"></iframe>', "asks frame.example")])
+def test_a_fault_of_a_page_is_found(site, small, old, new, told):
+    (small / "a.html").write_text(GOOD.replace(old, new))
+    found = site.check(small)
+    assert len(found) == 1 and told in found[0], found
+
+
+@pytest.mark.parametrize("style", ['@import url("https://fonts.example/css2?family=A");', '@import "//fonts.example/a.css";',
+                                   "@font-face { src: url(https://fonts.example/a.woff2) }"])
+def test_a_style_sheet_that_asks_others_is_found(site, small, style):
+    (small / "style.css").write_text(style)
+    assert site.check(small) == ["style.css asks fonts.example for something"]
+
+
+def test_code_and_addresses_may_hold_what_looks_like_a_reference(site, small):
+    (small / "a.html").write_text(GOOD.replace("<main>", "<main><code>@lem-none</code><pre>?@fig-b</pre> me@lem-mail.org "))
+    assert site.check(small) == []
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
+def test_what_is_cut_or_too_wide_is_seen(site, tmp_path):
+    head = '<!DOCTYPE html><html><head><style>main { max-width: 800px }</style></head><body><main>'
+    long = "x" * 400
+    (tmp_path / "right.html").write_text(f'{head}<pre style="white-space:pre-wrap;overflow-wrap:anywhere"><code>{long}</code></pre>')
+    (tmp_path / "cut.html").write_text(f'{head}<pre style="overflow:auto"><code>{long}</code></pre>')
+    (tmp_path / "wide.html").write_text(f'{head}<table style="width:600px"><tr><td>wide</td></tr></table>')
+    found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html"]))
+    assert [sentence.split(":")[0] for sentence in found] == ["cut.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
+
+
+# ---- the stages of make test
+
+
+@pytest.fixture
+def staged(tmp_path):
+    "The script that runs stages, in a folder of its own, with a make that does as it is told."
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/stages", tmp_path / ".ci/stages")
+    fake = tmp_path / "make"
+    fake.write_text('#!/usr/bin/env bash\ncat "$2.txt"; exit $(cat "$2.rc" 2>/dev/null || echo 0)\n')
+    fake.chmod(0o755)
+
+    def run(**stages):
+        for name, (text, status) in stages.items():
+            (tmp_path / f"{name}.txt").write_text(text)
+            (tmp_path / f"{name}.rc").write_text(str(status))
+        done = subprocess.run([tmp_path / ".ci/stages", *stages], capture_output=True, text=True, env=os.environ | {"MAKE": str(fake)})
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+def test_a_failing_stage_hides_no_other_and_all_failures_are_named_last(staged):
+    status, lines = staged(lint=("E501\n", 2), executed=("nbs/a.ipynb 3 s\nTraceback\nFAILED nbs/b.ipynb\n", 123),
+                           tested=("..F\nFAILED tests/test_a.py::test_b - assert 1\n1 failed, 9 passed in 3.00s\n", 1), exported=("", 0))
+    assert status == 1
+    assert [line for line in lines if line.startswith("-- ")][:4] == ["-- lint", "-- executed", "-- tested", "-- exported"]
+    assert lines[-4:] == ["FAILED nbs/b.ipynb", "FAILED tests/test_a.py::test_b - assert 1", "1 failed, 9 passed in 3.00s",
+                          "failed: lint executed tested"]
+
+
+def test_when_all_holds_the_counts_stand_at_the_end(staged):
+    status, lines = staged(lint=("", 0), tested=("...\n9 passed, 1 skipped in 3.00s\n", 0))
+    assert status == 0 and lines[-2:] == ["9 passed, 1 skipped in 3.00s", "all of it holds: lint tested"]
+
+
+# ---- salt
+
+
+DRAWS = """import random, numpy, torch
+from numpy.random import RandomState
+torch.manual_seed(0)
+random.seed(0)
+numpy.random.seed(0)
+print([random.random(), random.Random(0).random(), numpy.random.rand(), numpy.random.default_rng(0).random(), RandomState(0).rand(),
+       torch.rand(1).item(), torch.rand(1, generator=torch.Generator().manual_seed(0)).item()])"""
+
+
+def drawn(salt, testing="1"):
+    plain = {name: value for name, value in os.environ.items() if name not in ("DPFT_SALT", "DPFT_TESTING")}
+    own = {"DPFT_SALT": salt, "DPFT_TESTING": testing, "PYTHONPATH": str(ROOT / "tests/salted")}
+    environment = plain | {name: value for name, value in own.items() if value}
+    return subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, text=True, env=environment)
+
+
+def test_every_seed_draws_something_else_under_each_salt_and_the_same_twice():
+    plain, first, again, second = (json.loads(drawn(salt).stdout) for salt in ("", "1", "1", "2"))
+    assert first == again
+    assert all(len(set(numbers)) == 3 for numbers in zip(plain, first, second, strict=True))
+    assert plain == [0.8444218515250481, 0.8444218515250481, 0.5488135039273248, 0.6369616873214543, 0.5488135039273248, *plain[5:]]
+
+
+def test_salt_is_refused_outside_tests_and_must_be_a_number():
+    outside, word = drawn("1", testing=""), drawn("salt")
+    assert outside.returncode == 2 and outside.stderr.startswith("DPFT_SALT is for tests") and not outside.stdout
+    assert word.returncode == 2 and "whole number" in word.stderr
+
+
+def test_a_pinned_test_is_left_out_under_a_salt(tmp_path):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    shutil.copytree(ROOT / "tests/salted", tmp_path / "salted", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "test_it.py").write_text("import pytest, random\n@pytest.mark.pinned\ndef test_by_value():\n"
+                                         "    assert random.Random(0).random() == 0.8444218515250481\ndef test_any(): pass\n")
+    plain = {name: value for name, value in os.environ.items() if name not in ("DPFT_SALT", "DPFT_TESTING", "DPFT_INSTALLED")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+
+    def told(**extra):
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=plain | extra).stdout
+
+    assert "2 passed" in told() and "1 passed, 1 deselected" in told(DPFT_SALT="3")
+
+
+# ---- the first page
+
+
+def test_the_first_page_says_what_the_records_say():
+    text = (ROOT / "index.qmd").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in (ROOT / "nbs/results/quickstart.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    def accuracy(method, epsilon):
+        return 100 * np.mean([r["metrics"]["accuracy"] for r in records if r["method"] == method and float(r["target_epsilon"]) == epsilon])
+
+    told = re.search(r"at ε = 2, .*? gets ([\d.]+) % .*? against ([\d.]+) % .*? gets ([\d.]+) %", text)
+    wanted = [accuracy("LastLayer", 2.0), accuracy("LastLayer", np.inf), accuracy("Full", 2.0)]
+    assert [float(number) for number in told.groups()] == [round(number, 1) for number in wanted]
+
+
+def test_the_first_page_names_the_four_papers_with_a_link_each():
+    text = (ROOT / "index.qmd").read_text(encoding="utf-8")
+    for paper in ("DP-BiTFiT", "DP-FROST", "DP-SGD-LF", "Rap-FT"):
+        assert re.search(rf"\| {paper}: \[[^\]]+\]\(https://", text), paper
