@@ -1,8 +1,9 @@
 """The site as Quarto leaves it, finished (`finish`) and looked over (`check`).
 
 `finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored as
-HTML), gives each figure its caption as alternative text where it has none, keeps a full stop beside the formula before it, links the
-references in docstrings, lets terms of the glossary be led to, folds the reference away in the sidebar, and leaves the search index one spelling of each formula.
+HTML), gives each figure its caption as alternative text where it has none, keeps a full stop beside the formula before it and the bars of
+a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away in the
+sidebar, and leaves the search index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
 Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px."""
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -121,7 +123,9 @@ def with_terms(page: str) -> str:
     "Each term of the glossary can be led to: glossary.html#term-privacy-unit."
 
     def term(match: re.Match) -> str:
-        return f'<li id="term-{re.sub(r"[^a-z0-9]+", "-", text_of(match[2]).lower()).strip("-")}">{match[1] or ""}<strong>{match[2]}</strong>'
+        plain = unicodedata.normalize("NFKD", text_of(match[2]).lower()).encode("ascii", "ignore").decode()
+        anchor = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+        return f'<li id="term-{anchor}">{match[1] or ""}<strong>{match[2]}</strong>'
 
     return re.sub(r"<li>(<p>)?<strong>(.*?)</strong>", term, page, flags=re.DOTALL)
 
@@ -149,7 +153,9 @@ def finish_search(folder: Path, pages: dict[str, str]) -> None:
         for field in ("text", "section", "title"):
             text = html.unescape(entry.get(field) or "")
             for both, glyphs in known.get(name, ()):
-                text = text.replace(both, glyphs)
+                edge = r"\b" if both.isalnum() else ""                             # $f$ is "ff" there, which words hold too
+                if both in text:
+                    text = re.sub(edge + re.escape(both) + edge, glyphs.replace("\\", r"\\"), text)
             entry[field] = html.escape(text, quote=False)
     path.write_text(json.dumps(entries, ensure_ascii=False, indent=1), encoding="utf-8")
 

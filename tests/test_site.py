@@ -80,8 +80,8 @@ def test_references_in_code_lead_to_what_they_name(site):
 
 
 def test_a_term_of_the_glossary_can_be_led_to(site):
-    page = "<ul><li><p><strong>Rényi DP</strong>, one.</p></li>\n<li><strong>privacy unit</strong> two <strong>not a term</strong></li></ul>"
-    assert site.with_terms(page) == page.replace("<li><p>", '<li id="term-r-nyi-dp"><p>').replace(
+    page = "<ul><li><p><strong>Rényi DP</strong>, one.</p></li>\n<li><strong>privacy unit</strong> two <strong>no term</strong></li></ul>"
+    assert site.with_terms(page) == page.replace("<li><p>", '<li id="term-renyi-dp"><p>').replace(
         "<li><strong>", '<li id="term-privacy-unit"><strong>')
 
 
@@ -101,11 +101,12 @@ def test_only_the_reference_is_folded_away(site):
 
 
 def test_the_search_index_spells_a_formula_once(site, tmp_path):
+    letter = '<math display="inline"><mi>f</mi><annotation encoding="application/x-tex">f</annotation></math>'
     math = '<math display="inline"><mi>C</mi><mo>&gt;</mo><mn>0</mn><annotation encoding="application/x-tex">C &gt; 0</annotation></math>'
-    entry = {"href": "a.html#one", "title": "A", "section": "One", "text": "For C&gt;0C &gt; 0, R&amp;D holds"}
+    entry = {"href": "a.html#one", "title": "A", "section": "One", "text": "For C&gt;0C &gt; 0, R&amp;D holds; ff differs"}
     (tmp_path / "search.json").write_text(json.dumps([entry]))
-    site.finish_search(tmp_path, {"a.html": f"<p>For {math}, R&amp;D holds</p>"})
-    assert json.loads((tmp_path / "search.json").read_text())[0]["text"] == "For C&gt;0, R&amp;D holds"
+    site.finish_search(tmp_path, {"a.html": f"<p>For {math}, R&amp;D holds; {letter} differs</p>"})
+    assert json.loads((tmp_path / "search.json").read_text())[0]["text"] == "For C&gt;0, R&amp;D holds; f differs"
 
 
 # ---- the checker, each check tried on a small site with one fault
