@@ -642,6 +642,7 @@ def test_an_equal_digest_is_the_same_release_and_counts_once_in_the_total():
         ledger.finish("b")
         assert ledger.spent("a") == ledger.spent("b") == [SampledGaussian(1.0, 0.02, 2, "train")]
         assert ledger.spent() == [SampledGaussian(1.0, 0.02, 1, "train"), SampledGaussian(1 / math.sqrt(2), 0.02, 1, "train")]
+        assert ledger.sums() == {"train": 3} and ledger.sums("a") == ledger.sums("b") == {"train": 2}
 
 
 def test_a_run_draws_by_itself_unless_it_says_otherwise():
