@@ -402,7 +402,7 @@ def cautions(guarantee: Written) -> list[str]:
     if guarantee.epsilon() > CAUTION:
         found.append(
             f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
-            f"promises one {guarantee.unit} next to nothing. Do not call this model "
+            f"promises one {guarantee.unit} very little. Do not call this model "
             "anonymous.")
     if beyond_plan(stated, guarantee.planned):
         found.append(

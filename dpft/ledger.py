@@ -353,6 +353,15 @@ class Account(Charges):
         released = self._released(runs := self._asked(run))
         return by_draw([*released, *self._to_come(runs, released)])
 
+    def sums(
+        self,
+        run: str | Sequence[str] | None = None, # a run, or several; None: all
+    ) -> dict[str, int]: # by mechanism
+        "How many different sums were released, further ones of a draw among them."
+        found = {(r.draw, r.digest, r.mechanism.noise_multiplier): r.mechanism.name
+                 for r in self._released(self._asked(run))}
+        return dict(Counter(found.values()))
+
     def epsilon(
         self,
         delta: float,            # in (0, 1)
@@ -363,14 +372,6 @@ class Account(Charges):
         if any(run is None or name in self._asked(run) for name in self.unpaid()):
             return math.inf
         return epsilon(self.charged(run), delta, accountant)
-
-    def holds_more(
-        self,
-        runs: Sequence[str],
-    ) -> bool:
-        "Whether the ledger has charged other runs than these, or knows unpaid ones."
-        others = [run for run in self.runs() if run not in runs]
-        return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))
 
 # %% ../nbs/01_ledger.ipynb #ledger-shares
 def _shares(
@@ -776,6 +777,14 @@ class Seals(Limits):
         found = [seal for seal, in self._query(
             "SELECT digest FROM ledger WHERE kind = 'seal' AND run = ?", run)]
         return bool(found) if digest is None else digest in found
+
+    def holds_more(
+        self,
+        runs: Sequence[str],
+    ) -> bool:
+        "Whether the ledger has charged other runs than these, or knows unpaid ones."
+        others = [run for run in self.runs() if run not in runs]
+        return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))
 
 # %% ../nbs/01_ledger.ipynb #ledger-publishing
 class Publishing(Seals):
