@@ -14,7 +14,7 @@ from zoo import toy
 
 import dpft
 import dpft.prefix
-from dpft import bench
+from dpft.book import bench
 from dpft.auditing import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.data import TensorData

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dpft.baselines import insert_adapters, partitions
-from dpft.bench import LiveBytes
+from dpft.book.contenders import LiveBytes
 from dpft.bitfit import biases
 from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
 from dpft.models import TemperedSigmoid, logits
