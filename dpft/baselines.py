@@ -42,8 +42,8 @@ class Full(Method):
 class LastLayer(Method):
     """Only the head trains, or a language model's output layer: a private linear probe.
 
-    Raises ValueError for a model in which no head can be found, and for one whose output
-    layer is its embedding; @sec-head.
+    Raises ValueError for a model in which no head can be found, and for one whose
+    output layer is its embedding; @sec-head.
     """
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
@@ -56,15 +56,15 @@ class LastLayer(Method):
         if len(children) > 1:
             raise ValueError(
                 f"{type(context.model).__name__} shares its output layer between "
-                f"{' and '.join(sorted(children))}, so there is no last layer that could "
-                "train alone; choose BiTFiT(), LoRA() or Full()")
+                f"{' and '.join(sorted(children))}, so there is no last layer that "
+                "could train alone; choose BiTFiT(), LoRA() or Full()")
         return context.head
 
 # %% ../nbs/10_baselines.ipynb #baselines-trainable
 class Trainable(Method):
     """What requires a gradient when the run begins trains, and nothing else.
 
-    For a model that peft has wrapped, or that was frozen by hand; ValueError if nothing does.
+    For a model that peft has wrapped, or that was frozen by hand.
     """
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
@@ -77,17 +77,22 @@ class Trainable(Method):
 
 # %% ../nbs/10_baselines.ipynb #baselines-norm-only
 class NormOnly(Method):
-    "The scales and shifts of the norm layers train, and a fresh head; ValueError for a model that has none."
+    """The scales and shifts of the norm layers train, and a fresh head.
+
+    ValueError for a model that has none.
+    """
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "The parameters of the norm layers outside a fresh head, tied ones once."
-        model, head = context.model, {id(parameter) for parameter in fresh_head(context.model)}
-        layers = [layer for layer in model.modules() if "norm" in type(layer).__name__.lower()]
-        own = dict.fromkeys(p for layer in layers for p in layer.parameters(recurse=False)
-                            if id(p) not in head)
+        model = context.model
+        head = {id(parameter) for parameter in fresh_head(model)}
+        layers = [layer for layer in model.modules()
+                  if "norm" in type(layer).__name__.lower()]
+        inside = (p for layer in layers for p in layer.parameters(recurse=False))
+        own = dict.fromkeys(p for p in inside if id(p) not in head)
         if not own:
-            raise ValueError(f"{type(model).__name__} has no norm layer with parameters outside "
-                             "its head; choose BiTFiT() or LastLayer()")
+            raise ValueError(f"{type(model).__name__} has no norm layer with parameters "
+                             "outside its head; choose BiTFiT() or LastLayer()")
         return list(own)
 
 # %% ../nbs/10_baselines.ipynb #baselines-partitions
@@ -115,8 +120,9 @@ def partitions(
 
     Tied parameters count once; @def-partition.
     """
-    outside = {id(parameter) for parameter in (fresh_head(model) if head is None else head)}
-    named = {name: p for name, p in model.named_parameters() if id(p) not in outside and p.numel()}
+    outside = {id(p) for p in (fresh_head(model) if head is None else head)}
+    named = {name: p for name, p in model.named_parameters()
+             if id(p) not in outside and p.numel()}
     trains = [name for name, parameter in named.items() if parameter.requires_grad]
     if trains and all(place(name)[1] for name in trains):
         named = {name: named[name] for name in trains}
@@ -139,8 +145,8 @@ def admitted(ratio: float, total: int) -> int:
 def check_ratio(ratio: float) -> None:
     "ValueError on a share that none can be."
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio={ratio} must lie in (0, 1]: the share of all entries outside "
-                         "a fresh head that may train")
+        raise ValueError(f"ratio={ratio} must lie in (0, 1]: the share of all entries "
+                         "outside a fresh head that may train")
 
 def offered(
     context: Context,
@@ -148,23 +154,24 @@ def offered(
 ) -> list[Partition]:
     "The partitions of what there is to choose from, a fresh head excluded."
     inside = {id(parameter) for parameter in among}
-    outside = [parameter for parameter in context.model.parameters() if id(parameter) not in inside]
+    outside = [p for p in context.model.parameters() if id(p) not in inside]
     return partitions(context.model, [*fresh_head(context.model), *outside])
 
 # %% ../nbs/10_baselines.ipynb #baselines-random
 class RandomPartitions(Method):
-    "Partitions train that a seed picks, as many as fit, and a fresh head; @lem-public-choice."
+    "As many partitions as fit train, and a fresh head; @lem-public-choice."
 
     def __init__(
         self,
-        ratio: float = 0.25,  # share of all entries outside the head that may train, in (0, 1]
+        ratio: float = 0.25,  # share of entries outside the head that may train, (0, 1]
         seed: int = 0,        # of the order in which they are tried
     ):
         check_ratio(ratio)
         self.ratio, self.seed = ratio, seed
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "In random order, each that still fits; a misfit is skipped, for smaller ones may fit."
+    def choose(
+        self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "In random order, each that still fits; another may fit where one does not."
         pieces = offered(context, among)
         total = sum(piece.size for piece in pieces)
         room, chosen = admitted(self.ratio, total), list[nn.Parameter]()
@@ -177,14 +184,15 @@ class RandomPartitions(Method):
                 chosen += pieces[i].parameters
         return chosen
 
-def _nothing_fits(ratio: float, pieces: Sequence[Partition], room: int, total: int) -> str:
+def _nothing_fits(
+    ratio: float, pieces: Sequence[Partition], room: int, total: int) -> str:
     "Why no partition can be chosen."
     least = min(pieces, key=lambda piece: piece.size, default=None)
     if least is None:
         return "there is no partition to choose from"
-    return (f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and no partition is that "
-            f"small; the smallest, {least.name}, has {least.size:,}: raise ratio to "
-            f"{least.size / total:.2g} or more")
+    return (f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and no partition "
+            f"is that small; the smallest, {least.name}, has {least.size:,}: raise ratio "
+            f"to {least.size / total:.2g} or more")
 
 # %% ../nbs/10_baselines.ipynb #baselines-masks
 def masked_block(
@@ -202,7 +210,7 @@ def largest_entries(
     count: int,                            # how many entries of all of them
 ) -> dict[nn.Parameter, Tensor]:           # masks of those that have any
     "The entries of largest magnitude."
-    magnitudes = torch.cat([parameter.detach().abs().flatten() for parameter in parameters])
+    magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
     flat = torch.zeros_like(magnitudes, dtype=torch.bool)
     flat[magnitudes.topk(count, sorted=False).indices] = True
     masks = flat.split([parameter.numel() for parameter in parameters])
@@ -213,13 +221,14 @@ def largest_entries(
 class LargestWeights(Method):
     """The single entries of the largest pre-trained magnitude train, and a fresh head.
 
-    PVAL of DP-FROST, after @luo2021.  The optimizer steps on all entries, and the engine
-    puts those outside the mask back, bit for bit; @lem-public-choice.
+    PVAL of DP-FROST, after @luo2021.
+    The optimizer steps on all entries, and the engine puts those outside the mask back,
+    bit for bit; @lem-public-choice.
     """
 
     def __init__(
         self,
-        ratio: float = 0.25,  # share of all entries outside the head that train, in (0, 1]
+        ratio: float = 0.25,  # share of entries outside the head that train, (0, 1]
     ):
         check_ratio(ratio)
         self.ratio = ratio
@@ -230,8 +239,9 @@ class LargestWeights(Method):
         "Of each parameter that has any, which entries train."
         return self._masks
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "The parameters that hold any of the largest entries; ValueError if none is pre-trained."
+    def choose(
+        self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "The parameters that hold any of the largest entries."
         _check_pretrained(context.model, among)
         parameters = [p for piece in offered(context, among) for p in piece.parameters]
         room = admitted(self.ratio, sum(parameter.numel() for parameter in parameters))
@@ -241,7 +251,7 @@ class LargestWeights(Method):
         return list(self._masks)
 
     def blocks(self, context: Context) -> list[Block]:
-        "One bound over the chosen entries and whatever else trains, which trains whole."
+        "One bound over the chosen entries and all else that trains, whole."
         return [masked_block(list(trainable(context.model).values()), self._masks)]
 
 # %% ../nbs/10_baselines.ipynb #baselines-pretrained
@@ -249,12 +259,13 @@ class LargestWeights(Method):
 def _check_pretrained(model: nn.Module, among: Sequence[nn.Parameter]) -> None:
     "ValueError when there are added matrices, whose size says nothing."
     inside = {id(parameter) for parameter in among}
-    added = [name for name, p in model.named_parameters() if id(p) in inside and place(name)[1]]
+    added = [name for name, p in model.named_parameters()
+             if id(p) in inside and place(name)[1]]
     if added:
         raise ValueError(
-            f"{added[0]} is not pre-trained, so how large it is says nothing; let LargestWeights "
-            "choose before an adapter is added, or choose among adapters with DPFrost or "
-            "RandomPartitions")
+            f"{added[0]} is not pre-trained, so how large it is says nothing; let "
+            "LargestWeights choose before an adapter is added, or choose among adapters "
+            "with DPFrost or RandomPartitions")
 
 # %% ../nbs/10_baselines.ipynb #baselines-linear-layers
 def linear_layers(
@@ -262,7 +273,7 @@ def linear_layers(
 ) -> dict[str, nn.Module]:  # by name; one that is adapted already keeps its own
     "Linear layers that are called as such, outside a fresh head: what can be adapted."
     head = {id(parameter) for parameter in fresh_head(model)}
-    torchs = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # take weights, call no layer
+    torchs = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # call no layer inside
     packed = {id(child) for module in model.modules() if isinstance(module, torchs)
               for child in module.modules()}
     def fits(name: str, module: nn.Module) -> bool:
@@ -276,7 +287,7 @@ def linear_layers(
 # %% ../nbs/10_baselines.ipynb #baselines-matching
 def matching_layers(
     model: nn.Module,
-    asked: str | Sequence[str] | None,     # names, or what they end in; None: the usual ones
+    asked: str | Sequence[str] | None,     # names or ends of them; None: the usual ones
     usual: Sequence[re.Pattern[str]],      # the first of these that any layer has
     option: str,                           # what the user calls `asked`
 ) -> dict[str, nn.Module]:
@@ -291,19 +302,20 @@ def matching_layers(
     else:
         ends = (asked,) if isinstance(asked, str) else asked
         found = [name for name in layers if any(called(name, end) for end in ends)]
-        missing = [repr(end) for end in ends if not any(called(name, end) for name in layers)]
+        missing = [repr(end) for end in ends
+                   if not any(called(name, end) for name in layers)]
     if missing or not found:
         known = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in layers})
         raise ValueError(
-            f"{type(model).__name__} has no linear layer of the {' or '.join(missing) or 'name'} "
-            f"outside its head; {option} can be "
+            f"{type(model).__name__} has no linear layer of the "
+            f"{' or '.join(missing) or 'name'} outside its head; {option} can be "
             f"{', '.join(known) or 'nothing: it has no linear layers there'}")
     return {name: layers[name] for name in found}
 
 # %% ../nbs/10_baselines.ipynb #baselines-drawn
 @contextmanager
 def drawn_from(seed: int, model: nn.Module) -> Iterator[None]:
-    "torch's generators under a seed, and afterwards as they were: fresh weights are public."
+    "torch's generators under a seed, and then as before: fresh weights are public."
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -326,27 +338,28 @@ class LoRA(Method):
     def __init__(
         self,
         rank: int = 8,                               # r
-        alpha: float | None = None,                  # gamma = alpha / rank; None: gamma = 1
-        targets: str | Sequence[str] | None = None,  # linear layers, by name or end of it
+        alpha: float | None = None,                  # gamma = alpha / rank; None: 1
+        targets: str | Sequence[str] | None = None,  # layers, by name or end of it
         dora: bool = False,                          # refused: @sec-not-exact
-        seed: int = 0,                               # of the first matrix; the second is zero
+        seed: int = 0,                               # of A; B is zero
     ):
         if rank < 1 or rank != int(rank):
             raise ValueError(f"rank={rank} must be a whole number, 1 or more")
         if dora:
             raise ValueError(
-                "dora=True: DoRA's norm sends an identity matrix through the layers as if its "
-                "rows were examples, so no layer rule gives its per-example gradients; use "
-                "LoRA without it")
+                "dora=True: DoRA's norm sends an identity matrix through the layers as if "
+                "its rows were examples, so no layer rule gives its per-example "
+                "gradients; use LoRA without it")
         self.rank, self.alpha, self.targets = rank, alpha, targets
         self.dora, self.seed = dora, seed
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "Put the matrices beside their layers."
         model = context.model
-        layers = matching_layers(model, self.targets, (QUERIES_AND_VALUES, FEED_FORWARD), "targets")
+        usual = QUERIES_AND_VALUES, FEED_FORWARD
+        layers = matching_layers(model, self.targets, usual, "targets")
         insert_lora(model, list(layers.values()), self.rank, self.alpha, self.seed)
-        return [parameter for name, parameter in model.named_parameters() if LORA.search(name)]
+        return [p for name, p in model.named_parameters() if LORA.search(name)]
 
 # %% ../nbs/10_baselines.ipynb #baselines-insert-lora
 def insert_lora(
@@ -356,16 +369,16 @@ def insert_lora(
     alpha: float | None,          # None: the rank
     seed: int,                    # of the first matrices
 ) -> None:
-    "Put low-rank matrices beside some layers, in place; ValueError where there are any."
+    "Put low-rank matrices beside some layers, in place; ValueError if there are any."
     from peft import LoraConfig, inject_adapter_in_model
-    known = next((name for name, _ in model.named_parameters() if LORA.search(name)), None)
-    if known:
-        raise ValueError(f"{type(model).__name__} has low-rank matrices already ({known}); "
-                         "call dpft.baselines.merge_lora(model) first")
+    if known := [name for name, _ in model.named_parameters() if LORA.search(name)]:
+        raise ValueError(f"{type(model).__name__} has low-rank matrices already "
+                         f"({known[0]}); call dpft.baselines.merge_lora(model) first")
     paths = {id(module): name for name, module in model.named_modules()}
     scale: Any = rank if alpha is None else alpha
     config = LoraConfig(
-        r=rank, lora_alpha=scale, fan_in_fan_out=any(hasattr(layer, "nf") for layer in layers),
+        r=rank, lora_alpha=scale,
+        fan_in_fan_out=any(hasattr(layer, "nf") for layer in layers),
         target_modules="|".join(re.escape(paths[id(layer)]) for layer in layers))
     with drawn_from(seed, model):
         inject_adapter_in_model(config, model)
@@ -373,7 +386,8 @@ def insert_lora(
 def merge_lora(model: nn.Module) -> nn.Module:
     "Add every low-rank product to the matrix beside it, in place: a plain model again."
     from peft.tuners.lora import LoraLayer
-    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+    found = [(name, layer) for name, layer in model.named_modules()
+             if isinstance(layer, LoraLayer)]
     for name, layer in found:
         layer.merge()  # type: ignore[operator]
         model.set_submodule(name, layer.get_base_layer())
@@ -382,7 +396,10 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 # %% ../nbs/10_baselines.ipynb #baselines-adapted
 class Adapted(nn.Module):
-    "A layer, and the bottleneck that follows it: h + up(gelu(down(h))), near the identity at first; @houlsby2019."
+    """A layer, and the bottleneck that follows it: h + up(gelu(down(h))); @houlsby2019.
+
+    It is near the identity at first.
+    """
 
     def __init__(
         self,
@@ -429,7 +446,8 @@ def insert_adapters(
 
 def remove_adapters(model: nn.Module) -> nn.Module:
     "Take the adapters out again, in place; what they learned is gone."
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, Adapted)]
+    found = [(name, module) for name, module in model.named_modules()
+             if isinstance(module, Adapted)]
     for name, module in found:
         model.set_submodule(name, module.base_layer)
     additions(model)[:] = [noted for noted in additions(model)
@@ -438,16 +456,15 @@ def remove_adapters(model: nn.Module) -> nn.Module:
 
 # %% ../nbs/10_baselines.ipynb #baselines-adapter
 class Adapter(Method):
-    """A bottleneck after each half of every block trains, and a fresh head; @houlsby2019.
+    """A bottleneck after each half of a block trains, and a fresh head; @houlsby2019.
 
-    Raises ValueError for a model without blocks of a known kind, unless `after` names layers.
-    `remove_adapters` takes them out again.
+    ValueError for blocks of an unknown kind, unless `after` names layers.
     """
 
     def __init__(
         self,
         width: int = 64,                           # of the bottleneck
-        after: str | Sequence[str] | None = None,  # linear layers to follow, by name or end of it
+        after: str | Sequence[str] | None = None,  # layers to follow, by name or end
         seed: int = 0,                             # of the fresh weights
     ):
         if width < 1 or width != int(width):
@@ -459,20 +476,22 @@ class Adapter(Method):
         model = context.model
         names = self._followed(model)
         insert_adapters(model, names, self.width, self.seed)
-        added = {f"{path}.adapter.{own}": parameter
-                 for path, module in model.named_modules() if isinstance(module, Adapted)
+        adapted = {path: module for path, module in model.named_modules()
+                   if isinstance(module, Adapted)}
+        added = {f"{path}.adapter.{own}": parameter for path, module in adapted.items()
                  for own, parameter in module.adapter.named_parameters()}
-        note_addition(model, insert_adapters, added, layers=names, width=self.width, seed=self.seed)
+        note_addition(model, insert_adapters, added, layers=names, width=self.width,
+                      seed=self.seed)
         return list(added.values())
 
     def _followed(self, model: nn.Module) -> list[str]:
-        "The layers to follow; ValueError where there are adapters, or half a block is known."
+        "The layers to follow; ValueError for adapters twice, or half a block."
         if any(isinstance(module, Adapted) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} has adapters already; "
                              "call dpft.baselines.remove_adapters(model) first")
         names = list(matching_layers(model, self.after, (BLOCK_ENDS,), "after"))
         ends = sum(re.search(ATTENTION_ENDS, name) is not None for name in names)
         if self.after is None and 2 * ends != len(names):
-            raise ValueError(f"{type(model).__name__} has blocks of which not both ends are "
-                             "known; name the layers to follow with after=")
+            raise ValueError(f"{type(model).__name__} has blocks of which not both ends "
+                             "are known; name the layers to follow with after=")
         return names

@@ -19,7 +19,7 @@ from .saving import additions, note_addition, restores
 from .training import Context, Method
 
 # %% ../nbs/20_bitfit.ipynb #bitfit-biases
-ADDED = re.compile(r"bias(_[ih]h(_l\d+)?(_reverse)?)?")  # those of an LSTM have longer names
+ADDED = re.compile(r"bias(_[ih]h(_l\d+)?(_reverse)?)?")  # an LSTM's are longer
 
 def is_bias(
     name: str,                # with its path, as in `named_parameters`
@@ -45,7 +45,7 @@ def initial_values(
     values: str,                 # "zero" or "random"
     generator: torch.Generator,
 ) -> Tensor:
-    "Zeros, or small random numbers that depend on no data and no device; they are public."
+    "Zeros, or small random numbers that depend on no data and no device."
     if values not in VALUES:
         raise ValueError(f"biases start at {values!r}; choose 'zero' or 'random'")
     drawn = torch.zeros(like.shape)
@@ -61,10 +61,11 @@ def takes_bias(
     norms: bool = False,  # RMS norms too
 ) -> bool:
     "Whether a layer has no bias and can be given one."
-    if getattr(layer, "bias", None) is not None or getattr(layer, "weight", None) is None:
+    bias, weight = getattr(layer, "bias", None), getattr(layer, "weight", None)
+    if bias is not None or weight is None:
         return False
     inside = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    plain = isinstance(layer, PLAIN) and not inside      # attention never calls that one
+    plain = isinstance(layer, PLAIN) and not inside      # attention never calls it
     return plain or norms and type(layer).__name__.endswith("RMSNorm")
 
 def layers_without(
@@ -72,7 +73,7 @@ def layers_without(
     norms: bool = False,
 ) -> list[str]:
     "Names of the layers that can be given a bias; no head, no output layer, no LoRA."
-    scores, head = output_layer(model), {id(parameter) for parameter in fresh_head(model)}
+    scores, head = output_layer(model), {id(p) for p in fresh_head(model)}
     return [name for name, layer in model.named_modules()
             if takes_bias(layer, norms) and layer is not scores
             and id(layer.weight) not in head and "lora_" not in name]
@@ -85,12 +86,13 @@ def add_biases(
     norms: bool = False,                  # RMS norms too
     values: str = "zero",                 # "zero" or "random", from a fixed seed
 ) -> dict[str, nn.Parameter]:             # the new ones, by name
-    "Give a bias to layers that have none; zeros change nothing; Section 3.4 of DP-BiTFiT."
+    "Give a bias to layers that have none; Section 3.4 of DP-BiTFiT."
     names = layers_without(model, norms) if layers is None else list(layers)
     generator, added = torch.Generator().manual_seed(0), {}
     for name in names:
         layer: Any = model.get_submodule(name)
-        like = layer.weight if layer.weight.dim() == 1 else layer.weight.flatten(1)[:, 0]
+        weight = layer.weight
+        like = weight if weight.dim() == 1 else weight.flatten(1)[:, 0]
         bias = nn.Parameter(initial_values(like.detach(), values, generator))
         layer.register_parameter("bias", bias)
         if not isinstance(layer, PLAIN):
@@ -110,29 +112,30 @@ def remove_added(
 ) -> list[str]:  # names of what is gone
     "Take off the biases that `add_biases` gave: an untrained model is what it was."
     noted = additions(model)
-    mine = [addition for addition in noted if addition["function"].endswith(":add_biases")]
+    mine = [one for one in noted if one["function"].endswith(":add_biases")]
     for name in [name for addition in mine for name in addition["settings"]["layers"]]:
         layer: Any = model.get_submodule(name)
         layer.bias = None
-        for key in [key for key, hook in layer._forward_hooks.items() if hook is shifted]:
-            del layer._forward_hooks[key]
+        hooks = layer._forward_hooks
+        for key in [key for key, hook in hooks.items() if hook is shifted]:
+            del hooks[key]
     noted[:] = [addition for addition in noted if addition not in mine]
     return [name for addition in mine for name in addition["parameters"]]
 
 # %% ../nbs/20_bitfit.ipynb #bitfit-method
 class BiTFiT(Method):
-    """DP-BiTFiT: all biases train, and a fresh head; flat or automatic clipping as the run has it.
+    """All biases train, and a fresh head; clipping as the run has it.
 
-    Raises ValueError for a model without biases outside its head, unless `add_missing` gives it some.
+    ValueError for a model without biases outside its head and without `add_missing`.
     Algorithm 1 of DP-BiTFiT; @def-bitfit.
     """
 
     def __init__(
         self,
-        add_missing: bool = False,          # DP-BiTFiT-Add: give biases to layers that have none
+        add_missing: bool = False,          # DP-BiTFiT-Add: give biases to other layers
         values: str = "zero",               # at which those start: "zero" or "random"
         norms: bool = False,                # give them to RMS norms too
-        reinitialise: str | None = None,    # "zero" or "random": what the old ones are set to
+        reinitialise: str | None = None,    # "zero" or "random": set the old ones anew
     ):
         for chosen in (values, reinitialise or "zero"):
             initial_values(torch.zeros(0), chosen, torch.Generator())
@@ -140,7 +143,7 @@ class BiTFiT(Method):
         self.norms, self.reinitialise = norms, reinitialise
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
-        "The biases, added and set anew as asked; those of a fresh head are not among them."
+        "The biases outside a fresh head, added and set anew as asked."
         model = context.model
         inside = {id(parameter) for parameter in fresh_head(model)}
         found = [bias for bias in biases(model).values() if id(bias) not in inside]
@@ -157,7 +160,7 @@ class BiTFiT(Method):
         return found
 
     def __repr__(self) -> str:
-        usual = {"add_missing": False, "values": "zero", "norms": False, "reinitialise": None}
-        changed = {name: getattr(self, name) for name, value in usual.items()
-                   if getattr(self, name) != value}
-        return f"BiTFiT({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        usual = dict(add_missing=False, values="zero", norms=False, reinitialise=None)
+        changed = [f"{name}={getattr(self, name)!r}" for name, value in usual.items()
+                   if getattr(self, name) != value]
+        return f"BiTFiT({', '.join(changed)})"

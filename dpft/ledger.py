@@ -116,7 +116,7 @@ class LedgerFile(_Statements):
     def __init__(
         self,
         path: str | Path | None = None, # None: in memory, gone with the process
-        timeout: float = 10.0,          # seconds to wait for another process that writes
+        timeout: float = 10.0,          # seconds to wait for another writer
         read_only: bool = False,        # for an auditor: nothing is made or changed
         keyed: bool = True,             # False: for a file to publish, without a key
     ):
@@ -142,8 +142,8 @@ class LedgerFile(_Statements):
                     for statement in _TABLE.strip().split(";\n"):
                         self._connection.execute(statement)
                 elif not self._is_ledger():
-                    raise LedgerError(f"{self.path} is a database but no ledger; give the "
-                                      "ledger a path of its own")
+                    raise LedgerError(f"{self.path} is a database but no ledger; give "
+                                      "the ledger a path of its own")
         if self.keyed and not self._has_key():
             with self._writing():
                 if not self._has_key():
@@ -169,7 +169,8 @@ class Chain(LedgerFile):
         self, kind: str, run: str, mechanism: str = "", step: int = 0, digest: str = "",
         content: str = "",
     ) -> None:
-        last = self._query("SELECT number, hash FROM ledger ORDER BY number DESC LIMIT 1")
+        last = self._query("SELECT number, hash FROM ledger ORDER BY number DESC "
+                           "LIMIT 1")
         number, previous = last[0] if last else (0, "")
         row = (number + 1, kind, run, mechanism, step, digest, content)
         self._connection.execute("INSERT INTO ledger VALUES (?,?,?,?,?,?,?,?)",
@@ -183,19 +184,19 @@ class Chain(LedgerFile):
 
     def verify(self) -> None:
         "Recompute the chain; `LedgerError` names the first row that does not fit."
-        if self._query("PRAGMA integrity_check(1)") != [("ok",)]: # such as a lost index row
-            raise LedgerError(f"ledger {self.path}: the file is damaged; restore it from a "
-                              "backup")
+        if self._query("PRAGMA integrity_check(1)") != [("ok",)]: # such as a lost index
+            raise LedgerError(f"ledger {self.path}: the file is damaged; restore it "
+                              "from a backup")
         previous, expected = "", 1
         for *row, stored in self._query("SELECT * FROM ledger ORDER BY number"):
             if row[0] != expected or _row_hash(previous, tuple(row)) != stored:
-                raise LedgerError(f"ledger {self.path}: row {expected} was changed, removed "
-                                  "or moved; restore the file from a backup")
+                raise LedgerError(f"ledger {self.path}: row {expected} was changed, "
+                                  "removed or moved; restore the file from a backup")
             previous, expected = stored, expected + 1
         last = self._query("SELECT seq FROM sqlite_sequence WHERE name = 'ledger'")
         if (last[0][0] if last else 0) != expected - 1:
-            raise LedgerError(f"ledger {self.path}: rows after {expected - 1} were removed; "
-                              "restore the file from a backup")
+            raise LedgerError(f"ledger {self.path}: rows after {expected - 1} were "
+                              "removed; restore the file from a backup")
 
 # %% ../nbs/01_ledger.ipynb #ledger-planned
 def _planned(
@@ -219,14 +220,16 @@ def _difference(
     old: Any,       # recorded
     new: Any,       # proposed
     name: str = "", # where we are
-) -> str | None:    # the first field that differs with both values, None if there is none
+) -> str | None:    # the first field that differs with both values, or None
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*new, *(key for key in old if key not in new)]
-        pairs = [(f"{name}.{key}".lstrip("."), old.get(key), new.get(key)) for key in keys]
+        pairs = [(f"{name}.{key}".lstrip("."), old.get(key), new.get(key))
+                 for key in keys]
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(old, new))]
     else:
-        return None if old == new else f"{name} is {old!r} in the ledger and {new!r} now"
+        return None if old == new else (
+            f"{name} is {old!r} in the ledger and {new!r} now")
     return next((text for field_name, a, b in pairs
                  if (text := _difference(a, b, field_name))), None)
 
@@ -242,7 +245,8 @@ class Runs(Chain):
     def _begun(self, run: str) -> tuple[str, str]:
         "Plan as text, and the name of the stream that the run draws from."
         for content, stream in self._query(
-                "SELECT content, digest FROM ledger WHERE kind = 'begin' AND run = ?", run):
+                "SELECT content, digest FROM ledger WHERE kind = 'begin' AND run = ?",
+                run):
             return content, stream or run
         raise LedgerError(f'run "{run}" is not in the ledger; it has {self.runs()}; '
                           "call begin first")
@@ -251,6 +255,10 @@ class Runs(Chain):
         "The recorded plan of a run."
         return json.loads(self._begun(run)[0])
 
+    def planned(self, run: str) -> list[SampledGaussian]:
+        "The mechanisms of its plan."
+        return _planned(self.plan(run), run)
+
     def finished(self, run: str) -> bool:
         "Whether a run was marked as finished."
         return bool(self._query(
@@ -258,7 +266,8 @@ class Runs(Chain):
 
     def owner(self, run: str) -> str:
         "Who began a run, as they said; empty if they did not."
-        said = self._query("SELECT content FROM ledger WHERE kind = 'who' AND run = ?", run)
+        said = self._query(
+            "SELECT content FROM ledger WHERE kind = 'who' AND run = ?", run)
         return said[0][0] if said else ""
 
     def unpaid(self) -> dict[str, str]:
@@ -299,19 +308,21 @@ class Charges(Runs):
     def _released(self, runs: Sequence[str]) -> list[Release]:
         found = []
         for run in runs:
-            plan, stream = _planned(self.plan(run), run), self._begun(run)[1]
+            plan, stream = self.planned(run), self._begun(run)[1]
             rows = self._query("SELECT mechanism, step, digest FROM ledger WHERE "
                                "kind = 'spend' AND run = ? ORDER BY number", run)
             found += [Release(run, (stream, m.name, step), digest, m)
                       for m in plan for name, step, digest in rows if name == m.name]
         return found
 
-    def _to_come(self, runs: Sequence[str], released: Sequence[Release]) -> list[Release]:
+    def _to_come(
+        self, runs: Sequence[str], released: Sequence[Release],
+    ) -> list[Release]:
         "Steps that unfinished runs may still take, on draws that cost most."
         found, charged = [], Counter(release.draw for release in released)
         for run in (run for run in runs if not self.finished(run)):
             stream = self._begun(run)[1]
-            for m in _planned(self.plan(run), run):
+            for m in self.planned(run):
                 own = {release.draw[2] for release in released
                        if release.run == run and release.draw[1] == m.name}
                 free = sorted((t for t in range(m.steps) if t not in own),
@@ -331,14 +342,14 @@ class Account(Charges):
         self,
         run: str | Sequence[str] | None = None, # a run, or several; None: all
     ) -> list[SampledGaussian]:
-        "What has been charged so far, by draw: further sums of a draw lower its multiplier."
+        "What has been charged, by draw: further sums of a draw lower its multiplier."
         return by_draw(self._released(self._asked(run)))
 
     def charged(
         self,
         run: str | Sequence[str] | None = None, # a run, or several; None: all
     ) -> list[SampledGaussian]:
-        "Finished runs as spent; a run under way as spent plus the steps it may still take."
+        "Finished runs as spent; others as spent plus the steps they may still take."
         released = self._released(runs := self._asked(run))
         return by_draw([*released, *self._to_come(runs, released)])
 
@@ -357,9 +368,9 @@ class Account(Charges):
         self,
         runs: Sequence[str],
     ) -> bool:
-        "Whether the data of these runs have paid for other runs too, or served unpaid ones."
+        "Whether the ledger has charged other runs than these, or knows unpaid ones."
         others = [run for run in self.runs() if run not in runs]
-        return bool(self.charged(others)) or any(run not in runs for run in self.unpaid())
+        return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))
 
 # %% ../nbs/01_ledger.ipynb #ledger-shares
 def _shares(
@@ -396,8 +407,8 @@ class Budget:
                f"budget order={self.order}: choose one of Opacus' orders, 1.1 to 63")
         floor = rdp_conversion(self.order or known[-1], self.delta)
         _check(self.epsilon > floor,
-               f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent before "
-               f"the first run; ask for more than {floor:.3f}, or another order")
+               f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent "
+               f"before the first run; ask for more than {floor:.3f}, or another order")
 
     def share(self, mechanisms: Iterable[SampledGaussian]) -> float:
         "The part of the budget that these mechanisms cost; 1 is the whole."
@@ -426,9 +437,12 @@ def _who_spent(
     others, asks = [run for run in ledger.runs() if run != asking], ""
     if asking:
         rest = budget.share(ledger.charged(others))
-        asks = f'run "{asking}" asks for {total - rest:.0%} and {1 - rest:.0%} is left; '
-    each = [(run, ledger.owner(run), budget.share(ledger.charged(run))) for run in others]
-    parts = [f'"{run}"{f" ({who})" if who else ""} {share:.0%}' for run, who, share in each]
+        asks = (f'run "{asking}" asks for {total - rest:.0%} and {1 - rest:.0%} is '
+                "left; ")
+    each = [(run, ledger.owner(run), budget.share(ledger.charged(run)))
+            for run in others]
+    parts = [f'"{run}"{f" ({who})" if who else ""} {share:.0%}'
+             for run, who, share in each]
     return f"{asks}spent by {', '.join(parts) or 'no other run'}"
 
 # %% ../nbs/01_ledger.ipynb #ledger-budgets
@@ -448,11 +462,12 @@ class Budgets(Account):
             Budget(last["epsilon"], last["delta"], last["order"], last["reason"]))
 
     def _held(self, budget: Budget) -> Budget:
-        "The budget at the order at which it is held: its own, or that of the first run."
+        "The budget at the order at which it is held: its own, or the first run's."
         if budget.order or not self.runs():
             return budget
         first = self.runs()[0]
-        return replace(budget, order=budget.best_order(_planned(self.plan(first), first)))
+        order = budget.best_order(self.planned(first))
+        return replace(budget, order=order)
 
     def _check_budget(self, asking: str) -> None:
         "`BudgetError` that says who spent what, unless everything charged fits."
@@ -465,10 +480,10 @@ class Budgets(Account):
         if budget is None or (total := budget.share(self.charged())) <= 1 + 1e-9:
             return
         raise BudgetError(
-            f"ledger {self.path}: the data set's budget of epsilon={budget.epsilon:g} at "
-            f"delta={budget.delta:g} would be passed: "
-            f"{_who_spent(self, budget, asking, total)}; ask for less, or loosen the budget "
-            "with a reason")
+            f"ledger {self.path}: the data set's budget of epsilon={budget.epsilon:g} "
+            f"at delta={budget.delta:g} would be passed: "
+            f"{_who_spent(self, budget, asking, total)}; ask for less, or loosen the "
+            "budget with a reason")
 
 # %% ../nbs/01_ledger.ipynb #ledger-keyed
 class Keyed(Budgets):
@@ -477,12 +492,12 @@ class Keyed(Budgets):
     def mac(
         self,
         content: str, # such as a fingerprint of the data
-    ) -> str:         # hex; the same for the same content in this ledger, and in no other
+    ) -> str:         # hex; the same for the same content in this ledger only
         "Keyed digest under the key of this file: nobody else can check a guess by it."
         if not self._has_key():
             raise LedgerError(
-                f"ledger {self.path} has no key: it was published, or is of an older version "
-                "and opened to be read; use the owner's own file")
+                f"ledger {self.path} has no key: it was published, or is of an older "
+                "version and opened to be read; use the owner's own file")
         key = self._query("SELECT key FROM secret")[0][0]
         return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()
 
@@ -507,15 +522,15 @@ class Refusals(Keyed):
             if before and now and before != now:
                 raise LedgerError(
                     f"ledger {self.path} protects one {before}: run \"{run}\" protects one "
-                    f"{now}, and their costs do not add up; give each unit of privacy a "
-                    "ledger of its own")
+                    f"{now}, and their costs do not add up; give each unit of privacy "
+                    "a ledger of its own")
 
     def _check_rates(self, run: str, plan: dict[str, Any], stream: str) -> None:
         "Batches that two runs share are of one rate."
         rates = {m.name: m.sample_rate for m in _planned(plan, run)}
         sharing = (name for name in self.runs() if self._begun(name)[1] == stream)
         for other, m in ((name, m) for name in sharing
-                         for m in _planned(self.plan(name), name)):
+                         for m in self.planned(name)):
             if rates.get(m.name, m.sample_rate) != m.sample_rate:
                 raise LedgerError(
                     f'run "{run}" shares its batches with run "{other}", but draws '
@@ -556,7 +571,8 @@ class Beginnings(Refusals):
                               "recorded plan or name a new run")
         if stream != known:
             raise LedgerError(f'run "{run}" draws its batches from another stream than '
-                              "recorded; resume with the recorded one or name a new run")
+                              "recorded; resume with the recorded one or name a new "
+                              "run")
 
 # %% ../nbs/01_ledger.ipynb #ledger-repeats
 #| code-fold: true
@@ -578,8 +594,8 @@ class Repeats(Beginnings):
         "Whether another run of the stream made this very release, under this noise."
         others = [other for other in self._stream(run) if other != run]
         return any(self._rows(other, m.name, step, digest)
-                   and any(one.name == m.name and one.noise_multiplier == m.noise_multiplier
-                           for one in _planned(self.plan(other), other))
+                   and any((one.name, one.noise_multiplier) == (m.name, m.noise_multiplier)
+                           for one in self.planned(other))
                    for other in others)
 
     def _reserved(self, run: str, m: SampledGaussian, step: int) -> bool:
@@ -602,7 +618,7 @@ class Spending(Repeats):
         attributes: dict[str, Any] | None = None, # anything else worth keeping; JSON
     ) -> bool:          # whether it was charged: False for an identical release
         "Charge one step, on disk when this returns; call it before noise is added."
-        planned = {m.name: m for m in _planned(self.plan(run), run)}
+        planned = {m.name: m for m in self.planned(run)}
         if mechanism not in planned:
             raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan has '
                               f"{list(planned)}")
@@ -637,20 +653,21 @@ class Unpaid(Spending):
         mechanism: str,
         step: int,
     ) -> str | None:    # None if this draw was never charged
-        "Digest that was charged first for this draw, over all runs that share its stream."
+        "Digest charged first for this draw, over all runs that share its stream."
         stream = self._stream(run)
         marks = ",".join("?" * len(stream))
         found = self._query(
             f"SELECT digest FROM ledger WHERE kind = 'spend' AND run IN ({marks}) AND "
-            "mechanism = ? AND step = ? ORDER BY number LIMIT 1", *stream, mechanism, step)
+            "mechanism = ? AND step = ? ORDER BY number LIMIT 1",
+            *stream, mechanism, step)
         return found[0][0] if found else None
 
     def note_unpaid(
         self,
-        run: str,    # the name of a run that is charged nothing: nothing would be enough
+        run: str,    # the name of a run that is charged nothing
         reason: str, # what it released without noise
     ) -> None:
-        "Record a run that no epsilon covers, before its first draw; no budget may hold."
+        "Record a run that no epsilon covers, before its first draw."
         with self._writing():
             if self.budget is not None:
                 raise BudgetError(
@@ -680,9 +697,10 @@ class Limits(Unpaid):
             if old is not None and budget.looser_than(old) and not reason:
                 raise BudgetError(
                     f"ledger {self.path} holds a budget of epsilon={old.epsilon:g} at "
-                    f"delta={old.delta:g}, order {old.order or 'of the first run'}; to loosen "
-                    "it, give a reason, which is recorded")
-            self._append_budget(epsilon=epsilon, delta=delta, order=order, reason=reason)
+                    f"delta={old.delta:g}, order {old.order or 'of the first run'}; to "
+                    "loosen it, give a reason, which is recorded")
+            self._append_budget(
+                epsilon=epsilon, delta=delta, order=order, reason=reason)
             self._check_budget("")
         return budget
 
@@ -713,7 +731,8 @@ def published_rows(
     names = {stream: f"stream {i}" for i, stream in enumerate(dict.fromkeys(streams))}
     ordinals: dict[tuple[str, str, int], dict[str, str]] = {}
     for run, stream in zip(runs, streams):
-        kept = {name: value for name, value in ledger.plan(run).items() if name in PUBLISHED}
+        plan = ledger.plan(run)
+        kept = {name: plan[name] for name in PUBLISHED if name in plan}
         shared = names[stream] if streams.count(stream) > 1 else ""
         yield "begin", run, "", 0, shared, _canonical(kept)
     for run, mechanism, step, digest in ledger._query(
@@ -788,12 +807,12 @@ class Publishing(Seals):
 
 # %% ../nbs/01_ledger.ipynb #ledger-ledger
 class Ledger(Publishing):
-    "What has been planned and spent: on disk before a noisy result exists, chained by hash."
+    "What was planned and spent: on disk before a noisy result exists, chained by hash."
 
     def __init__(
         self,
         path: str | Path | None = None, # a file for its owner only; None: in memory
-        timeout: float = 10.0,          # seconds to wait for another process that writes
+        timeout: float = 10.0,          # seconds to wait for another writer
         who: str | None = None,         # recorded with the runs that begin here
         read_only: bool = False,        # for an auditor: nothing is made or changed
     ):

@@ -69,7 +69,7 @@ def unwrapped(
 def task_of(
     model: nn.Module,
 ) -> str | None:  # a value of `TASKS`, with "seq2seq" or "causal" for generation
-    "What a model's head is for, by the name of its class; None where that does not say."
+    "What a model's head is for, by the name of its class; None where it does not say."
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     for name in (kind.__name__ for kind in type(inner).__mro__):
@@ -77,7 +77,8 @@ def task_of(
             return None
         task = next((TASKS[end] for end in TASKS if name.endswith(end)), None)
         if task == "generation":
-            return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
+            encoder = getattr(config, "is_encoder_decoder", False)
+            return "seq2seq" if encoder else "causal"
         if task == "causal" and _cut_out(config):
             return None
         if task is not None:
@@ -87,7 +88,8 @@ def task_of(
 
 def _cut_out(config: Any) -> bool:
     "Whether a decoder comes from a family of encoder-decoders."
-    return bool(getattr(type(config)(), "is_encoder_decoder", False)) if config else False
+    usual = type(config)() if config else None
+    return bool(getattr(usual, "is_encoder_decoder", False))
 
 # %% ../nbs/06_losses.ipynb #losses-answer
 LABELS = ("labels", "start_positions", "end_positions")
@@ -95,7 +97,7 @@ LABELS = ("labels", "start_positions", "end_positions")
 
 def answer(
     model: nn.Module,
-    batch: Any,      # (x, y), or a dictionary as a Transformers model takes it, or x alone
+    batch: Any,      # (x, y), x alone, or a dictionary as a Transformers model takes it
 ) -> Any:            # scores, or what a Transformers model returns
     "What the model returns for a batch whose labels it does not see."
     if not isinstance(batch, dict):
@@ -110,7 +112,9 @@ def answer(
 def decoder_inputs(model: Any, labels: Tensor) -> dict[str, Tensor]:
     "What the decoder reads: the labels as the model's own family shifts them."
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    return {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)}
+    if shift is None:                       # the model does it when it sees the labels
+        return {"labels": labels}
+    return {"decoder_input_ids": shift(labels=labels)}
 
 
 def logits(
@@ -131,8 +135,8 @@ ASK = "pass loss_fn=, a function (model, batch) that returns one loss per exampl
 def labels_of(batch: Any) -> Tensor:
     "The labels of a batch; ValueError when there are none."
     if isinstance(batch, dict) and "labels" not in batch:
-        raise ValueError(f"the batch holds {', '.join(map(str, batch))} and no 'labels'; "
-                         f"name the labels so, or {ASK}")
+        raise ValueError(f"the batch holds {', '.join(map(str, batch))} and no "
+                         f"'labels'; name the labels so, or {ASK}")
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
 
@@ -151,7 +155,8 @@ def class_losses(
 ) -> Tensor:         # (B,)
     "Cross entropy of each row; ValueError for a label outside the classes."
     _check_classes(labels, scores.shape[1])
-    return F.cross_entropy(full(scores), labels.long(), ignore_index=-100, reduction="none")
+    targets = labels.long()
+    return F.cross_entropy(full(scores), targets, ignore_index=-100, reduction="none")
 
 
 def _check_classes(labels: Tensor, classes: int) -> None:
@@ -162,8 +167,8 @@ def _check_classes(labels: Tensor, classes: int) -> None:
     except RuntimeError:
         return
     if wrong:
-        raise ValueError(f"label {wrong[0]} is outside the {classes} classes of the model; "
-                         "correct it or load a model with more")
+        raise ValueError(f"label {wrong[0]} is outside the {classes} classes of the "
+                         "model; correct it or load a model with more")
 
 # %% ../nbs/06_losses.ipynb #losses-several
 def several_losses(
@@ -210,7 +215,7 @@ def label_losses(
     model: nn.Module,
     batch: Any,        # (x, y), or a dictionary with "labels"
 ) -> Tensor:           # (B,)
-    "The loss of whatever is labelled as a whole: by class, by a set of labels, or by numbers."
+    "The loss of what is labelled as a whole: by class, set of labels, or numbers."
     scores, labels = logits(model, batch), labels_of(batch)
     problem = problem_of(model, scores, labels)
     if problem == SINGLE and scores.ndim == 2 and labels.numel() == len(scores):
@@ -228,7 +233,7 @@ TOKENS = ("tagging", "masked", "causal", "seq2seq")
 def aligned(
     model: nn.Module,
     batch: Any,                # a dictionary with labels (B, T)
-) -> tuple[Tensor, Tensor]:    # scores (B, T', classes) and the labels (B, T') they are for
+) -> tuple[Tensor, Tensor]:    # scores (B, T', classes) and their labels (B, T')
     "Scores and labels, position by position, as the model's task pairs them."
     scores, labels, task = logits(model, batch), labels_of(batch), task_of(model)
     if task not in TOKENS or scores.ndim != 3 or scores.shape[:2] != labels.shape:
@@ -268,7 +273,7 @@ def summed_losses(
 # %% ../nbs/06_losses.ipynb #losses-span
 def spans(
     model: nn.Module,
-    batch: Any,                       # a dictionary with start_positions and end_positions
+    batch: Any,                       # with start_positions and end_positions
 ) -> list[tuple[Tensor, Tensor]]:     # start and end: scores (B, T), positions (B,)
     "Scores and positions of both ends of the answer; a position of T counts nothing."
     output, found = answer(model, batch), []
@@ -276,7 +281,8 @@ def spans(
         if f"{end}_positions" not in batch:
             raise ValueError(f"the batch has no '{end}_positions', which question "
                              f"answering learns from; add them, or {ASK}")
-        scores, places = getattr(output, f"{end}_logits"), batch[f"{end}_positions"].view(-1)
+        scores = getattr(output, f"{end}_logits")
+        places = batch[f"{end}_positions"].view(-1)
         length = scores.shape[1]
         found.append((scores, places.where(places != -100, length).clamp(0, length)))
     return found
@@ -288,8 +294,9 @@ def span_losses(
 ) -> Tensor:           # (B,)
     "The mean of the cross entropies of start and end."
     def one(scores: Tensor, places: Tensor) -> Tensor:
-        beyond = scores.shape[1]
-        return F.cross_entropy(full(scores), places, ignore_index=beyond, reduction="none")
+        length = scores.shape[1]
+        return F.cross_entropy(
+            full(scores), places, ignore_index=length, reduction="none")
     return torch.stack([one(*end) for end in spans(model, batch)]).mean(0)
 
 # %% ../nbs/06_losses.ipynb #losses-default
@@ -310,7 +317,7 @@ def default_loss(
 
 def example_losses(
     model: nn.Module,
-    batch: Any,        # (x, y), or a dictionary as a Transformers model takes it, with labels
+    batch: Any,        # (x, y), or a dictionary as Transformers takes it, with labels
 ) -> Tensor:           # (B,)
     "The losses of a batch by the default loss of the model."
     return default_loss(model)(model, batch)
@@ -338,7 +345,7 @@ def evaluation_batches(
     collate: Collate | None,   # None: that of `collate_for`
     batch_size: int,
 ) -> Iterator[Any]:
-    "A data set in batches on the model's device, in evaluation mode; equal lengths together."
+    "A data set in batches, in evaluation mode; equal lengths together."
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     lengths = getattr(data, "lengths", None)
     rows = torch.arange(len(data))
@@ -352,16 +359,16 @@ def evaluation_batches(
 def answers(
     model: nn.Module,
     batch: Any,                           # labelled, as for the model's loss
-) -> tuple[Tensor, Tensor, Tensor]:       # what the model says, the labels, which of these count
+) -> tuple[Tensor, Tensor, Tensor]:       # answers, labels, which of these count
     "Answers of a batch beside the labels; ValueError where labels are not classes."
     if task_of(model) in TOKENS:
         scores, labels = aligned(model, batch)
     else:
         scores, labels = logits(model, batch), labels_of(batch)
         if problem_of(model, scores, labels) != SINGLE and task_of(model) != "choice":
-            raise ValueError(f"labels {tuple(labels.shape)} of "
-                             f"{type(unwrapped(model)).__name__} are not classes; score "
-                             "them with r2, exact_match or a function")
+            raise ValueError(
+                f"labels {tuple(labels.shape)} of {type(unwrapped(model)).__name__} are "
+                "not classes; score them with r2, exact_match or a function")
         labels = labels.view(len(scores))
     return scores.argmax(-1), labels, labels != -100
 
@@ -373,7 +380,7 @@ def accuracy(
     collate: Collate | None = None,    # None: that of `collate_for`
     batch_size: int = 256,
 ) -> float:                            # in [0, 1]
-    "Share of the counted labels, one for each example or token, that get the largest score."
+    "Share of the counted labels, of examples or tokens, with the largest score."
     right, count = 0, 0
     for batch in evaluation_batches(model, data, collate, batch_size):
         said, labels, counted = answers(model, batch)
@@ -393,7 +400,8 @@ def exact_match(
     right = 0
     for batch in evaluation_batches(model, data, collate, batch_size):
         if task_of(model) == "question answering":
-            both = [scores.argmax(1) == places for scores, places in spans(model, batch)]
+            ends = spans(model, batch)
+            both = [scores.argmax(1) == places for scores, places in ends]
             right += int(torch.stack(both).all(0).sum())
         else:
             scores, labels = logits(model, batch), labels_of(batch)
@@ -408,8 +416,8 @@ def r2(
     data: Any,                         # labelled with numbers
     collate: Collate | None = None,
     batch_size: int = 256,
-) -> float:                            # at most 1; 0 for the mean of the labels, negative if worse
-    "Coefficient of determination, averaged over the outputs; one that is constant counts 0 or 1."
+) -> float:                            # at most 1; 0 for the mean of the labels
+    "Coefficient of determination, averaged over outputs; constant ones count 0 or 1."
     pairs = [(full(scores).double(), labels_of(batch).double().view_as(scores))
              for batch in evaluation_batches(model, data, collate, batch_size)
              for scores in [logits(model, batch)]]
@@ -426,8 +434,8 @@ def perplexity(
     data: Any,                         # encoded texts with token labels
     collate: Collate | None = None,
     batch_size: int = 32,
-) -> float:                            # exp of the mean cross entropy of a counted token
-    "How many tokens the model hesitates between, on average over the tokens that count."
+) -> float:                            # exp of the mean loss of a counted token
+    "How many tokens the model hesitates between, on average over counted tokens."
     total, count = 0.0, 0
     for batch in evaluation_batches(model, data, collate, batch_size):
         losses, counts = token_losses(*aligned(model, batch))
@@ -439,7 +447,7 @@ def perplexity(
 # %% ../nbs/06_losses.ipynb #losses-measure
 @dataclass(frozen=True)
 class Measure:
-    "A score by name, and whether more of it is better; call it as measure(model, data)."
+    "A score by name, and whether more is better; call it as measure(model, data)."
     name: str                          # "accuracy", "exact match", "r2" or "perplexity"
     function: Callable[..., float]     # (model, data, collate, batch_size)
     higher: bool = True
@@ -455,7 +463,7 @@ R2, PERPLEXITY = Measure("r2", r2), Measure("perplexity", perplexity, higher=Fal
 # %% ../nbs/06_losses.ipynb #losses-measure-for
 def measure_for(
     model: nn.Module,
-    data: Any,                         # what is to be scored; its first row may be looked at
+    data: Any,                         # what is scored; its first row may be looked at
     collate: Collate | None = None,
 ) -> Measure:
     "The score of the model's task; ValueError where nothing says what it is."
@@ -468,7 +476,7 @@ def measure_for(
         scores, labels = logits(model, batch), labels_of(batch)
     problem = problem_of(model, scores, labels)
     if problem is None:
-        raise ValueError(f"nothing says how {type(unwrapped(model)).__name__} is to be "
-                         "scored; pass evaluate=, a function of the model that returns a "
-                         "dictionary of scores")
+        raise ValueError(
+            f"nothing says how {type(unwrapped(model)).__name__} is to be scored; pass "
+            "evaluate=, a function of the model that returns a dictionary of scores")
     return {SINGLE: ACCURACY, SEVERAL: EXACT, NUMBERS: R2}[problem]

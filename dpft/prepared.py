@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import (
-    Task, as_dataset, check_labels, column, column_names, has_batch_protocol, is_chat)
+from dpft.datasets import (
+    Task, as_dataset, check_labels, column, column_names, has_batch_protocol, is_chat,
+    names_a_row)
 from .models import load_model, load_tokenizer
-from .schema import Schema, read_labels, read_schema
+from .schema import Schema, kinds_of, read_labels, read_schema
 from .sources import class_names, stack_images
 from .texts import Selected, encode, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'as_read', 'pad_token', 'holds_texts', 'as_task', 'prepare']
+__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'holds_texts', 'as_task', 'prepare']
 
 # %% ../nbs/06_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -35,6 +36,7 @@ class Prepared:
     assumed_public: list[str] = field(default_factory=list)
     schema: Schema = field(default_factory=lambda: Schema("items"))
     classes: tuple[str, ...] = ()         # none for generation and regression
+    collated: bool = False                # whether the user makes batches of the items
 
     @property
     def origin(self) -> str:
@@ -49,8 +51,9 @@ class Prepared:
 
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."
+        pad_id = pad_token(self.tokenizer, self.model)
         return as_read(as_dataset(data), self.schema, self.tokenizer, self.classes,
-                       pad_token(self.tokenizer, self.model))
+                       pad_id, self.collated)
 
 # %% ../nbs/06_prepared.ipynb #prepared-as-read
 def as_read(
@@ -59,6 +62,7 @@ def as_read(
     tokenizer: Any,
     classes: Sequence[str],  # of the labels; none: any
     pad_id: int = 0,
+    collated: bool = False,  # whether the user makes batches of the items
 ) -> Any:
     "A data set of tensors with the columns that the schema says are read."
     if has_batch_protocol(data) or not column_names(data):
@@ -68,12 +72,26 @@ def as_read(
     if schema.kind in ("text", "causal"):
         return encode(data, tokenizer, schema.columns, kind=schema.kind,
                       classes=classes or None)
-    if schema.kind == "tokens":
+    if schema.kind == "tokens" and not collated:
         return token_rows(data, schema, pad_id)
     kept = [name for name in column_names(data) if name in schema.columns]
+    if collated:
+        kept = batchable(data, schema)
     if len(kept) == len(column_names(data)):
         return data
     return Selected(data, {name: name for name in kept}, pad_id)
+
+# %% ../nbs/06_prepared.ipynb #prepared-batchable
+def batchable(
+    data: Any,       # a data set whose items have names
+    schema: Schema,  # of the training data
+) -> list[str]:
+    "The columns that a collator of the user's is given."
+    kinds = kinds_of(data)
+    aside = (name for name, kind in kinds.items()
+             if name == schema.unit or kind == "text" or names_a_row(name))
+    out = set(aside) - set(schema.columns)
+    return [name for name in column_names(data) if name not in out]
 
 # %% ../nbs/06_prepared.ipynb #prepared-pad
 def pad_token(
@@ -142,6 +160,7 @@ def prepare(
     columns: Sequence[str] | None = None,  # texts, then the label; None: as found
     unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # None: the model's, or the data's
+    collate_fn: Any = None,                # the user's own, which gets items as they are
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
     known = classes or getattr(model, "num_labels", None)
@@ -155,7 +174,8 @@ def prepare(
                   "image_shape": _image_shape(task, data)}
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
-                     recipe, [*task.assumed_public], schema, task.classes)
+                     recipe, [*task.assumed_public], schema, task.classes,
+                     collate_fn is not None)
     if schema.kind in ("text", "causal") and not has_batch_protocol(data):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
         ready.assumed_public += [fact for fact in ("the tokenizer's vocabulary",)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['History', 'PRV_ERROR', 'PRV_POINTS', 'PRV_DELTA', 'NOISE_CAP', 'BudgetError', 'SampledGaussian', 'rdp_orders',
-           'rdp_moment', 'rdp_conversion', 'epsilon', 'combined_multiplier', 'noise_multiplier', 'Request',
-           'plan_budget', 'split_budget']
+           'rdp_moment', 'rdp_conversion', 'epsilon_at_order', 'epsilon', 'combined_multiplier', 'noise_multiplier',
+           'Request', 'plan_budget', 'split_budget']
 
 # %% ../nbs/01_privacy.ipynb #privacy-imports
 import math
@@ -74,7 +74,7 @@ def rdp_conversion(
     return math.log((order - 1) / order) - log_delta / (order - 1)
 
 # %% ../nbs/01_privacy.ipynb #privacy-rdp
-History = tuple[tuple[float, float, int], ...] # (sigma, q, steps) of each different mechanism
+History = tuple[tuple[float, float, int], ...] # (sigma, q, steps) of each mechanism
 
 
 def _rdp_at(history: History, delta: float, order: float) -> float:
@@ -82,6 +82,17 @@ def _rdp_at(history: History, delta: float, order: float) -> float:
     total = sum(T * rdp_moment(sigma, q, order) for sigma, q, T in history)
     value = total + rdp_conversion(order, delta)
     return math.inf if math.isnan(value) else value
+
+
+def epsilon_at_order(
+    mechanisms: Iterable[SampledGaussian],
+    delta: float, # in (0, 1)
+    order: float, # alpha, fixed before anything was released
+) -> float:
+    "Epsilon of mechanisms that may depend on each other, at one order; @lem-rdp."
+    history = tuple((m.noise_multiplier, m.sample_rate, m.steps) for m in mechanisms)
+    with np.errstate(all="ignore"):
+        return max(_rdp_at(history, delta, order), 0.0)
 
 
 def _rdp_epsilon(history: History, delta: float) -> float:
@@ -101,7 +112,7 @@ PRV_DELTA = 1e-10  # below it float64 rounding shows in PRV's convolutions
 
 
 def _prv_epsilon(history: History, delta: float) -> float:
-    "Upper value of epsilon from the composed privacy loss, within `PRV_ERROR`; @gopi2021prv."
+    "Upper value of epsilon from the composed privacy loss; @gopi2021prv."
     from opacus.accountants import PRVAccountant
     _check(delta >= PRV_DELTA, f"delta={delta} is below {PRV_DELTA}")
     steps, delta_error = sum(T for _, _, T in history), delta / 1000
@@ -130,15 +141,15 @@ def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
     except (ArithmeticError, ValueError, RuntimeError, IndexError) as error:
         way_out = 'use accountant="rdp"' if accountant == "prv" \
             else "use a larger noise multiplier or fewer steps"
-        raise BudgetError(f"the {accountant} accountant cannot price {list(history)} at "
-                          f"delta={delta} ({error}); {way_out}") from error
+        raise BudgetError(f"the {accountant} accountant cannot price {list(history)} "
+                          f"at delta={delta} ({error}); {way_out}") from error
     return max(value, 0.0)
 
 # %% ../nbs/01_privacy.ipynb #privacy-epsilon
 def epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # one fixed plan, composed
     delta: float,            # in (0, 1)
-    accountant: str = "prv", # "prv": tight; "rdp": what the papers report, and filters need
+    accountant: str = "prv", # "prv": tight; "rdp": the papers', and for filters
 ) -> float:                  # an upper value; 0 for an empty plan
     "Epsilon of a plan under add/remove and Poisson sampling; @lem-composition."
     _check(accountant != "gdp",
@@ -178,9 +189,9 @@ def _check_budget(
     if floor <= target:
         return
     raise BudgetError(
-        f"epsilon={target:g} cannot be met ({detail}): the floor is {floor:.4f} even with "
-        f"unlimited noise, of which {spent:.4f} was spent before; ask for a larger epsilon or "
-        "spend less before")
+        f"epsilon={target:g} cannot be met ({detail}): the floor is {floor:.4f} even "
+        f"with unlimited noise, of which {spent:.4f} was spent before; ask for a "
+        "larger epsilon or spend less before")
 
 # %% ../nbs/01_privacy.ipynb #privacy-smallest
 def _smallest(
@@ -209,10 +220,11 @@ def noise_multiplier(
     accountant: str = "prv",
     tolerance: float = 1e-3, # how far above the smallest sufficient one it may lie
 ) -> float:                  # sigma with epsilon(spent + it) <= target_epsilon
-    "Smallest sigma that meets the budget, or a `BudgetError`; Algorithm 2 of @dpfrost, repaired."
+    "Smallest sigma that meets the budget; Algorithm 2 of @dpfrost, repaired."
     _check(0 < target_epsilon < math.inf,
            f"epsilon={target_epsilon}: it must be positive and finite")
-    _check(steps >= 1, f"steps={steps}: at least one step is needed to have a noise multiplier")
+    _check(steps >= 1, f"steps={steps}: at least one step is needed to have a noise "
+                       "multiplier")
     _check(tolerance > 0, f"tolerance={tolerance}: it must be positive")
     before = [spent] if isinstance(spent, SampledGaussian) else list(spent)
 
@@ -244,8 +256,8 @@ class Request:
                f"{self.name}: sample_rate={self.sample_rate} must lie in (0, 1]")
         _check(self.steps >= 1 and self.steps == int(self.steps),
                f"{self.name}: steps={self.steps} must be a whole number, 1 or more")
-        _check(0 < self.share < 1, f"{self.name}: share={self.share} of epsilon must lie "
-                                   "strictly between 0 and 1")
+        _check(0 < self.share < 1, f"{self.name}: share={self.share} of epsilon must "
+                                   "lie strictly between 0 and 1")
 
 # %% ../nbs/01_privacy.ipynb #privacy-plan-budget
 def plan_budget(
@@ -258,8 +270,8 @@ def plan_budget(
 ) -> list[SampledGaussian]:           # training first, then one for each request
     "Noise for training and every request; Algorithm 3 of @dpfrost with the real rates."
     shares = [request.share for request in requests]
-    _check(sum(shares) < 1, f"the shares {shares} leave nothing for training; they must sum "
-                            "to less than 1")
+    _check(sum(shares) < 1, f"the shares {shares} leave nothing for training; they "
+                            "must sum to less than 1")
     parts = [Request(train[0], train[1], 0.5, "train"), *requests]
     plan: list[SampledGaussian] = []
     for i, part in enumerate(parts):
@@ -279,14 +291,16 @@ def split_budget(
     accountant: str = "prv",
     tolerance: float = 1e-3,   # of each noise multiplier
 ) -> tuple[float, float]:      # (sigma_train, sigma_select)
-    "The two multipliers of DP-FROST; Algorithm 3 of @dpfrost with the real sampling rate."
+    "The two multipliers of DP-FROST; Algorithm 3 of @dpfrost with the real rate."
     requests = [Request(*select, 1 - train_share)]
-    first, second = plan_budget(target_epsilon, delta, train, requests, accountant, tolerance)
+    first, second = plan_budget(
+        target_epsilon, delta, train, requests, accountant, tolerance)
     return first.noise_multiplier, second.noise_multiplier
 
 # %% ../nbs/01_privacy.ipynb #moved-names
 def __getattr__(name: str) -> Any: # names that moved to `dpft.ledger`
-    if name in ("Ledger", "LedgerError", "Budget", "_row_hash", "_difference", "_planned"):
+    if name in ("Ledger", "LedgerError", "Budget", "_row_hash", "_difference",
+                "_planned"):
         from dpft import ledger
         return getattr(ledger, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

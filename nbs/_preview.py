@@ -62,7 +62,7 @@ def body(chapter: Chapter, text: str) -> str:
         text = f"---\nnocite: '@*'\n---\n\n{text}"
     else:
         options.append("--metadata=reference-section-title:References")
-    return pypandoc.convert_text(text, "html5", format="markdown", extra_args=options)
+    return pypandoc.convert_text(text, "html5", format="markdown-fancy_lists", extra_args=options)
 
 
 def preview() -> list[str]:

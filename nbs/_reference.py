@@ -272,10 +272,10 @@ def constants(entries: list[Entry]) -> str:
     return "\n".join(["## Constants {.unnumbered}", "", "| name | value | meaning |", "|:---|:-----|:-----|", *rows, ""])
 
 
-def page(module: Module) -> str:
-    "A module's page."
+def page(module: Module, first: frozenset[str] = frozenset()) -> str:
+    "A module's page; what a user meets first stands first, then the order of the source."
     values = [entry for entry in module.entries if isinstance(entry.node, ast.Assign | ast.AnnAssign)]
-    others = [entry for entry in module.entries if entry not in values]
+    others = sorted((entry for entry in module.entries if entry not in values), key=lambda entry: entry.name.split(".")[0] not in first)
     words = _plain(ast.get_docstring(module.tree) or "")
     head = [f"# {module.name} {{#sec-ref-{module.stem.replace('_', '-')} .unnumbered}}", "", f"> {words}", "",
             f"Derived in [{module.title}](../nbs/{module.chapter}).", ""]
@@ -305,7 +305,7 @@ def offered() -> list[tuple[str, Entry]]:
 
 def overview() -> str:
     "The first page: what `dpft` itself offers, and the modules."
-    lines = ["# Reference {#sec-reference .unnumbered}", "", "> Every public name, made from the source when the book is built.", "",
+    lines = ["# Overview {#sec-reference .unnumbered}", "", "> Every public name, made from the source when the book is built.", "",
              "The names below are what most uses need, by the chapter that they come from; each can be imported from `dpft`,",
              "unless another package stands beside it. All names of a module are on the module's page.",
              "Where a parameter has no words of its own, those of its name are shown: the same name means the same everywhere.", ""]
@@ -325,7 +325,8 @@ def overview() -> str:
 def write() -> None:
     "All pages, under reference/."
     FOLDER.mkdir(exist_ok=True)
-    pages = {"overview": overview(), **{module.stem: page(module) for module in modules()}}
+    first = {module.stem: frozenset(entry.name for _, entry in offered() if entry.module is module) for module in modules()}
+    pages = {"overview": overview(), **{module.stem: page(module, first[module.stem]) for module in modules()}}
     for stem, text in pages.items():
         (FOLDER / f"{stem}.qmd").write_text(FRONT + text, encoding="utf-8")
     for path in FOLDER.glob("*.qmd"):

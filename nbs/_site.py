@@ -2,7 +2,7 @@
 
 `finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored as
 HTML), gives each figure its caption as alternative text where it has none, keeps a full stop beside the formula before it, links the
-references in docstrings, folds the reference away in the sidebar, and leaves the search index one spelling of each formula.
+references in docstrings, lets terms of the glossary be led to, folds the reference away in the sidebar, and leaves the search index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
 Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px."""
@@ -117,6 +117,15 @@ def with_reference_folded(page: str) -> str:
     return SECTION.sub(section, page)
 
 
+def with_terms(page: str) -> str:
+    "Each term of the glossary can be led to: glossary.html#term-privacy-unit."
+
+    def term(match: re.Match) -> str:
+        return f'<li id="term-{re.sub(r"[^a-z0-9]+", "-", text_of(match[2]).lower()).strip("-")}">{match[1] or ""}<strong>{match[2]}</strong>'
+
+    return re.sub(r"<li>(<p>)?<strong>(.*?)</strong>", term, page, flags=re.DOTALL)
+
+
 def spellings(page: str) -> dict[str, str]:
     "Each formula as the search index spells it, glyphs and TeX in one, and its glyphs alone."
     found = {}
@@ -166,7 +175,7 @@ def finish(folder: Path = SITE) -> list[str]:
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
         done = with_reference_folded(with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited))
-        (folder / name).write_text(done, encoding="utf-8")
+        (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
     return []
 
 

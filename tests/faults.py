@@ -30,10 +30,14 @@ from faulty_disk import CRASHED, Disk, laid, watch_files, watch_sqlite
 from torch import Tensor, nn
 
 import dpft
-from dpft.data import TensorData
+from dpft.datasets import TensorData
 from dpft.noise import Keystream
-from dpft.privacy import Ledger, LedgerError, Request, SampledGaussian
-from dpft.training import Context, Engine, Method, Step
+from dpft.processes import Processes
+from dpft.ledger import Ledger, LedgerError
+from dpft.privacy import Request, SampledGaussian
+from dpft.step import Account
+from dpft.method import Context, Method
+from dpft.step import Step
 
 SCRATCH = "/dev/shm" if os.path.isdir("/dev/shm") else None
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "results" / "faults.jsonl"
@@ -65,7 +69,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def subject(folder: Path, seed: int | None = SEED, data: int = 0, **settings: Any) -> dpft.training.Run:
+def subject(folder: Path, seed: int | None = SEED, data: int = 0, **settings: Any) -> dpft.loop.Run:
     "A run of a few steps with all that a checkpoint has to keep: dropout, moments, a schedule, an average, a paid look."
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3))
@@ -99,10 +103,10 @@ def watch() -> None:
     def around(owner: Any, name: str, watched: Callable[..., Any]) -> None:
         setattr(owner, name, partial_method(watched, getattr(owner, name)))
 
-    def opened(own: Callable[..., Any], engine: Engine, ledger: Any) -> None:
-        own(engine, ledger)
-        if engine._ledger is not None:
-            note(spent=spent(engine._ledger), event="opened")
+    def opened(own: Callable[..., Any], account: Account, *arguments: Any) -> None:
+        own(account, *arguments)
+        if account.held is not None:
+            note(spent=spent(account.held), event="opened")
 
     def spend(own: Callable[..., Any], ledger: Ledger, *arguments: Any) -> bool:
         new = own(ledger, *arguments)
@@ -123,10 +127,10 @@ def watch() -> None:
     def release(own: Callable[..., Any], context: Context, total: Tensor, sensitivity: float) -> Tensor:
         log["sum"] = digest(total)
         noisy = own(context, total, sensitivity)
-        note(released="look", value=digest(noisy), sum=log["sum"], rank=context.engine.processes.rank)
+        note(released="look", value=digest(noisy), sum=log["sum"], rank=Processes().rank)
         return noisy
 
-    for owner, name, watched in ((Engine, "_open_ledger", opened), (Ledger, "spend", spend), (Keystream, "normal", normal),
+    for owner, name, watched in ((Account, "open", opened), (Ledger, "spend", spend), (Keystream, "normal", normal),
                                  (Step, "privatize", privatize), (Context, "release", release)):
         around(owner, name, watched)
 
@@ -565,7 +569,7 @@ def main() -> None:
     parser.add_argument("--one", type=int, default=None, help="crash at this operation alone, and tell")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    dpft.training.plan_budget = lambda *asked: PLAN                                                # nothing is solved, and priced once
+    dpft.plan.plan_budget = lambda *asked: PLAN                                                # nothing is solved, and priced once
     dpft.privacy.epsilon(PLAN, 0.5 / 30, "rdp")
     with tempfile.TemporaryDirectory(dir=SCRATCH) as folder:
         wanted = {size: unbroken(Path(folder) / f"unbroken {size}", size) for size in ((1, 2) if asked.one is None else (1,))}

@@ -4,7 +4,7 @@ import importlib
 import math
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -115,6 +115,47 @@ def nan_passed_through():
     return patch.object(Gradients, "_without", staticmethod(lambda rows, factors: rows))
 
 
+def raw_gradients_in_the_loss():
+    "A plain backward pass, which fills the gradient of every leaf, and nobody who looks for such leaves."
+    honest = torch.autograd.grad
+
+    def backward(outputs, inputs, **settings):
+        anchors = all(one.ndim == 0 for one in inputs)
+        return outputs.backward() if anchors else honest(outputs, inputs, **settings)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(gradients, "leaves_of", lambda losses: []))
+    stack.enter_context(patch.object(torch.autograd, "grad", backward))
+    return stack
+
+
+def buffers_left_as_they_are():
+    return patch.object(gradients, "buffers_kept", lambda model, every=False: nullcontext())
+
+
+def margin_of_four_units():
+    "Products in one piece, under a margin that does not grow with their length, and nothing measured again."
+    stack = ExitStack()
+    stack.enter_context(patch.object(gradients, "gamma", lambda depth, dtype: 4 * torch.finfo(dtype).eps))
+    stack.enter_context(patch.object(gradients, "token_products", lambda left, right: left @ right.mT))
+    stack.enter_context(patch.object(gradients, "DOUBTFUL", math.inf))
+    return stack
+
+
+def products_in_half_precision():
+    honest = gradients.token_products
+
+    def halved(left, right):
+        return honest(left.bfloat16(), right.bfloat16()).float()
+
+    return patch.object(gradients, "token_products", halved)
+
+
+def rows_padded_already():
+    "The comparison takes rows from the batch, all padded to one length, instead of putting them together anew."
+    return patch.object(gradients, "repadded", lambda batch, rows, recollate, longest: iter(()))
+
+
 # What catches them ----------------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +214,17 @@ BUGS = [
         partial(named_test, "test_frost_selection", "test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity")),
     Bug("NaN passed through", nan_passed_through,
         partial(named_test, "test_training", "test_an_example_that_is_not_finite_contributes_nothing_and_is_counted")),
+    Bug("raw gradients in a parameter of the loss", raw_gradients_in_the_loss,
+        partial(named_test, "test_boundary_gradients", "test_one_that_comes_later_is_refused_at_a_new_shape_and_never_gets_a_gradient")),
+    Bug("buffers left as a pass has changed them", buffers_left_as_they_are,
+        partial(named_test, "test_boundary_gradients", "test_a_buffer_is_after_a_pass_what_it_was_before", "in place", 1)),
+    Bug("a margin of four units of rounding", margin_of_four_units,
+        partial(named_test, "test_float_bound", "test_two_tokens_that_nearly_cancel_have_no_norm_that_is_too_small", 768, 3072,
+                torch.float32)),
+    Bug("inner products in bfloat16", products_in_half_precision,
+        partial(named_test, "test_float_bound", "test_factors_that_half_precision_would_shorten_are_measured_in_full", 1.003)),
+    Bug("a loss that depends on the padding, looked at in padded rows", rows_padded_already,
+        partial(named_test, "test_boundary_gradients", "test_a_mean_over_all_positions_of_a_batch_is_called_by_its_name")),
 ]
 
 

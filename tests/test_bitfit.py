@@ -17,7 +17,8 @@ from dpft.baselines import Full, LastLayer
 from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
 from dpft.clipping import clip_factor
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
-from dpft.models import fresh_head, logits, replace_batchnorm
+from dpft.losses import logits
+from dpft.models import fresh_head, freeze_batchnorm, replace_batchnorm
 from dpft.privacy import Ledger
 from dpft.training import Context, Engine, fine_tune
 
@@ -352,7 +353,7 @@ def test_added_zeros_change_nothing_and_come_off_again(name, norms):
     assert set(added) == set(biases(model)) - known and all(not parameter.any() for parameter in added.values())
     head = {id(parameter) for parameter in fresh_head(model)}
     assert not any("lm_head" in key or id(parameter) in head for key, parameter in added.items())
-    assert torch.equal(outputs(model, batch), answers)
+    assert torch.allclose(outputs(model, batch), answers, rtol=1e-12, atol=1e-12)  # plus zero, by whatever kernel adds
     assert add_biases(model, norms=norms) == {}
     for parameter in added.values():
         parameter.data.normal_()
@@ -440,6 +441,27 @@ def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
         run(tmp_path, stopping(3, torch.optim.SGD))
     resumed, unbroken = run(tmp_path), run(None)
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_shifts_of_frozen_batch_norms_are_biases_and_so_are_those_before_them(add):
+    torch.manual_seed(0)
+    model = hf.ResNetForImageClassification(hf.ResNetConfig(**RESNET))
+    with torch.no_grad():
+        model.train()(torch.randn(16, 3, 32, 32))
+    freeze_batchnorm(model).double()
+    BiTFiT(add_missing=add).start(Context(model, zoo.classifier_loss, 1, 1, 1))
+    batch = {"pixel_values": torch.randn(4, 3, 32, 32, dtype=torch.float64), "labels": torch.arange(4) % 3}
+    rows = per_example_gradients(model, zoo.classifier_loss, batch)
+    shifts = [name for name in rows if name.endswith("normalization.bias")]
+    before = [name for name in rows if name.endswith("convolution.bias")]
+    assert len(shifts) == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) and bool(before) == add
+    assert all(rows[name].any() for name in before)                              # with fixed statistics they can learn
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = weighted_sum(model, zoo.classifier_loss, batch, torch.ones(4, dtype=torch.float64))
+    scale = max(values.sum(0).abs().max() for values in rows.values())
+    assert all((found[name] - values.sum(0)).abs().max() < 1e-10 * scale for name, values in rows.items())
 
 
 def test_what_cannot_be_given_a_bias():

@@ -181,6 +181,11 @@ def test_a_page_leads_to_a_notebook_in_a_folder_and_docstrings_are_plain(referen
     assert r"Itself, x\^2 \~ `y^2`; @lem-a." in page
 
 
+def test_what_a_user_meets_first_stands_first(reference, made):
+    page = reference.page(made, frozenset({"Thing"}))
+    assert page.index("class Thing") < page.index("Thing.grown") < page.index("class Base") < page.index("work(first")
+
+
 def test_what_lacks_words_is_found(reference, made):
     assert reference.lacking(made.entries) == [
         "pack.thing: work has no docstring", "pack.thing: Thing does not say what size is", "pack.thing: Thing does not say what wide is",

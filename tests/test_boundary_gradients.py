@@ -1,4 +1,4 @@
-"""What a batch leaves behind besides its clipped sum: nothing in the loss, nothing in buffers, nothing in a message; and what is refused."""
+"""What a batch leaves behind besides its clipped sum: nothing in the loss, in buffers or in a message; and what is refused."""
 
 import warnings
 
@@ -196,6 +196,15 @@ def test_a_loss_that_depends_on_the_padding_is_refused(loss, pool, dropout):
     with torch.no_grad():
         shown = per_example_losses(model.eval(), loss, texts.batch([0, 1, 2, 3]))
     assert not any(f"{value:.3f}" in str(error.value) for value in shown.tolist())
+
+
+def test_a_mean_over_all_positions_of_a_batch_is_called_by_its_name():
+    texts, said = Texts(3, 5, 9, 9), ""
+    try:
+        Coupling(Reader().train(), over_padding).look(texts.batch([0, 1, 2, 3]), texts.batch)
+    except ValueError as error:
+        said = str(error)
+    assert "length of its batch" in said
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

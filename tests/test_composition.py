@@ -87,7 +87,7 @@ class Asks(Adds):
         self._told = []
         for _ in range(2):
             rows = sum((len(batch[1]) for batch in context.draw(0.5)), 0)
-            self._told.append(context.release(torch.tensor([float(rows)]), 1.0).item())
+            self._told.append(context.release(torch.tensor([rows], dtype=torch.float64), 1.0).item())
         self._sigma = context.noise_multiplier()
         return super().adapt(context)
 

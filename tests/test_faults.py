@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import dpft
-from dpft.privacy import BudgetError, Ledger, LedgerError
-from dpft.training import CheckpointError, Store
+from dpft.ledger import Ledger, LedgerError
+from dpft.privacy import BudgetError
+from dpft.store import CheckpointError, Store
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_every_flipped_bit_is_seen(tmp_path, name):
 def test_a_name_is_on_disk_before_it_counts(tmp_path, monkeypatch):
     """The folder is synced after the move, or a power cut would take back the secret of a run that its ledger has begun."""
     synced = []
-    monkeypatch.setattr("dpft.training._sync_folder", lambda folder: synced.append(sorted(path.name for path in folder.iterdir())))
+    monkeypatch.setattr("dpft.store.sync_folder", lambda folder: synced.append(sorted(path.name for path in folder.iterdir())))
     Store(tmp_path, {"model": "m"}).save({"step": 1})
     assert synced == [["run.json"], ["run.json", "state.pt"]]
 

@@ -154,6 +154,13 @@ def test_the_bound_holds_for_a_tied_head_whose_uses_cancel():
         assert (dense.flatten(1).norm(dim=1) <= norms_of(*uses) * (1 + SLACK)).all()
 
 
+@pytest.mark.parametrize("factor", [1.003, 1.0019])
+def test_factors_that_half_precision_would_shorten_are_measured_in_full(factor):
+    "Every entry is a number that bfloat16 rounds down, so products in bfloat16 are all too small."
+    use = Outer(torch.full((2, 1, 3, 512), factor), torch.full((2, 1, 3, 512), factor), torch.Size([512, 512]))
+    assert (exactly(use) <= norms_of(use) * (1 + SLACK)).all()
+
+
 @pytest.mark.parametrize("size", [1, 200, 50_257, 3_000_000])
 def test_a_long_gradient_of_equal_numbers_is_measured_right(size):
     values = torch.full((2, size), 0.1)

@@ -1,5 +1,6 @@
 """The guarantee: what it says agrees with exact attacks, with other accountants, with its ledger, and with itself after a round trip."""
 
+import hashlib
 import json
 import math
 import sqlite3
@@ -13,21 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft import guarantee as guarantee_module
-from dpft.guarantee import (
-    READINGS,
-    Guarantee,
-    PrivacyCurve,
-    VerificationError,
-    best_true_positive_rate,
-    claim,
-    content_digest,
-    group_epsilon,
-    loss_grid,
-    sentence_units,
-    verify,
-)
-from dpft.privacy import BudgetError, Ledger, SampledGaussian, _row_hash, epsilon
+from dpft import curve as curve_module
+from dpft.curve import PrivacyCurve, best_true_positive_rate, group_epsilon, loss_grid, sentence_units
+from dpft.guarantee import READINGS, Guarantee, Statement, answered_for, beyond_plan, claim, content_digest
+from dpft.ledger import Ledger, _row_hash
+from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon, epsilon_at_order, rdp_orders
+from dpft.verification import VerificationError, verify
 
 TRAIN = SampledGaussian(0.8838, 1024 / 67349, 197, "train")
 SELECT = SampledGaussian(2.0, 0.02, 5, "select")
@@ -36,7 +28,7 @@ PLANS = st.lists(st.builds(SampledGaussian, st.floats(0.5, 10), st.floats(0.001,
 
 def example(**changes) -> Guarantee:
     fields = {"target_delta": 1e-5, "accountant": "rdp", "clip": 0.1, "assumed_public": ["the two classes"],
-              "uncharged": ["development accuracy"], "spent": [TRAIN], "planned": [TRAIN, SELECT]}
+              "uncharged": ["development accuracy"], "spent": [TRAIN, SELECT], "planned": [TRAIN, SELECT]}
     return Guarantee([TRAIN, SELECT], **(fields | changes))
 
 
@@ -76,7 +68,10 @@ def test_one_step_by_integration(sigma, rate, kind, share):
 
 @pytest.mark.parametrize("relation, group", [("remove", 1), ("add", 1), ("replace", 1), ("remove", 3), ("add", 3)])
 def test_two_mechanisms_by_monte_carlo(relation, group):
-    """Six steps of one kind and two of another: E max(0, 1 - exp(epsilon - loss)) over drawn outputs, to five standard errors."""
+    """Six steps of one kind and two of another: E max(0, 1 - exp(epsilon - loss)) over drawn outputs.
+
+    The margin is Bernstein's for means of numbers in [0, 1] at a failure probability of 1e-8 for each of the twenty comparisons.
+    """
     plan, generator, loss = [SampledGaussian(0.9, 0.1, 6), SampledGaussian(2.0, 0.5, 2)], np.random.default_rng(5), np.zeros(200_000)
     for m in plan:
         pair = (means, weights), _ = worst_pair(m.sample_rate, group, relation)
@@ -87,7 +82,7 @@ def test_two_mechanisms_by_monte_carlo(relation, group):
     curve = PrivacyCurve(plan, group, relation)
     for value in (0.0, 0.5, 1.0, 2.0):
         draws = np.maximum(0, -np.expm1(np.minimum(value - loss, 0)))
-        assert abs(curve.delta(value) - draws.mean()) <= 5 * draws.std() / len(draws)**0.5 + 1e-5
+        assert abs(curve.delta(value) - draws.mean()) <= 6.2 * draws.std() / len(draws)**0.5 + 13 / len(draws)
 
 
 @pytest.mark.parametrize("sigma, rate, steps", [(0.8838, 1024 / 67349, 197), (1.0, 0.01, 2000), (1.5, 0.25, 100)])
@@ -126,7 +121,7 @@ def test_any_grid_is_an_upper_bound(monkeypatch):
     for relation, group in (("remove", 1), ("add", 1), ("replace", 1), ("remove", 4)):
         fine = PrivacyCurve(plan, group, relation).delta(values)
         with monkeypatch.context() as patch:
-            patch.setattr(guarantee_module, "loss_grid", lambda *ends: loss_grid(*ends)[[0, *range(1, len(loss_grid(*ends)) - 1, 3), -1]])
+            patch.setattr(curve_module, "loss_grid", lambda *ends: loss_grid(*ends)[[0, *range(1, len(loss_grid(*ends)) - 1, 3), -1]])
             coarse = PrivacyCurve(plan, group, relation).delta(values)
         assert (coarse >= fine * (1 - 1e-6) - 1e-12).all() and coarse.sum() > fine.sum()
     grid = loss_grid(-3.0, 5.0, 1e-3, math.exp(-0.02))
@@ -257,7 +252,8 @@ def test_a_group_of_one_is_a_unit_and_larger_groups_cost_more():
         assert values == sorted(values) and values[0] == guarantee.epsilon()
         assert values[1] < group_epsilon([TRAIN, SELECT], 1e-5, 2)
     quiet = Guarantee([SampledGaussian(50.0, 0.01, 3)], target_delta=1e-5, accountant="rdp")
-    assert quiet.epsilon(group=2) == quiet.epsilon() == quiet.replace_epsilon()  # RDP's floor is above the curve
+    assert quiet.epsilon(group=2) == quiet.epsilon()  # RDP's floor is above the curve
+    assert quiet.replace_epsilon() == PrivacyCurve(quiet.mechanisms, relation="replace").epsilon(1e-5) < quiet.epsilon()
     with pytest.raises(BudgetError, match="groups of 50"):
         group_epsilon([TRAIN, SELECT], 1e-5, 50)
     for group in (0, 1001):
@@ -286,9 +282,10 @@ def test_report_names_everything():
                      method="BiTFiT()", run="a1b2", data="cd" * 32).report()
     for text in ("differentially private", "one person", "1.00e-05", "Poisson", "rdp", "flat, bound 0.1", "0.8838", "197 steps",
                  "the two classes", "development accuracy", "fixed seed", "opacus", "add/remove one unit", "select", "BiTFiT()", "a1b2",
-                 "cdcdcdcd", "What it means", "What the unit is", "What is not covered", "guessing finds 1 %", "replace one person",
+                 "What it means", "What the unit is", "What is not covered", "guessing finds 1 %", "replace one person",
                  "the checkpoint in ckpt", "no example moves another's loss"):
         assert text in report, text
+    assert "cdcd" not in report  # no digest of the data
     assert "fixed seed" not in example().report() and "Kept on purpose" not in example().report()
     claimed = float(report.split("(")[1].split(",")[0])
     assert example().epsilon() <= claimed < example().epsilon() + 0.01  # never rounded down
@@ -308,9 +305,11 @@ def test_round_trip(tmp_path, guarantee):
 
 def test_a_file_of_an_older_version_is_read(tmp_path):
     content = {name: value for name, value in example().content().items()
-               if name not in ("run", "data", "method", "ledger_head", "checked", "secrets", "epsilon_replace_one", "tpr_at_1_percent")}
-    (tmp_path / "old.json").write_text(json.dumps(content))
-    assert Guarantee.load(tmp_path / "old.json") == example()
+               if name not in ("run", "method", "ledger_head", "checked", "secrets", "epsilon_replace_one", "tpr_at_1_percent",
+                               "files", "others", "statement")}
+    (tmp_path / "old.json").write_text(json.dumps(content | {"data": "cd" * 32}))
+    found = Guarantee.load(tmp_path / "old.json")
+    assert found == example() and "cdcd" not in repr(found) and "data" not in found.content()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"mechanisms": 3}', "not json"])
@@ -337,7 +336,7 @@ def test_bad_questions(call):
 
 RELEASED = [SampledGaussian(1.1, 0.1, 3, "train"), SampledGaussian(2.0, 0.2, 1, "select")]
 PLAN = {"mechanisms": [asdict(m) for m in RELEASED], "delta": 1e-4, "accountant": "rdp", "clip": 0.5, "clipping": "flat",
-        "data": "ab" * 32, "method": "Full()"}
+        "method": "Full()"}
 
 
 def saved(folder: Path, seal: bool = True) -> Path:
@@ -350,7 +349,7 @@ def saved(folder: Path, seal: bool = True) -> Path:
         ledger.spend("demo", "select", 0, "digest")
         ledger.finish("demo")
         stated = Guarantee(ledger.spent("demo"), target_delta=1e-4, spent=ledger.spent("demo"), planned=RELEASED, accountant="rdp",
-                           clip=0.5, run="demo", data="ab" * 32, method="Full()", ledger_head=ledger.head, uncharged=["dev accuracy"],
+                           clip=0.5, run="demo", method="Full()", ledger_head=ledger.head, uncharged=["dev accuracy"],
                            assumed_public=["the size"], versions={"opacus": "1"})
         if seal:
             stated.seal(ledger)
@@ -368,7 +367,7 @@ def changed(folder: Path, **fields) -> Path:
 def test_an_honest_run_is_verified(tmp_path):
     sentences = verify(saved(tmp_path))
     for text in ("all rows in place", "the last when the guarantee was stated", "3 steps, as charged", "computed again with rdp",
-                 "as sealed", "the same claim", "accountant, data, method, clip, clipping"):
+                 "as sealed", "the same claim", "accountant, method, clip, clipping", "never sealed, nor the rest"):
         assert any(text in sentence for sentence in sentences), text
     assert verify(tmp_path / "guarantee.json", tmp_path / "ledger.sqlite") == sentences
     with Ledger(tmp_path / "ledger.sqlite") as ledger:  # others may go on
@@ -384,7 +383,7 @@ def other_value(value):
         return value * 0.5
     if isinstance(value, str):
         return {"rdp": "prv", "flat": "automatic"}.get(value, value + "x")
-    return {**value, "opacus": "2"} if isinstance(value, dict) else value[:-1] if value else ["x"]
+    return {**value, "trust": "nobody"} if isinstance(value, dict) else value[:-1] if value else ["x"]
 
 
 @pytest.mark.parametrize("name", sorted(set(example().content()) - {"private"}))
@@ -396,7 +395,7 @@ def test_every_changed_field_is_caught(tmp_path, name):
         verify(tmp_path)
 
 
-RECORDED = ["mechanisms", "spent", "planned", "target_delta", "accountant", "clip", "clipping", "method", "data", "run", "ledger_head",
+RECORDED = ["mechanisms", "spent", "planned", "target_delta", "accountant", "clip", "clipping", "method", "run", "ledger_head",
             *READINGS]
 
 
@@ -498,6 +497,222 @@ def test_the_command(run, tmp_path):
     assert status == 1 and err.startswith("dpft: epsilon: the guarantee says 0.1") and err.count("\n") == 1
     status, _, err = run("verify", tmp_path, "--ledger", tmp_path / "none")
     assert status == 1 and "no ledger" in err and err.count("\n") == 1
+
+
+# --- what is stated ---------------------------------------------------------------------------------------------------
+
+PLANNED = SampledGaussian(1.0, 0.1, 40, "train")
+TWICE = SampledGaussian(combined_multiplier([1.0, 1.0]), 0.1, 2, "train")
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_stopped_run_states_the_epsilon_of_its_plan(accountant):
+    """Stopped after 5 of 40 steps, it stated 1.12 instead of 3.00: an odometer, which a curve does not support."""
+    spent = [replace(PLANNED, steps=5)]
+    stopped = Guarantee(spent, target_delta=1e-5, spent=spent, planned=[PLANNED], accountant=accountant)
+    assert stopped.epsilon() == epsilon(PLANNED, 1e-5, accountant) and stopped.stated == [PLANNED]
+    whole = Guarantee([PLANNED], target_delta=1e-5, spent=[PLANNED], planned=[PLANNED], accountant=accountant)
+    assert (stopped.tpr(0.01), stopped.replace_epsilon(), stopped.epsilon(group=3)) == (
+        whole.tpr(0.01), whole.replace_epsilon(), whole.epsilon(group=3))
+    assert "stopped before the end of its plan" in stopped.report() and "stopped before" not in whole.report()
+    assert Guarantee([], target_delta=1e-5, planned=[PLANNED], private=True).epsilon() == 0  # nothing was released
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_repeated_draws_are_stated_at_the_order_of_the_plan(accountant):
+    spent = [replace(PLANNED, steps=38), TWICE]
+    run = Guarantee(spent, target_delta=1e-5, spent=spent, planned=[PLANNED], accountant=accountant)
+    order = min(rdp_orders(), key=lambda a: epsilon_at_order([PLANNED], 1e-5, a))
+    assert run.epsilon() == epsilon_at_order(spent, 1e-5, order) > epsilon(PLANNED, 1e-5, "rdp")
+    assert run.epsilon(1e-7) == epsilon_at_order(spent, 1e-7, order)  # another delta, the same order
+    assert run.epsilon(group=2) >= PrivacyCurve(spent, 2).epsilon(1e-5) and "Some batches gave more" in run.report()
+    assert run.epsilon(run.delta(4.0)) <= 4.0
+
+
+@given(st.integers(0, 60), st.integers(0, 10), st.integers(0, 60), st.integers(0, 10))
+def test_what_must_be_answered_for_covers_what_was_spent_and_planned(once, twice, planned, selected):
+    spent = [m for m in (replace(PLANNED, steps=once), replace(TWICE, steps=twice), replace(SELECT, steps=3)) if m.steps]
+    plan = [replace(PLANNED, steps=planned), replace(SELECT, steps=selected)]
+    found = answered_for(spent, plan)
+    assert sum(m.steps for m in found if m.name == "train") == max(once + twice, planned)
+    assert sum(m.steps for m in found if m.name == "select") == max(3, selected)
+    assert sum(m.steps / m.noise_multiplier**2 for m in found) >= sum(m.steps / m.noise_multiplier**2 for m in spent) - 1e-9
+    assert beyond_plan(found, plan) == bool(twice or once > planned or selected < 3)
+    assert answered_for(spent, []) == spent and not beyond_plan(spent, [])
+
+
+def test_trials_of_a_search_answer_for_their_plans_together():
+    label = "train, 3 trials"
+    spent, planned = [SampledGaussian(1.0, 0.1, 120, label)], [SampledGaussian(1.0, 0.1, 120, label)]
+    assert answered_for(spent, planned) == spent and not beyond_plan(spent, planned)
+    assert answered_for(spent, [PLANNED] * 3) == spent and not beyond_plan(spent, [PLANNED] * 3)
+
+
+# --- words for an officer ---------------------------------------------------------------------------------------------
+
+
+def test_a_large_epsilon_is_a_warning_and_never_a_large_number():
+    loud = Guarantee([SampledGaussian(0.05, 0.5, 100)], target_delta=1e-5, accountant="rdp")
+    report = loud.report()
+    assert loud.epsilon() > 1000 and "Caution: epsilon is above 10" in report.split("What it means")[0]
+    assert "may be more than 1,000" in report and "e+" not in report.split("| | |")[0]
+    assert "Caution" not in example().report() and f"at most a factor of {math.exp(example().epsilon()):.3g}," in example().report()
+
+
+def test_replacing_is_stated_as_such():
+    text = example().report()
+    assert f"epsilon is {example().replace_epsilon():.2f}" in text and example().replace_epsilon() != example().epsilon()
+    quiet = Guarantee([SampledGaussian(50.0, 0.01, 3)], target_delta=1e-5, accountant="rdp").report()
+    assert "rdp is the looser way to count" in quiet and "looser way" not in example(accountant="prv").report()
+
+
+def test_what_people_know_is_stated_or_said_to_be_missing():
+    report = example().report()
+    for question in ("data set, name and date", "owner of the data", "utility for subgroups", "licences", "retention",
+                     "who sees data, checkpoints, ledger and logs"):
+        assert f"| {question} | not stated |" in report
+    told = example(statement=Statement(data_owner="the clinic", retention="five years")).report()
+    assert "| owner of the data | the clinic |" in told and "| retention | five years |" in told and "not stated" in told
+
+
+@pytest.mark.parametrize("others, text", [(True, "has charged more than this run"), (False, "charged nothing else"),
+                                          (None, "are not counted here")])
+def test_other_runs_are_named_without_numbers(others, text):
+    assert text in example(others=others).report()
+
+
+# --- a folder that was published --------------------------------------------------------------------------------------
+
+
+def folder_of(place: Path, others: int = 0, seed: str = "a", ledger: str = "owner.sqlite", **changes) -> Path:
+    """What a run publishes, with stand-ins for the weights."""
+    folder = place / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"weights" * 10)
+    (folder / "dpft.json").write_text("{}")
+    with Ledger(place / ledger, who="Anna Agnew") as book:
+        plan = PLAN | {"data": book.mac("the data")}
+        for number in range(others):
+            book.begin(f"other {number}", plan)
+        book.begin("demo", plan)
+        for name, t in (("train", 0), ("train", 1), ("train", 2), ("select", 0)):
+            book.spend("demo", name, t, book.mac(f"{seed} {name} {t}"))
+        book.finish("demo")
+        fields = {"target_delta": 1e-4, "spent": book.spent("demo"), "planned": RELEASED, "accountant": "rdp", "clip": 0.5,
+                  "run": "demo", "method": "Full()", "ledger_head": book.head, "versions": {}, "data": "cd" * 32}
+        Guarantee(book.spent("demo"), **(fields | changes)).publish(folder, book, "## How to load\n")
+    return folder
+
+
+def test_a_published_folder_is_verified_by_its_own_ledger_and_by_the_owners(tmp_path):
+    folder = folder_of(tmp_path)
+    for ledger in (None, tmp_path / "owner.sqlite"):
+        sentences = verify(folder, ledger)
+        for text in ("model.safetensors and the model card", "3 files in all", "as sealed", "3 steps, as charged", "all rows in place"):
+            assert any(text in sentence for sentence in sentences), text
+    assert (folder / "README.md").read_text().endswith("## How to load\n")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("model.safetensors", b"other weights", "model.safetensors was changed"),
+    ("model.safetensors", None, "model.safetensors is missing"),
+    ("README.md", None, "README.md is missing"),
+    ("README.md", "prefix", "README.md was changed"),
+    ("README.md", "suffix", "README.md was changed"),
+    ("dpft.json", b"[]", "dpft.json was changed"),
+    ("pytorch_model.bin", b"other weights", "pytorch_model.bin was added"),
+    ("peft/adapter_model.safetensors", b"other weights", "adapter_model.safetensors was added"),
+    ("CLAIMS.md", b"anonymous", "CLAIMS.md was added")])
+def test_weights_card_and_claims_are_bound(tmp_path, name, content, message):
+    """Swapped weights, a prefixed claim and a missing card passed."""
+    path = folder_of(tmp_path) / name
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        lie = "**(0.01, 1e-09)-differentially private** for any group.\n"
+        path.write_text(lie + path.read_text() if content == "prefix" else path.read_text() + lie)
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    with pytest.raises(VerificationError, match=message):
+        verify(tmp_path / "model")
+
+
+def test_weights_that_are_relisted_break_the_seal(tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    content = json.loads((folder / "guarantee.json").read_text())
+    content["files"]["model.safetensors"] = hashlib.sha256(b"other weights").hexdigest()
+    (folder / "guarantee.json").write_text(json.dumps(content))
+    with pytest.raises(VerificationError, match="not the one that was sealed"):
+        verify(folder)
+
+
+def test_a_folder_made_up_as_a_whole_passes_alone_and_fails_against_the_owners_ledger(tmp_path):
+    """What no check of the folder can catch; it is said in the chapter."""
+    folder = folder_of(tmp_path)
+    with Ledger(tmp_path / "forged.sqlite") as book:
+        less = [replace(RELEASED[0], steps=1)]
+        book.begin("demo", PLAN | {"mechanisms": [asdict(m) for m in less]})
+        book.spend("demo", "train", 0, "x")
+        book.finish("demo")
+        Guarantee(less, target_delta=1e-4, spent=less, planned=less, accountant="rdp", clip=0.5, run="demo", method="Full()",
+                  versions={}).publish(folder, book)
+    assert verify(folder)
+    with pytest.raises(VerificationError):
+        verify(folder, tmp_path / "owner.sqlite")
+
+
+def test_other_files_that_say_nothing_are_left_alone(tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / ".gitattributes").write_text("x")
+    (folder / "LICENSE").write_text("x")
+    assert verify(folder)
+
+
+def test_what_is_published_depends_on_neither_data_nor_other_runs_nor_digests(tmp_path):
+    """The same run with other keys, other sums and another number of other runs: the same bytes, but for whether there are others."""
+    folders = []
+    for number, (others, seed) in enumerate([(0, "a"), (0, "b"), (1, "a"), (4, "c")]):
+        (tmp_path / str(number)).mkdir()
+        folders.append(folder_of(tmp_path / str(number), others, seed))
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
+    assert contents[0] == contents[1] and contents[2] == contents[3]
+    different = {name for name in contents[0] if contents[0][name] != contents[2][name]}
+    assert different == {"README.md", "guarantee.json", "ledger.sqlite"}
+    for content in contents:
+        for text in (b"Anna", b"other ", b"cdcdcd"):
+            assert not any(text in whole for name, whole in content.items() if name != "README.md"), text
+    assert b"has charged more" in contents[3]["README.md"] and b"cdcd" not in contents[3]["README.md"]
+
+
+def test_a_selection_does_not_say_whether_there_were_other_runs(tmp_path):
+    from dpft.tuning import TrialLaw, TunedGuarantee
+    contents = []
+    for number, others in enumerate((0, 3)):
+        place = tmp_path / str(number)
+        folder = folder_of(place) if place.mkdir() else folder_of(place, others)
+        with Ledger(place / "owner.sqlite") as book:
+            TunedGuarantee(book.spent("demo"), target_delta=1e-4, spent=book.spent("demo"), planned=RELEASED, accountant="rdp", clip=0.5,
+                           run="demo", method="Full()", versions={}, law=TrialLaw("poisson", 4.0)).publish(folder, book)
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert verify(folder) if number == 0 else True
+    assert contents[0] == contents[1]
+
+
+def test_publishing_again_replaces_what_was_published(tmp_path):
+    first = {path.name: path.read_bytes() for path in folder_of(tmp_path).iterdir()}
+    assert first == {path.name: path.read_bytes() for path in folder_of(tmp_path).iterdir()} and verify(tmp_path / "model")
+
+
+def test_a_run_without_privacy_is_published_without_a_ledger(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "ledger.sqlite").write_bytes(b"of an earlier run")
+    Guarantee([], target_delta=1e-4).publish(tmp_path)
+    assert not (tmp_path / "ledger.sqlite").exists() and "promises nothing" in verify(tmp_path)[0]
+    (tmp_path / "README.md").write_text("(0.1, 1e-9)-differentially private")
+    with pytest.raises(VerificationError, match="README.md was changed"):
+        verify(tmp_path)
 
 
 # --- sentences -------------------------------------------------------------------------------------------------------

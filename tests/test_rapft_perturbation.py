@@ -21,7 +21,8 @@ from dpft.gradients import Block, Partition, gradients, per_example_gradients, t
 from dpft.guarantee import Guarantee, verify
 from dpft.privacy import Ledger
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
-from dpft.rapft.perturbation import AS_PUBLISHED, allocate, optimal_noise, relevance_blocks
+from dpft.rapft.mask import AS_PUBLISHED
+from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
 from dpft.training import Context, Engine, Method, fine_tune, scaled_blocks
 
 # The mask
@@ -428,7 +429,8 @@ def test_a_part_of_another_method_cannot_hide_it():
     (dict(allocation="weighted", preference=0.0), "preference=0.0"), (dict(allocation="weighted", preference=math.inf), "preference=inf"),
     (dict(warmup_steps=-1), "warmup_steps=-1"), (dict(warmup_steps=1.5), "warmup_steps=1.5"), (dict(relevance_clip=0.0), "relevance_clip"),
     (dict(relevance_rate=0.0), "relevance_rate=0.0"), (dict(relevance_rate=1.1), "relevance_rate=1.1"),
-    (dict(ranks="all"), "ranks='all'"), (dict(rounding="down"), "rounding='down'"), (dict(level="layer"), "level='layer'"), (dict(ranking="size"), "ranking='size'"), (dict(init="best"), "init='best'"),
+    (dict(ranks="all"), "ranks='all'"), (dict(rounding="down"), "rounding='down'"),
+    (dict(level="layer"), "level='layer'"), (dict(ranking="size"), "ranking='size'"), (dict(init="best"), "init='best'"),
     (dict(p=0.0), "p=0.0"), (dict(k=0), "k=0"), (dict(inits="naive"), "no option 'inits'")])
 def test_bad_settings_are_refused_when_it_is_made(bad, told):
     with pytest.raises(ValueError, match=told):

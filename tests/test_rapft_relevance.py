@@ -672,8 +672,8 @@ def test_relevance_reaches_attention_that_is_written_out_and_encoder_decoders(na
     torch.manual_seed(0)
     model, batch = OTHERS[name]().double().eval(), other_batch(name)
     before = logits(model, batch)
-    with relevance_rules(model):
-        assert torch.equal(logits(model, batch), before)
+    with relevance_rules(model):                                                 # what T5 adds in place is laid out in memory anew
+        torch.testing.assert_close(logits(model, batch), before, rtol=1e-12, atol=1e-12)
     assert torch.equal(logits(model, batch), before)                             # and everything is as it was
     whole = relevance_map(model, [batch])
     apart = relevance_map(model, [select_rows(batch, torch.tensor([i])) for i in range(3)])

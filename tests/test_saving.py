@@ -17,19 +17,21 @@ from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
 from dpft.composition import Chain
 from dpft.data import TableData
+from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
-from dpft.privacy import Ledger
 from dpft.saving import (
     ADAPTER,
     PART,
     add_again,
     additions,
     base_name,
+    check_target,
     frozen_fingerprint,
     how_to_load,
     note_addition,
     restores,
     stored_name,
+    write_model,
 )
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
@@ -336,3 +338,40 @@ def test_added_biases_survive_save_pretrained_and_copies(bases, tmp_path):
     assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits) and torch.equal(model(ids).logits, twin.eval()(ids).logits)
     assert sorted(remove_added(twin)) == sorted(added) and not biases(twin) and biases(model)
     assert torch.equal(twin(ids).logits, pretrained(bases, "llama").eval()(ids).logits) and additions(twin) == []
+
+
+# --- a place to save in -----------------------------------------------------------------------------------------------
+
+
+def test_a_place_is_checked_before_anything_is_paid_for(tmp_path):
+    assert check_target(tmp_path / "new" / "run") == tmp_path / "new" / "run" and list((tmp_path / "new" / "run").iterdir()) == []
+    assert check_target(tmp_path / "new" / "run")  # an empty folder is welcome
+    (tmp_path / "file").write_text("notes")
+    with pytest.raises(ValueError, match="file is a file"):
+        check_target(tmp_path / "file", overwrite=True)
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_target(tmp_path / "file" / "run")
+    with pytest.raises(ValueError, match="has room for .* and the run needs"):
+        check_target(tmp_path / "big", room=2**62)
+    assert (tmp_path / "file").read_text() == "notes"
+
+
+@pytest.mark.parametrize("name", ["dpft.json", "guarantee.json", "README.md"])
+def test_nothing_is_replaced_unless_asked(tmp_path, name):
+    (tmp_path / name).write_text("somebody's")
+    with pytest.raises(ValueError, match=f"holds {name} already, .*overwrite=True"):
+        check_target(tmp_path)
+    assert check_target(tmp_path, overwrite=True) == tmp_path and (tmp_path / name).read_text() == "somebody's"
+
+
+def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_touched(tmp_path):
+    folder, outside = tmp_path / "run", tmp_path / "outside.txt"
+    folder.mkdir()
+    outside.write_text("mine")
+    (folder / "dpft.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "guarantee.json").write_text(json.dumps({"files": {"tokenizer.json": "", "../outside.txt": ""}}))
+    model = nn.Linear(2, 2)
+    write_model(model, ["weight", "bias"], folder)
+    assert not (folder / "tokenizer.json").exists() and (folder / "notes.txt").exists() and outside.read_text() == "mine"

@@ -300,13 +300,21 @@ def test_collators_of_transformers(kind, tokenizer):
                "seq2seq": DataCollatorForSeq2Seq(tokenizer), "default": default_data_collator}[kind]
     labels = [0, 1] if kind in ("padding", "default") else [[1, 2], [3]]
     ids = [[2, 3], [4, 5]] if kind == "default" else [[2, 3], [4]]
-    data = Dataset.from_dict({"input_ids": ids, "labels" if kind != "padding" else "label": labels, "idx": [0, 1]})
+    data = Dataset.from_dict({"input_ids": ids, "labels" if kind != "padding" else "label": labels, "idx": [0, 1], "sentence": ["a", "b"]})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for rows in (prepare(zoo.build("bert")[0], data).train, Selected(data, {"input_ids": "input_ids", data.column_names[1]: "labels"})):
-            batch = gather(rows, [1, 0], collate)
-            assert type(batch) is dict and batch["input_ids"].tolist() == ([[4, 5], [2, 3]] if kind == "default" else [[4, 0], [2, 3]])
-            assert batch["labels"].tolist() == ([1, 0] if labels == [0, 1] else [[3, -100], [1, 2]])
+        rows = prepare(zoo.build("bert")[0], data, unit=None, collate_fn=collate).train
+        assert rows[0].keys() == set(data.column_names) - {"idx", "sentence"}
+        batch = gather(rows, [1, 0], collate)
+        assert type(batch) is dict and batch["input_ids"].tolist() == ([[4, 5], [2, 3]] if kind == "default" else [[4, 0], [2, 3]])
+        assert batch["labels"].tolist() == ([1, 0] if labels == [0, 1] else [[3, -100], [1, 2]])
+
+
+def test_a_collator_of_ones_own_gets_the_items_as_they_are():
+    rows = [{"input_ids": [5, 0], "attention_mask": [1, 0], "weight": 0.5, "label": i % 2, "user": "ann", "idx": i} for i in range(4)]
+    ready = prepare(zoo.build("bert")[0], rows, unit="user", collate_fn=list)
+    assert gather(ready.train, [1], list) == [{"input_ids": [5, 0], "attention_mask": [1, 0], "weight": 0.5, "label": 1}]
+    assert ready.schema.unit == "user"
 
 
 def test_a_tokenised_data_set_trains_with_a_collator_of_transformers(tokenizer):
@@ -314,7 +322,8 @@ def test_a_tokenised_data_set_trains_with_a_collator_of_transformers(tokenizer):
 
     torch.manual_seed(0)
     for collate in (None, DataCollatorWithPadding(tokenizer)):
-        run = dpft.fine_tune(zoo.build("bert")[0].float(), prepare(zoo.build("bert")[0], tokenised(24)).train, dpft.BiTFiT(),
+        ready = prepare(zoo.build("bert")[0], tokenised(24), collate_fn=collate)
+        run = dpft.fine_tune(zoo.build("bert")[0].float(), ready.train, dpft.BiTFiT(),
                              noise_multiplier=1.0, steps=2, batch_size=8, delta=1e-3, accountant="rdp", collate_fn=collate, progress=False)
         assert run.epsilon > 0
 

@@ -12,12 +12,15 @@ from scipy import stats
 from test_processes import Ranks, engine, net, run_all, tune, weights
 
 import dpft
-from dpft import training
+import dpft.step as step_module
 from dpft.auditing import Stopped, stopping
 from dpft.guarantee import Guarantee, assumptions, verify
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, secure_std
-from dpft.privacy import Ledger, SampledGaussian
-from dpft.training import CheckpointError, check_secure
+from dpft.ledger import Ledger
+from dpft.privacy import SampledGaussian
+from dpft.step import Releases
+from dpft.engine import check_secure
+from dpft.store import CheckpointError
 
 # the grid --------------------------------------------------------------------------------------------------------------------------
 
@@ -200,13 +203,13 @@ def test_secure_mode_changes_the_noise_and_not_the_sums_nor_the_budget():
 def test_what_a_method_asks_for_is_released_on_the_grid_too(monkeypatch):
     from test_training import Selecting
 
-    seen, honest = [], dpft.Engine.secured
+    seen, honest = [], Releases.perturbed
 
     def spy(self, total, std, *context):
-        seen.append((context[1], std, honest(self, total, std, *context)))
+        seen.append((context[0], std, honest(self, total, std, *context)))
         return seen[-1][2]
 
-    monkeypatch.setattr(dpft.Engine, "secured", spy)
+    monkeypatch.setattr(Releases, "perturbed", spy)
     method = Selecting()
     e = run_all(engine(method=method, secure_mode=True, epsilon=2.0))
     asked = [(std, value) for name, std, value in seen if name == "count"]
@@ -232,7 +235,7 @@ def test_a_resumed_run_ends_bit_identical_and_pays_once(tmp_path, seed):
 def test_a_run_does_not_change_its_mode(tmp_path, first):
     with pytest.raises(Stopped):
         tune(checkpoint=tmp_path, secure_mode=first, optimizer=stopping(4), learning_rate=0.05)
-    with pytest.raises(CheckpointError, match="another secure mode"):
+    with pytest.raises(CheckpointError, match="another secure_mode"):
         tune(checkpoint=tmp_path, secure_mode=not first, learning_rate=0.05)
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         assert [ledger.plan(run).get("secure_mode", False) for run in ledger.runs()] == [first]
@@ -253,7 +256,7 @@ def test_no_other_generator_is_asked_on_any_device(monkeypatch):
     e.keystream.secure_normal((5,), "a")
     with pytest.raises(TypeError):
         e.keystream.normal((5,), 1.0, "a", device="meta")
-    assert e.secured(total, 1.0, "a").device.type == "meta"
+    assert e.releases.perturbed(total, 1.0, "a").device.type == "meta"
 
 
 # two processes ---------------------------------------------------------------------------------------------------------------------
@@ -262,17 +265,17 @@ def test_no_other_generator_is_asked_on_any_device(monkeypatch):
 def one_step(**settings):
     "The rounded sums of this process, and the gradients that all have."
     e = engine(secure_mode=True, seed=0, **settings)
-    own, honest = {}, training.on_grid
+    own, honest = {}, step_module.on_grid
 
     def spy(values, step):
         own[len(own)] = (honest(values, step), step)
         return own[len(own) - 1][0].clone()
 
-    training.on_grid = spy
+    step_module.on_grid = spy
     try:
         next(iter(e)).take()
     finally:
-        training.on_grid = honest
+        step_module.on_grid = honest
     return [(value.numpy(), step.numpy()) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
 
 

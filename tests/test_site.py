@@ -79,6 +79,12 @@ def test_references_in_code_lead_to_what_they_name(site):
         '<a href="../../references.html#ref-paper" title="in the references">@paper</a>, not @lem-b or me@paper.</span></pre> @lem-a')
 
 
+def test_a_term_of_the_glossary_can_be_led_to(site):
+    page = "<ul><li><p><strong>Rényi DP</strong>, one.</p></li>\n<li><strong>privacy unit</strong> two <strong>not a term</strong></li></ul>"
+    assert site.with_terms(page) == page.replace("<li><p>", '<li id="term-r-nyi-dp"><p>').replace(
+        "<li><strong>", '<li id="term-privacy-unit"><strong>')
+
+
 def section(number, *links, show=" show"):
     items = "".join(f'<li class="sidebar-item"><a href="{link}" class="sidebar-item-text sidebar-link">x</a></li>' for link in links)
     return (f'<li class="sidebar-item sidebar-item-section"><a aria-expanded="true">Part</a>'

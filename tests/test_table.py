@@ -83,8 +83,10 @@ def built(name):
     """A model in float64 with statistics of its own frozen, and a batch of three different examples."""
     torch.manual_seed(0)
     model = ALL[name]()
+    if name == "Mixtral":
+        model.set_experts_implementation("eager")                                # the grouped kernel knows no float64
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 40, (3, 6), generator=generator)
+    ids = torch.stack([torch.randperm(37, generator=generator)[:6] + 3 for _ in range(3)])  # no token twice: positions pass for tokens
     if name in IMAGES:
         pixels = torch.randn(3, 3, 16, 16, generator=generator)
         if name == "ResNet":
@@ -113,7 +115,7 @@ def started(name, method):
 
 
 CASES = [pytest.param(name, method, marks=[pytest.mark.xfail(reason=WAITS[name, method], strict=False)] if (name, method) in WAITS else [])
-         for name in ALL for method in METHODS]
+         for name in ALL for method in METHODS if name in WITHOUT_BIASES or method != "BiTFiT-Add"]
 
 
 @pytest.mark.parametrize("name,method", CASES)
@@ -134,7 +136,7 @@ def test_the_clipped_sum_is_autograds_one_example_at_a_time(name, method):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name,method", [case for case in CASES if case.values[1] in ("Full", "LoRA")])
+@pytest.mark.parametrize("name,method", [case for case in CASES if case.values[1] == "Full"])
 def test_one_private_step_runs_and_moves_what_trains(name, method):
     if started(name, method) is None:
         return

@@ -21,10 +21,15 @@ import dpft
 from streams import one_stream
 
 from dpft.auditing import Stopped, stopping
-from dpft.data import TableData, TensorData
+from dpft.datasets import TableData, TensorData
 from dpft.gradients import clipped_sum, per_example_gradients
-from dpft.privacy import Ledger, LedgerError, Request, SampledGaussian, epsilon
-from dpft.training import CheckpointError, Method, Store, make_optimizer, make_plan, make_schedule, scaled_blocks, set_modes
+from dpft.ledger import Ledger, LedgerError
+from dpft.privacy import Request, SampledGaussian, epsilon
+from dpft.loop import Average, make_optimizer, make_schedule
+from dpft.method import Method
+from dpft.plan import make_plan, scaled_blocks
+from dpft.step import Step, set_modes
+from dpft.store import CheckpointError, Store
 
 
 def net(seed=0, dropout=0.0):
@@ -297,11 +302,11 @@ def test_dropout_is_keyed_by_step_so_that_a_replay_is_the_same_and_the_users_gen
     e = engine(net(dropout=0.5))
     sums = []
     for _ in range(2):
-        step = dpft.training.Step(e)
+        step = Step(e)
         for batch in step:
             step.add(batch)
         sums.append(torch.cat([v.flatten() for v in step.sums.values()]))
-    step = dpft.training.Step(e)
+    step = Step(e)
     batches = list(step)
     torch.manual_seed(3)
     step.add(batches[0])
@@ -357,7 +362,7 @@ def test_schedules():
 
 def test_the_average_is_that_of_the_iterates_with_a_warm_up():
     p = nn.Parameter(torch.tensor([1.0]))
-    average, wanted = dpft.training.Average(0.15, [p]), 1.0
+    average, wanted = Average(0.15, [p]), 1.0
     for t, value in enumerate((2.0, 3.0, 5.0)):
         p.data.fill_(value)
         average.update()
@@ -599,7 +604,7 @@ def test_public_rows_that_are_private_too_are_refused():
 
 
 def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
-    from dpft.bench import LiveBytes
+    from dpft.book.contenders import LiveBytes
 
     peaks = []
     for expected in (30, 240):

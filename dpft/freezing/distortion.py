@@ -8,7 +8,6 @@ __all__ = ['Batches', 'Weigh', 'each_batch', 'stream', 'true_gradient', 'everyth
            'clip_groups', 'status_changes']
 
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-imports
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

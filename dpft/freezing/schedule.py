@@ -6,7 +6,7 @@
 __all__ = ['NORMS', 'Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'LAST_STEPS', 'PAPER', 'unwrapped', 'stacks', 'block_lists',
            'is_encoder_decoder', 'stacked', 'LayerTracer', 'parameters_of', 'traced', 'in_sequence', 'pieces_of', 'why',
            'is_vector', 'settled', 'layers', 'called', 'lower_half', 'whole_numbers', 'check_steps', 'check_count',
-           'ordered', 'LayerFreeze', 'paper_settings']
+           'ordered', 'stages', 'LayerFreeze', 'paper_settings']
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Iterable, Sequence
@@ -40,12 +40,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def stacks(root: nn.Module) -> list[str]:
     "Names of the lists of blocks that are in no other list."
     lists = [name for name, module in root.named_modules()
-             if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())]
+             if isinstance(module, nn.ModuleList)
+             and any(True for _ in module.parameters())]
     return [name for name in lists
             if not any(name.startswith(f"{other}.") for other in lists)]
 
 def block_lists(root: nn.Module) -> list[str]:
-    "The lists of blocks of a Transformer in forward order; none where that is not known."
+    """The lists of blocks of a Transformer in forward order.
+
+    None where that is not known.
+    """
     found = stacks(root)
     if len(found) > 1:    # an encoder comes before its decoder; towers have no order
         return found if is_encoder_decoder(root) else []
@@ -69,7 +73,7 @@ def stacked(root: nn.Module, lists: Sequence[str]) -> list[Piece]:
         for block in root.get_submodule(blocks).children():
             count += 1
             inside |= {id(parameter): count for parameter in block.parameters()}
-        count += 1                                   # a place for what follows this list
+        count += 1  # a place for what follows this list
         ends.append(count)
     place: dict[nn.Parameter, int] = {}
     now = 0                                          # where what is in no list belongs
@@ -82,7 +86,7 @@ def stacked(root: nn.Module, lists: Sequence[str]) -> list[Piece]:
     return [[p for p, number in place.items() if number == wanted]
             for wanted in range(count + 1)]
 
-# %% ../../nbs/43_freezing_schedule.ipynb #schedule-trace
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-tracer
 # what a value is asked for besides its numbers
 SIDE = {"size", "dim", "numel", "shape", "ndim", "dtype", "device"}
 
@@ -104,6 +108,7 @@ def parameters_of(root: nn.Module, node: fx.Node) -> Piece:
     value = getattr(root.get_submodule(path), name) if node.op == "get_attr" else None
     return [value] if isinstance(value, nn.Parameter) else []
 
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-trace
 def traced(root: nn.Module) -> list[Piece]:
     "The parameters between the waists of the forward pass; @def-layer."
     nodes = list(LayerTracer().trace(root).nodes)[:-1]  # without the output
@@ -128,6 +133,8 @@ def traced(root: nn.Module) -> list[Piece]:
                             *(place.get(user, len(nodes)) for user in node.users)])
     return pieces
 
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-in-sequence
+#| code-fold: true
 def in_sequence(root: nn.Sequential) -> list[Piece]:
     """The modules of a chain, one by one, for a pass that cannot be followed inside
     them."""
@@ -136,12 +143,16 @@ def in_sequence(root: nn.Sequential) -> list[Piece]:
                           else [list(module.parameters())])]
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-pieces
-UNORDERED = ("{0}: its layers cannot be put in order ({1}); name them yourself, first to "
-             "last with the head at the end: "
-             "LayerFreeze(…, order=['stem', ['block1', 'block2'], 'head'])")
+UNORDERED = (
+    "{0}: its layers cannot be put in order ({1}); name them yourself, first to "
+    "last with the head at the end: "
+    "LayerFreeze(…, order=['stem', ['block1', 'block2'], 'head'])")
 
 def pieces_of(root: nn.Module) -> list[Piece]:
-    "Parameters in forward order, one set for each layer; ValueError when no order is seen."
+    """Parameters in forward order, one set for each layer.
+
+    ValueError when no order is seen.
+    """
     if blocks := block_lists(root):
         return stacked(root, blocks)
     try:
@@ -149,7 +160,8 @@ def pieces_of(root: nn.Module) -> list[Piece]:
     except Exception as error:  # a forward function may do, and so stop with, anything
         if isinstance(root, nn.Sequential):
             return in_sequence(root)
-        raise ValueError(UNORDERED.format(type(root).__name__, why(root, error))) from error
+        raise ValueError(UNORDERED.format(type(root).__name__,
+                                          why(root, error))) from error
 
 def why(root: nn.Module, error: Exception) -> str:
     "Why a pass has no visible order: stacks side by side, or what stopped the tracing."
@@ -218,30 +230,31 @@ def lower_half(count: int) -> int:
     """
     return min(-(-count // 2), count - 1)
 
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-whole-numbers
+#| code-fold: true
 def whole_numbers(
     name: str,
     value: int | Sequence[int],
     least: int,
 ) -> list[int]:  # increasing
     "One number or several as a list; ValueError on anything that is no schedule."
-    numbers = [value] if isinstance(value,
-                                    int) else [] if isinstance(value,
-                                    str) else list(value) if isinstance(value,
-                                    Iterable) else []
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    numbers = list(value) if several else [value]  # type: ignore[arg-type, list-item]
     if not numbers or any(isinstance(number, bool) or not isinstance(number, int)
                           for number in numbers):
         raise ValueError(
-            f"{name}={value!r} must be a whole number or a list of them, fixed before "
-            "the run: looking at private data to "
-            "choose it has a price, which dpft.tuning.tune pays")
-    if min(numbers) < least or any(later <= earlier
-                                   for earlier, later in zip(numbers, numbers[1:],
-                                                             strict=False)):
+            f"{name}={value!r} must be a whole number or a list of them, fixed "
+            "before the run: looking at private data to choose it has a "
+            "privacy cost, which dpft.tuning.tune accounts for")
+    rising = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    if min(numbers) < least or not rising:
         raise ValueError(
-            f"{name}={value!r} must be {least} or more, and each number of a list "
-            "larger than the one before it")
+            f"{name}={value!r} must be {least} or more, and each number of a "
+            "list larger than the one before it")
     return numbers
 
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-check-fit
+#| code-fold: true
 def check_steps(after: Sequence[int], steps: int) -> None:
     "ValueError when a time to freeze lies outside the run."
     if after[0] < 0:
@@ -291,6 +304,27 @@ def ordered(
             f"order={list(order)!r} must name two layers at least, the last of which, "
             "the head, is never frozen")
     return found
+
+# %% ../../nbs/43_freezing_schedule.ipynb #schedule-staged
+def stages(
+    model: nn.Module,
+    counts: Sequence[int] | None,  # layers of each stage; None: the lower half
+    times: Sequence[int],                     # steps after which they freeze
+    order: Sequence[str | Sequence[str]] | None,
+    trains: Sequence[nn.Parameter],
+) -> list[tuple[int, Piece]]:
+    "When to freeze what; ValueError when that would leave nothing of what trains."
+    found = layers(model) if order is None else ordered(model, order)
+    counts = [lower_half(len(found))] if counts is None else counts
+    check_count(counts, found)
+    lower = {parameter for layer in found[:counts[-1]]
+             for parameter in layer.parameters}
+    if lower.issuperset(trains):
+        raise ValueError(
+            f"all that trains lies in the first {counts[-1]} of {len(found)} "
+            "layers, so nothing would be left; freeze fewer")
+    return [(time, [p for layer in found[:count] for p in layer.parameters])
+            for time, count in zip(times, counts, strict=True)]
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-method
 class LayerFreeze(Method):
@@ -342,45 +376,28 @@ class LayerFreeze(Method):
 
     def step(self, context: Context, t: int) -> None:
         "Freeze what is due by now; what another method has frozen stays frozen."
-        # not sooner: other methods may have added parameters since this one started
+        # not sooner: parameters may have been added since start
         if self._stages is None:
             self._stages = self._staged(context,
                                         list(trainable(context.model).values()))
-        context.freeze(parameter for time, lower in self._stages if t >= time
-                       for parameter in lower)
+        context.freeze(p for time, lower in self._stages if t >= time for p in lower)
 
     def _check(self, context: Context, trains: Sequence[nn.Parameter]) -> None:
-        "Refuse before the run what would fail in it."
         self._stages = None
-        # else there is no run, and no number of steps
-        if context.running or context.rehearses:
+        if context.running or context.rehearses:   # else there is no number of steps
             check_steps(self._times(context.steps), context.steps)
         self._staged(context, trains)
 
     def _times(self, steps: int) -> list[int]:
-        "When layers freeze."
-        return [steps - LAST_STEPS] if self.after is None else whole_numbers(
-            "after", self.after, 0)
+        late = [steps - LAST_STEPS]
+        return late if self.after is None else whole_numbers("after", self.after, 0)
 
     def _staged(self, context: Context,
                 trains: Sequence[nn.Parameter]) -> list[tuple[int, Piece]]:
-        "When to freeze what; ValueError when that would leave nothing of what trains."
-        found = layers(context.model) if self.order is None else ordered(context.model,
-                                                                         self.order)
-        counts = [lower_half(len(found))] if self.layers is None else whole_numbers(
-            "layers", self.layers, 1)
-        check_count(counts, found)
-        lower = {parameter for layer in found[:counts[-1]]
-                 for parameter in layer.parameters}
-        if lower.issuperset(trains):
-            raise ValueError(
-                f"all that trains lies in the first {counts[-1]} of {len(found)} "
-                "layers, so nothing would be left; "
-                "freeze fewer")
-        return [(time,
-                 [parameter for layer in found[:count]
-                  for parameter in layer.parameters])
-                for time, count in zip(self._times(context.steps), counts, strict=True)]
+        counts = None if self.layers is None else whole_numbers("layers", self.layers,
+                                                                1)
+        return stages(context.model, counts, self._times(context.steps), self.order,
+                      trains)
 
 # %% ../../nbs/43_freezing_schedule.ipynb #schedule-settings
 _CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15,

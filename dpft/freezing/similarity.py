@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['checked', 'check_pair', 'check_enough', 'basis', 'directions', 'cca', 'mean_cca', 'pwcca', 'reduced', 'svcca',
-           'listening', 'by_position', 'pooled', 'activations', 'vectors']
+           'listening', 'by_position', 'pooled', 'vectors', 'activations']
 
 # %% ../../nbs/42_freezing_similarity.ipynb #similarity-imports
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,8 @@ from ..data import gather
 from ..gradients import Batch, batch_rows, evaluating
 from ..models import logits, to_device
 
-# %% ../../nbs/42_freezing_similarity.ipynb #similarity-cca
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-checked
+#| code-fold: true
 def checked(
     values: Any,         # a tensor or an array
     name: str,           # for errors
@@ -45,7 +46,8 @@ def checked(
             "compare; choose another layer")
     return table
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-check-pair
+#| code-fold: true
 def check_pair(x: Tensor, y: Tensor) -> None:
     "ValueError when two sets are not of the same examples."
     if len(x) != len(y):
@@ -65,7 +67,7 @@ def check_enough(values: Tensor, name: str, way_out: str) -> None:
             f"{name} has {examples} examples for {dimensions} dimensions, where any "
             f"two sets correlate; {way_out}")
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-basis
 def basis(
     values: Tensor,              # (N, d), N > d + 1
 ) -> tuple[Tensor, Tensor]:  # (N, r) orthonormal, and (r, d) the centred columns in it
@@ -90,7 +92,7 @@ def basis(
     coordinates[:, varies] = triangle * lengths[varies]
     return columns, coordinates
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-directions
 def directions(
     x: Tensor,                   # (N, d1)
     y: Tensor,                   # (N, d2)
@@ -108,7 +110,7 @@ def directions(
     turn, correlations, _ = torch.linalg.svd(first.T @ second, full_matrices=False)
     return correlations.clamp(0, 1), turn.T @ coordinates
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-cca
 def cca(
     x: Any,    # (N, d1) activations, a tensor or an array; N > d1 + 1
     y: Any,    # (N, d2) activations of the same examples; N > d2 + 1
@@ -156,7 +158,7 @@ def pwcca(
     weights = along.abs().pow(order).sum(1)
     return 1 - ((weights * correlations).sum() / weights.sum()).clamp(0, 1).item()
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-svcca
 def reduced(
     values: Tensor,  # (N, d)
     keep: float,     # share of the variance
@@ -191,7 +193,7 @@ def svcca(
     return 1 - directions(first, second,
                           "take more examples or a smaller keep")[0].mean().item()
 
-# %% ../../nbs/42_freezing_similarity.ipynb #similarity-activations
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-listening
 @contextmanager
 def listening(
     model: nn.Module,
@@ -217,7 +219,7 @@ def listening(
         for handle in handles:
             handle.remove()
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-by-position
 def by_position(
     output: Tensor,            # (B, d), (B, T, d), or (B, channels, *space)
     channels_first: bool,      # of three dimensions: (B, d, T)
@@ -233,7 +235,7 @@ def by_position(
     return output, mask.bool() if isinstance(mask,
                                              Tensor) and mask.shape == counts.shape else counts
 
-
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-pooled
 def pooled(
     values: Tensor,    # (B, T, d)
     counts: Tensor,    # (B, T)
@@ -253,7 +255,28 @@ def pooled(
                          places[..., None].expand(-1, -1, values.shape[2])).flatten(0,
                          1)
 
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-vectors
+#| code-fold: true
+def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
+            batch: Batch) -> tuple[Tensor, Tensor]:
+    """What one layer put out for a batch, by position.
 
+    ValueError when it was not used once, or not example by example.
+    """
+    calls = list(calls)
+    if len(calls) != 1:
+        raise ValueError(
+            f"layer {name!r} was used {len(calls)} times for one batch; name a layer "
+            "that is used once")
+    module, output = calls[0]
+    output = output if isinstance(output, Tensor) else output[0]
+    if output.ndim < 2 or len(output) != batch_rows(batch):
+        raise ValueError(
+            f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} "
+            "examples; name one with examples first")
+    return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)
+
+# %% ../../nbs/42_freezing_similarity.ipynb #similarity-activations
 @torch.no_grad()
 def activations(
     model: nn.Module,
@@ -294,23 +317,3 @@ def activations(
                 found[name].append(pooled(*vectors(name, calls, batch),
                                           chosen).float().cpu())
     return {name: torch.cat(parts) for name, parts in found.items()}
-
-
-def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
-            batch: Batch) -> tuple[Tensor, Tensor]:
-    """What one layer put out for a batch, by position.
-
-    ValueError when it was not used once, or not example by example.
-    """
-    calls = list(calls)
-    if len(calls) != 1:
-        raise ValueError(
-            f"layer {name!r} was used {len(calls)} times for one batch; name a layer "
-            "that is used once")
-    module, output = calls[0]
-    output = output if isinstance(output, Tensor) else output[0]
-    if output.ndim < 2 or len(output) != batch_rows(batch):
-        raise ValueError(
-            f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} "
-            "examples; name one with examples first")
-    return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)

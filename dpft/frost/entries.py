@@ -57,7 +57,8 @@ def largest(
     flat[noisy.topk(count).indices] = True
     parts = flat.split([parameter.numel() for parameter in parameters])
     return {parameter: part.view_as(parameter)
-            for part, parameter in zip(parts, parameters, strict=True) if bool(part.any())}
+            for part, parameter in zip(parts, parameters, strict=True)
+            if bool(part.any())}
 
 # %% ../../nbs/33_frost_entries.ipynb #entries-measured
 def noisy_entries(
@@ -71,13 +72,15 @@ def noisy_entries(
             context.model, context.loss_fn, batches, pieces, method.kind == "mgna",
             method.order, method.clip, reduce, context.groups)
     with evaluating(context.model):
-        return released(context, method.sample_rate, measure, method.clip, additive=False)
+        return released(context, method.sample_rate, measure, method.clip,
+                        additive=False)
 
 # %% ../../nbs/33_frost_entries.ipynb #entries-class
 class EntrySelection(Method):
     """Single entries of the largest noisy gradient magnitude train, and a fresh head.
 
-    PARAM, the baseline of DP-FROST's ablation: one release of a vector as long as the model; `share` of epsilon buys it.
+    PARAM, the baseline of DP-FROST's ablation: one release of a vector as long as the
+    model; `share` of epsilon buys it.
     Section 5.2 of DP-FROST; @lem-entries.
     """
 
@@ -107,8 +110,12 @@ class EntrySelection(Method):
         "Of each parameter that was chosen from, which entries train."
         return self._masks
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "The parameters that hold a chosen entry; `blocks` lets only these entries train."
+    def choose(self, context: Context,
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that hold a chosen entry.
+
+        `blocks` lets only these entries train.
+        """
         pieces = offered(context, among)
         parameters = [parameter for part in pieces for parameter in part.parameters]
         count = admitted(self.ratio, sum(part.size for part in pieces))
@@ -117,7 +124,8 @@ class EntrySelection(Method):
         if context.rehearses:
             return parameters
         self._masks = largest(noisy_entries(context, self, pieces), count, parameters)
-        names = {id(parameter): name for name, parameter in context.model.named_parameters()}
+        names = {id(parameter): name
+                 for name, parameter in context.model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._masks]
         return list(self._masks)
 

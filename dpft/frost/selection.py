@@ -143,7 +143,7 @@ def selection_from(
 def select(
     partitions: Sequence[Partition],   # M of them
     observe: Observe,                  # releases the magnitudes of those it is given
-    ratio: float,                      # rho in (0, 1], share of entries that may be chosen
+    ratio: float,  # rho in (0, 1], share of entries that may be chosen
     noise_multiplier: float = 0.0,     # sigma of each release
     rounds: int = 5,                   # T; 1: the paper's SINGLE
     sample_rate: float = 0.02,         # q of each draw
@@ -152,7 +152,10 @@ def select(
     order: int = 1,                    # of the norm: 1 or 2
     clip: float = 1.0,                 # C
 ) -> Selection:
-    "Choose partitions in rounds from noisy magnitudes; Algorithm 4, repaired; @def-psel."
+    """Choose partitions in rounds from noisy magnitudes.
+
+    Algorithm 4, repaired; @def-psel.
+    """
     check_settings(ratio, rounds, sample_rate, gap)
     found = Selection(list(partitions), ratio)
     for t in range(1, rounds + 1):
@@ -221,8 +224,9 @@ def check_fits(
 ) -> None:
     "ValueError when no partition fits into the ratio, a warning when hardly any does."
     if not partitions:
-        raise ValueError("there is nothing to select: the model has no partition outside "
-                         "its head; choose LastLayer()")
+        raise ValueError(
+            "there is nothing to select: the model has no partition outside "
+            "its head; choose LastLayer()")
     total = sum(part.size for part in partitions)
     room = admitted(ratio, total)
     fitting = [part for part in partitions if part.size <= room]
@@ -234,9 +238,10 @@ def check_fits(
         raise ValueError(f"{allowed}, and no partition is that small; "
                          f"these would fit: {hint}")
     if larger and held < FEW * total:
-        warnings.warn(f"{allowed}, so only {len(fitting)} of {len(partitions)} partitions "
-                      f"can be selected, with {held / total:.1%} of all entries; the "
-                      f"next would be {hint}", stacklevel=3)
+        warnings.warn(
+            f"{allowed}, so only {len(fitting)} of {len(partitions)} partitions "
+            f"can be selected, with {held / total:.1%} of all entries; the "
+            f"next would be {hint}", stacklevel=3)
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-released
 def released(
@@ -248,14 +253,18 @@ def released(
 ) -> Tensor:
     """What `measure` finds on a fresh draw, plus accounted noise.
 
-    Of several processes it adds up, with its second argument, what cannot be added later.
+    Of several processes it adds up, with its second argument, what cannot be added
+    later.
     """
     total = measure(context.draw(sample_rate), context.total)
     return context.release(total, bound, summed=not additive)
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-selecting
 class Selecting(Method):
-    "Partitions are selected at the start and, with `reselect`, again; a fresh head trains."
+    """Partitions are selected at the start and, with `reselect`, again.
+
+    A fresh head trains.
+    """
     ratio: float
     rounds: int
     sample_rate: float
@@ -275,7 +284,8 @@ class Selecting(Method):
         "The parameters that a new selection chooses."
         raise NotImplementedError
 
-    def choose(self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def choose(self, context: Context,
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "Select for the first time."
         self._selections, self._pieces = [], offered(context, among)
         check_fits(self._pieces, self.ratio)
@@ -290,7 +300,8 @@ class Selecting(Method):
             return
         if len(self._selections) != number:
             raise ValueError(f"selection {number + 1} of {self.reselect} cannot follow "
-                             f"{len(self._selections)}: step(context, t) must come once "
+                             f"{len(self._selections)}: step(context, t) must come "
+                             "once "
                              "before each step, in order")
         context.train_only([*self.selected(context), *fresh_head(context.model)])
 
@@ -300,7 +311,8 @@ class Resuming(Selecting):
 
     def state(self, context: Context) -> dict[str, Any]:
         "All selections so far, and what they chose from."
-        return {"names": self._names, "selections": [s.record() for s in self._selections]}
+        return {"names": self._names,
+                "selections": [s.record() for s in self._selections]}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
         "Go on after the last selection."
@@ -317,7 +329,8 @@ class Resuming(Selecting):
 
 # %% ../../nbs/32_frost_selection.ipynb #selection-method
 class DPFrost(Resuming):
-    """The partitions of the largest private gradient magnitudes train, and a fresh head.
+    """The partitions of the largest private gradient magnitudes train, and a fresh
+    head.
 
     Costs `rounds` releases for each selection, besides training; `share` of epsilon
     buys them.
@@ -327,24 +340,26 @@ class DPFrost(Resuming):
 
     def __init__(
         self,
-        ratio: float,               # share of all entries outside the head that may train
+        ratio: float,  # share of all entries outside the head that may train
         rounds: int = 5,            # T; 1: the paper's SINGLE
         sample_rate: float = 0.02,  # q of a round; small data needs more
-        gap: float = 5.0,           # nu, in deviations: by what an early choice stands out
+        gap: float = 5.0,  # nu, in deviations: by what an early choice stands out
         share: float = 0.1,         # of epsilon, in (0, 1)
         kind: str = "mgna",         # "mg" | "mgn" | "mgna"
         order: int = 1,             # 1 or 2
         clip: float = 1.0,          # bound on an example's gradient in a round
-        reselect: int = 1,          # K: selections, at the beginning and every steps // K
+        reselect: int = 1,  # K: selections, at the beginning and every steps // K
         # 2: bound the M norms of an example in 2-norm, @lem-two-norm
         clip_order: int | None = None,
     ):
         check_settings(ratio, rounds, sample_rate, gap)
         check_kind(kind, order, clip, clip_order)
         if reselect < 1 or reselect != int(reselect):
-            raise ValueError(f"reselect={reselect} must be a whole number, 1 or more: how "
-                             "often to select in a run")
-        self.ratio, self.rounds, self.sample_rate, self.gap = ratio, rounds, sample_rate, gap
+            raise ValueError(
+                f"reselect={reselect} must be a whole number, 1 or more: how "
+                "often to select in a run")
+        self.ratio, self.rounds, self.sample_rate, self.gap = (ratio, rounds,
+                                                               sample_rate, gap)
         self.share, self.kind, self.order, self.clip = share, kind, order, clip
         self.reselect, self.clip_order = reselect, clip_order
         self._selections, self._pieces, self._names = [], [], []
@@ -371,7 +386,8 @@ class DPFrost(Resuming):
         self._selections.append(found)
         return [p for part in found.chosen for p in part.parameters]
 
-    def observe(self, context: Context, asked: Sequence[Partition], bound: float) -> Tensor:
+    def observe(self, context: Context, asked: Sequence[Partition],
+                bound: float) -> Tensor:
         "The magnitudes of these partitions over one more draw, released."
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
             return gradient_magnitudes(

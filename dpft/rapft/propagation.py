@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..models import TemperedSigmoid
 from dpft.rapft.rules import (
-    MATRIX_PRODUCTS, Rules, Through, activation, away, group_norm, held_root, layer_norm,
+    MATRIX_PRODUCTS, Rules, Through, activation, away, group_norm, held_root,
+    layer_norm,
     linear, product, rms_norm, skip, softmax,
 )
 
@@ -173,7 +174,10 @@ def hooked_attention(config: Any, rules: Rules) -> Iterator[None]:
 
 # %% ../../nbs/53_rapft_propagation.ipynb #propagation-configs
 def attention_configs(model: nn.Module) -> list[Any]:
-    "The configurations whose attention is called by name; ValueError for what has no rule."
+    """The configurations whose attention is called by name.
+
+    ValueError for what has no rule.
+    """
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
         check_reached(name or type(model).__name__, module)
@@ -189,21 +193,25 @@ def attention_configs(model: nn.Module) -> list[Any]:
 def calls_interface(module: nn.Module) -> bool:
     "Whether this is attention that Transformers calls by name."
     file = sys.modules[type(module).__module__]
-    return "Attention" in type(module).__name__ and hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+    return "Attention" in type(module).__name__ and hasattr(file,
+                                                            "ALL_ATTENTION_FUNCTIONS")
 
 def check_reached(name: str, module: nn.Module) -> None:
-    "ValueError for attention that neither has a hook nor is made of operations with rules."
+    """ValueError for attention that neither has a hook nor is made of operations with
+    rules."""
     if isinstance(module, nn.MultiheadAttention):
-        raise ValueError(f"{name}: nn.MultiheadAttention is one closed function without an "
-                         "attention hook; write it with linear layers and "
-                         "torch.nn.functional.scaled_dot_product_attention")
+        raise ValueError(
+            f"{name}: nn.MultiheadAttention is one closed function without an "
+            "attention hook; write it with linear layers and "
+            "torch.nn.functional.scaled_dot_product_attention")
     kind = type(module)
     if "Attention" in kind.__name__ and kind.__module__.startswith("transformers.") \
             and not calls_interface(module) and "einsum(" in inspect.getsource(kind):
-        raise ValueError(f"{name}: {kind.__name__} has no attention hook and is written "
-                         "with torch.einsum, which has no relevance rule; use a model whose "
-                         "attention is called by name or written with matmul and softmax, "
-                         "such as GPT-2, BERT, BART or T5")
+        raise ValueError(
+            f"{name}: {kind.__name__} has no attention hook and is written "
+            "with torch.einsum, which has no relevance rule; use a model whose "
+            "attention is called by name or written with matmul and softmax, "
+            "such as GPT-2, BERT, BART or T5")
 
 # %% ../../nbs/53_rapft_propagation.ipynb #propagation-handlers
 HANDLERS: dict[Callable, Callable[..., Tensor]] = {
@@ -272,7 +280,8 @@ def relevance_rules(
     with ExitStack() as stack:
         configs = attention_configs(model)
         own = {id(config): config._attn_implementation for config in configs}
-        for config in configs:       # a whole model's configuration changes those of its parts
+        # a whole model's configuration changes those of its parts
+        for config in configs:
             if config._attn_implementation == own[id(config)]:
                 stack.enter_context(hooked_attention(config, rules))
         for module in [module for module in model.modules() if composed(module)]:

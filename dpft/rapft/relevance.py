@@ -143,7 +143,8 @@ def counted(
     "Which positions score a token that has a label, or else is no padding."
     given = batch if isinstance(batch, Mapping) else {}
     whole = torch.ones(scores.shape[:2], dtype=torch.bool, device=scores.device)
-    marks = given["labels"] != -100 if "labels" in given else given.get("attention_mask")
+    marks = given["labels"] != -100 if "labels" in given else given.get(
+        "attention_mask")
     if marks is None or marks.shape != whole.shape:
         marks = whole
     if not shifted:
@@ -210,7 +211,8 @@ def relevance_loss(
     """
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         scores = logits(model, batch)
-        seed = initial_relevance(scores, counted(batch, scores, shifts(model)) if scores.ndim == 3
+        seed = initial_relevance(scores, counted(batch, scores, shifts(model))
+                                 if scores.ndim == 3
                                  else None, how)
         return Seeded.apply(scores, seed)
     return loss
