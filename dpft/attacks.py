@@ -75,6 +75,7 @@ def score_attack(
                       {rate: true_positives(inside, outside, rate)
                        for rate in FALSE_POSITIVE_RATES})
 
+# %% ../nbs/60_attacks.ipynb #attacks-membership-placements
 def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
     "The share of the others that each score beats; a tie counts half."
     others = np.sort(others)
@@ -131,6 +132,7 @@ def scaled_confidence(
     losses = np.maximum(losses, 1e-7)
     return -losses - np.log(-np.expm1(-losses))
 
+# %% ../nbs/60_attacks.ipynb #attacks-confidence-fair-coins
 def fair_coins(
     models: int,
     examples: int,
@@ -146,6 +148,7 @@ def fair_coins(
         coins[:, again] = generator.random((models, len(again))) < 0.5
     return coins
 
+# %% ../nbs/60_attacks.ipynb #attacks-confidence-likelihood-ratios
 def likelihood_ratios(
     target: np.ndarray,   # (N,) scaled confidences of the model under attack
     shadows: np.ndarray,  # (S, N) of the models that the attacker trained
@@ -186,6 +189,7 @@ def lira(
     return replace(score_attack(scores[coins], scores[~coins]),
                    standard_error=math.hypot(*errors))
 
+# %% ../nbs/60_attacks.ipynb #attacks-confidence-standard-error
 def standard_error(values: Sequence[float]) -> float:
     "Of the mean of independent values."
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
@@ -210,6 +214,7 @@ def made_names(
 # text -> where each name begins and ends
 Tagger = Callable[[str], Sequence[tuple[int, int]]]
 
+# %% ../nbs/60_attacks.ipynb #attacks-names-capitalised
 def capitalised(text: str) -> list[tuple[int, int]]:
     "Two capitalised words in a row."
     return [match.span() for match in re.finditer(r"\b[A-Z][a-z]+ [A-Z][a-z]+\b", text)]
@@ -260,6 +265,7 @@ def sampled_texts(
             texts += tokenizer.batch_decode(found[:, len(start):])
     return texts
 
+# %% ../nbs/60_attacks.ipynb #attacks-generated-check-sampling
 def check_sampling(model: Any, start: int, samples: int, k: int, length: int) -> None:
     "Refuse what cannot be sampled."
     vocabulary, context = model.config.vocab_size, getattr(model.config, "max_position_embeddings", math.inf)
@@ -321,6 +327,7 @@ def candidate_losses(
               for candidate in candidates]
     return losses(model, as_written(filled, tokenizer, model), loss_fn, batch_size).reshape(len(masked_texts), len(candidates))
 
+# %% ../nbs/60_attacks.ipynb #attacks-candidates-as-written
 def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> EncodedData:
     "Texts as tokens that all count; what is special must stand in the text."
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]

@@ -48,7 +48,7 @@ def test_the_interval_covers_the_truth_when_seeds_and_examples_are_both_drawn():
         scores = (easy < truth).float().mean(1).tolist()
         (centre, half), (_, without) = methods.score_interval(scores, 300), interval(scores)
         covered, narrow = covered + (abs(centre - 0.8) <= half), narrow + (abs(centre - 0.8) <= without)
-    assert covered >= 0.93 * 400 and narrow < 0.85 * 400
+    assert covered >= 0.90 * 400 and narrow < 0.80 * 400   # 0.957 and 0.63 are expected, with deviations of 0.010 and 0.024
 
 
 def entry(label, seed, score, **more):

@@ -67,6 +67,7 @@ def measure(setting: Setting, device: torch.device, rate: float | None = None) -
                       "share_of_rate": work / entry["seconds"] / rate}
         yield entry
 
+# %% ../../nbs/73_cost.ipynb #cost-compare-described
 def described(setting: Setting, who: str, model: nn.Module, error: float, reason: str) -> dict[str, Any]:
     "What was asked, and whether the answer was right."
     asked = {name: value for name, value in asdict(setting).items() if name != "who"}
@@ -115,6 +116,7 @@ def measure_largest(setting: Setting, device: torch.device) -> Iterator[dict[str
                           "examples_per_second": rows / median(seconds)}
         yield entry
 
+# %% ../../nbs/73_cost.ipynb #cost-measure-largest-peak
 def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
           device: torch.device) -> float:
     "Bytes of weights, batch and step together; infinite where the GPU has not so many."
@@ -126,6 +128,7 @@ def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
     except torch.cuda.OutOfMemoryError:
         return math.inf
 
+# %% ../../nbs/73_cost.ipynb #cost-measure-largest-run-bench
 def run_bench(
     settings: Iterable[Setting],
     device: torch.device | None = None,  # None: the GPU if there is one
@@ -186,6 +189,7 @@ class Sizes:
 QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64),
               depths=(1, 2), rows=2, repeats=5, memory=48 * 2**20)
 
+# %% ../../nbs/73_cost.ipynb #cost-settings-plan-bench
 def plan_bench(
     sizes: Sizes = Sizes(),  # noqa: B008  # frozen
     parts: Iterable[str] = PARTS,
@@ -217,6 +221,7 @@ def plan_bench(
     return [setting(part, *shape, which) for part in parts for shape in shapes[part]
             for which in trains]
 
+# %% ../../nbs/73_cost.ipynb #cost-settings-plan-marks
 def plan_marks(
     widths: tuple[int, int] = (384, 768),
     layers: tuple[int, int] = (2, 6),  # of the encoder whose biases train, and of that of which everything does
@@ -265,6 +270,7 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
                          f"{e['after_mib']:.1f} |")
     return "\n".join(lines)
 
+# %% ../../nbs/73_cost.ipynb #cost-table-batch-table
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
     lines = ["| model | size | memory, MiB | trains | | largest batch | examples / s |",
@@ -380,11 +386,13 @@ def _dress(axis: Any, ticks: list[float], label: str) -> None:
     axis.set_ylabel(label, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
+# %% ../../nbs/73_cost.ipynb #cost-figure-cost-figure
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time and peak memory of a step over the length of a text and the side of an image; Figure 3 of DP-BiTFiT."
     return panels(found, [("text", "size"), ("images", "size")],
                   [("seconds", "seconds a step"), ("peak_mib", "peak, MiB")])
 
+# %% ../../nbs/73_cost.ipynb #cost-figure-batch-figure
 def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "The largest batch that fits and the throughput at it over the width of the model; Figure 4 of DP-BiTFiT."
     return panels(found, [("batches", "width")],

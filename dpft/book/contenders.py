@@ -59,6 +59,7 @@ def bert(width: int, layers: int, size: int) -> nn.Module:
         max_position_embeddings=size, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0))
 
+# %% ../../nbs/73_contenders.ipynb #cost-models-gpt2
 def gpt2(width: int, layers: int, size: int) -> nn.Module:
     "A language model of GPT-2's shape: its head is its embedding."
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -134,6 +135,7 @@ class Setting:
         return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
                 "labels": labels}
 
+# %% ../../nbs/73_contenders.ipynb #cost-setting-train-only
 def train_only(model: nn.Module, which: str) -> None:
     "Let all parameters train, or the biases alone."
     model.requires_grad_(which == "full")
@@ -155,6 +157,7 @@ class WatchedLoss:
         self.listener()
         return losses
 
+# %% ../../nbs/73_contenders.ipynb #cost-loss-contender
 @dataclass
 class Contender:
     "A way to take a step, and the model that it acts on."
@@ -188,6 +191,7 @@ def dpft(model: nn.Module, loss: WatchedLoss) -> Contender:
     "This package; @sec-book-keeping."
     return Contender(model, lambda batch: clipped_sum(model, loss, batch, CLIP))
 
+# %% ../../nbs/73_contenders.ipynb #cost-contenders-opacus-hooks
 def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
     "Opacus' hooks: per-example gradients in memory, then norms, factors and sums by its optimizer."
     from opacus import GradSampleModule
@@ -219,6 +223,7 @@ def opacus_ghost(model: nn.Module, loss: WatchedLoss) -> Contender:
         return collected(model, "grad")
     return Contender(wrapped, quiet(step))
 
+# %% ../../nbs/73_contenders.ipynb #cost-contenders-fastdp
 def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     "FastDP, by the interface of its documentation: norms and sums in the hooks of one backward pass."
     from fastDP import PrivacyEngine
@@ -256,6 +261,7 @@ def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
     return math.sqrt(apart / sum(values.square().sum().item()
                                  for values in wanted.values()))
 
+# %% ../../nbs/73_contenders.ipynb #cost-check-enter
 def enter(setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.device) -> Iterator[tuple[str, Contender, float, str]]:
     "Every contender with the error of its result and the reason why it cannot take part, empty if it can."
     small = setting.batch(3, device)
@@ -348,12 +354,14 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
+# %% ../../nbs/73_contenders.ipynb #cost-memory-live-peak
 def live_peak(work: Callable[[], Any]) -> float:
     "MiB that operators made and that were alive at once."
     with LiveBytes() as alive:
         work()
     return alive.peak / 2**20
 
+# %% ../../nbs/73_contenders.ipynb #cost-memory-cudabytes
 class CudaBytes:
     "The same from the GPU's allocator, its workspaces included."
 
@@ -452,6 +460,7 @@ def processor() -> str:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
+# %% ../../nbs/73_contenders.ipynb #contenders-machine-matrix-rate
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
     "Operations a second of a large matrix product: what the device can do at most."
     left, right = (torch.randn(size, size, device=device, dtype=dtype)

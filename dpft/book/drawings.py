@@ -65,6 +65,7 @@ def band(
 def _seeds(entries: Sequence[Any]) -> str:
     return "1 seed" if len(entries) == 1 else f"mean and range\nof {len(entries)} seeds"
 
+# %% ../../nbs/71_drawings.ipynb #figures-freezing-similarity-figure
 @style()
 def similarity_figure(records: Records) -> "Figure":
     "PWCCA distance of each layer from its own end of the run, over steps; a panel for each data set."
@@ -86,6 +87,7 @@ def similarity_figure(records: Records) -> "Figure":
         axis.legend(title=_seeds(entries), loc="upper right")
     return figure
 
+# %% ../../nbs/71_drawings.ipynb #figures-freezing-angles
 ANGLES = {"strength": ("strength of the signal", 1.0),
           "clipping": ("angle by clipping (degrees)", 180 / pi),
           "noise": ("angle by noise (degrees)", 180 / pi),
@@ -133,6 +135,7 @@ def kind_of(name: str) -> str:
     return ("norm" if "layernorm" in low else "embedding" if "embedding" in low
             else "attention" if "attention" in low else "feed-forward")
 
+# %% ../../nbs/71_drawings.ipynb #figures-selection-selection-figure
 @style()
 def selection_figure(records: Records) -> "Figure":
     "How often each partition was selected over all private runs, and its estimated magnitude in the first of them."
@@ -210,6 +213,7 @@ def audit_figure(records: Records) -> "Figure":
                     "guesses)")
     return figure
 
+# %% ../../nbs/71_drawings.ipynb #figures-attack-attacks
 ATTACKS = {"membership": "language model, by loss",
            "calibrated": "by loss beside the first model's",
            "online": "digits, by shadow models"}
@@ -285,6 +289,7 @@ def layers_figure(records: Records) -> "Figure":
     axes[0].set_ylabel("accuracy less that\nof training all layers")
     return figure
 
+# %% ../../nbs/71_drawings.ipynb #figures-paired-twin
 def _twin(entry: dict[str, Any]) -> tuple[Any, ...]:
     "What a run shares with the plain run that it is compared with."
     return entry["data"], entry["steps"], entry["target_epsilon"], entry["seed"]
@@ -297,6 +302,7 @@ def _branch(entry: dict[str, Any], kind: str) -> int | None:
                 and first == (last + 2) // 2 else None)
     return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
 
+# %% ../../nbs/71_drawings.ipynb #figures-paired-relevance-figure
 @style()
 def relevance_figure(records: Records) -> "Figure":
     "Perplexity of each variant of Rap-FT less that of the plain run with the same seed, at the smallest budget."
@@ -347,6 +353,7 @@ def share_figure(records: Records) -> "Figure":
     axis.legend()
     return figure
 
+# %% ../../nbs/71_drawings.ipynb #figures-swept-rate-figure
 @style()
 def rate_figure(records: Records) -> "Figure":
     "Accuracy over the learning rate for each method; bars are 95 % intervals over seeds."
@@ -367,6 +374,7 @@ def rate_figure(records: Records) -> "Figure":
     axis.legend(title="method (seeds)")
     return figure
 
+# %% ../../nbs/71_drawings.ipynb #figures-swept-status-figure
 @style()
 def status_figure(records: Records) -> "Figure":
     "What the first run shows of the two assumptions: angles of clipped and unclipped gradients, and how many are clipped, by bound."
@@ -407,6 +415,7 @@ class Drawing:
     also: tuple[str, ...] = ()       # drawn too where there are records
     data: tuple[str, ...] = ()       # only records on these data sets; empty: on any
 
+# %% ../../nbs/71_drawings.ipynb #figures-redraw-redraw
 def redraw(
     drawings: dict[str, Drawing],
     folder: Path,                    # one file for each figure
@@ -430,6 +439,7 @@ def redraw(
         yield f"{name}: {drawing.shows}; {described(records)}" + "".join(f"; none yet "
                                                                          f"of {part}" for part in missing) + "."
 
+# %% ../../nbs/71_drawings.ipynb #figures-redraw-standing-on
 def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # records, and the names of which there are none
     "The records of a figure: those of the full grid if what it needs has such, else the reduced ones."
     found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
@@ -442,6 +452,7 @@ def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # 
              for name, its in found.items()}
     return [entry for its in found.values() for entry in its], [name for name, its in found.items() if not its]
 
+# %% ../../nbs/71_drawings.ipynb #figures-redraw-described
 def described(records: Sequence[dict[str, Any]]) -> str:
     "How many records, whether reduced, on what devices, with how many seeds, and how many are stale."
     devices = ", ".join(sorted({entry["device"]

@@ -50,6 +50,7 @@ def record(
             "seconds": round(seconds, 2),
             **machine(next(run.model.parameters()).device)}
 
+# %% ../../nbs/70_experiments.ipynb #experiments-record-outcome
 def outcome(run: Run) -> dict[str, Any]:
     "What a run spent and how it scored."
     return {"epsilon": json_number(run.epsilon), "delta": run.delta,
@@ -76,6 +77,7 @@ def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
             file.write(json.dumps(entry) + "\n")
             file.flush()
 
+# %% ../../nbs/70_experiments.ipynb #experiments-files-read-records
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     "All records of a file; ValueError names a line that is none."
     found = []
@@ -103,6 +105,7 @@ class Experiment:
     needs: str  # data, device and time of the full grid
     elsewhere: tuple[str, ...] = ()              # data that is not among the local files: left out unless it is named
 
+# %% ../../nbs/70_experiments.ipynb #experiments-experiment-results-file
 def results_file(name: str) -> Path:
     "Where the records of an experiment lie: under `DPFT_RESULTS`, or in the book's own folder, from wherever in the checkout."
     return Path(os.environ.get("DPFT_RESULTS") or _book()) / f"{name}.jsonl"
@@ -118,6 +121,7 @@ def records_of(*names: str) -> list[Settings]:
     found = [entry for name in names for entry in recorded(results_file(name))]
     return [entry for entry in found if not entry.get("reduced", True)] or found
 
+# %% ../../nbs/70_experiments.ipynb #experiments-experiment-run-experiment
 def run_experiment(
     name: str,
     experiment: Experiment,
@@ -150,6 +154,7 @@ def provenance() -> Settings:
     return {**machine(device), "peak_memory_mib": _peak_mib(), **commit(),
             "source_hash": source_hash()}
 
+# %% ../../nbs/70_experiments.ipynb #experiments-provenance-source-hash
 @cache
 def source_hash() -> str:
     "Identity of the package's source."
@@ -167,6 +172,7 @@ def is_stale(entry: Settings) -> bool:
 def _package() -> Path:
     return Path(inspect.getfile(fine_tune)).parent
 
+# %% ../../nbs/70_experiments.ipynb #experiments-provenance-commit
 def commit() -> dict[str, str | bool]:
     "The checkout's commit and whether files differ from it; empty for an installed package."
     def git(*words: str) -> str:
@@ -219,6 +225,7 @@ def measured_run(
                        if name not in OWN})
     return {**outcome(run), **look(run, method)}
 
+# %% ../../nbs/70_experiments.ipynb #experiments-measured-run-accuracies
 def accuracies(model: nn.Module, task: Task) -> dict[str, float]:
     "The share of right answers on the development data, and on the test data where there are any."
     parts = {"accuracy": task.dev} | ({} if task.test is None
@@ -252,6 +259,7 @@ def prepared_task(
         task.assumed_public.append("the tokenizer's vocabulary")
     return task
 
+# %% ../../nbs/70_experiments.ipynb #experiments-prepared-start
 def _start(settings: Settings, task: Task) -> nn.Module:
     "The model as training finds it: the same for all seeds."
     start = _pretrained(settings["model"], task.kind, len(task.classes),
@@ -275,6 +283,7 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
                                    lambda model: pretrain(
         model, Public(source.train, source=source.source), epochs=epochs, learning_rate=1e-3)), load_model(name, classes, kind, shape))
 
+# %% ../../nbs/70_experiments.ipynb #experiments-prepared-cache-folder
 def cache_folder() -> Path:
     "Where what was trained on public data is kept: `DPFT_CACHE`, or the user's cache."
     return Path(os.environ.get("DPFT_CACHE", Path.home() / ".cache" / "dpft"))
@@ -332,6 +341,7 @@ def quickstart(
                 yield record("quickstart", configuration, run,
                              time.perf_counter() - began)
 
+# %% ../../nbs/70_experiments.ipynb #experiments-quickstart-printed-digits-network
 def printed_digits_network(task: Task) -> nn.Module:
     "The small convolutional network, trained on font digits: public, so it costs nothing."
     recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,

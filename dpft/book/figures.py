@@ -59,6 +59,7 @@ def interval(
         centre, half = mean(values), T_QUANTILES.get(len(values), 1.96) * stdev(values) / sqrt(len(values))
     return (centre, sqrt(half**2 + 1.96**2 * centre * (1 - centre) / examples)) if examples else (centre, half)
 
+# %% ../../nbs/71_figures.ipynb #figures-interval-label-of
 def label_of(entry: dict[str, Any]) -> str:
     "What a record is known by in tables and figures."
     return str(entry.get("label", entry["method"]))
@@ -74,6 +75,7 @@ def by_method(
     order = sorted(table, key=lambda label: [*COLOURS, label].index(label))
     return {label: dict(sorted(table[label].items())) for label in order}
 
+# %% ../../nbs/71_figures.ipynb #figures-interval-look
 def look(label: str) -> dict[str, Any]:
     "Colour and marker of a method, or of a composition by its name."
     kind = (label if label in COLOURS else "Then" if "then" in label or "/" in label
@@ -87,6 +89,7 @@ def legend_beside(figure: "Figure") -> None:
     figure.legend(handles.values(), handles, title="method (seeds)",
                   loc="outside right center")
 
+# %% ../../nbs/71_figures.ipynb #figures-interval-plain-log
 def plain_log(axis: "Axis") -> None:
     "Plain numbers along a logarithmic axis."
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -125,6 +128,7 @@ def draw_tradeoff(
     axis.set_ylabel(metric.replace("_", " "))
     budget_axis(axis, budgets) if not alone else _method_axis(axis, axis.get_legend_handles_labels()[1])
 
+# %% ../../nbs/71_figures.ipynb #figures-tradeoff-place-of-budget
 def place_of_budget(epsilon: float, budgets: Sequence[float]) -> float:
     "Where a budget stands; none at all, beyond the largest."
     return epsilon if epsilon < inf else 4 * max((e for e in budgets if e < inf),
@@ -143,6 +147,7 @@ def _method_axis(axis: "Axes", labels: Sequence[str]) -> None:
                     rotation_mode="anchor")
     axis.set_xlim(-0.6, len(labels) - 0.4)
 
+# %% ../../nbs/71_figures.ipynb #figures-tradeoff-tradeoff
 @style()
 def tradeoff(
     records: Records,
@@ -165,6 +170,7 @@ def text_tradeoff(records: Records) -> "Figure":
     "All methods on SST-2."
     return tradeoff(records, "test_accuracy", EXAMPLES["sst2"])
 
+# %% ../../nbs/71_figures.ipynb #figures-tradeoff-images-image-tradeoff
 @style()
 def image_tradeoff(records: Records) -> "Figure":
     "All methods on images, a panel for each data set and model."
@@ -188,6 +194,7 @@ def image_tradeoff(records: Records) -> "Figure":
         axis.set_visible(False)
     return figure
 
+# %% ../../nbs/71_figures.ipynb #figures-tradeoff-images-language-tradeoff
 def language_tradeoff(records: Records) -> "Figure":
     "Perplexity on E2E over epsilon, on a logarithmic axis; dashed, the model as pre-training left it."
     known = list(records)

@@ -60,6 +60,7 @@ def freezing_engine(
                   steps=steps, clip=1.0, accountant="rdp", cache=cache,
                   physical_batch_size=physical_batch_size)
 
+# %% ../../nbs/73_freezing_cost.ipynb #cost-freezing-whole-steps
 def whole_steps(engine: Engine) -> Contender:
     "One step after another; the batch that a contender is given does not matter."
     optimizer, left = torch.optim.SGD(engine.model.parameters(), 0.1), iter(engine)
@@ -68,6 +69,7 @@ def whole_steps(engine: Engine) -> Contender:
         return {}
     return Contender(engine.model, step)
 
+# %% ../../nbs/73_freezing_cost.ipynb #cost-freezing-whole-run
 def whole_run(make: Callable[[], Engine]) -> Contender:
     "A run from its first step to its last."
     def step(batch: Batch) -> dict[str, Tensor]:
@@ -78,6 +80,7 @@ def whole_run(make: Callable[[], Engine]) -> Contender:
         return {}
     return Contender(nn.Identity(), step)
 
+# %% ../../nbs/73_freezing_cost.ipynb #cost-freezing-freezing-costs
 def freezing_costs(
     models: Iterable[str] = FREEZING,
     rows: int = 2048,              # examples in a step
@@ -119,6 +122,7 @@ def freezing_record(model: str, what: str, who: str, own: list[float], other: li
             "time_ratio": median(ratios),
             "time_interval": list(median_interval(ratios))}
 
+# %% ../../nbs/73_freezing_cost.ipynb #cost-freezing-judged-freezing
 def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     "Every mark of freezing with its value, its bound, and whether it is met."
     results = []

@@ -397,6 +397,8 @@ def recommendation(best: Any, rows: int, epsilon: float, delta: float | None) ->
     return (f"batch size {best.batch_size}, {best.steps} steps, noise multiplier "
             f"{sigma:.3f} by PRV{time}")
 
+# %% ../../nbs/80_command_line.ipynb #cli-plan-parts-train-command
+#| code-fold: true
 def train_command(
     data: str | None, model: str | None, method: str, epsilon: float,
     delta: float | None,
@@ -408,6 +410,8 @@ def train_command(
             + (f"--delta {delta:g} " if delta is not None else "")
             + f"--batch-size {best.batch_size} --steps {best.steps}")
 
+# %% ../../nbs/80_command_line.ipynb #cli-plan-parts-counted
+#| code-fold: true
 def counted(model: str | None, method: str, shape: Any) -> int:
     "How many parameters a method trains in a named model, from its shape alone."
     from dpft import planning

@@ -77,6 +77,7 @@ def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
                            "target_epsilon": target,
                            "seed": seed}
 
+# %% ../../../nbs/60_attack_runs.ipynb #attacks-experiment-attack-entry
 def attack_entry(
     settings: dict[str, Any],
     language_model: Callable[[str], str],  # a recipe's name -> where its model lies
@@ -85,6 +86,7 @@ def attack_entry(
     return (attack_pictures(settings) if settings["data"] == "digits"
             else attack_text(settings, language_model(settings["model"])))
 
+# %% ../../../nbs/60_attack_runs.ipynb #attacks-experiment-attacked-run
 def attacked_run(
     settings: dict[str, Any],
     model: nn.Module,
@@ -110,6 +112,7 @@ class Planted:
     secrets: list[str]          # their names
     candidates: list[str]       # all names that could have been planted
 
+# %% ../../../nbs/60_attack_runs.ipynb #attacks-text-planted
 @cache
 def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
             seed: int) -> Planted:
@@ -139,6 +142,7 @@ def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
 
 SENTENCE = f"Ask for {MASK}."
 
+# %% ../../../nbs/60_attack_runs.ipynb #attacks-text-attack-text
 def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
     "Membership, exposure, reconstruction and extraction, of one fine-tuned language model."
     known = planted(folder,
@@ -166,6 +170,7 @@ def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
             **{name: membership_record(its) for name, its in found.items()},
             "metrics": {}}
 
+# %% ../../../nbs/60_attack_runs.ipynb #attacks-text-rate-record
 def rate_record(rate: Rate) -> dict[str, Any]:
     "JSON."
     return {**asdict(rate), "interval": list(rate.interval())}

@@ -40,6 +40,7 @@ class Kept(Method):
         named = dict(context.model.named_parameters())
         context.train_only(named[name] for name in self.names)
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-walk-walk
 def walk(
     model: nn.Module,              # trained in place
     task: Task,
@@ -71,6 +72,7 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     return load_model(settings["model"], len(task.classes), task.kind,
                       (channels, height, width), seed=seed), task
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-walk-trunk
 def trunk(
     settings: Settings,
     stops: Iterable[int],   # steps after which a state is wanted
@@ -90,6 +92,7 @@ def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]
             for t in walk(model, task, names, json.loads(settings), stops[-1], seed)
             if t in stops}
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-walk-branch
 def branch(
     settings: Settings,
     state: State,           # of the trunk
@@ -157,6 +160,7 @@ def table_grid(full: bool) -> Iterator[Settings]:
                            "last": last, "method": "LayerFreeze" if last else "Full",
                            "target_epsilon": target, "seed": seed}
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-table-table-entry
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
     steps, last = settings["steps"], settings["last"]
@@ -232,6 +236,7 @@ def angle_grid(full: bool) -> Iterator[Settings]:
                "after": 5000 if full else 100, "every": 20 if full else 4,
                "method": "LayerFreeze", "seed": seed}
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-angles-angle-entry
 def angle_entry(settings: Settings) -> Settings:
     "What clipping and noise do to the layers that stay, along a run that freezes the others."
     model, task = fresh(settings, settings["seed"])
@@ -248,6 +253,7 @@ def angle_entry(settings: Settings) -> Settings:
             series.append(_look(settings, model, task, found[half:], after + t))
     return {**_scored(settings, model, task, settings["steps"]), "series": series}
 
+# %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-angles-clips
 CLIPS = (0.1, 1.0, 5.0, 10.0)
 
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],

@@ -44,6 +44,7 @@ def frost_options(full: bool, ratio: float) -> Settings:
     "The paper's options, or half its selection rate."
     return {"ratio": ratio, "sample_rate": 0.02 if full else 0.01}
 
+# %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code-tuning-grid
 def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rate and ratio at epsilon 2, on rows held out of the training data."
     for method in METHODS:
@@ -71,6 +72,7 @@ def tuned(
     return {method: {name: entry[name] for name in ("learning_rate", "options")}
             for method, entry in best.items()}
 
+# %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-text-code-text-grid
 def text_grid(full: bool) -> Iterator[Settings]:
     "Table 1: four methods at three budgets, and without privacy."
     found = tuned(full)
@@ -204,6 +206,7 @@ def clock() -> float:
     "Seconds that count: of this process's work, whatever else the machine does; on a GPU, of the wall's clock."
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
+# %% ../../../nbs/75_frost_evidence.ipynb #frost-evidence-measure-cost-grid
 def cost_grid(full: bool) -> Iterator[Settings]:
     "At the paper's settings; reduced: eight steps of training stand for all 197."
     yield {**text_run(True), "method": "DPFrost", "options": frost_options(True, 0.25),

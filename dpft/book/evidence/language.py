@@ -63,6 +63,7 @@ RECIPES = {
                     batch_size=64, learning_rate=1e-3, epochs=10, dropout=0.1)}
 END = "<|endoftext|>"
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-recipe-train-tokenizer
 def train_tokenizer(
     texts: Sequence[str],  # public
     recipe: Recipe,
@@ -94,6 +95,7 @@ def packed_windows(
     return EncodedData({"input_ids": stream, "labels": stream},
                        torch.full((count,), context), pad_id=tokenizer.pad_token_id)
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-recipe-blank-gpt2
 def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
     "The model before it has read anything; its weights are drawn from a fixed seed."
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -156,6 +158,7 @@ def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> N
     (unfinished / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n")
     unfinished.replace(folder)
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-recipe-language-model
 def language_model(
     name: str,  # of a recipe, or as `load_model` takes it, such as gpt2
 ) -> str:       # for `load_model` and `load_tokenizer`
@@ -191,6 +194,7 @@ def prompts_and_references(
         written.setdefault(prompt, []).append(completion)
     return list(tokens.values()), list(written.values())
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-scores-completions
 @torch.no_grad()
 def completions(
     model: Any,                      # a causal Transformers model
@@ -214,6 +218,7 @@ def completions(
             texts += tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return texts
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-scores-text-scores
 def text_scores(
     texts: Sequence[str],
     references: Sequence[Sequence[str]],  # of each, one or more
@@ -283,6 +288,7 @@ def trained_entries(run: Run, method: Method) -> Settings:
     named = dict(run.model.named_parameters())
     return {"trainable": sum(named[name].numel() for name in run.trained)}
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-run-with-public
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
     "Options in which the name of a public data set is replaced by the data."
     named = options.get("relevance_data")
@@ -304,6 +310,7 @@ def development_pairs(model: str, max_length: int) -> Public:
 
 PUBLIC = {"public text": public_windows, "development pairs": development_pairs}
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-run-papers-noise
 def papers_noise(settings: Settings) -> float:
     "The multiplier that a run of Rap-FT really has when its blocks are bounded and hidden as the paper says; RAP-T1, @lem-effective-noise."
     size = len(prepared_task(settings["data"], language_model(settings["model"]), None,
@@ -341,6 +348,7 @@ def method_entry(shared: Settings, base: str, target: float | str) -> Settings:
     return {**shared, "method": base, "options": BASES.get(base, {}),
             "learning_rate": rate, "target_epsilon": target}
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-grids-tuning-grid
 def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rates at 3, on pairs held out of the training data."
     shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0,
@@ -360,6 +368,7 @@ def methods_grid(full: bool) -> Iterator[Settings]:
             for method in ("Full", "BiTFiT", "LoRA", "Adapter"):
                 yield {**method_entry(shared, method, target), "seed": seed}
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-grids-rap-settings
 def rap_settings(full: bool) -> Settings:
     "What the runs of Rap-FT's tables share: flat clipping to norm 1 as the paper has it, and no texts."
     return {**language_settings(full), "clip": 1.0, "beams": 0}
@@ -407,6 +416,7 @@ def rap_grid(full: bool) -> Iterator[Settings]:
                 for variant in VARIANTS if full or target == 3.0 else ("tight", "paper's noise", "paper's noise and accounting"):
                     yield {**rap_entry(shared, base, target, variant), "seed": seed}
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-grids-beta-grid
 def beta_grid(full: bool) -> Iterator[Settings]:
     "Figure 5: how large a part is taken for weakly significant."
     shared = rap_settings(full)
@@ -443,6 +453,7 @@ def cost_entry(settings: Settings) -> Settings:
     "Median seconds and peak bytes."
     return {"step": step_costs, "relevance": relevance_costs}[settings["kind"]](settings)
 
+# %% ../../../nbs/77_language_evidence.ipynb #language-costs-step-costs
 def step_costs(settings: Settings) -> Settings:
     "Whole steps of three runs that take turns; bytes that are alive at once in one step of each, beyond weights."
     def steps(name: str, options: Settings, target: float) -> Contender:

@@ -96,6 +96,7 @@ def others_tuning(full: bool) -> Iterator[Settings]:
                    "options": other_options(method, full, 100), "learning_rate": rate,
                    "target_epsilon": 2.0, "seed": 100}
 
+# %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-text-settings-of
 def settings_of(method: str, full: bool, seed: int) -> Settings:
     "What tuning found for a method: its learning rate and options."
     if method in METHODS:
@@ -311,6 +312,7 @@ def task_settings(task: str, full: bool) -> tuple[Settings, dict[str, float], di
             {method: own["learning_rate"] for method, own in found.items()},
             {method: own["options"] for method, own in found.items()})
 
+# %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-confirmation-confirmation-grid
 def confirmation_grid(full: bool) -> Iterator[Settings]:
     "The winner and its rivals on three tasks, with seeds that the search has not seen; what other experiments hold is left to them."
     label = winner(full)
@@ -328,6 +330,7 @@ def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
     return (task == "sst2" and method in (*METHODS, *OTHERS) or task == "cifar10"
             and method in METHODS and seed < (5 if full else 3))
 
+# %% ../../../nbs/78_methods_evidence.ipynb #methods-evidence-confirmation-comparisons
 def comparisons(records: Iterable[Settings], label: str) -> Iterator[tuple[str, str, list[float]]]:  # task, rival, differences
     "A composition against each rival on each task, at epsilon 2, as far as there are records of both."
     known = list(records)
