@@ -200,10 +200,10 @@ def _check_drawable(data: Any) -> None:
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
     if hasattr(data, "dataset") and not hasattr(data, "__getitem__"):
-        raise ValueError(f"a {kind} makes its own batches, and privacy needs Poisson "
+        raise ValueError(f"this {kind} makes its own batches, and privacy needs Poisson "
                          "draws; give the data set inside it, .dataset")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(f"a {kind} has no length or no rows by number, so no example "
+        raise ValueError(f"this {kind} has no length or no rows by number, so no example "
                          "has a known probability of being drawn; keep it in memory, "
                          "as datasets.Dataset.from_list(list(data)) does, or load it "
                          "without streaming")
@@ -223,7 +223,8 @@ def column_names(
 ) -> tuple[str, ...]:
     "The names in a data set's items; none where they are tuples or tensors."
     if not made_on_the_fly(data):
-        return tuple(data.column_names)
+        shown = getattr(data, "format", None)  # `set_format` may leave some out
+        return tuple(shown["columns"] if isinstance(shown, dict) else data.column_names)
     first = data[0] if len(data) else None
     return tuple(first) if isinstance(first, Mapping) else ()
 

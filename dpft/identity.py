@@ -30,7 +30,7 @@ def fingerprint(
     if hasattr(data, "content"):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
-        _absorb(digest, {name: list(data[name]) for name in data.column_names})
+        _absorb(digest, {name: list(data[name]) for name in column_names(data)})
     else:
         for row in range(len(data)):
             _absorb(digest, data[row])

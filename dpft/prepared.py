@@ -166,7 +166,8 @@ def prepare(
     known = classes or getattr(model, "num_labels", None)
     task = train if isinstance(train, Task) else as_task(train, columns, unit, known)
     data = as_dataset(task.train)
-    schema = read_schema(data, _known(columns or task.columns, data), unit)
+    columns = columns or (task.columns if isinstance(train, Task) else None)
+    schema = read_schema(data, _known(columns, data), unit)
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
         outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
@@ -187,7 +188,7 @@ def prepare(
 
 # %% ../nbs/06_prepared.ipynb #prepared-prepare-parts
 #| code-fold: true
-def _known(columns: Sequence[str], data: Any) -> Sequence[str] | None:
+def _known(columns: Sequence[str] | None, data: Any) -> Sequence[str] | None:
     "The task's columns, unless the rows have no names at all."
     named = column_names(data) and not has_batch_protocol(data)
     return columns if columns and named else None

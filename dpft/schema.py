@@ -118,6 +118,8 @@ def _given(kinds: dict[str, str], columns: Sequence[str],
     *reads, last = columns
     if label is not None and label != last:
         reads, last = [*columns], label
+    if last in (*TENSORS, *BESIDE):  # there is no label
+        return "tokens", columns, label
     if any(name in TENSORS for name in reads):
         return "tokens", reads, last
     if any(kinds.get(name) == "picture" for name in reads):

@@ -303,7 +303,7 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
         tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
         kind = type(values[0]).__name__
-        raise ValueError(f"{name} of an item is a {kind}, which is no tensor; convert "
+        raise ValueError(f"{name} of an item has type {kind}, which is no tensor; convert "
                          "it, or pass collate_fn=") from None
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)

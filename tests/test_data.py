@@ -212,12 +212,12 @@ def test_font_digits_follow_the_seed_and_look_like_digits():
     assert fingerprint(a) == fingerprint(b) != fingerprint(c)
     assert a.images.shape == (500, 1, 8, 8) and a.images.max() == 16 and torch.equal(torch.bincount(a.labels), torch.full((10,), 50))
     ink = (a.images.float() / 16).mean((1, 2, 3))
-    assert (ink > 0.05).all() and (ink < 0.8).all()
+    assert (ink > 0.02).all() and (ink < 0.9).all()  # over 6,000 images 0.08 to 0.63
     from sklearn.neighbors import KNeighborsClassifier
 
     train, public = digits().train, font_digits(3000)
     neighbours = KNeighborsClassifier(5).fit(public.images.flatten(1), public.labels)
-    assert neighbours.score(train.images.flatten(1), train.labels) > 0.6  # transfer; chance is 0.1
+    assert neighbours.score(train.images.flatten(1), train.labels) > 0.4  # chance is 0.1; over seeds 0.67 +- 0.03
 
 
 @pytest.mark.parametrize("name, near", [("digit", "digits"), ("sst-2", "sst2"), ("cifar", "cifar10"), ("fashion-mnist", "fashion_mnist")])
@@ -638,6 +638,12 @@ def test_views_are_drawn_evenly_and_anew_for_each_key():
     assert (down, right)[0].min() == -2 and right.max() == 2 and mirrored.max() == 1
     other = augment._choices(rows, b"b")[0]
     assert abs((down == other).float().mean() - 0.2) < 0.04
+
+
+def test_one_copy_that_may_not_move_is_the_picture_itself():
+    images, labels = torch.randn(3, 2, 4, 4), torch.arange(3)
+    views, same = Augmentation(1, 0, False)((images, labels), torch.arange(3), b"")
+    assert torch.equal(views, images) and torch.equal(same, labels)
 
 
 def test_a_dictionary_of_pictures_keeps_its_other_parts():

@@ -92,6 +92,17 @@ def test_an_unclear_schema_is_a_question(columns, more, words):
     assert "\n" not in str(caught.value)
 
 
+def test_tokens_without_a_label_stay_without_one():
+    rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}] * 3
+    for columns in (None, ("input_ids",), ("input_ids", "attention_mask")):
+        schema = read_schema(as_dataset(rows), columns)
+        assert (schema.kind, schema.label) == ("tokens", None) and schema.reads[0] == "input_ids"
+    ready = prepare(nn.Linear(1, 1), as_task(rows))
+    assert ready.kind == "causal" and gather(ready.train, [0])["input_ids"].tolist() == [[1, 2]]
+    narrow = tokenised().with_format("torch", columns=["input_ids", "label"])
+    assert read_schema(narrow).line() == "reads: input_ids; label: label"
+
+
 def test_columns_decide_otherwise():
     data = as_dataset([{"title": "a", "note": "b", "user": "p", "label": 0, "stars": 1}] * 3)
     assert read_schema(data, ("title", "note", "stars")).line() == "reads: title + note; label: stars; not used: user, label"
@@ -250,8 +261,8 @@ def test_another_librarys_batch_is_not_ours():
 
 
 @pytest.mark.parametrize("data, words", [
-    (lambda: tokenised().to_iterable_dataset(), "a IterableDataset has no length or no rows by number"),
-    (lambda: (row for row in [{"a": 1}]), "a generator has no length"), (lambda: "train.csv", "load it first with dpft.load_data"),
+    (lambda: tokenised().to_iterable_dataset(), "this IterableDataset has no length or no rows by number"),
+    (lambda: (row for row in [{"a": 1}]), "this generator has no length"), (lambda: "train.csv", "load it first with dpft.load_data"),
     (lambda: torch.utils.data.DataLoader([1, 2]), "makes its own batches"),
     (lambda: pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
     (lambda: [{"text": "a", "label": 1}, {"text": "b"}], "rows 0 and 1 differ: only one of them has 'label'"),
@@ -339,7 +350,7 @@ def test_pictures_of_the_hub_may_be_given_as_they_are():
     assert fingerprint(data) and ready.kind == "image"
     with pytest.raises(ValueError, match="not of one size"):
         prepare(nn.Linear(1, 1), as_dataset({"image": [pictures[0], pictures[1].resize((2, 2))], "label": [0, 1]}))
-    with pytest.raises(ValueError, match="part 0 of an item is a Image, which is no tensor"):
+    with pytest.raises(ValueError, match="part 0 of an item has type Image, which is no tensor"):
         collate_for([(pictures[0], 1)])([(pictures[0], 1)])
 
 
