@@ -126,8 +126,7 @@ def remove_added(
 class BiTFiT(Method):
     """All biases train, and a fresh head; clipping as the run has it.
 
-    ValueError for a model without biases outside its head and without `add_missing`.
-    Algorithm 1 of DP-BiTFiT; @def-bitfit.
+    ValueError where there are none outside the head.  Algorithm 1 of DP-BiTFiT; @def-bitfit.
     """
 
     def __init__(

@@ -136,10 +136,7 @@ def without_values(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, known | {id(b): b.to("meta") for b in model.buffers()})
 
 def rehearse(method: Method, context: Context) -> None:
-    """ValueError when a method, or one that it holds, could not begin in this run.
-
-    It is known before anything is paid for; @sec-chain-refusals.
-    """
+    "ValueError when a method could not begin in this run, before anything is paid for."
     view = copy.copy(context)
     view.model, view.access, view.rehearses = without_values(context.model), None, True
     quiet = suppress(NotRunning, RuntimeError)   # what wants a draw is trusted
@@ -305,7 +302,6 @@ class Resumed(Folded):
 class Chain(Resumed):
     """Several methods at once, folded from left to right.
 
-    Those that add widen what trains, those that select narrow it.
     Costs what its parts ask for, and training once; ValueError for a chain that makes
     no sense or trains nothing.  @def-fold, @lem-chain-cost.
     """
@@ -430,7 +426,7 @@ class Turning(Phases):
 # %% ../nbs/11_composition.ipynb #composition-boundary
 def boundary(context: Context, phases: Turning) -> dict[str, Any]:
     "What a checkpoint of the second phase needs of the first."
-    names = {parameter: name for name, parameter in context.model.named_parameters()}
+    names = {p: name for name, p in context.model.named_parameters()}
     weights = {names[p]: p.detach().clone() for p in phases._touched}
     return {"first": phases.first.state(phases.views(context)[0]),
             "trains": sorted(trainable(context.model)), "weights": weights}
@@ -454,8 +450,8 @@ class Kept(Turning):
         if self._second:
             return {"boundary": self._boundary, "second": method.state(view)}
         names = {p: name for name, p in context.model.named_parameters()}
-        touched = sorted(names[p] for p in self._touched)
-        return {"boundary": None, "first": method.state(view), "touched": touched}
+        return {"boundary": None, "first": method.state(view),
+                "touched": sorted(names[p] for p in self._touched)}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
         "Both phases begin again, as far as they had begun."

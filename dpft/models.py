@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -339,7 +339,7 @@ def freeze_batchnorm(
         if not module.running_mean.any() and bool((spread == 1).all()):
             warnings.warn(f"{called} has measured nothing yet; to train from scratch use "
                           "dpft.models.replace_batchnorm(model)", stacklevel=2)
-        module.__class__ = frozen_class(type(module))
+        module.__class__ = frozen_class(cast(Any, type(module)))
     return model
 
 
