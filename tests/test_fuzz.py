@@ -252,12 +252,12 @@ def cases(draw):
 
 
 def rounding(case):
-    """How far above 1 rounding may lift one example's influence over its bound.
+    """How far above 1 rounding may lift one example's influence over its bound, in a sum over a batch.
 
-    A gradient is a sum of at most m products, m the positions of all examples, and is off by m eps times the length that it would have
-    if nothing cancelled.
-    The engine raises each squared norm by 4 eps times that length squared, so the length is at most 1 / (2 sqrt(eps)) norms, and what is
-    off is at most m sqrt(eps) / 2 bounds; once in each of two sums.
+    A sum of m products, m the positions of all examples, is off by at most m units of rounding, u, times the length that it would have
+    if nothing cancelled; once in each of two sums.
+    No norm is taken for less than 4 sqrt(u) of that length, so the length is at most 1 / (4 sqrt(u)) bounds, and what is off is at most
+    m sqrt(u) / 4 bounds: less than allowed here, which was the allowance of an earlier margin.
     """
     positions = case.batch[0].numel() // (case.batch[0].shape[1] if case.batch[0].is_floating_point() else 1)
     return 4 * positions * math.sqrt(torch.finfo(case.dtype).eps)
