@@ -51,7 +51,6 @@ class Setup:
     ):
         self.settings, self.readers, self.loop = settings, readers, loop
         self.model, self.method, self.train = model, method, train
-        validate(model)
         check_whole(model)
         if self.device.type == "cpu":
             reuse_memory()
@@ -146,6 +145,7 @@ class Setup:
         self.blocks = secured_blocks(blocks) if self.settings.secure_mode else blocks
         self.spread = noise_spread(self.blocks)
         self.releases.choice = "" if self.processes.alone else choice_hash(self.trains, self.blocks)
+        validate(self.model, self.settings.dropout)
         set_modes(self.model, self.settings.dropout)
 
     def _access(self) -> Access:

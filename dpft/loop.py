@@ -209,7 +209,7 @@ def fine_tune(
     settings = settings_from("fine_tune", ("engine", "loop"), {"epsilon": epsilon, **knobs})
     if settings.output is not None:
         check_target(settings.output, settings.overwrite)
-    ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit)
+    ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit, collate_fn=settings.collate_fn)
     if isinstance(settings.evaluate, Public):
         check_disjoint_rows(settings.evaluate, train.train if isinstance(train, Task) else train)
     start = f"the weights that training started from ({ready.origin})"
