@@ -239,7 +239,7 @@ def whole_numbers(
 ) -> list[int]:  # increasing
     "One number or several as a list; ValueError on anything that is no schedule."
     several = isinstance(value, Iterable) and not isinstance(value, str)
-    numbers = list(value) if several else [value]  # type: ignore[arg-type, list-item]
+    numbers: Any = list(value) if several else [value]  # type: ignore[arg-type]
     if not numbers or any(isinstance(number, bool) or not isinstance(number, int)
                           for number in numbers):
         raise ValueError(

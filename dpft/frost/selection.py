@@ -164,7 +164,8 @@ def select(
         noisy = torch.full((len(partitions),), torch.nan, dtype=torch.float64)
         noisy[rest] = observe([partitions[i] for i in rest], delta).double().cpu()
         past = [(one.noisy, one.sensitivity) for one in found.rounds] + [(noisy, delta)]
-        found.estimate = estimate(*map(list, zip(*past, strict=True)), sample_rate)
+        found.estimate = estimate([one for one, _ in past], [own for _, own in past],
+                                  sample_rate)
         std = found.estimate.std(noise_multiplier)
         found.rounds.append(one_round(
             found, rest, noisy, delta, std, t / rounds, gap if t < rounds else None))
