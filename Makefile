@@ -85,7 +85,7 @@ $(READY): settings.ini setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("dpft needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable '.[dev,text,minilm]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable '.[dev,text,minilm,book]'
 	@rm -rf build *.egg-info; touch $@
 
 lint:

@@ -1,7 +1,7 @@
 """Differentially private fine-tuning by freezing.
 
 What the common tasks need is here; what is rarer stays in its module, such as `dpft.selection.TrialLaw`,
-`dpft.guarantee.sentence_units` or `dpft.rapft.relevance_map`.
+`dpft.curve.sentence_units` or `dpft.rapft.relevance_map`.
 """
 
 __version__ = "0.1.0"
@@ -11,51 +11,59 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.auditing import audit
-    from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, partitions
+    from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, Trainable, partitions
     from dpft.bitfit import BiTFiT
     from dpft.composition import Chain, Then
-    from dpft.data import Augmentation, Public, load_data
+    from dpft.datasets import Public
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
     from dpft.gradients import Block, Partition
-    from dpft.guarantee import Guarantee, verify
+    from dpft.guarantee import Guarantee, Statement
+    from dpft.ledger import Budget, Ledger
     from dpft.loop import Run, fine_tune, load
     from dpft.method import Context, Method
-    from dpft.models import load_model
+    from dpft.models import freeze_batchnorm, load_model
     from dpft.planning import plan_table
-    from dpft.privacy import Budget, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
+    from dpft.privacy import Request, SampledGaussian, epsilon, noise_multiplier
     from dpft.rapft import RapFT
+    from dpft.sampling import Augmentation
     from dpft.selection import price
     from dpft.scores import NoisyAccuracy
     from dpft.settings import Settings
+    from dpft.sources import load_data
     from dpft.tuning import Tuning, tune
+    from dpft.verification import verify
 
 _HOMES = {  # module -> what it gives to the package
     "auditing": "audit",
-    "baselines": "Adapter Full LargestWeights LastLayer LoRA NormOnly RandomPartitions partitions",
+    "baselines": "Adapter Full LargestWeights LastLayer LoRA NormOnly RandomPartitions Trainable partitions",
     "bitfit": "BiTFiT",
     "composition": "Chain Then",
-    "data": "Augmentation Public load_data",
+    "datasets": "Public",
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
     "gradients": "Block Partition",
-    "guarantee": "Guarantee verify",
+    "guarantee": "Guarantee Statement",
+    "ledger": "Budget Ledger",
     "loop": "Run fine_tune load",
     "method": "Context Method",
-    "models": "load_model",
+    "models": "freeze_batchnorm load_model",
     "planning": "plan_table",
-    "privacy": "Budget Ledger Request SampledGaussian epsilon noise_multiplier",
+    "privacy": "Request SampledGaussian epsilon noise_multiplier",
     "rapft": "RapFT",
+    "sampling": "Augmentation",
     "selection": "price",
     "scores": "NoisyAccuracy",
     "settings": "Settings",
+    "sources": "load_data",
     "tuning": "Tuning tune",
+    "verification": "verify",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 _RARE = {  # names that were here once: the module that has them
-    "TrialLaw": "selection", "sentence_units": "guarantee", "clipped_relevance": "rapft", "relevance_map": "rapft",
+    "TrialLaw": "selection", "sentence_units": "curve", "clipped_relevance": "rapft", "relevance_map": "rapft",
     "relevance_mask": "rapft",
 }
 

@@ -20,10 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .data import EncodedData, gather, shared_rows
+from .identity import shared_rows
+from .sampling import gather
+from .texts import EncodedData
 from .gradients import LossFunction, evaluating
-from .guarantee import Guarantee, PrivacyCurve
-from .models import example_losses, summed_losses, to_device
+from .curve import PrivacyCurve
+from .guarantee import Guarantee
+from .losses import example_losses, summed_losses, to_device
 
 # %% ../nbs/60_attacks.ipynb #attacks-rate
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def membership_inference(
     if shared := shared_rows(members, non_members):
         raise ValueError(f"{len(shared)} of the members are non-members too, the first "
                          f"is row {shared[0]}; drop the rows that "
-                         "dpft.data.shared_rows(members, non_members) lists")
+                         "dpft.identity.shared_rows(members, non_members) lists")
     def scores(data: Any) -> np.ndarray:
         before = (0.0 if reference is None
                   else losses(reference, data, loss_fn, batch_size))

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attacks import Rate
-from .data import TensorData
+from .datasets import TensorData
 from .loop import Run, fine_tune
 from .method import Method
 from .privacy import SampledGaussian

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .gradients import Block, Partition, trainable
 from .models import fresh_head
 from .saving import additions, note_addition, restores
-from .training import Context, Method
+from .method import Context, Method
 
 # %% ../nbs/10_baselines.ipynb #baselines-full
 class Full(Method):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .models import fresh_head, output_layer
 from .saving import additions, note_addition, restores
-from .training import Context, Method
+from .method import Context, Method
 
 # %% ../nbs/20_bitfit.ipynb #bitfit-biases
 ADDED = re.compile(r"bias(_[ih]h(_l\d+)?(_reverse)?)?")  # an LSTM's are longer

@@ -115,7 +115,8 @@ SETTINGS: dict[str, dict[str, Any]] = {   # name -> knobs of a run, beside the u
 def toy_network(side: int = 4, classes: int = 3) -> nn.Module:
     "A small network with a norm layer, for audits of the boundary."
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 8), nn.LayerNorm(8), nn.Tanh(),
+                         nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, classes))
 
 @dataclass(frozen=True)
 class Crossing:

@@ -22,7 +22,7 @@ from .baselines import Full, LastLayer, Trainable, masked_block
 from .gradients import Block, members, trainable
 from .models import fresh_head
 from .privacy import Request
-from .training import Context, Method, NotRunning
+from .method import Context, Method, NotRunning
 
 # %% ../nbs/11_composition.ipynb #composition-parts
 class Several(Method):

@@ -55,7 +55,7 @@ class Setup:
         if self.device.type == "cpu":
             reuse_memory()
         self.processes = Processes()
-        self.t, self.told, self.stops = 0, False, False   # steps done; whether this process was told to stop, and any
+        self.t, self.told, self.stops = 0, 0, False    # steps done; the signal that told this process to stop; any
         self.trains: dict[str, nn.Parameter] = {}
         self._make_losses()
         self._make_plan()

@@ -143,7 +143,7 @@ def check_kinds(model: nn.Module) -> None:
             if not parameter.requires_grad:
                 continue
             full_name = f"{name}.{own}".lstrip(".")
-            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            if nn.parameter.is_lazy(parameter):
                 raise ValueError(f"{full_name} has no shape yet: run the model once on a batch")
             if parameter.is_complex():
                 raise ValueError(f"{full_name} is complex: hold its real and imaginary parts "
@@ -647,7 +647,7 @@ def plain_arithmetic(
     device: str,  # type of the device
 ) -> Iterator[None]:
     "No autocast, and float32 products in float32: no TF32, no bfloat16 inside."
-    backends = [torch.backends.mkldnn.matmul, torch.backends.cuda.matmul]
+    backends: list[Any] = [getattr(torch.backends.mkldnn, "matmul"), torch.backends.cuda.matmul]  # noqa: B009
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -933,7 +933,7 @@ class NormBounds:
 
     def _clipped(self, style: str) -> tuple[Tensor, Tensor]:
         norms = self.table()
-        clips = torch.tensor([part.clip for part in self.parts], dtype=norms.dtype)
+        clips = torch.tensor([part.clip for part in self.parts if isinstance(part, Block)], dtype=norms.dtype)
         finite = norms.isfinite().all(1, keepdim=True)
         return norms, clip_factor(norms, clips, style) * finite
 
@@ -1310,7 +1310,7 @@ class Coupling:
         self.model, self.loss_fn = model, getattr(loss_fn, "full_precision", loss_fn)
         self.shapes: set[Hashable] = set()
         self.longest = 0                 # padded length that the model has taken
-        self.work = self.spent = 0       # numbers of input that went through a forward pass
+        self.work = self.spent = 0.0     # numbers of input that went through a forward pass
 
     def look(
         self,

@@ -524,10 +524,3 @@ def questions(guarantee: Written) -> str:
     answers = asdict(guarantee.statement)
     return "What else NIST SP 800-226 asks:\n\n" + _table(
         (text, answers[name] or "not stated") for name, text in QUESTIONS.items())
-
-# %% ../nbs/02_guarantee.ipynb #moved-names
-def __getattr__(name: str) -> Any: # moved to `dpft.curve`, `dpft.verification`
-    for module in ("dpft.curve", "dpft.verification"):
-        if name in getattr(found := import_module(module), "__all__", ()):
-            return getattr(found, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -210,6 +210,7 @@ def fine_tune(
     if settings.output is not None:
         check_target(settings.output, settings.overwrite)
     ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit, collate_fn=settings.collate_fn)
+    ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
     if isinstance(settings.evaluate, Public):
         check_disjoint_rows(settings.evaluate, train.train if isinstance(train, Task) else train)
     start = f"the weights that training started from ({ready.origin})"

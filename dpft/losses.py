@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data import gather
+from .sampling import gather
 from .gradients import evaluating, full
 
 # %% auto #0

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .data import Public, collate_for, did_you_mean, gather
+from .datasets import Public, did_you_mean
+from .sampling import gather
+from .texts import collate_for
 from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
@@ -31,21 +33,6 @@ __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_clas
            'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d',
            'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate',
            'pretrain']
-
-# %% ../nbs/06_models.ipynb #moved-names
-from .losses import accuracy as accuracy
-from .losses import example_losses as example_losses
-from .losses import logits as logits
-from .losses import perplexity as perplexity
-from .losses import summed_losses as summed_losses
-from .losses import token_losses as token_losses
-from .networks import Affine as Affine
-from .networks import Projected as Projected
-from .networks import StandardisedConv2d as StandardisedConv2d
-from .networks import TemperedSigmoid as TemperedSigmoid
-from .networks import WideBlock as WideBlock
-from .networks import standardised_weight as standardised_weight
-from .networks import wide_layer as wide_layer
 
 # %% ../nbs/06_models.ipynb #models-mean-pooled
 @cache

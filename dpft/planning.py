@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from .data import did_you_mean
+from .datasets import did_you_mean
 from .gradients import Batch, batch_rows, clipped_sum
 from .method import Context, Method
-from .models import BUILT, check_name, default_loss, mean_pooled_classifier, minilm_folder
+from .losses import default_loss
+from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
 from .plan import check_sizes
 from .privacy import BudgetError, noise_multiplier
 

@@ -296,11 +296,3 @@ def split_budget(
     first, second = plan_budget(
         target_epsilon, delta, train, requests, accountant, tolerance)
     return first.noise_multiplier, second.noise_multiplier
-
-# %% ../nbs/01_privacy.ipynb #moved-names
-def __getattr__(name: str) -> Any: # names that moved to `dpft.ledger`
-    if name in ("Ledger", "LedgerError", "Budget", "_row_hash", "_difference",
-                "_planned"):
-        from dpft import ledger
-        return getattr(ledger, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

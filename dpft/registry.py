@@ -80,7 +80,7 @@ def method_type(
 ) -> type[Method]:
     "The class of a method by its name; ValueError with the nearest names."
     import dpft
-    from dpft.data import did_you_mean
+    from dpft.datasets import did_you_mean
     from dpft.method import Method
     known = known_methods()
     name = known[name].kind if name in known else name

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .data import Public
+from .datasets import Public
 from .loop import Run
-from .models import accuracy, perplexity
+from .losses import accuracy, perplexity
 from .noise import Keystream
 from .privacy import SampledGaussian
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .guarantee import Guarantee, PrivacyCurve, best_true_positive_rate
+from .curve import PrivacyCurve, best_true_positive_rate
+from .guarantee import Guarantee
 from .privacy import NOISE_CAP, BudgetError, SampledGaussian, epsilon, noise_multiplier
 
 # %% auto #0

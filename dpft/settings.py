@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-import torch
-
 # %% ../nbs/07_settings.ipynb #settings-knob
 def knob(
     default: Any,             # what holds when the knob is left out
@@ -151,7 +149,8 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
     if isinstance(value, str):
         return value, True
     made = value if isinstance(value, type) else type(value)
-    known = next((c for c in made.__mro__ if c.__module__.startswith("torch.optim") and c is not torch.optim.Optimizer), made)
+    own = (c for c in made.__mro__ if c.__module__.startswith("torch.optim") and c.__name__ != "Optimizer")
+    known = next(own, made)
     alike = made is known or getattr(made, "same_as", None) == known.__name__
     if isinstance(value, type):
         return known.__name__.lower(), alike

@@ -322,8 +322,11 @@ class Releases:
         adds = self.private and self.processes.is_first
         if self.secure_mode:
             step = grid_step(torch.as_tensor(std, dtype=torch.float64, device=total.device))
-            noise = self.keystream.secure_normal(total.shape, "noise", *context).to(total.device) if adds else 0.0
-            return on_grid(total, step) + (on_grid(noise * std, step) if adds else 0.0)
+            fixed = on_grid(total, step)
+            if adds:
+                noise = self.keystream.secure_normal(total.shape, "noise", *context).to(total.device)
+                fixed += on_grid(noise * std, step)
+            return fixed
         if not adds:
             return total
         noise = self.keystream.normal(total.shape, 1.0, "noise", *context, device=total.device, dtype=total.dtype)

@@ -20,14 +20,17 @@ from typing import Any
 from .scores import NoisyAccuracy, apart, scorer
 from torch import nn
 
-from .data import Public, Task, check_disjoint_rows, did_you_mean, units_of
+from .datasets import Public, Task, did_you_mean
+from .identity import check_disjoint_rows
+from .sampling import units_of
 from .guarantee import Guarantee
 from .loop import Run, fine_tune
 from .method import Context, Method
-from .models import default_loss
+from .losses import default_loss
 from .noise import Keystream
 from .plan import check_sizes
-from .privacy import BudgetError, Ledger, SampledGaussian
+from .ledger import Ledger
+from .privacy import BudgetError, SampledGaussian
 from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
 
 # %% auto #0
@@ -411,12 +414,3 @@ def tune(
                   best.guarantee,
                   guarantee_of_scores(search.score, paid, sigma, len(done), best,
                                       search.keystream.reproducible))
-
-# %% ../nbs/08_tuning.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "Names that have moved, while other modules still ask for them here."
-    from dpft import planning, selection
-    for room in (selection, planning):
-        if name in room.__all__:
-            return getattr(room, name)
-    raise AttributeError(f"module 'dpft.tuning' has no attribute {name!r}")

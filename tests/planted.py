@@ -17,7 +17,8 @@ from dpft import DPFrost, Full, gradients, training
 from dpft.auditing import CanaryTable, audit
 from dpft.frost import selection
 from dpft.gradients import Block, Gradients
-from dpft.training import Engine, Step
+from dpft.engine import Engine
+from dpft.step import Step
 
 # The bugs -------------------------------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from dpft.auditing import (
 )
 from dpft.book.evidence import EXPERIMENTS
 from dpft.book.experiments import read_records
-from dpft.guarantee import best_true_positive_rate
+from dpft.curve import best_true_positive_rate
 from dpft.privacy import SampledGaussian
 
 QUICK = {"accountant": "rdp", "cache": 0.0}

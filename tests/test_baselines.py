@@ -21,7 +21,9 @@ from dpft.gradients import gradients, per_example_gradients
 from dpft.losses import logits
 from dpft.models import BUILT, fresh_head, load_model, mean_pooled_classifier
 from dpft.saving import additions
-from dpft.training import Context, Engine, fine_tune
+from dpft.engine import Engine
+from dpft.loop import fine_tune
+from dpft.method import Context
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "llama": "lm_head.", "vit": "classifier.",

@@ -17,7 +17,7 @@ from dpft.book import bench, contenders
 from dpft.book.bench import Sizes, plan_bench
 from dpft.book.contenders import CONTENDERS, LiveBytes, Setting, WatchedLoss, measure_memory, median_interval, relative_error
 from dpft.gradients import per_example_gradients
-from dpft.models import example_losses
+from dpft.losses import example_losses
 
 CPU = torch.device("cpu")
 TEXT = Setting("text", "encoder", 32, 1, 8, 4, "full", ("plain", "opacus", "opacus-ghost", "dpft"), 2)

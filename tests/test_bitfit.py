@@ -19,8 +19,10 @@ from dpft.clipping import clip_factor
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
 from dpft.losses import logits
 from dpft.models import fresh_head, freeze_batchnorm, replace_batchnorm
-from dpft.privacy import Ledger
-from dpft.training import Context, Engine, fine_tune
+from dpft.ledger import Ledger
+from dpft.engine import Engine
+from dpft.loop import fine_tune
+from dpft.method import Context
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 SWIN = dict(image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2)

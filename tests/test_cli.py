@@ -16,9 +16,9 @@ import pytest
 import dpft as dpft_package
 from dpft import cli
 from dpft.cli import core
-from dpft.data import LOCAL, sst2
+from dpft.tasks import LOCAL, sst2
 from dpft.models import load_tokenizer
-from dpft.privacy import Ledger
+from dpft.ledger import Ledger
 from dpft.registry import method_named
 from dpft.settings import Settings
 
@@ -282,7 +282,7 @@ def test_a_table_that_cannot_be_learnt_from_ends_in_one_sentence(run, table, tex
 def test_a_stopped_run_says_how_to_go_on(run, monkeypatch):
     def stopped(*words, **more):
         raise KeyboardInterrupt
-    monkeypatch.setattr("dpft.data.load_data", stopped)
+    monkeypatch.setattr("dpft.sources.load_data", stopped)
     status, _, err = run("train", *DIGITS, "--epsilon", "4")
     assert status == 130 and "--checkpoint the same command continues" in err and "Traceback" not in err
 

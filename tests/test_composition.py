@@ -19,8 +19,11 @@ from dpft.freezing import LayerFreeze
 from dpft.frost import DPFrost, EntrySelection
 from dpft.gradients import gradients, per_example_gradients
 from dpft.models import load_model
-from dpft.privacy import Ledger, Request, SampledGaussian, epsilon
-from dpft.training import Context, Engine, Method, fine_tune, named_apart
+from dpft.ledger import Ledger
+from dpft.privacy import Request, SampledGaussian, epsilon
+from dpft.engine import Engine, named_apart
+from dpft.loop import fine_tune
+from dpft.method import Context, Method
 
 
 def net(seed=0):

@@ -11,7 +11,7 @@ from dpft import fine_tune
 from dpft.book import evidence, experiments
 from dpft.book.evidence import freezing, frost
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
-from dpft.data import TensorData
+from dpft.datasets import TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
 from dpft.registry import method_from

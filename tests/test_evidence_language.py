@@ -11,8 +11,10 @@ from dpft.book import evidence, experiments
 from dpft.book.evidence import language
 from dpft.book.evidence.language import Recipe, completions, generation_scores, text_scores
 from dpft.book.experiments import run_experiment
-from dpft.data import Public, TableData, Task, encode
-from dpft.models import example_losses, load_model, load_tokenizer, perplexity
+from dpft.datasets import Public, TableData, Task
+from dpft.texts import encode
+from dpft.losses import example_losses, perplexity
+from dpft.models import load_model, load_tokenizer
 from dpft.privacy import SampledGaussian, epsilon
 
 WORDS = ["the", "inn", "by", "the", "river", "serves", "good", "food", "and", "the", "food", "is", "cheap", "while", "a", "pub", "near",

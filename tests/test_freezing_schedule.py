@@ -17,14 +17,16 @@ import dpft.prefix
 from dpft.book import bench
 from dpft.auditing import Stopped, stopping
 from dpft.composition import Chain, Then
-from dpft.data import TensorData
+from dpft.datasets import TensorData
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients, trainable
 from dpft.models import load_model
 from dpft.prefix import Prefix
-from dpft.privacy import Ledger, SampledGaussian, epsilon
-from dpft.training import Context, Method, set_modes
-from dpft.tuning import count_trainable
+from dpft.ledger import Ledger
+from dpft.privacy import SampledGaussian, epsilon
+from dpft.method import Context, Method
+from dpft.step import set_modes
+from dpft.planning import count_trainable
 
 
 class Counted(nn.Linear):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpft
-from dpft.data import Public, TensorData
+from dpft.datasets import Public, TensorData
 from dpft.freezing.similarity import activations, cca, mean_cca, pwcca, svcca
-from dpft.models import logits
+from dpft.losses import logits
 
 MEASURES = [mean_cca, pwcca, svcca]
 

@@ -14,13 +14,16 @@ from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import toy
 
-from dpft.data import load_data
+from dpft.sources import load_data
 from dpft.frost import DPFrost, EntrySelection, paper_settings, partitions, select, sensitivity
 from dpft.frost.entries import entry_magnitudes
-from dpft.frost.selection import admitted, check_fits, freezing_threshold, released, take
+from dpft.baselines import admitted
+from dpft.frost.selection import check_fits, freezing_threshold, released, take
 from dpft.gradients import Partition, per_example_gradients
 from dpft.models import load_model
-from dpft.training import Context, Engine, Method, fine_tune
+from dpft.engine import Engine
+from dpft.loop import fine_tune
+from dpft.method import Context, Method
 
 
 def invented(sizes):
@@ -259,7 +262,7 @@ def test_a_model_with_a_single_partition():
 
 
 def test_a_refused_run_has_spent_nothing(tmp_path):
-    from dpft.privacy import Ledger
+    from dpft.ledger import Ledger
     ledger = Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(ValueError, match="these would fit"):
         engine(DPFrost(0.001), ledger=ledger)

@@ -25,7 +25,7 @@ from torch import nn
 import dpft
 from dpft.gradients import Block, Groups, batch_rows, clipped_sum, gradients, members, select_rows
 from dpft.noise import Keystream
-from dpft.training import Method
+from dpft.method import Method
 
 # what was tried --------------------------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,8 @@ def record():
     "With DPFT_FUZZ, a file, what was tried goes into it."
     yield
     if path := os.environ.get("DPFT_FUZZ"):
-        from dpft.experiments import provenance, write_records
+        from dpft.book.contenders import provenance
+        from dpft.book.experiments import write_records
 
         write_records(path, [{"experiment": "fuzz", "data": "made", "method": what, "examples": tally.examples, "failures": tally.failures,
                               "largest": dict(tally.largest), "seconds": round(tally.seconds, 1), **provenance()}

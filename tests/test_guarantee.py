@@ -687,7 +687,7 @@ def test_what_is_published_depends_on_neither_data_nor_other_runs_nor_digests(tm
 
 
 def test_a_selection_does_not_say_whether_there_were_other_runs(tmp_path):
-    from dpft.tuning import TrialLaw, TunedGuarantee
+    from dpft.selection import TrialLaw, TunedGuarantee
     contents = []
     for number, others in enumerate((0, 3)):
         place = tmp_path / str(number)

@@ -318,7 +318,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
 
 KILLED = """
 import sys
-from dpft.privacy import Ledger
+from dpft.ledger import Ledger
 with Ledger(sys.argv[1]) as ledger:
     ledger.begin("a", {plan})
     for t in range(int(sys.argv[2]), 10**6):

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import nn, tensor
 
 import dpft.models as models
-from dpft.data import Public, TensorData, digits, fingerprint, font_digits
+from dpft.datasets import Public, TensorData
+from dpft.identity import fingerprint
+from dpft.tasks import digits, font_digits
 from dpft.gradients import Groups, gradients, per_example_gradients
 from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
 from dpft.models import (
@@ -435,7 +437,7 @@ def test_a_frozen_norm_computes_what_it_did_and_its_gradients_are_autograds(name
 def test_a_run_trains_scales_and_shifts_and_never_the_statistics(method):
     import dpft
     from dpft.baselines import NormOnly
-    from dpft.training import set_modes
+    from dpft.step import set_modes
 
     how = {"NormOnly": NormOnly()}.get(method) or getattr(dpft, method)()
     model, batch = freeze_batchnorm(measured("resnet")).float(), pictures("resnet", 12)
@@ -468,7 +470,7 @@ def test_nothing_thaws_a_frozen_norm():
 
 def test_a_norm_below_what_trains_is_accepted_as_it_is():
     import dpft
-    from dpft.training import Context
+    from dpft.method import Context
 
     model = measured("resnet")
     for how, accepted in ((dpft.LastLayer(), True), (dpft.BiTFiT(), False), (dpft.Full(), False)):
@@ -740,7 +742,7 @@ def test_a_sequences_loss_is_its_own(family, loss_fn):
 def test_the_engine_bounds_sequences_as_the_oracle_does(family, loss_fn, method):
     import dpft
     from dpft.gradients import clipped_sum, per_example_gradients
-    from dpft.training import Context
+    from dpft.method import Context
 
     model = writer(family)
     if method == "BiTFiT" and family.startswith("llama"):
@@ -782,7 +784,7 @@ def test_prompts_with_completions_and_conversations_train_a_language_model(colum
     from transformers import PreTrainedTokenizerFast
 
     import dpft
-    from dpft.data import TableData
+    from dpft.datasets import TableData
 
     raw = Tokenizer(token_models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[END]", *"abcdefgh"])}, unk_token="[END]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -802,7 +804,7 @@ def test_prompts_with_completions_and_conversations_train_a_language_model(colum
 
 def test_texts_for_labels_are_refused():
     import dpft
-    from dpft.data import TableData
+    from dpft.datasets import TableData
 
     table = TableData({"review": ["a", "b"], "mood": ["good", "bad"]})
     with pytest.raises(ValueError, match="column 'mood' holds texts, not class numbers"):

@@ -15,15 +15,18 @@ from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.clipping import effective_noise_multiplier
 from dpft.composition import Chain, Then
-from dpft.data import Public
+from dpft.datasets import Public
 from dpft.frost import DPFrost
 from dpft.gradients import Block, Partition, gradients, per_example_gradients, trainable
 from dpft.guarantee import Guarantee, verify
-from dpft.privacy import Ledger
+from dpft.ledger import Ledger
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
 from dpft.rapft.mask import AS_PUBLISHED
 from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
-from dpft.training import Context, Engine, Method, fine_tune, scaled_blocks
+from dpft.engine import Engine
+from dpft.loop import fine_tune
+from dpft.method import Context, Method
+from dpft.plan import scaled_blocks
 
 # The mask
 

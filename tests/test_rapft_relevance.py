@@ -22,7 +22,8 @@ from dpft.baselines import insert_adapters, partitions
 from dpft.book.contenders import LiveBytes
 from dpft.bitfit import biases
 from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
-from dpft.models import TemperedSigmoid, logits
+from dpft.losses import logits
+from dpft.networks import TemperedSigmoid
 from dpft.rapft import relevance
 from dpft.rapft.propagation import relevance_rules
 from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map

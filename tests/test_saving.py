@@ -16,7 +16,7 @@ import dpft
 from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
 from dpft.composition import Chain
-from dpft.data import TableData
+from dpft.datasets import TableData
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.saving import (
@@ -307,7 +307,7 @@ def test_the_fingerprint_sees_every_frozen_parameter_and_nothing_else():
 
 def test_nothing_is_called_that_did_not_allow_it(tmp_path):
     model = nn.Linear(2, 2)
-    for function in ("os:system", "dpft.models:pretrain", "dpft.training:load", "nowhere"):
+    for function in ("os:system", "dpft.models:pretrain", "dpft.loop:load", "nowhere"):
         with pytest.raises(ValueError, match="not marked with"):
             add_again(model, [{"function": function, "parameters": [], "settings": {}}])
 

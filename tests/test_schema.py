@@ -468,9 +468,5 @@ def test_a_file_is_read_without_a_copy_on_the_disk(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.csv"]
 
 
-def test_the_old_names_still_answer():
-    from dpft.data import Public, load_data as old
-    assert Public is dpft.Public and old is load_data
-    with pytest.raises(ImportError):
-        from dpft.data import nothing_of_this_name  # noqa: F401
+def test_no_rows_have_no_columns():
     assert column_names([]) == ()

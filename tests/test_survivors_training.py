@@ -20,12 +20,13 @@ import dpft
 from dpft import engine as engine_room
 from dpft import loop
 from dpft import plan as plan_room
-from dpft.data import load_data
+from dpft.sources import load_data
 from dpft.gradients import Block
 from dpft.loop import make_schedule, progress_is_due
 from dpft.method import Context
 from dpft.noise import grid_step, on_grid, secure_std
-from dpft.privacy import Ledger, Request, SampledGaussian
+from dpft.ledger import Ledger
+from dpft.privacy import Request, SampledGaussian
 from dpft.step import Share
 from dpft.store import Store
 

@@ -11,7 +11,7 @@ import dpft
 from dpft.gradients import clipped_sum, evaluating, per_example_gradients
 from dpft.losses import default_loss, task_of
 from dpft.models import freeze_batchnorm, load_model
-from dpft.training import Context
+from dpft.method import Context
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=64,
              pad_token_id=0)

@@ -427,7 +427,7 @@ def test_without_a_seed_too_a_resumed_run_replays_the_same_noise(tmp_path):
 def test_a_replay_that_differs_is_charged_and_gets_fresh_noise():
     for seeded in (dict(seed=0, loop="by hand"), dict(seed=0), dict(seed=None)):
         e = engine(**seeded)
-        def released(value):
+        def released(value, e=e):
             return e.releases("train", 0, {"a": torch.full((3,), value)}, {"a": 1.0})[0]["a"] - value
         first = released(1.0)
         assert torch.equal(released(1.0), first) and len(e.spent) == 1 and e.spent[0].steps == 1
@@ -653,7 +653,7 @@ def mean_gradients(model, batches, copies):
 @pytest.mark.parametrize("settings", [{}, dict(epsilon=math.inf), dict(unit=[row // 2 for row in range(60)]), dict(average=0.9)])
 @one_stream()
 def test_one_unmoved_copy_is_no_augmentation(settings):
-    runs = [tune(augment=augment, **settings) for augment in (None, dpft.data.Augmentation(1, 0, False))]
+    runs = [tune(augment=augment, **settings) for augment in (None, dpft.Augmentation(1, 0, False))]
     assert torch.equal(weights(runs[0].model), weights(runs[1].model))
 
 
@@ -661,7 +661,7 @@ def test_one_unmoved_copy_is_no_augmentation(settings):
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 @one_stream()
 def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
-    model, augment = net(), dpft.data.Augmentation(copies=3, crop=1)
+    model, augment = net(), dpft.Augmentation(copies=3, crop=1)
     e = engine(copy.deepcopy(model), augment=augment, physical_batch_size=physical, clipping=clipping)
     found, batches, step = sums_of(e)
     assert all(len(batch[1]) % 3 == 0 and len(batch[1]) <= max(3, physical) for batch in batches)      # a group never straddles
@@ -675,14 +675,14 @@ def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping)
 
 
 def test_views_differ_between_steps_and_follow_the_seed():
-    e = engine(augment=dpft.data.Augmentation(copies=2, crop=1), batch_size=60, steps=2)
+    e = engine(augment=dpft.Augmentation(copies=2, crop=1), batch_size=60, steps=2)
     views = [torch.cat([batch[0] for batch in e.batches(1.0, "train", t, views=True)]) for t in (0, 1, 0)]
     assert torch.equal(views[0], views[2]) and not torch.equal(views[0], views[1])
 
 
 def test_a_person_brings_the_mean_views_of_all_her_rows():
     data, unit, model = toy(12), [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 4, 4], net()
-    e = engine(copy.deepcopy(model), data=data, unit=unit, batch_size=5, clip=0.3, augment=dpft.data.Augmentation(copies=2, crop=0),
+    e = engine(copy.deepcopy(model), data=data, unit=unit, batch_size=5, clip=0.3, augment=dpft.Augmentation(copies=2, crop=0),
                physical_batch_size=6)
     found, batches, _ = sums_of(e)
     assert sum(len(batch[1]) for batch in batches) == 24
@@ -696,7 +696,7 @@ def test_a_person_brings_the_mean_views_of_all_her_rows():
 def test_an_example_with_all_its_views_moves_the_sum_by_no_more_than_the_bound():
     data = toy(20)
     data.images[-1] *= 1e3                                                                    # long gradients, were they not bounded
-    settings = dict(augment=dpft.data.Augmentation(copies=8, crop=1), clip=0.5, seed=3, delta=0.01)
+    settings = dict(augment=dpft.Augmentation(copies=8, crop=1), clip=0.5, seed=3, delta=0.01)
     whole, _, _ = sums_of(engine(data=data, batch_size=20, **settings))
     without, _, _ = sums_of(engine(data=data.subset(range(19)), batch_size=19, **settings))
     assert 0.45 < (whole - without).norm() <= 0.5 * (1 + 1e-4)
@@ -714,7 +714,7 @@ def test_a_view_that_is_not_finite_takes_its_example_along():
 
     data = toy(8)
     data.images[0, 0, 0, 0] = 100.0
-    e = engine(Burst(), data=data, batch_size=8, delta=0.01, augment=dpft.data.Augmentation(copies=16, crop=0))
+    e = engine(Burst(), data=data, batch_size=8, delta=0.01, augment=dpft.Augmentation(copies=16, crop=0))
     found, batches, step = sums_of(e)
     burst = batches[0][0][:16, 0, 0, 0] == 100
     assert 0 < burst.sum() < 16
@@ -723,7 +723,7 @@ def test_a_view_that_is_not_finite_takes_its_example_along():
 
 def test_without_privacy_the_gradient_is_the_mean_over_views_too():
     model = net()
-    e = engine(copy.deepcopy(model), epsilon=math.inf, augment=dpft.data.Augmentation(copies=3, crop=1), physical_batch_size=9)
+    e = engine(copy.deepcopy(model), epsilon=math.inf, augment=dpft.Augmentation(copies=3, crop=1), physical_batch_size=9)
     found, batches, step = sums_of(e)
     assert torch.allclose(found, mean_gradients(model, batches, 3).sum(0), rtol=1e-4, atol=1e-6) and e.draws.open == []
     step.privatize()
@@ -732,7 +732,7 @@ def test_without_privacy_the_gradient_is_the_mean_over_views_too():
 
 
 def test_a_batch_of_views_is_taken_once_and_no_other_is():
-    e = engine(augment=dpft.data.Augmentation(copies=2, crop=0))
+    e = engine(augment=dpft.Augmentation(copies=2, crop=0))
     step = next(iter(e))
     first = next(iter(step))
     step.add(first)
@@ -757,33 +757,33 @@ def test_a_method_that_draws_sees_plain_pictures():
             context.release(total, 1.0)
             context.train_only(context.model.parameters())
 
-    e = engine(method=Looks(), augment=dpft.data.Augmentation(copies=3, crop=1))
+    e = engine(method=Looks(), augment=dpft.Augmentation(copies=3, crop=1))
     known = {tuple(image.flatten().tolist()) for image in e.train.images}
     assert seen and all(tuple(image.flatten().tolist()) in known for batch in seen for image in batch)
 
 
 def test_a_resumed_run_sees_the_same_views_and_another_augmentation_is_refused(tmp_path):
-    settings = dict(augment=dpft.data.Augmentation(copies=2, crop=1), average=0.9)
+    settings = dict(augment=dpft.Augmentation(copies=2, crop=1), average=0.9)
     whole = tune(learning_rate=0.05, **settings)
     interrupted(tmp_path, 4, **settings)
     with pytest.raises(CheckpointError, match="another augment"):
-        tune(checkpoint=tmp_path, learning_rate=0.05, average=0.9, augment=dpft.data.Augmentation(copies=3, crop=1))
+        tune(checkpoint=tmp_path, learning_rate=0.05, average=0.9, augment=dpft.Augmentation(copies=3, crop=1))
     resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, **settings)
     assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
 def test_the_cache_of_a_frozen_prefix_serves_no_view_for_another():
-    settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.data.Augmentation(copies=2, crop=0, flip=True))
+    settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.Augmentation(copies=2, crop=0, flip=True))
     cached, plain = (run_all(engine(cache=cache, **settings)) for cache in (1.0, 0))
     assert cached.prefix.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-    many = run_all(engine(**settings | dict(augment=dpft.data.Augmentation(copies=2, crop=3))))
+    many = run_all(engine(**settings | dict(augment=dpft.Augmentation(copies=2, crop=3))))
     assert many.prefix.hits == 0 and not many.prefix.enabled                                  # 98 views of each are rarely met twice
 
 
 def test_tokens_have_no_views():
     data = TableData({"input_ids": [[1, 2]] * 8, "labels": [0, 1] * 4})
     model, loss_fn, _ = zoo.build("bert")
-    e = dpft.Engine(model, loss_fn, dpft.Full(), data, epsilon=2.0, batch_size=8, accountant="rdp", augment=dpft.data.Augmentation())
+    e = dpft.Engine(model, loss_fn, dpft.Full(), data, epsilon=2.0, batch_size=8, accountant="rdp", augment=dpft.Augmentation())
     with pytest.raises(ValueError, match="augment= takes pictures"):
         list(next(iter(e)))
 

@@ -18,14 +18,17 @@ from dpft import planning, tuning
 from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
-from dpft.data import Public, TensorData, load_data
+from dpft.datasets import Public, TensorData
+from dpft.sources import load_data
 from dpft.guarantee import Guarantee, verify
 from dpft.method import Method
-from dpft.models import accuracy, load_model
+from dpft.losses import accuracy
+from dpft.models import load_model
 from dpft.noise import Keystream
 from dpft.plan import make_plan
 from dpft.planning import count_trainable, data_shape, model_shape, plan_figure, plan_table, plan_text, probe_seconds, recommended
-from dpft.privacy import BudgetError, Ledger, Request, SampledGaussian, epsilon, noise_multiplier
+from dpft.ledger import Ledger
+from dpft.privacy import BudgetError, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.rapft import RapFT
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.selection import (
@@ -651,7 +654,7 @@ def plan(run):
 
 
 def test_the_plan_command_reads_no_data(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpft.data.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
+    monkeypatch.setattr("dpft.sources.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
     status, out, _ = plan("--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300",
                          "--probe", "--output", tmp_path / "new" / "plan.svg")
     assert status == 0 and "1,437 examples" in out and "seconds for an example" in out

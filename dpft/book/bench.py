@@ -39,7 +39,7 @@ from dpft.book.contenders import (
 )
 from .experiments import write_records
 from ..gradients import reuse_memory, tensors
-from ..models import example_losses
+from ..losses import example_losses
 from ..step import Lowered
 
 if TYPE_CHECKING:

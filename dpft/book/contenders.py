@@ -32,7 +32,7 @@ from ..bitfit import biases
 from .experiments import device_name
 from ..gradients import Batch, LossFunction, by_example, clipped_sum, full, per_example_gradients, reuse_memory, trainable
 from ..guarantee import installed_versions
-from ..models import example_losses
+from ..losses import example_losses
 
 # %% ../../nbs/73_contenders.ipynb #cost-models
 def heads(width: int) -> int:

@@ -31,11 +31,16 @@ from torch import nn
 
 from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
-from ..data import Public, Task, encode, fingerprint, font_digits, load_data
+from ..datasets import Public, Task
+from ..identity import fingerprint
+from ..sources import load_data
+from ..tasks import font_digits
+from ..texts import encode
 from ..guarantee import installed_versions, json_number
 from ..loop import Run, fine_tune
 from ..method import Method
-from ..models import accuracy, fresh_head, load_model, load_tokenizer, pretrain
+from ..losses import accuracy
+from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
 
 # %% ../../nbs/70_experiments.ipynb #experiments-record

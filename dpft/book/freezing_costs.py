@@ -23,7 +23,7 @@ from dpft.book.contenders import (
     provenance,
 )
 from .experiments import write_records
-from ..data import TensorData
+from ..datasets import TensorData
 from ..engine import Engine
 from ..freezing.schedule import LayerFreeze
 from ..gradients import Batch

@@ -65,7 +65,7 @@ def run_named(
     "Make the records of an experiment of the book, those that are missing."
     from tqdm import tqdm
 
-    from dpft.data import did_you_mean
+    from dpft.datasets import did_you_mean
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.experiments import results_file, run_experiment
     if name is None:
@@ -102,7 +102,7 @@ def figures_named(
     ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
-    from dpft.data import did_you_mean
+    from dpft.datasets import did_you_mean
     from dpft.book.evidence import FIGURES
     from dpft.book.drawings import redraw
 

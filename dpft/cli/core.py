@@ -123,11 +123,11 @@ AS_JSON = typer.Option("--json", help="Print JSON, for programs.")
 
 # %% ../../nbs/80_command_line.ipynb #cli-knobs
 # no text says these
-OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate")
+OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate", "statement")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can say
     "optimizer": str, "columns": str | None, "unit": str | None,
     "learning_rate": float | None, "cache_folder": Path | None, "ledger": Path | None,
-    "checkpoint": Path | None}
+    "checkpoint": Path | None, "output": Path | None}
 # given another form before `fine_tune` sees them
 SET_HERE = ("columns", "learning_rate")
 HELP = {"columns": "with commas: text columns, then the label's; None: by name and type",
@@ -191,13 +191,11 @@ def train(
         help="Name that the ledger records for this run.")] = None,
     device: Annotated[str | None, typer.Option(
         help="cpu or cuda. (default: cuda if there is one)")] = None,
-    output: Annotated[Path | None, typer.Option(
-        help="Folder for the model, its guarantee and its card.")] = None,
     **knobs: Any,
 ) -> None:
     "Fine-tune a model privately, and print what was promised; torchrun spreads it over processes."
     from dpft.loop import fine_tune
-    from dpft.privacy import Ledger
+    from dpft.ledger import Ledger
     from dpft.processes import Processes, start, stop
 
     check_device(device)
@@ -206,16 +204,17 @@ def train(
     chosen = with_schedule(chosen, layers, freeze_after)
     knobs = checked_knobs(knobs, rate)
     device = start(device)
-    task = loaded_task(data, root, limit, knobs["columns"])
+    task = loaded_task(data, root, limit, knobs["columns"], knobs["unit"])
     prepared, recipe = prepared_model(model, task, pretrain, device)
     if knobs["ledger"] is not None:
         first = Processes().is_first
         knobs["ledger"] = Ledger(knobs["ledger"], who=who) if first else None
-    run = fine_tune(prepared, task, chosen, tokenizer=recipe.pop("tokenizer"),
+    tokenizer = recipe.pop("tokenizer")
+    prepared.recipe = recipe
+    run = fine_tune(prepared, task, chosen, tokenizer=tokenizer,
                     evaluate=scored_part(task, score), **knobs)
-    run.prepared.recipe = recipe
     if Processes().is_first:
-        tell_result(run, score, output)
+        tell_result(run, score, knobs["output"])
     stop()
 
 # %% ../../nbs/80_command_line.ipynb #cli-checked-knobs
@@ -232,21 +231,21 @@ def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
 
 # %% ../../nbs/80_command_line.ipynb #cli-result
 def tell_result(run: Any, score: str, output: Path | None) -> None:
-    "Print what a run promised and how it scored, and save it."
+    "Print what a run promised, how it scored, and where it was saved."
     print(run.report())
     for name, value in run.scores.items():
         print(f"{name} on {score}: {value:.4f}")
     if output is not None:
-        run.save(output)
         print(f"saved in {output}")
 
 def loaded_task(
     data: str, root: Path | None, limit: int | None, columns: tuple[str, ...] | None,
+    unit: str | None = None,
 ) -> Any:
     "The data set; ValueError for labels that are no classes."
-    from dpft.data import load_data
+    from dpft.sources import load_data
     try:
-        return load_data(data, root, limit=limit, columns=columns)
+        return load_data(data, root, limit=limit, columns=columns, unit=unit)
     except TypeError as error:
         raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must "
                          "be whole numbers or texts, and none may be "
@@ -309,7 +308,7 @@ def prepared_model(
 def pretrained(model: Any, task: Any, epochs: int) -> None:
     "Train on a task's public data; with several processes, the others receive the weights."
     from dpft import models
-    from dpft.data import check_disjoint_rows
+    from dpft.identity import check_disjoint_rows
     from dpft.processes import Processes
     if task.public is None:
         raise ValueError(f"{task.name} has no public data of its own to pre-train on; "

@@ -34,7 +34,7 @@ def account(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     "Say who spent what in a ledger, and what is left; or set its budget."
-    from dpft.privacy import Ledger
+    from dpft.ledger import Ledger
 
     check_positive(delta=delta, budget=budget)
     changes = budget is not None or remove_budget
@@ -119,9 +119,9 @@ def verify(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     "Recompute a saved guarantee from its ledger; what does not agree ends in exit status 1."
-    from dpft import guarantee
+    from dpft import verification
 
-    said: Iterable[str] = guarantee.verify(folder, ledger)
+    said: Iterable[str] = verification.verify(folder, ledger)
     if as_json:
         print_json({"folder": str(folder), "ok": list(said)})
         return

@@ -24,15 +24,6 @@ from dpft.gradients import (
     tensors, trainable,
 )
 
-# %% ../../nbs/40_freezing_distortion.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "Names that have moved."
-    from dpft.freezing import angles
-
-    if hasattr(angles, name):
-        return getattr(angles, name)
-    raise AttributeError(name)
-
 # %% ../../nbs/40_freezing_distortion.ipynb #distortion-batches
 Batches = Batch | Iterable[Batch]
 # (B, K) norms -> for each sum that is wanted, its (B,) factors

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..data import Augmentation
+from ..sampling import Augmentation
 from ..gradients import Partition, trainable
 from ..models import fresh_head
 from ..method import Context, Method

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data import gather
+from ..sampling import gather
 from ..gradients import Batch, batch_rows, evaluating
-from ..models import logits, to_device
+from ..losses import logits, to_device
 
 # %% ../../nbs/42_freezing_similarity.ipynb #similarity-checked
 #| code-fold: true

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..baselines import admitted, masked_block, offered
 from ..clipping import clip_factor
-from .magnitude import GroupsOf, Reduce, Sums, check_kind, norm_table
+from .magnitude import Reduce, Sums, check_kind, norm_table
+from ..gradients import GroupsOf
 from .selection import check_settings, released
 from dpft.gradients import (
     Batch, Block, LossFunction, Partition, evaluating, gradients, only_training,

@@ -397,15 +397,6 @@ class DPFrost(Resuming):
         additive = self.kind == "mgna" and self.order == 1
         return released(context, self.sample_rate, measure, bound, additive)
 
-# %% ../../nbs/32_frost_selection.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "Names that have moved."
-    if name in ("EntrySelection", "entry_magnitudes"):
-        from dpft.frost import entries
-
-        return getattr(entries, name)
-    raise AttributeError(name)
-
 # %% ../../nbs/32_frost_selection.ipynb #selection-settings
 RATIOS = tuple(0.25**k for k in range(1, 5))
 LEARNING_RATES = (3e-3, 1e-3, 3e-4, 1e-4)

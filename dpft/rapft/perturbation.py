@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..baselines import offered
 from ..composition import Then
-from ..data import Public
+from ..datasets import Public
 from ..gradients import Block, batch_rows, Partition, full, members, trainable
 from ..models import fresh_head
 from ..privacy import Request
@@ -29,15 +29,6 @@ from dpft.rapft.relevance import (
     Initialisation, check_started, clipped_relevance, relevance_map,
 )
 from ..method import Context, Method
-
-# %% ../../nbs/51_rapft_perturbation.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "Names that have moved."
-    from dpft.rapft import mask
-
-    if hasattr(mask, name):
-        return getattr(mask, name)
-    raise AttributeError(name)
 
 # %% ../../nbs/51_rapft_perturbation.ipynb #perturbation-allocate
 ALLOCATIONS = ("tight", "paper", "weighted")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..models import TemperedSigmoid
+from ..networks import TemperedSigmoid
 from dpft.rapft.rules import (
     MATRIX_PRODUCTS, Rules, Through, activation, away, group_norm, held_root,
     layer_norm,

@@ -22,19 +22,9 @@ from dpft.gradients import (
     Batch, Contribution, Gradients, Groups, LossFunction, Outer, Partition, Rows,
     batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
 )
-from ..models import logits
+from ..losses import logits
 from .propagation import relevance_rules
 from .rules import Rules, per_row
-
-# %% ../../nbs/50_rapft_relevance.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "Names that have moved."
-    from dpft.rapft import propagation, rules
-
-    for module in (propagation, rules):
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise AttributeError(name)
 
 # %% ../../nbs/50_rapft_relevance.ipynb #relevance-init
 @dataclass(frozen=True)

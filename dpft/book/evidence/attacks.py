@@ -37,7 +37,9 @@ from dpft.attacks import (
 )
 from ...baselines import Full, LoRA
 from ...bitfit import BiTFiT
-from ...data import EncodedData, TableData, encode, load_data
+from ...datasets import TableData
+from ...sources import load_data
+from ...texts import EncodedData, encode
 from ...frost.selection import DPFrost
 from ...guarantee import json_number
 from ...loop import Run, fine_tune

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ..experiments import Experiment, Settings, prepared_task
-from ...data import Task, fingerprint
+from ...datasets import Task
+from ...identity import fingerprint
 from ...engine import Engine
 from ...freezing.distortion import clip_groups, freezing_effect, status_changes, true_gradient
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
 from ...method import Context, Method
-from ...models import accuracy, default_loss, load_model
+from ...losses import accuracy, default_loss
+from ...models import load_model
 from ...privacy import SampledGaussian, epsilon
 
 # %% ../../../nbs/76_freezing_evidence.ipynb #freezing-evidence-walk

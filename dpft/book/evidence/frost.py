@@ -18,7 +18,7 @@ import torch
 from ...baselines import Full, partitions
 from ..contenders import live_peak
 from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
-from ...data import Task
+from ...datasets import Task
 from ...engine import Engine
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings

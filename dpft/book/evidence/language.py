@@ -31,12 +31,15 @@ from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
 from ...clipping import effective_noise_multiplier
-from ...data import EncodedData, Public, TableData, Task, encode, public_text
+from ...datasets import Public, TableData, Task
+from ...tasks import public_text
+from ...texts import EncodedData, encode
 from ...engine import Engine
 from ...gradients import evaluating, trainable
 from ...loop import Run
 from ...method import Method
-from ...models import example_losses, load_model, load_tokenizer, perplexity, pretrain
+from ...losses import example_losses, perplexity
+from ...models import load_model, load_tokenizer, pretrain
 from ...privacy import noise_multiplier
 from ...rapft.relevance import relevance_map
 from ...registry import method_from
