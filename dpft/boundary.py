@@ -38,7 +38,7 @@ def withheld(secret: int = 0) -> Iterator[None]:
     honest, system, calls, stream = Releases.__call__, os.urandom, itertools.count(), Keystream(secret)
     def blank(self: Releases, name: str, number: int, sums: dict[str, Tensor], stds: Any, counts: Any = ()) -> Any:
         zeros = {key: torch.zeros_like(value) for key, value in sums.items()}
-        return honest(self, name, number, zeros, stds, [0.0] * len(counts))
+        return honest(self, name, number, zeros, stds, counts)
     def fixed(size: int) -> bytes:
         if not sys._getframe(1).f_globals["__name__"].startswith("dpft"):
             return system(size)              # a library's own, which a run does not depend on
@@ -86,8 +86,13 @@ def leaks(
     data: Any,
     neighbour: Any,              # another data set that agrees in the public facts
 ) -> list[str]:                  # names of the outputs that differ; empty: none does
-    "What a run gives out that depends on private data beyond its charged sums; @lem-boundary."
+    """What a run gives out that depends on private data beyond its charged sums; @lem-boundary.
+
+    ValueError when both runs fail alike, for then nothing was compared.
+    """
     one, other = (given_out(lambda each=each: make(each)) for each in (data, neighbour))  # type: ignore[misc]
+    if "error" in one and one.get("error") == other.get("error"):
+        raise ValueError(f"neither run came to its end, so nothing was compared: {one['error'].decode()}")
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 # %% ../nbs/61_boundary.ipynb #boundary-neighbours

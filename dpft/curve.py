@@ -119,6 +119,7 @@ class PrivacyCurve:
         plan = [m for m in mechanisms if m.steps]
         self._loss = composed_loss(plan, group, relation) if plan else None
         self._missed = ROUNDING + MISSED * sum(m.steps for m in plan)
+        self._inverted: dict[float, float] = {}   # a report asks for the same delta again
 
     def delta(self, epsilon: np.ndarray | float) -> Any:
         "Smallest delta for each epsilon >= 0; @def-privacy-loss."
@@ -136,11 +137,13 @@ class PrivacyCurve:
         "Smallest epsilon for a delta; infinite below what float64 resolves."
         if self._loss is None:
             return 0.0
-        value = float(self._loss.get_epsilon_for_delta(delta - self._missed))
-        step = 1e-9
-        while math.isfinite(value) and self.delta(value) > delta: # rounding
-            value, step = value + step, 2 * step
-        return value
+        if delta not in self._inverted:
+            value = float(self._loss.get_epsilon_for_delta(delta - self._missed))
+            step = 1e-9
+            while math.isfinite(value) and self.delta(value) > delta: # rounding
+                value, step = value + step, 2 * step
+            self._inverted[delta] = value
+        return self._inverted[delta]
 
     @cached_property
     def points(self) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import Public
-from .gradients import Batch, Block, Groups, LossFunction, trainable
+from .gradients import Batch, Block, Groups, LossFunction, per_example_norms, trainable
 from .identity import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .plan import Plan
