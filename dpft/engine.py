@@ -237,7 +237,10 @@ class Engine(Setup):
         "What trains now, for an optimizer."
         return list(self.trains.values())
 
-    def note_uncharged(self, what: str) -> None:
+    def note_uncharged(
+        self,
+        what: str,  # in words, for the report
+    ) -> None:
         "Name an access to private data that nothing pays for."
         if what not in self.uncharged:
             self.uncharged.append(what)
@@ -291,11 +294,20 @@ class Engine(Setup):
             statement=self.settings.statement or Statement(),
             checked=list(CHECKED) if plan.private and self.t else [])
 
-    def save(self, optimizer: torch.optim.Optimizer | None = None, schedule: Any = None, **more: Any) -> None:
+    def save(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,  # whose moments are kept
+        schedule: Any = None,                            # with state_dict()
+        **more: Any,                                     # tensors, numbers, texts, lists of them
+    ) -> None:
         "Write a checkpoint: all that the next step depends on; nothing without a checkpoint folder."
         self.processes.first(lambda: self.store.save(snapshot(self, optimizer, schedule, more)))
 
-    def resume(self, optimizer: torch.optim.Optimizer | None = None, schedule: Any = None) -> dict[str, Any]:
+    def resume(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,  # of the same kind as the one that was saved
+        schedule: Any = None,                            # likewise
+    ) -> dict[str, Any]:                                 # what else was saved; empty where there is no checkpoint
         "Go on from the checkpoint, if there is one; what else `save` was given."
         return put_back(self, self.store.state, optimizer, schedule) if self.store.state else {}
 

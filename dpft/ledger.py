@@ -421,7 +421,10 @@ class Budget:
         shares = _shares(self, mechanisms, rdp_orders())
         return min(shares, key=lambda order: shares[order])
 
-    def looser_than(self, other: "Budget") -> bool:
+    def looser_than(
+        self,
+        other: "Budget", # that was set before
+    ) -> bool:
         "Whether it may allow what the other does not."
         return (self.epsilon > other.epsilon or self.delta > other.delta
                 or self.order != other.order)

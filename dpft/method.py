@@ -244,22 +244,38 @@ class Releasing(View):
 class Context(Releasing):
     "What a method may see and do; @sec-context."
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch_size: int, steps: int, size: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,  # (model, batch) -> (B,) losses
+        batch_size: int,        # expected units in a draw
+        steps: int,             # training steps, of the run or of a phase
+        size: int,              # privacy units in the data set, as it is public
+    ):
         super().__init__(model, loss_fn, batch_size, steps, size)
         self.unpaid: list[str] = []              # accesses to private data that nothing pays for
 
-    def assume_public(self, what: str) -> None:
+    def assume_public(
+        self,
+        what: str,  # in words, for the model card
+    ) -> None:
         "Name a fact or a data set that the guarantee takes as public."
         notes = self.needs().notes
         if what not in notes:
             notes.append(what)
 
-    def check_public(self, data: Public) -> None:
+    def check_public(
+        self,
+        data: Public,  # what is to be looked at for free
+    ) -> None:
         "ValueError when public data shares a row with the private data; nothing without a run."
         if self.access is not None:
             check_disjoint_rows(data, self.access.train)
 
-    def public_batches(self, data: Public) -> Iterator[Batch]:
+    def public_batches(
+        self,
+        data: Public,  # a data set of the same form as the private one
+    ) -> Iterator[Batch]:
         "Public data in batches on the model's device; named in the guarantee, apart from the private data."
         if not isinstance(data, Public):
             raise TypeError("public_batches takes Public(data, source): say where the data comes from")
@@ -267,19 +283,29 @@ class Context(Releasing):
         self.assume_public(f"the data that the method looked at ({data.source})")
         return self.needs().batches_of(data)
 
-    def forfeit(self, what: str) -> None:
+    def forfeit(
+        self,
+        what: str,  # in words, for the report
+    ) -> None:
         "In requests(context): this access to private data is not paid for, so the run promises nothing."
         if what not in self.unpaid:
             self.unpaid.append(what)
 
-    def draw_unpaid(self, sample_rate: float, name: str) -> Iterator[Batch]:
+    def draw_unpaid(
+        self,
+        sample_rate: float,
+        name: str,  # what the draw is for: it keys the draw
+    ) -> Iterator[Batch]:
         "A whole draw of the private data that nothing pays for; only after `forfeit`."
         if not self.unpaid:
             raise ValueError("an unpaid access to private data: call context.forfeit(what) in "
                              "requests(context), and the run promises nothing")
         return self.needs().draw_whole(sample_rate, name)
 
-    def first(self, work: Callable[[], Any]) -> Any:
+    def first(
+        self,
+        work: Callable[[], Any],  # what it gives must be picklable
+    ) -> Any:
         "What `work` returns on the first process, told to all."
         return self.needs().first(work)
 

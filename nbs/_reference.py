@@ -101,20 +101,36 @@ class Entry:
     def parameters(self) -> list[Parameter]:
         "Arguments, or the fields of a data class."
         if self.maker:
-            return [self._row(*pair) for pair in _arguments(self.maker) if pair[0].arg not in ("self", "cls")]
+            rows = [self._row(*pair) for pair in _arguments(self.maker) if pair[0].arg not in ("self", "cls")]
+            return [row for one in rows for row in ([one] if one.name != "knobs" else self._knobs([row.name for row in rows]))]
         if not isinstance(self.node, ast.ClassDef) or not (self.node.decorator_list or self.node.bases):
             return []
         fields = [node for node in self.node.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
         return [self._field(node) for node in fields if node.target.id[0] != "_" and "ClassVar" not in ast.unparse(node.annotation)]
 
     def _field(self, node: ast.AnnAssign) -> Parameter:
-        return self._described(node.target.id, node.annotation, node.value, self.module.comments.get(node.end_lineno, ""))
+        value, words = node.value, self.module.words_at(node.end_lineno, node.lineno)
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":            # a knob says itself what it is
+            value, words = value.args[0], ast.literal_eval(value.args[1])
+        return self._described(node.target.id, node.annotation, value, words)
+
+    def _knobs(self, known: list[str]) -> list[Parameter]:
+        "The knobs that a function takes: those of `Settings`, each declared there once."
+        decorator = next((d for d in self.maker.decorator_list if ast.unparse(d).startswith("takes_settings")), None)
+        if decorator is None:
+            return []
+        readers = [ast.literal_eval(reader) for reader in decorator.args]
+        settings = next(entry for module in modules() for entry in module.entries if entry.name == "Settings")
+        def reader(node: ast.AnnAssign) -> str:
+            return ast.literal_eval(node.value.args[2]) if len(node.value.args) > 2 else "engine"
+        chosen = [node for node in settings.node.body if isinstance(node, ast.AnnAssign) and reader(node) in readers]
+        return [settings._field(node) for node in chosen if node.target.id not in known]
 
     def _row(self, argument: ast.arg, default: ast.expr | None) -> Parameter:
         line = (default or argument).end_lineno
         alone = [other for other, value in _arguments(self.maker) if (value or other).end_lineno == line] == [argument]
         last = self.maker.returns is not None and self.maker.returns.lineno == line    # its words are those of what comes back
-        words = self.module.comments.get(line, "") if alone and not last else ""
+        words = self.module.words_at(line, argument.lineno) if alone and not last else ""
         return self._described(argument.arg, argument.annotation, default, words)
 
     def _described(self, name: str, annotation: ast.expr | None, default: ast.expr | None, words: str) -> Parameter:
@@ -182,6 +198,16 @@ class Module:
         self.name, self.stem = ".".join(parts), "_".join(parts[1:])
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         self.comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+    def words_at(self, line: int, first: int) -> str:
+        "The comment at the end of a line, or on lines of its own above the first."
+        if line in self.comments:
+            return self.comments[line]
+        lines, above = self.text.splitlines(), []
+        while first > 1 and lines[first - 2].lstrip().startswith("# ") and not lines[first - 2].startswith("# %%"):
+            first -= 1
+            above.insert(0, self.comments[first])
+        return " ".join(above)
 
     @cached_property
     def cells(self) -> list[tuple[int, str]]:

@@ -75,13 +75,13 @@ def test_the_logo_is_what_its_script_draws(book):
 def test_the_glossary_is_in_order_refers_and_is_used(book):
     glossary = next(chapter for chapter in book.chapters() if chapter.path.stem.endswith("_glossary"))
     chapters = {chapter.path.stem: "\n".join(book.prose(chapter)).lower() for chapter in book.chapters() if chapter.number}
-    entries = re.findall(r"(?m)^- \*\*(.+?)\*\*((?:.|\n(?!-))*)", chapters.pop(glossary.path.stem))
+    entries = re.findall(r"(?m)^- \[\*\*(.+?)\*\*\]((?:.|\n(?!-))*)", chapters.pop(glossary.path.stem))
     assert len(entries) > 40
     for term, text in entries:
         assert book.REFERENCE.search(text), f"{term} refers to no section"
         assert any(re.search(rf"\b{re.escape(term)}", text) for text in chapters.values()), f"{term} is used in no chapter"
     for cell in glossary.cells[1:]:
-        terms = [term.lower() for term in re.findall(r"(?m)^- \*\*(.+?)\*\*", book.source(cell))]
+        terms = [term.lower() for term in re.findall(r"(?m)^- \[\*\*(.+?)\*\*\]", book.source(cell))]
         assert terms == sorted(terms)
 
 

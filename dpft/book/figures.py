@@ -135,6 +135,7 @@ def place_of_budget(epsilon: float, budgets: Sequence[float]) -> float:
                                                  default=1.0)
 
 def budget_axis(axis: "Axes", budgets: Sequence[float]) -> None:
+    "A logarithmic axis of budgets, with a mark at each."
     axis.set(xscale="log",
              xlabel=r"privacy budget $\varepsilon$"
              + " (∞: not private)" * (inf in budgets))

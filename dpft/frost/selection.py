@@ -387,8 +387,11 @@ class DPFrost(Resuming):
         self._selections.append(found)
         return [p for part in found.chosen for p in part.parameters]
 
-    def observe(self, context: Context, asked: Sequence[Partition],
-                bound: float) -> Tensor:
+    def observe(
+        self, context: Context,
+        asked: Sequence[Partition],  # whose magnitudes are wanted
+        bound: float,                # sensitivity of their sum
+    ) -> Tensor:                     # (len(asked),)
         "The magnitudes of these partitions over one more draw, released."
         def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
             return gradient_magnitudes(
