@@ -103,8 +103,12 @@ class Tuning:
     trials: list[Trial]             # under selection the best only
     charge: Charge                  # how the search was paid for
     price: Price | None  # at the trial's noise, both ways; None without noise
-    guarantee: Guarantee            # for a unit of the training data
     score_guarantee: Guarantee | None = None # of the development set, where that was paid for
+
+    @property
+    def guarantee(self) -> Guarantee:
+        "Of the whole search, for a unit of the training data: the run's, also once it is saved."
+        return self.run.guarantee
 
     @property
     def score(self) -> float:
@@ -411,6 +415,5 @@ def tune(
     best.guarantee = whole_guarantee(best, paid, both, runs, search)
     first = max(done, key=lambda trial: trial.score)
     return Tuning(first.settings, best, [first] if paid.law else done, paid, both,
-                  best.guarantee,
                   guarantee_of_scores(search.score, paid, sigma, len(done), best,
                                       search.keystream.reproducible))

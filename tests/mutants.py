@@ -33,15 +33,15 @@ from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {  # each with the files of the tests that try it, fast ones only
-    "privacy": ["privacy", "ledger", "survivors_ledger"],
-    "noise": ["keystream", "secure_mode", "survivors_ledger"],
-    "clipping": ["clipping", "survivors_gradients"],
-    "gradients": ["gradients", "units", "survivors_gradients"],
-    "plan": ["training", "survivors_training"],
-    "step": ["training", "survivors_training"],
-    "engine": ["training", "survivors_training"],
-    "store": ["training", "survivors_training"],
-    "loop": ["training", "survivors_training"],
+    "privacy": ["privacy", "ledger"],
+    "noise": ["keystream", "secure_mode"],
+    "clipping": ["clipping"],
+    "gradients": ["gradients", "units"],
+    "plan": ["training"],
+    "step": ["training"],
+    "engine": ["training"],
+    "store": ["training"],
+    "loop": ["training"],
 }
 WARM = ["torch", "transformers", "zoo", "opacus.accountants", "scipy.stats", "hypothesis", "safetensors.torch", "tqdm.auto", "peft"]
 SLOWEST, ENOUGH = 1.5, 20.0    # seconds of the processor: of one test, and of all that try one mutant

@@ -76,3 +76,15 @@ def test_effective_noise_multiplier(blocks, scale):
 def test_blocks_that_are_not_positive_are_refused(clips, stds):
     with pytest.raises(ValueError, match="must all be positive"):
         effective_noise_multiplier(tensor(clips), tensor(stds))
+
+
+def test_the_smallest_factor_that_is_precise_is_kept_and_smaller_ones_are_zero():
+    for dtype in (torch.float32, torch.float64):
+        tiny = torch.finfo(dtype).tiny
+        assert clip_factor(tensor([2.0], dtype=dtype), 2 * tiny).item() == tiny
+        assert clip_factor(tensor([4.0], dtype=dtype), 2 * tiny).item() == 0
+
+
+def test_a_block_without_noise_has_no_noise_multiplier():
+    with pytest.raises(ValueError, match="must all be positive"):
+        effective_noise_multiplier(tensor([1.0, 1.0]), tensor([1.0, 0.0]))

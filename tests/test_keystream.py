@@ -1,16 +1,21 @@
 """The randomness: the same for the same context, independent for another, and distributed as the proofs assume."""
 
+import hashlib
 import itertools
+import types
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from torch import tensor
 
-from dpft.noise import Keystream
+from dpft.noise import Keystream, _encode
 
 SECRET = bytes(range(32))
 parts = st.one_of(st.text(max_size=6), st.integers(-(2**70), 2**70), st.binary(max_size=6))
@@ -201,3 +206,42 @@ def test_empty_draws_happen():
 def test_bad_rate(rate):
     with pytest.raises(ValueError, match=f"rate={rate}"):
         Keystream(0).bernoulli(10, rate)
+
+
+def test_a_part_of_a_context_is_encoded_by_its_type_its_length_and_itself():
+    for part, kind, raw in ((b"ab", b"b", b"ab"), ("ab", b"s", b"ab"), (-12, b"i", b"-12")):
+        assert _encode(part) == kind + len(raw).to_bytes(8, "little") + raw
+    secret = bytes(range(32))
+    assert Keystream(secret).key("a") == hashlib.blake2b(_encode("a"), key=secret, digest_size=32).digest()
+
+
+def test_a_key_gives_the_same_noise_in_every_version():
+    "A run that is resumed under a later version repeats its last step uncharged, so its noise must be the same: chunks of 2^16 numbers."
+    key = Keystream(0).key("a")
+    parts = [Cipher(ChaCha20(key, bytes(8) + chunk.to_bytes(8, "little")), mode=None).encryptor().update(bytes(8 * size))
+             for chunk, size in enumerate((2**16, 70_000 - 2**16))]
+    assert b"".join(bits.tobytes() for bits in Keystream(0)._bits(70_000, "a")) == b"".join(parts)
+
+
+def test_a_digest_is_the_same_in_every_version():
+    "Rows of an earlier version are found again by it."
+    stream, value = Keystream(0), tensor([1.0, 2.0, 3.0])
+    key = stream.key("digest", "torch.float32", 3, "of", "sum")
+    assert stream.digest(value, "sum") == hashlib.blake2b(value.numpy().tobytes(), key=key, digest_size=32).hexdigest()
+
+
+def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
+    class Elsewhere:
+        "torch, but for its devices, of which there is none beside the processor."
+        device = staticmethod(lambda name: types.SimpleNamespace(type="elsewhere"))
+        Generator = staticmethod(lambda name: torch.Generator())
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr("dpft.noise.torch", Elsewhere())
+    stream = Keystream(0)
+    a, b, again = (stream.normal((100, 100), 3.0, *context) for context in (("a", 1), ("a", 2), ("a", 1)))
+    assert torch.equal(a, torch.empty(100, 100).normal_(0, 3.0, generator=torch.Generator().manual_seed(stream.seed("normal", "a", 1))))
+    assert torch.equal(a, again) and abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
+    assert a.shape == (100, 100) and abs(a.mean()) < 0.15 and abs(a.std() - 3) < 0.1

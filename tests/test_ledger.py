@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -127,6 +128,14 @@ def test_another_plan_is_refused_by_field(other, message):
         with pytest.raises(LedgerError, match=message):
             ledger.begin("a", other)
         assert ledger.plan("a") == PLAN
+
+
+@pytest.mark.parametrize("old, new", [({"b": 1}, 2), (2, {"b": 1}), ([1], 1), (1, [1])])
+def test_a_field_of_another_kind_is_named_as_different(old, new):
+    with Ledger() as ledger:
+        ledger.begin("a", PLAN | {"a": old})
+        with pytest.raises(LedgerError, match=re.escape(f"another plan: a is {old!r} in the ledger and {new!r} now")):
+            ledger.begin("a", PLAN | {"a": new})
 
 
 @pytest.mark.parametrize("plan", [{}, {"mechanisms": [{"name": "train"}]}, {"mechanisms": 3}, PLAN | {"path": Path("x")},

@@ -1,5 +1,6 @@
 """The budget: accountants against published numbers, an exact curve and an independent library; solving and splitting."""
 
+import dataclasses
 import json
 import math
 import warnings
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dpft import privacy
 from dpft.privacy import (
     BudgetError,
     Request,
@@ -327,9 +329,57 @@ def test_epsilon_at_an_order_is_never_below_the_best_order():
     assert min(values) == pytest.approx(epsilon(plan, 1e-5, "rdp"), rel=1e-12)
 
 
-def test_moved_names_are_found_where_they_were():
+def test_names_of_the_ledger_are_found_in_the_ledger_alone():
     import dpft
-    from dpft import ledger, privacy
-    assert privacy.Ledger is ledger.Ledger is dpft.Ledger and privacy.Budget is dpft.Budget
+    from dpft import ledger
+    assert dpft.Ledger is ledger.Ledger and dpft.Budget is ledger.Budget
+    assert not {"Ledger", "LedgerError", "Budget"} & set(vars(privacy))
     with pytest.raises(AttributeError, match="nothing_like_it"):
         privacy.nothing_like_it  # noqa: B018
+
+
+def test_a_mechanism_cannot_be_changed_after_it_was_priced():
+    spent = SampledGaussian(1.0, 0.1, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spent.steps = 0
+    assert spent.name == "train"
+
+
+def test_a_price_that_cannot_be_computed_is_no_proof_that_a_budget_is_met(monkeypatch):
+    def accountant(history, delta):
+        if min(sigma for sigma, _, _ in history) < 1:
+            raise ArithmeticError("no price below 1")
+        return 2 / min(sigma for sigma, _, _ in history)
+
+    monkeypatch.setitem(privacy._ACCOUNTANTS, "half blind", accountant)
+    assert 1 <= noise_multiplier(4.0, 1e-5, 0.1, 1, accountant="half blind") < 1.002
+    with pytest.raises(BudgetError):
+        epsilon(SampledGaussian(0.5, 0.1, 1), 1e-5, "half blind")
+
+
+def test_a_target_at_the_floor_is_met():
+    privacy._check_budget(1.0, 1.0, 0.0, "")
+    with pytest.raises(BudgetError):
+        privacy._check_budget(1.0, math.nextafter(1.0, 2), 0.0, "")
+
+
+def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
+    from opacus.accountants import PRVAccountant
+
+    built = []
+    domain = PRVAccountant._get_domain
+
+    def spy(self, *arguments, **settings):
+        built.append(domain(self, *arguments, **settings))
+        return built[-1]
+
+    monkeypatch.setattr(PRVAccountant, "_get_domain", spy)
+    history = ((2.0, 0.1, 30),)
+    privacy._prv_epsilon(history, 1e-4)
+    for size, refused in ((built[0].size / 1.1, True), (built[0].size * 1.1, False)):
+        monkeypatch.setattr(privacy, "PRV_POINTS", size)
+        if refused:
+            with pytest.raises(ValueError, match="the grid would need"):
+                privacy._prv_epsilon(history, 1e-4)
+        else:
+            privacy._prv_epsilon(history, 1e-4)

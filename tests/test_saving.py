@@ -190,7 +190,9 @@ def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path)
     run = tuned(model, dpft.BiTFiT())
     run.save(tmp_path)
     assert (tmp_path / "model.safetensors").exists() and same(dpft.load(tmp_path), run.model)
-    run.save(tmp_path, whole=False)                                         # on the user's word, for whoever has that base
+    with pytest.raises(ValueError, match="overwrite=True"):
+        run.save(tmp_path, whole=False)
+    run.save(tmp_path, whole=False, overwrite=True)                         # on the user's word, for whoever has that base
     assert not (tmp_path / "model.safetensors").exists()
     with pytest.raises(ValueError, match="without a name"):
         dpft.load(tmp_path)
@@ -201,8 +203,11 @@ def test_a_saved_folder_takes_the_place_of_an_older_one(bases, tmp_path):
     tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     for method, file in ((LoRA(2), ADAPTER), (dpft.BiTFiT(), PART)):
-        run = tuned(pretrained(bases, "roberta"), method)
-        run.save(tmp_path)
+        before, run = files(tmp_path), tuned(pretrained(bases, "roberta"), method)
+        with pytest.raises(ValueError, match="overwrite=True"):
+            run.save(tmp_path)
+        assert files(tmp_path) == before
+        run.save(tmp_path, overwrite=True)
         assert {"model.safetensors", PART, ADAPTER} & files(tmp_path) == {file}
         assert same(dpft.load(tmp_path), run.model)
 

@@ -1,5 +1,6 @@
 """Tuning: prices against brute force, noise against its target, searches against their ledger; planning against single solves."""
 
+import hashlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.datasets import Public, TensorData
 from dpft.sources import load_data
-from dpft.guarantee import Guarantee, verify
+from dpft.guarantee import Guarantee
 from dpft.method import Method
 from dpft.losses import accuracy
 from dpft.models import load_model
@@ -47,6 +48,7 @@ from dpft.selection import (
     trial_noise,
 )
 from dpft.tuning import tune
+from dpft.verification import verify
 
 SST2 = SampledGaussian(0.88, 1024 / 67349, 197)
 DELTA = 1 / (2 * 67349)
@@ -332,6 +334,8 @@ def test_under_selection_nothing_tells_how_many_trials_there_were_or_which_won(d
         files = {path.name: path.read_bytes() for path in sorted((tmp_path / str(count)).iterdir()) if path.name != "ledger.sqlite"}
         claim = json.loads(files.pop("guarantee.json"))
         claim["ledger_head"] = ""                                        # a digest of what is fresh in each run
+        assert claim["files"].pop("README.md") == hashlib.sha256(files["README.md"]).hexdigest()     # the run's name stands in it
+        assert claim["files"].keys() == files.keys() - {"README.md"}
         text = json.dumps(claim).replace(found.guarantee.run, "run")
         said = capsys.readouterr()
         outputs.append((files.keys(), files["README.md"].decode().replace(found.guarantee.run, "run"), text, said.out, said.err,
@@ -693,7 +697,7 @@ def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
     found.run.save(tmp_path / "model")
     said = verify(tmp_path / "model")
     assert any("sealed in the ledger" in line and "never" not in line for line in said)
-    assert Guarantee.load(tmp_path / "model" / "guarantee.json") == found.guarantee
+    assert Guarantee.load(tmp_path / "model" / "guarantee.json") == found.guarantee == found.run.guarantee
     content = json.loads((tmp_path / "model" / "guarantee.json").read_text())
     content["mechanisms"][0]["steps"] -= 1
     (tmp_path / "model" / "guarantee.json").write_text(json.dumps(content))
