@@ -56,11 +56,12 @@ PLAIN_ENDING = "Simple"           # of question answering without a beam
 def unwrapped(
     model: Any,  # a model, perhaps inside others
 ) -> nn.Module:
-    "The model inside peft's, torch.compile's or a parallel wrapper."
+    "The model inside peft's, torch.compile's, Opacus' or a parallel wrapper."
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         return unwrapped(model.get_base_model())
-    if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        return unwrapped(inner)
+    for name in ("_orig_mod", "_module"):                                        # of torch.compile, of Opacus
+        if isinstance(inner := getattr(model, name, None), nn.Module):
+            return unwrapped(inner)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return unwrapped(model.module)
     return model

@@ -34,10 +34,16 @@ from mutmut.mutation.mutators import mutation_operators
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {  # each with the files of the tests that try it, fast ones only
     "privacy": ["privacy", "ledger"],
+    "ledger": ["ledger"],
+    "curve": ["guarantee"],
+    "guarantee": ["guarantee"],
+    "verification": ["guarantee"],
     "noise": ["keystream", "secure_mode"],
     "clipping": ["clipping"],
     "gradients": ["gradients", "units"],
+    "settings": ["training"],
     "plan": ["training"],
+    "method": ["training"],
     "step": ["training"],
     "engine": ["training"],
     "store": ["training"],

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dpft import DPFrost, Full, gradients, training
+from dpft import DPFrost, Full, engine, gradients, step
 from dpft.auditing import CanaryTable, audit
+from dpft.engine import Engine
 from dpft.frost import selection
 from dpft.gradients import Block, Gradients
-from dpft.engine import Engine
-from dpft.step import Step
+from dpft.step import Account, Step
 
 # The bugs -------------------------------------------------------------------------------------------------------------------------
 
@@ -42,21 +42,26 @@ def clip_after_sum():
 
 
 def a_tenth_less_noise():
-    honest = training.noise_spread
+    honest = engine.noise_spread
 
     def less(blocks):
         return {known: 0.9 * spread for known, spread in honest(blocks).items()}
 
-    return patch.object(training, "noise_spread", less)
+    return patch.object(engine, "noise_spread", less)
 
 
 def noise_of_one_physical_batch():
-    honest = Step._noise
+    honest = Step.privatize
 
-    def share(self, *where):
-        return honest(self, *where) / math.sqrt(max(1, self.batch_number))
+    def share(self):
+        spread = self.engine.spread
+        self.engine.spread = {known: std / math.sqrt(max(1, self.batch_number)) for known, std in spread.items()}
+        try:
+            honest(self)
+        finally:
+            self.engine.spread = spread
 
-    return patch.object(Step, "_noise", share)
+    return patch.object(Step, "privatize", share)
 
 
 def mean_by_the_actual_batch():
@@ -80,26 +85,26 @@ def shuffled_batches():
         order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
         return order[place * count:][:count].sort().values
 
-    return patch.object(training, "poisson_draw", shuffled)
+    return patch.object(step, "poisson_draw", shuffled)
 
 
 def stale_freeze_set():
-    honest = Engine._refresh
+    honest = Engine.refresh
 
     def once(self):
         if not self.trains:
             honest(self)
 
-    return patch.object(Engine, "_refresh", once)
+    return patch.object(Engine, "refresh", once)
 
 
 def unpaid_requests():
-    honest = Engine.charge
+    honest = Account.charge
 
-    def free(self, name, number, sums):
-        return honest(self, name, number, sums) if name == "train" else "free"
+    def free(self, name, number, digest):
+        return honest(self, name, number, digest) if name == "train" else digest
 
-    return patch.object(Engine, "charge", free)
+    return patch.object(Account, "charge", free)
 
 
 def first_sensitivity_reused():

@@ -10,6 +10,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import one_stream
 from torch import nn
 from transformers import BertConfig
 
@@ -101,6 +102,7 @@ def test_what_trained_before_does_not_linger(first, second):
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
 
 
+@one_stream()
 def test_a_probe_is_logistic_regression_on_fixed_features():
     torch.manual_seed(0)
     body, head = nn.Sequential(nn.Linear(6, 9), nn.Tanh()).double(), nn.Linear(9, 3).double()

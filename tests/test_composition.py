@@ -7,6 +7,7 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import one_stream
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import toy
@@ -73,7 +74,7 @@ class Turns(Keeps):
 
     def __init__(self, first, second):
         super().__init__(*first)
-        self.second = second
+        self.first, self.second = first, second
 
     def step(self, context, t):
         if t == 2:
@@ -161,7 +162,7 @@ def test_the_sums_of_a_chain_are_the_clipped_sums_of_the_oracle(sets, at, later)
     batch = (torch.randn(7, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3, torch.arange(7) % 3)
     for t in range(4):
         chain.step(e.context, t)
-        e._refresh()
+        e.refresh()
         wanted = (folded(sets) | HEAD) - (later if t >= at else set())
         assert set(e.trains) == wanted
         found = gradients(e.model, e.loss_fn, batch).clipped_sum(e.blocks, "flat")[0]
@@ -343,6 +344,7 @@ def test_two_phases_cost_what_one_costs():
     assert tune(Then(Full(), 1, dpft.BiTFiT())).mechanisms == tune(Full()).mechanisms
 
 
+@one_stream()
 def test_full_after_full_is_full_but_for_the_moments():
     whole = tune(Full(), optimizer="sgd", learning_rate=0.1)
     assert torch.equal(weights(tune(Then(Full(), 1 / 3, Full()), optimizer="sgd", learning_rate=0.1).model), weights(whole.model))

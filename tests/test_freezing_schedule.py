@@ -14,7 +14,7 @@ from zoo import toy
 
 import dpft
 import dpft.prefix
-from dpft.book import bench
+from dpft.book import freezing_costs
 from dpft.auditing import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.datasets import TensorData
@@ -621,9 +621,9 @@ def test_the_bench_measures_steps_and_runs_and_judges_them(run, tmp_path):
 
 
 def test_the_cached_contender_is_warm_and_the_other_has_no_cache():
-    cached, plain = (bench.freezing_engine("tempered-cnn", LayerFreeze(after=0), 8, 8, 5, torch.device("cpu"), cache)
+    cached, plain = (freezing_costs.freezing_engine("tempered-cnn", LayerFreeze(after=0), 8, 8, 5, torch.device("cpu"), cache)
                      for cache in (1.0, 0.0))
-    steps = bench.whole_steps(cached)
+    steps = freezing_costs.whole_steps(cached)
     for _ in range(3):
         steps.step(())
     assert (cached.prefix.misses, cached.prefix.hits) == (8, 16) and plain.prefix is None and cached.prefix.cut == ["6"]
@@ -631,8 +631,8 @@ def test_the_cached_contender_is_warm_and_the_other_has_no_cache():
 
 def test_marks_of_freezing_are_judged_from_records():
     def record(what, who, own):
-        return bench.freezing_record("tempered-cnn", what, who, own, [1.0, 1.0], 2048, 40)
+        return freezing_costs.freezing_record("tempered-cnn", what, who, own, [1.0, 1.0], 2048, 40)
     found = [record("step", "all layers", [1.0, 1.0]), record("step", "frozen, cached", [0.3, 0.5]), record("run", "freezing", [1.1, 1.2])]
-    values = {name.partition(": ")[0]: (round(value, 2), bound, met) for name, value, bound, met in bench.judged_freezing(found)}
+    values = {name.partition(": ")[0]: (round(value, 2), bound, met) for name, value, bound, met in freezing_costs.judged_freezing(found)}
     assert values == {"tempered-cnn": (29.3, 15.0, False), "tempered-cnn, step, frozen, cached": (0.4, 0.45, True),
                       "tempered-cnn, run, freezing": (1.15, 1.0, False)}

@@ -16,17 +16,18 @@ from dpft.bitfit import BiTFiT
 from dpft.clipping import effective_noise_multiplier
 from dpft.composition import Chain, Then
 from dpft.datasets import Public
+from dpft.engine import Engine
 from dpft.frost import DPFrost
 from dpft.gradients import Block, Partition, gradients, per_example_gradients, trainable
-from dpft.guarantee import Guarantee, verify
+from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
-from dpft.rapft import RapFT, clipped_relevance, relevance_mask
-from dpft.rapft.mask import AS_PUBLISHED
-from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
-from dpft.engine import Engine
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
 from dpft.plan import scaled_blocks
+from dpft.rapft import RapFT, clipped_relevance, relevance_mask
+from dpft.rapft.mask import AS_PUBLISHED
+from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
+from dpft.verification import verify
 
 # The mask
 
@@ -259,7 +260,8 @@ def test_a_run_with_each_method_and_each_source(what, where, tmp_path):
 def test_the_engine_has_one_block_during_the_warm_up_and_two_afterwards():
     model, loss_fn, rows, collate, public = language()
     method = RapFT(LoRA(rank=2), relevance_data=public, warmup_steps=2, allocation="paper", irrelevance=0.6)
-    engine = Engine(model, loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4, accountant="rdp", delta=1e-3)
+    engine = Engine(model, loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4, accountant="rdp", delta=1e-3,
+                    clip=1.0)
     optimizer, seen = torch.optim.SGD(engine.parameters(), 0.1), []
     for step in engine:
         step.take(optimizer)

@@ -28,8 +28,9 @@ COLOURS = {
     "DPFrost": "#D55E00", "LayerFreeze": "#CC79A7", "RapFT": "#882255",
     "LoRA": "#56B4E9", "Adapter": "#000000", "NormOnly": "#999933",
     "LargestWeights": "#666666", "RandomPartitions": "#AAAAAA",
-    "EntrySelection": "#AA4499", "Then": "#44AA99", "Chain": "#332288"}
-MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH", strict=True))
+    "EntrySelection": "#AA4499", "Then": "#44AA99", "Chain": "#332288",
+    "Trainable": "#117733"}
+MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH8", strict=True))
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999933")  # of what is no method: layers, kinds
 T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # 97.5 %, by number of seeds
 # in the file that scores are taken on
