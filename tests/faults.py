@@ -29,15 +29,16 @@ import torch.nn.functional as F
 from faulty_disk import CRASHED, Disk, laid, watch_files, watch_sqlite
 from torch import Tensor, nn
 
-import dpft
+import dpft.plan
+import dpft.privacy
 from dpft.datasets import TensorData
-from dpft.noise import Keystream
-from dpft.processes import Processes
 from dpft.ledger import Ledger, LedgerError
-from dpft.privacy import Request, SampledGaussian
-from dpft.step import Account
+from dpft.loop import Run
 from dpft.method import Context, Method
-from dpft.step import Step
+from dpft.noise import Keystream
+from dpft.privacy import Request, SampledGaussian
+from dpft.processes import Processes
+from dpft.step import Account, Step
 
 SCRATCH = "/dev/shm" if os.path.isdir("/dev/shm") else None
 RESULTS = Path(__file__).resolve().parent.parent / "nbs" / "results" / "faults.jsonl"
@@ -69,7 +70,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def subject(folder: Path, seed: int | None = SEED, data: int = 0, **settings: Any) -> dpft.loop.Run:
+def subject(folder: Path, seed: int | None = SEED, data: int = 0, **settings: Any) -> Run:
     "A run of a few steps with all that a checkpoint has to keep: dropout, moments, a schedule, an average, a paid look."
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3))
@@ -86,8 +87,8 @@ def digest(*tensors: Tensor) -> str:
 
 
 def spent(ledger: Ledger) -> dict[str, int]:
-    "Rows charged, over all runs of a ledger."
-    return dict(sum((Counter({m.name: m.steps}) for run in ledger.runs() for m in ledger.spent(run)), Counter()))
+    "Sums charged, over all runs of a ledger, those of a draw that was repeated among them."
+    return dict(sum((Counter(ledger.sums(run)) for run in ledger.runs()), Counter()))
 
 
 log: dict[str, Any] = {"sum": ""}        # of this process: the file that is written, and the sum that is about to be hidden

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpft import training
+from dpft import store
 
 CRASHED = 99                             # exit status of a process that crashed at the point it was told
 FULL = OSError(28, "No space left on device")
@@ -151,7 +151,7 @@ def watch_files(disk: Disk) -> None:
         return Writing(disk, opened[number], file) if number in opened else file
 
     os.open, os.fsync, os.replace, os.unlink = open_, fsync, replace, unlink  # type: ignore[assignment]
-    training.open = opening              # type: ignore[attr-defined]
+    store.open = opening              # type: ignore[attr-defined]
 
 
 ADDRESS, INTEGER, LONG, TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_char_p

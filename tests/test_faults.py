@@ -108,15 +108,15 @@ def test_the_program_leaves_with_a_checkpoint_when_it_is_told_to_stop(tmp_path):
 
 
 def test_a_state_without_its_secret_is_of_another_run(tmp_path):
-    store = Store(tmp_path, {"model": "m"})
+    store = Store(tmp_path, {"model": "m"}, {"data": "d"})
     store.save({"step": 3})
     (tmp_path / "run.json").unlink()
-    Store(tmp_path, {"model": "m"})
-    assert Store(tmp_path, {"model": "m"}).step == 0
+    Store(tmp_path, {"model": "m"}, {"data": "d"})
+    assert Store(tmp_path, {"model": "m"}, {"data": "d"}).step == 0
 
 
 def test_the_secret_goes_last(tmp_path, monkeypatch):
-    store, gone = Store(tmp_path, {"model": "m"}), []
+    store, gone = Store(tmp_path, {"model": "m"}, {"data": "d"}), []
     store.save({"step": 3})
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: gone.append(path.name))
     store.remove()
@@ -125,23 +125,23 @@ def test_the_secret_goes_last(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["run.json", "state.pt"])
 def test_every_flipped_bit_is_seen(tmp_path, name):
-    store = Store(tmp_path, {"model": "m"})
+    store = Store(tmp_path, {"model": "m"}, {"data": "d"})
     store.save({"step": 3, "weights": torch.zeros(5)})
     store.begin()
     whole = (tmp_path / name).read_bytes()
     for place in range(0, len(whole), 1 if name == "run.json" else 29):
         (tmp_path / name).write_bytes(faults.flipped(whole, place))
         with pytest.raises(CheckpointError, match="is damaged"):
-            Store(tmp_path, {"model": "m"})
+            Store(tmp_path, {"model": "m"}, {"data": "d"})
     (tmp_path / name).write_bytes(whole)
-    assert Store(tmp_path, {"model": "m"}).step == 3 and Store(tmp_path, {"model": "m"}).begun
+    assert Store(tmp_path, {"model": "m"}, {"data": "d"}).step == 3 and Store(tmp_path, {"model": "m"}, {"data": "d"}).begun
 
 
 def test_a_name_is_on_disk_before_it_counts(tmp_path, monkeypatch):
     """The folder is synced after the move, or a power cut would take back the secret of a run that its ledger has begun."""
     synced = []
     monkeypatch.setattr("dpft.store.sync_folder", lambda folder: synced.append(sorted(path.name for path in folder.iterdir())))
-    Store(tmp_path, {"model": "m"}).save({"step": 1})
+    Store(tmp_path, {"model": "m"}, {"data": "d"}).save({"step": 1})
     assert synced == [["run.json"], ["run.json", "state.pt"]]
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from streams import one_stream
 from torch import nn
 
 import dpft
@@ -22,7 +23,7 @@ from dpft.privacy import Request, epsilon
 from dpft.processes import HOW_TO_GO_ON, ProcessError, Processes, check_whole, form, launched, own_device, reached, speaks, told_to_stop
 from dpft.method import Method
 from dpft.step import Step
-from dpft.store import CheckpointError
+from dpft.store import CheckpointError, unlock
 
 
 def toy(size=60, seed=0):
@@ -147,6 +148,7 @@ def three(tmp_path_factory):
 # the same sum ----------------------------------------------------------------------------------------------------------------------
 
 
+@one_stream()
 def noiseless(double=False, still=False, **settings):
     "The first step's mean with the noise off, how many examples it had here and in all, the mean loss, and the spread of gradients."
     e = engine(net().double() if double else net(), **settings if still else {"epsilon": math.inf, **settings})
@@ -172,6 +174,7 @@ def test_a_draw_shared_out_gives_the_sum_of_one_process(request, ranks, settings
     assert sum(here) == drawn and max(here) - min(here) <= 1
 
 
+@one_stream()
 def rows_of(sizes, seed=0, lengths=False):
     "Numbers of the units that this process gets, in each of several steps."
     data = toy(sizes["size"])
@@ -192,6 +195,7 @@ def test_every_drawn_unit_is_in_exactly_one_slice(two, three, lengths):
             assert [part[t] for part in parts] == [drawn[rank::count] for rank in range(count)]
 
 
+@one_stream()
 def people():
     "The first step's mean when a person has three rows, noise off, and which people's rows are here."
     data = toy()
@@ -279,8 +283,8 @@ def test_the_noise_is_one_standard_normal_times_sigma_and_clip_and_the_same_on_a
 def order_of_a_step(folder):
     "What happens to one step's sum on this process, in order, and what is added up."
     e, seen = engine(ledger=folder), []
-    charge, normal, total = e.charge, e.keystream.normal, Processes.total
-    e.charge = lambda *a: seen.append("charge") or charge(*a)
+    charge, normal, total = e.account.charge, e.keystream.normal, Processes.total
+    e.account.charge = lambda *a: seen.append("charge") or charge(*a)
     e.keystream.normal = lambda *a, **k: seen.append("noise") or normal(*a, **k)
     def watched(self, sums, counts=()):
         seen.append("reduce")
@@ -436,6 +440,7 @@ class Counting(Method):
         context.train_only(context.head)
 
 
+@one_stream()
 def counting(epsilon=2.0, path=None):
     method = Counting()
     e = run_all(engine(data=toy(61), method=method, epsilon=epsilon, physical_batch_size=3, ledger=path))
@@ -585,10 +590,12 @@ def test_a_stopped_run_continues_to_the_same_bits_at_no_further_cost(two, tmp_pa
 
 def test_another_number_of_processes_cannot_continue_a_checkpoint(two, tmp_path):
     two.errors(tuned, folder=tmp_path / "of two", stop_at=4)
+    two(unlock, folder=tmp_path / "of two")                                      # as when the processes have ended
     with pytest.raises(CheckpointError, match="another number of processes"):
         tuned(tmp_path / "of two")
     with pytest.raises(KeyError):
         tuned(tmp_path / "of one", stop_at=4)
+    unlock(tmp_path / "of one")
     assert all("another number of processes" in error for error in two.errors(tuned, folder=tmp_path / "of one"))
 
 
@@ -608,7 +615,7 @@ KILLING = """
     main()
 """
 COMMAND = dict(data="digits", model="mlp", method="full", noise_multiplier="1.1", steps="6", batch_size="60", accountant="rdp", seed="0",
-               device="cpu", score="none")
+               device="cpu", score="none", schedule="linear")
 
 
 def torchrun(folder, dies=None, **options):
@@ -624,7 +631,7 @@ def uninterrupted():
     task = dpft.load_data("digits")
     model = dpft.load_model("mlp", classes=10, kind="image", image_shape=task.image_shape)
     run = dpft.fine_tune(model, task, dpft.Full(), noise_multiplier=1.1, steps=6, batch_size=60, accountant="rdp", seed=0,
-                         learning_rate=5e-4, schedule="linear", progress=False)
+                         learning_rate=5e-4, schedule="linear", epochs=3.0, warmup=0.0, progress=False)    # as the command says them
     return {name: value.numpy() for name, value in run.model.state_dict().items()}, run.guarantee
 
 
