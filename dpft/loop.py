@@ -12,7 +12,6 @@ import math
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -216,8 +215,12 @@ def fine_tune(
     start = f"the weights that training started from ({ready.origin})"
     engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
                     assumed_public=[*ready.assumed_public, start])
-    loop = Loop(engine)
-    loop.run()
+    try:
+        loop = Loop(engine)
+        loop.run()
+    except BaseException:
+        engine.store.close()         # another process may go on from the folder
+        raise
     loop.score(ready)
     first = engine.processes.is_first
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained, engine.ledger if first else None)

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import Public
-from .gradients import Batch, Block, Groups, LossFunction, per_example_norms, trainable
+from .gradients import Batch, Block, Groups, LossFunction, trainable
+from .gradients import Partition as Partition
+from .gradients import gradients as gradients
+from .gradients import per_example_norms as per_example_norms
 from .identity import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .plan import Plan

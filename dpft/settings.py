@@ -129,8 +129,10 @@ def settings_from(
 # %% ../nbs/07_settings.ipynb #settings-identity
 def name_of_code(value: Any) -> tuple[str, bool]:  # the name; whether it changes whenever what it names does
     "How a function or an object enters a run's identity."
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | str):
         return repr(value), True
+    if isinstance(value, int | float):
+        return repr(float(value)), True        # 3 epochs and 3.0 are the same run
     if inspect.isfunction(value) and "<" not in value.__qualname__ and not value.__closure__:
         try:
             source = hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:16]
@@ -154,6 +156,8 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
     alike = made is known or getattr(made, "same_as", None) == known.__name__
     if isinstance(value, type):
         return known.__name__.lower(), alike
+    if not hasattr(value, "defaults"):         # a function that makes one
+        return name_of_code(value)
     plain = {k: v for k, v in value.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
     return f"{known.__name__.lower()} {plain}", alike
 
@@ -169,6 +173,8 @@ def identity(
     for one in fields(settings):
         if one.metadata["identifies"] in of and one.metadata["of"] in readers:
             value = getattr(settings, one.name)
+            if one.name == "epochs" and settings.steps is not None:
+                continue                       # the steps decide
             named[one.name], sure = (name_of_optimizer if one.name == "optimizer" else name_of_code)(value)
             complete = complete and sure
     return named, complete
