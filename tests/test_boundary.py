@@ -31,7 +31,7 @@ METHODS = {
 USUAL = dict(epsilon=4.0, steps=2, batch_size=8, public_size=24, clip=0.5, accountant="rdp", progress=False)
 
 
-def run(rows, method=None, model=None, **knobs):
+def made(rows, method=None, model=None, **knobs):
     return dpft.fine_tune(model or toy_network(), rows, method or Full(), **{**USUAL, **knobs})
 
 
@@ -54,19 +54,19 @@ def people(data):
 def test_neither_a_person_nor_her_rows_show():
     data = toy_pictures()
     def make(rows):
-        return run(rows, unit=people(rows), public_size=12, batch_size=4)
+        return made(rows, unit=people(rows), public_size=12, batch_size=4)
     for name, other in neighbours(data).items():
         if len(other) == len(data):                       # a record fewer is a person of one row
             assert not leaks(make, data, other), name
     def grouped(units):
-        return run(data, unit=units, public_size=12, batch_size=4)
+        return made(data, unit=units, public_size=12, batch_size=4)
     assert not leaks(grouped, people(data), [0, 0, 0, *people(data)[3:]])     # a row changes its owner
 
 
 def test_progress_shows_nothing_of_the_data():
     data = toy_pictures()
     def make(rows):
-        return run(rows, progress=True)
+        return made(rows, progress=True)
     for name, other in neighbours(data).items():
         found = leaks(make, data, other)
         assert not [output for output in found if output != "standard error"], name      # a bar shows the time
@@ -77,8 +77,8 @@ def test_a_shared_ledger_and_a_checkpoint_give_nothing_away(tmp_path):
     def make(rows):
         folder = tmp_path / str(next(number))
         ledger = dpft.Ledger(folder.with_suffix(".sqlite"), who="Ada")
-        run(rows, ledger=ledger)                                                         # somebody else's
-        return run(rows, ledger=ledger, checkpoint=folder)
+        made(rows, ledger=ledger)                                                         # somebody else's
+        return made(rows, ledger=ledger, checkpoint=folder)
     for name, other in neighbours(data).items():
         assert not leaks(make, data, other), name
 
@@ -117,7 +117,7 @@ class Buffered(nn.Module):
 def test_a_buffer_that_the_forward_pass_writes_is_not_given_away():
     data = toy_pictures()
     def make(rows):
-        return run(rows, model=Buffered())
+        return made(rows, model=Buffered())
     for name in ("without it", "another", "very large"):
         assert not leaks(make, data, neighbours(data)[name]), name
 
@@ -159,9 +159,9 @@ CAUGHT = {"buffer": "model: largest", "weight": "model: 1.weight", "argument": "
 @pytest.mark.parametrize("where", CAUGHT)
 def test_a_planted_leak_is_caught_where_it_leaves(where):
     data = toy_pictures()
-    found = leaks(lambda rows: run(rows, Remembers(where)), data, neighbours(data)["very large"])
+    found = leaks(lambda rows: made(rows, Remembers(where)), data, neighbours(data)["very large"])
     assert CAUGHT[where] in found
-    assert not leaks(lambda rows: run(rows, Remembers("nowhere")), data, neighbours(data)["very large"])
+    assert not leaks(lambda rows: made(rows, Remembers("nowhere")), data, neighbours(data)["very large"])
 
 
 def test_a_digest_of_the_data_in_a_saved_file_is_caught(monkeypatch):
@@ -174,7 +174,7 @@ def test_a_digest_of_the_data_in_a_saved_file_is_caught(monkeypatch):
 
     monkeypatch.setattr(Run, "save", careless)
     data = toy_pictures()
-    assert leaks(run, data, neighbours(data)["another"]) == ["saved/provenance.json"]
+    assert leaks(made, data, neighbours(data)["another"]) == ["saved/provenance.json"]
 
 
 def test_a_sum_that_is_released_beside_the_one_place_is_caught(monkeypatch):
@@ -190,14 +190,14 @@ def test_a_sum_that_is_released_beside_the_one_place_is_caught(monkeypatch):
 
     monkeypatch.setattr(steps.Step, "privatize", careless)
     data = toy_pictures()
-    assert "model: 1.weight" in leaks(lambda rows: run(rows, batch_size=24), data, neighbours(data)["another"])   # all are drawn
+    assert "model: 1.weight" in leaks(lambda rows: made(rows, batch_size=24), data, neighbours(data)["another"])   # all are drawn
 
 
 def test_the_loss_differs_only_when_it_was_asked_for_and_is_named():
     data = toy_pictures()
-    found = leaks(lambda rows: run(rows, show_loss=True, batch_size=24), data, neighbours(data)["very large"])
+    found = leaks(lambda rows: made(rows, show_loss=True, batch_size=24), data, neighbours(data)["very large"])
     assert "history" in found and not {"report()", "repr(run)", "warnings"} & set(found)
-    assert "the training loss" in run(data, show_loss=True).guarantee.uncharged
+    assert "the training loss" in made(data, show_loss=True).guarantee.uncharged
 
 
 def test_the_hook_is_at_the_one_place_where_sums_become_public():
@@ -210,7 +210,7 @@ def test_the_hook_is_at_the_one_place_where_sums_become_public():
 
     Releases.__call__ = counted
     try:
-        run(toy_pictures(), DPFrost(0.6, rounds=2, sample_rate=0.5))
+        made(toy_pictures(), DPFrost(0.6, rounds=2, sample_rate=0.5))
     finally:
         Releases.__call__ = honest
     assert [name for name, _ in calls] == [calls[0][0]] * 2 + ["train"] * 2
@@ -219,5 +219,19 @@ def test_the_hook_is_at_the_one_place_where_sums_become_public():
 def test_a_run_is_the_same_bytes_twice():
     "The comparison itself: nothing but the data may make two runs differ."
     data = toy_pictures()
-    assert given_out(lambda: run(data)) == given_out(lambda: run(data))
+    assert given_out(lambda: made(data)) == given_out(lambda: made(data))
     assert isinstance(data, TensorData)
+
+
+def test_the_command_compares_the_outputs_of_ones_own_method(tmp_path, monkeypatch, run):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom dpft.method import Method\n"
+        "class Honest(Method):\n    def choose(self, context, among): return list(among)[:2]\n"
+        "class Careless(Honest):\n    def start(self, context):\n        super().start(context)\n"
+        "        context.model.register_buffer('first', context.needs().train.images[0].nan_to_num().clone())\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dpft.boundary.SETTINGS", {"plain": {}})
+    status, out, _ = run("audit", "--boundary", "--method", "mine.py:Honest")
+    assert status == 0 and "6 pairs" in out and "0 of which differ" in out
+    status, _, err = run("audit", "--boundary", "--method", "mine.py:Careless")
+    assert status == 1 and "gives private data away" in err and "model: first" in err
