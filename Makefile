@@ -54,10 +54,11 @@ notebooks: $(READY) ## run every notebook from a fresh process and store its out
 	@set -e; for notebook in $(NOTEBOOKS); do echo "$$notebook"; $(BIN)/python nbs/_book.py run "$$notebook" $(FLAGS); done
 	@$(BIN)/python nbs/_book.py export
 
+# Quarto keeps filtered notebooks by their content alone, so a cache of its own makes sure that the settings of today are used.
 site: $(READY) ## the book as a site under _docs/, with Quarto, and looked over
 	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org; make preview does without it." >&2; exit 1; }
 	@$(BIN)/python nbs/_reference.py
-	@set -o pipefail; mkdir -p build; PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
+	@set -o pipefail; mkdir -p build; rm -rf build/cache; XDG_CACHE_HOME="$(CURDIR)/build/cache" PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
 	@if grep "Unable to resolve" build/site.log; then exit 1; fi
 	@$(BIN)/python nbs/_site.py check
 
