@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .datasets import Public, did_you_mean
+from .datasets import Public, did_you_mean, has_batch_protocol
 from .sampling import gather
 from .texts import collate_for
 from .gradients import (
@@ -416,7 +416,7 @@ def pretrain(
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, not {epochs}")
     device, loss_fn = next(model.parameters()).device, default_loss(model)
-    collate = None if hasattr(public, "batch") else collate_for(public)
+    collate = None if has_batch_protocol(public) else collate_for(public)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     total = epochs * math.ceil(len(public) / batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -1,6 +1,5 @@
 """The site's tools: how a page is finished, what the checker finds, what `make test` reports, and that the first page tells the truth."""
 
-import importlib.util
 import json
 import os
 import re
@@ -11,16 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_book import tool
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def tool(name):
-    "A script of nbs/, which is no package."
-    spec = importlib.util.spec_from_file_location(name, ROOT / "nbs" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
