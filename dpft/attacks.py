@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['FALSE_POSITIVE_RATES', 'Tagger', 'MASK', 'Rate', 'Membership', 'score_attack', 'placements', 'true_positives',
            'losses', 'membership_inference', 'scaled_confidence', 'fair_coins', 'likelihood_ratios', 'lira',
-           'standard_error', 'made_names', 'capitalised', 'one_of', 'names_in', 'sampled_texts', 'check_sampling',
-           'Extraction', 'extraction', 'candidate_losses', 'as_written', 'places', 'exposure', 'reconstruction',
-           'allowed', 'allowed_exposure']
+           'standard_error', 'made_names', 'capitalised', 'one_of', 'names_in', 'sampled_texts', 'prompt_tokens',
+           'check_sampling', 'Extraction', 'extraction', 'candidate_losses', 'as_written', 'places', 'exposure',
+           'reconstruction', 'allowed', 'allowed_exposure']
 
 # %% ../nbs/3_found/39_attacks.ipynb #attacks-imports
 import math
@@ -58,6 +58,7 @@ class Membership:
     standard_error: float                # of `auc`
     true_positives: dict[float, Rate]    # at each false-positive rate
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-score-attack
 def score_attack(
     inside: np.ndarray,   # (m,) scores of members, large when they seem to be in
     outside: np.ndarray,  # (n,) and of others
@@ -105,6 +106,7 @@ def losses(
                  for rows in numbers.split(batch_size)]
     return torch.cat(found).double().cpu().numpy()
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-membership-inference
 def membership_inference(
     model: nn.Module,
     members: Any,                           # a data set that the model was trained on
@@ -174,6 +176,7 @@ def likelihood_ratios(
     return ((target - without) ** 2 / spread - (target - having) ** 2 / its_spread
             + math.log(spread / its_spread)) / 2
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-lira-function
 def lira(
     confidences: np.ndarray,  # (M, N) scaled confidence of each model for each example
     coins: np.ndarray,        # (M, N) what each trained on
@@ -214,10 +217,10 @@ def made_names(
                        for word in (syllables[:3], syllables[3:]))] = None
     return list(found)
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-names-capitalised
 # text -> where each name begins and ends
 Tagger = Callable[[str], Sequence[tuple[int, int]]]
 
-# %% ../nbs/3_found/39_attacks.ipynb #attacks-names-capitalised
 def capitalised(text: str) -> list[tuple[int, int]]:
     "Two capitalised words in a row."
     return [match.span() for match in re.finditer(r"\b[A-Z][a-z]+ [A-Z][a-z]+\b", text)]
@@ -227,6 +230,7 @@ def one_of(names: Sequence[str]) -> Tagger:
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
     return lambda text: [match.span() for match in pattern.finditer(text)]
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-names-in
 def names_in(text: str, tagger: Tagger) -> set[str]:
     "The names that a tagger finds; ValueError for a span that does not lie in the text."
     spans = tagger(text)
@@ -250,8 +254,7 @@ def sampled_texts(
 ) -> list[str]:
     "Texts by top-k sampling; a text that ends before `length` is followed by the next. ValueError when k or length is out of range."
     from transformers import GenerationConfig
-    start = [tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id] if prompt is None else \
-        tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    start = prompt_tokens(tokenizer, prompt)
     check_sampling(model, len(start), samples, k, length)
     config = GenerationConfig(do_sample=True, top_k=k, max_new_tokens=length,
                               min_new_tokens=length,
@@ -267,6 +270,14 @@ def sampled_texts(
                                    generation_config=config)
             texts += tokenizer.batch_decode(found[:, len(start):])
     return texts
+
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-prompt-tokens
+def prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
+    "The tokens that a sample begins with; None: the one that begins a text."
+    if prompt is not None:
+        return tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    first = tokenizer.bos_token_id
+    return [tokenizer.eos_token_id if first is None else first]
 
 # %% ../nbs/3_found/39_attacks.ipynb #attacks-generated-check-sampling
 def check_sampling(model: Any, start: int, samples: int, k: int, length: int) -> None:
@@ -288,6 +299,7 @@ class Extraction:
     precision: Rate     # how many of those are secrets
     recall: Rate        # how many of the secrets are said
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-extraction-function
 def extraction(
     model: Any,                     # a causal Transformers model
     tokenizer: Any,
@@ -345,6 +357,7 @@ def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> Encode
                        torch.tensor([len(row) for row in rows]),
                        pad_id=tokenizer.pad_token_id)
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-places
 def places(answers: Sequence[str], candidates: Sequence[str],
            texts: Sequence[str]) -> list[int]:
     "Where each answer stands among the candidates; ValueError when one does not, when a candidate stands twice, or there are no texts."
@@ -376,6 +389,7 @@ def exposure(
     ranks = (found <= found[np.arange(len(own)), own][:, None]).sum(1)
     return np.log2(len(candidates) / ranks)
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-reconstruction
 def reconstruction(
     model: nn.Module,
     tokenizer: Any,
@@ -398,6 +412,7 @@ def allowed(guarantee: Guarantee) -> dict[str, float]:
                 if guarantee.private else 1.0)
     return {"auc": (1 + float(distance)) / 2, "tpr": guarantee.tpr(0.01)}
 
+# %% ../nbs/3_found/39_attacks.ipynb #attacks-allowed-exposure
 def allowed_exposure(
     guarantee: Guarantee,
     candidates: int,       # equally probable ones

@@ -86,7 +86,7 @@ def task_of(
             return task
     return None
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-cut-out
 def _cut_out(config: Any) -> bool:
     "Whether a decoder comes from a family of encoder-decoders."
     usual = type(config)() if config else None
@@ -109,7 +109,7 @@ def answer(
         inputs |= decoder_inputs(model, batch["labels"])
     return model(**inputs)
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-decoder-inputs
 def decoder_inputs(model: Any, labels: Tensor) -> dict[str, Tensor]:
     "What the decoder reads: the labels as the model's own family shifts them."
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -117,7 +117,7 @@ def decoder_inputs(model: Any, labels: Tensor) -> dict[str, Tensor]:
         return {"labels": labels}
     return {"decoder_input_ids": shift(labels=labels)}
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-logits
 def logits(
     model: nn.Module,
     batch: Any,        # as for `answer`
@@ -140,7 +140,7 @@ def labels_of(batch: Any) -> Tensor:
                          f"'labels'; name the labels so, or {ASK}")
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-unknown
 def unknown(model: nn.Module, scores: Tensor, labels: Tensor) -> ValueError:
     "The question, when nothing says which loss is right."
     kind = "numbers" if labels.is_floating_point() else "integers"
@@ -159,7 +159,7 @@ def class_losses(
     targets = labels.long()
     return F.cross_entropy(full(scores), targets, ignore_index=-100, reduction="none")
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-check-classes
 def _check_classes(labels: Tensor, classes: int) -> None:
     "Refuse labels that are no classes; inside vmap, which shows no values, trust them."
     try:
@@ -182,7 +182,7 @@ def several_losses(
     each = F.binary_cross_entropy_with_logits(full(scores), targets, reduction="none")
     return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-square-losses
 def square_losses(
     scores: Tensor,  # (B, numbers)
     labels: Tensor,  # (B, numbers), or (B,) for one
@@ -211,7 +211,7 @@ def problem_of(
     known = scores.ndim == 2 and labels.shape == scores.shape[:1] and integers
     return SINGLE if known else None
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-label-losses
 def label_losses(
     model: nn.Module,
     batch: Any,        # (x, y), or a dictionary with "labels"
@@ -241,7 +241,7 @@ def aligned(
         raise unknown(model, scores, labels)
     return (scores[:, :-1], labels[:, 1:]) if task == "causal" else (scores, labels)
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-token-losses
 def token_losses(
     scores: Tensor,            # (B, T, classes)
     labels: Tensor,            # (B, T), -100 where a position does not count
@@ -260,7 +260,7 @@ def mean_token_losses(
     total, count = token_losses(*aligned(model, batch))
     return total / count.clamp(min=1)
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-summed-losses
 def summed_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with labels (B, T)
@@ -288,7 +288,7 @@ def spans(
         found.append((scores, places.where(places != -100, length).clamp(0, length)))
     return found
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-span-losses
 def span_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with start_positions and end_positions
@@ -308,7 +308,7 @@ LOSSES: dict[str | None, Callable[[nn.Module, Any], Tensor]] = {
     "question answering": span_losses,
 }
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-default-loss
 def default_loss(
     model: nn.Module,
 ) -> Callable[[nn.Module, Any], Tensor]:  # loss_fn(model, batch) -> (B,)
@@ -373,7 +373,7 @@ def answers(
         labels = labels.view(len(scores))
     return scores.argmax(-1), labels, labels != -100
 
-
+# %% ../nbs/5_notes/65_losses.ipynb #losses-accuracy
 @torch.no_grad()
 def accuracy(
     model: nn.Module,

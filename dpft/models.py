@@ -67,7 +67,7 @@ def mean_pooled_classifier() -> Any:
     MeanPooledClassifier.__qualname__ = "MeanPooledClassifier"
     return MeanPooledClassifier
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-getattr
 def __getattr__(name: str) -> Any:
     if name == "MeanPooledClassifier":
         return mean_pooled_classifier()
@@ -93,7 +93,7 @@ HUB_NAMES = (  # Transformers names without an owner
     "distilbert-base-uncased", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium",
     "roberta-base", "roberta-large")
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-check-name
 def check_name(name: str) -> None:
     "Refuse a short name that nothing answers to, with the nearest that something does."
     known = ["minilm", *BUILT, *HUB_NAMES]
@@ -130,7 +130,8 @@ AUTOS = {  # kind of task -> Transformers' automatic class
     "question answering": "AutoModelForQuestionAnswering"}
 LABELLED = ("text", "image", "tagging")  # one output for each class
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-gguf
+#| code-fold: true
 def _gguf(file: str | None) -> dict[str, str]:
     "What Transformers is to be told of a GGUF file; ValueError where none can be read."
     from importlib.util import find_spec
@@ -140,7 +141,8 @@ def _gguf(file: str | None) -> dict[str, str]:
                          "run: pip install gguf")
     return {} if file is None else {"gguf_file": file}
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-load-transformers
+#| code-fold: true
 def _load_transformers(
     name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
@@ -231,7 +233,7 @@ def head_parameters(
                          "parameters")
     return list(head.parameters())
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-saved
 def _saved(child: nn.Module) -> nn.Module:
     "What trains of a layer of which peft keeps the original beside a copy."
     copies = getattr(child, "modules_to_save", None)
@@ -269,7 +271,7 @@ class FrozenBatchNorm(_NormBase):
     def training(self, mode: bool) -> None:
         pass
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-frozen-weight
 def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution:
     "Output gradient times normalised input, summed over positions; @lem-frozen-norm."
     shape = (1, -1, *(1,) * (inputs.ndim - 2))
@@ -302,7 +304,7 @@ class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
 class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
     "Of volumes."
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-frozen-class
 @cache
 def frozen_class(kind: Any) -> type[FrozenBatchNorm]:
     "The class of a frozen layer that was of this class; an own `forward` stays."
@@ -329,7 +331,7 @@ def freeze_batchnorm(
         module.__class__ = frozen_class(cast(Any, type(module)))
     return model
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-frozen-statistics
 def frozen_statistics(
     model: nn.Module,
 ) -> list[str]:        # names of layers
@@ -354,7 +356,7 @@ def replace_batchnorm(
         setattr(model.get_submodule(parent), child, norm.train(module.training))
     return model
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-groups
 def _groups(module: _NormBase) -> int:
     "How many groups take the channels of a layer."
     channels = module.num_features
@@ -382,7 +384,7 @@ def mixing_layers(
         elif dropout and reached:              # in training mode
             yield name, module
 
-
+# %% ../nbs/5_notes/67_models.ipynb #models-validate-function
 def validate(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
@@ -415,8 +417,7 @@ def pretrain(
             "public, say so: Public(data, source='...')")
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, not {epochs}")
-    device, loss_fn = next(model.parameters()).device, default_loss(model)
-    collate = None if has_batch_protocol(public) else collate_for(public)
+    loss_fn = default_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     total = epochs * math.ceil(len(public) / batch_size)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -425,17 +426,25 @@ def pretrain(
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for _ in range(epochs):
-            for rows in torch.randperm(len(public)).split(batch_size):
-                optimizer.zero_grad()
-                batch = to_device(gather(public, rows, collate), device)
-                loss_fn(model, batch).mean().backward()
-                optimizer.step()
-                schedule.step()
+        for batch in _shuffled(model, public, epochs, batch_size):
+            optimizer.zero_grad()
+            loss_fn(model, batch).mean().backward()
+            optimizer.step()
+            schedule.step()
     optimizer.zero_grad()
     return model.train(training)
 
+# %% ../nbs/5_notes/67_models.ipynb #models-shuffled
+def _shuffled(model: nn.Module, public: Public, epochs: int,
+              batch_size: int) -> Iterator[Any]:
+    "The public data in batches on the model's device, in a new order each epoch."
+    device = next(model.parameters()).device
+    collate = None if has_batch_protocol(public) else collate_for(public)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(public)).split(batch_size):
+            yield to_device(gather(public, rows, collate), device)
 
+# %% ../nbs/5_notes/67_models.ipynb #models-warm-cosine
 def _warm_cosine(step: int, total: int) -> float:
     "A tenth of the steps warm up, then a cosine to zero."
     return min((step + 1) / (0.1 * total), (1 + math.cos(math.pi * step / total)) / 2)

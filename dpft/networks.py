@@ -67,7 +67,7 @@ def tempered_cnn(
         nn.Flatten(), nn.Linear(32 * height * width, 32), TemperedSigmoid(),
         nn.Linear(32, classes))
 
-
+# %% ../nbs/5_notes/66_networks.ipynb #networks-check-sides
 def _check_sides(name: str, sides: list[int], least: int, instead: str) -> None:
     "ValueError for images that a network cannot take."
     if min(sides) < least:
@@ -120,7 +120,7 @@ def mlp(
         nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
         nn.Linear(64, classes))
 
-
+# %% ../nbs/5_notes/66_networks.ipynb #networks-vit-small
 def vit_small(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W)
@@ -234,7 +234,7 @@ class Affine(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * self.gain + self.bias
 
-
+# %% ../nbs/5_notes/66_networks.ipynb #networks-wide-layer
 def wide_layer(
     channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     "ReLU, GroupNorm in 16 groups, a standardised convolution with its gain and shift."
@@ -242,7 +242,7 @@ def wide_layer(
         nn.ReLU(), nn.GroupNorm(16, channels),
         StandardisedConv2d(channels, filters, kernel, stride), Affine(filters))
 
-
+# %% ../nbs/5_notes/66_networks.ipynb #networks-wideblock
 class WideBlock(nn.Module):
     "Two layers and a path around them, with a layer of its own where sizes change."
 

@@ -170,21 +170,34 @@ def prepare(
     schema = read_schema(data, _known(columns, data), unit)
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
-        outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
-        recipe = {"name": model, "classes": outputs, "kind": task.kind,
-                  "image_shape": _image_shape(task, data)}
+        recipe = _recipe(model, task, data, schema)
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
                      collate_fn is not None)
     if schema.kind in ("text", "causal") and not has_batch_protocol(data):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
-        ready.assumed_public += [fact for fact in ("the tokenizer's vocabulary",)
-                                 if fact not in ready.assumed_public]
+        if "the tokenizer's vocabulary" not in ready.assumed_public:
+            ready.assumed_public.append("the tokenizer's vocabulary")
     ready.train = ready.encoded(data)
     if task.classes and isinstance(getattr(ready.train, "labels", None), Tensor):
         check_labels(ready.train.labels, task.classes)
     return ready
+
+# %% ../nbs/5_notes/68_prepared.ipynb #prepared-recipe
+#| code-fold: true
+def _recipe(name: str, task: Task, data: Any, schema: Schema) -> dict[str, Any]:
+    "How `load_model` makes a named model for a task."
+    outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
+    return {"name": name, "classes": outputs, "kind": task.kind,
+            "image_shape": _image_shape(task, data)}
+
+
+def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
+    "(C, H, W) of the pictures, where the first item is one."
+    if task.kind != "image" or column_names(data):
+        return None
+    return task.image_shape
 
 # %% ../nbs/5_notes/68_prepared.ipynb #prepared-prepare-parts
 #| code-fold: true
@@ -203,10 +216,3 @@ def _own_tokenizer(ready: Prepared) -> Any:
         raise ValueError("the data holds texts and the model names no tokenizer; "
                          "pass tokenizer=")
     return load_tokenizer(name)
-
-
-def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
-    "(C, H, W) of the pictures, where the first item is one."
-    if task.kind != "image" or column_names(data):
-        return None
-    return task.image_shape

@@ -6,7 +6,7 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'KEPT', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'check_target', 'tokenizer_of_base', 'how_to_load', 'read_model']
+           'check_target', 'free_room', 'tokenizer_of_base', 'how_to_load', 'read_model']
 
 # %% ../nbs/5_notes/71_saving.ipynb #saving-imports
 import copy
@@ -34,6 +34,7 @@ def restores(function: Callable[..., Any]) -> Callable[..., Any]:
     RESTORERS[f"{function.__module__}:{function.__name__}"] = function
     return function
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-note-addition
 def note_addition(
     model: nn.Module,
     function: Callable[..., Any],  # marked with `restores`
@@ -87,6 +88,7 @@ def stored_name(
     kept = [part for part in name.removeprefix(WRAPPING).split(".") if part not in (*adapters, "modules_to_save")]
     return WRAPPING + ".".join(kept)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-base-name
 def base_name(
     name: str,
     adapters: Sequence[str],
@@ -108,6 +110,7 @@ def all_additions(model: nn.Module) -> list[dict[str, Any]]:
     "What was added to a model, before it was wrapped and after."
     return additions(inner_model(model)) + (additions(model) if is_wrapped(model) else [])
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-part-names
 def part_names(
     model: nn.Module,
     trained: Iterable[str],  # names of what trained
@@ -143,6 +146,7 @@ def class_named(name: str | None) -> Any:
     import transformers
     return mean_pooled_classifier() if name == "MeanPooledClassifier" else getattr(transformers, name or "", None)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-load-base-function
 def load_base(
     name: str,              # "minilm", a Transformers name, or a folder
     kind: str,              # name of the model's class
@@ -221,14 +225,12 @@ def write_model(
         name for name, _ in model.named_parameters(remove_duplicate=False)}
     _check_form(model, adapters, gone, whole)
     _clear(folder)
-    inner, parameters = inner_model(model), dict(model.named_parameters())
+    inner = inner_model(model)
     if hasattr(getattr(inner, "config", None), "save_pretrained"):
         inner.config.save_pretrained(folder)
-    small = 2 * sum(parameters[name].numel() for name in names) < sum(p.numel() for p in parameters.values())
-    part = not whole and bool(names) and not gone and (whole is False or small or is_wrapped(model))
-    base = base_identity(model, names, recipe, folder) if part else None
-    if base and base["name"] is None and whole is None and not is_wrapped(model):
-        part, base = False, None
+    fits = not whole and bool(names) and not gone
+    base = _part_base(model, names, recipe, folder, whole) if fits else None
+    part = base is not None
     if part:
         _write_part(model, names, adapters, folder)
     else:
@@ -237,6 +239,22 @@ def write_model(
         _write_adapter_config(model, adapters[0], folder if part else folder / "peft", base)
     return {"recipe": recipe, "part": part, "names": names if part else [], "base": base, "class": type(inner).__name__,
             "added": all_additions(model), "adapters": adapters, "wrapped": is_wrapped(model)}
+
+# %% ../nbs/5_notes/71_saving.ipynb #saving-part-base
+def _part_base(
+    model: nn.Module,
+    names: Sequence[str],           # of a part's parameters, as `part_names` gave them
+    recipe: dict[str, Any] | None,
+    folder: Path,                   # holds config.json
+    whole: bool | None,
+) -> dict[str, Any] | None:         # None: the whole model is to be written
+    "The base under the part of a model that is to be written."
+    asked = whole is False or is_wrapped(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if not asked and 2 * sum(sizes[name] for name in names) >= sum(sizes.values()):
+        return None
+    base = base_identity(model, names, recipe, folder)
+    return base if asked or base["name"] is not None else None
 
 # %% ../nbs/5_notes/71_saving.ipynb #saving-write-parts
 #| code-fold: true
@@ -255,6 +273,8 @@ def _clear(folder: Path) -> None:
         if folder.resolve() in file.resolve().parents:
             file.unlink(missing_ok=True)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-write-part
+#| code-fold: true
 def _write_part(model: nn.Module, names: Sequence[str], adapters: Sequence[str], folder: Path) -> None:
     from safetensors.torch import save_file
     parameters = dict(model.named_parameters())
@@ -290,19 +310,23 @@ def check_target(
     if found and not overwrite:
         raise ValueError(f"{folder} holds {found[0]} already, which saving would "
                          "replace; name another folder, or say overwrite=True")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"can this be written?")
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a "
-                         "place where you may write") from error
-    if free < room:
+    if (free := free_room(folder)) < room:
         raise ValueError(f"{folder} has room for {free / 2**20:,.0f} MiB and the run "
                          f"needs {room / 2**20:,.0f}; make room, or choose another "
                          "place")
     return folder
+
+# %% ../nbs/5_notes/71_saving.ipynb #saving-free-room
+def free_room(folder: Path) -> int:
+    "Bytes that a folder, made if need be, has room for; ValueError where none can be written."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"can this be written?")
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a "
+                         "place where you may write") from error
 
 # %% ../nbs/5_notes/71_saving.ipynb #saving-card
 def tokenizer_of_base(
@@ -313,6 +337,7 @@ def tokenizer_of_base(
     name = base and base["name"]
     return bool(name) and tokenizer.name_or_path in (name, str(minilm_folder()) if name == "minilm" else name)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-how-to-load
 def how_to_load(
     description: dict[str, Any],  # as `write_model` gave it
 ) -> str:                         # Markdown
@@ -360,6 +385,7 @@ def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
                          "load(path, model=MyModule())")
     return load_model(**recipe)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-read-whole
 def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
     "All weights of a folder into a model that has a place for each."
     from safetensors.torch import load_file
@@ -410,6 +436,8 @@ def _grown(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Mo
     add_again(model, [noted for noted in added if noted["after_peft"]])
     return model
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-adapted
+#| code-fold: true
 def _adapted(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Module:
     "peft's layers put into a base model again, or around it."
     from peft import PeftConfig, get_peft_model, inject_adapter_in_model
@@ -418,6 +446,8 @@ def _adapted(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.
     model_any: Any = model
     return get_peft_model(model_any, config, name) if description["wrapped"] else inject_adapter_in_model(config, model, name)
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-fill
+#| code-fold: true
 def _fill(model: nn.Module, values: dict[str, Tensor], names: Sequence[str], adapters: Sequence[str], folder: Path) -> None:
     "Put stored values into their parameters; ValueError when one has no place."
     parameters = dict(model.named_parameters())

@@ -62,16 +62,22 @@ def _csv(path: Path) -> Any:
         said = "UTF8"
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
+    raise ValueError(_csv_fault(path.name, said))
+
+# %% ../nbs/5_notes/64_sources.ipynb #sources-csv-fault
+#| code-fold: true
+def _csv_fault(name: str, said: str) -> str:
+    "Arrow's complaint in words that show nothing of the rows."
     if "UTF8" in said:
-        raise ValueError(f"{path.name} is not in UTF-8, perhaps in Latin-1; save it as "
-                         "UTF-8, for example with iconv -f latin1 -t utf-8")
+        return (f"{name} is not in UTF-8, perhaps in Latin-1; save it as UTF-8, for "
+                "example with iconv -f latin1 -t utf-8")
     if "Empty CSV" in said:
-        raise ValueError(f"{path.name} is empty; give a header and rows")
+        return f"{name} is empty; give a header and rows"
     counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
     place = "a bad line"
     if counts:
         place = f"a line has {counts[2]} values for {counts[1]} columns"
-    raise ValueError(f"{path.name} cannot be read as CSV: {place}; correct it")
+    return f"{name} cannot be read as CSV: {place}; correct it"
 
 # %% ../nbs/5_notes/64_sources.ipynb #sources-json
 #| code-fold: true
@@ -83,16 +89,7 @@ def _json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
-    lines, rows = text.splitlines(), []
-    whole = text.lstrip().startswith("[")
-    for number, line in enumerate([text] if whole else lines, start=1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except json.JSONDecodeError as error:
-            number = error.lineno if whole else number
-            said = f"line {number} of {path.name} is no JSON; correct it"
-            raise ValueError(said) from None
-        rows += found if isinstance(found, list) else [found]
+    rows = _json_rows(text, path.name)
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
                          "names")
@@ -101,6 +98,21 @@ def _json(path: Path) -> Any:
     except pa.ArrowException:
         said = f"a column of {path.name} holds values of two types; use one"
         raise ValueError(said) from None
+
+# %% ../nbs/5_notes/64_sources.ipynb #sources-json-rows
+#| code-fold: true
+def _json_rows(text: str, name: str) -> list[Any]:
+    "What JSON lines, or one list, hold; ValueError names the line that is no JSON."
+    whole, rows = text.lstrip().startswith("["), []
+    for number, line in enumerate([text] if whole else text.splitlines(), start=1):
+        try:
+            found = json.loads(line) if line.strip() else []
+        except json.JSONDecodeError as error:
+            place = error.lineno if whole else number
+            said = f"line {place} of {name} is no JSON; correct it"
+            raise ValueError(said) from None
+        rows += found if isinstance(found, list) else [found]
+    return rows
 
 # %% ../nbs/5_notes/64_sources.ipynb #sources-arrow
 #| code-fold: true
@@ -112,7 +124,8 @@ def _parquet(path: Path) -> Any:
     except ArrowException:
         raise ValueError(f"{path.name} is no Parquet file, or a damaged one") from None
 
-
+# %% ../nbs/5_notes/64_sources.ipynb #sources-arrow-file
+#| code-fold: true
 def _arrow(path: Path) -> Any:
     from pyarrow import ArrowException, ipc
 
@@ -128,7 +141,7 @@ PARTS = {  # by what they are used for
     "train": ("train",), "test": ("test",),
     "dev": ("validation", "valid", "val", "dev", "validation_matched", "test")}
 
-
+# %% ../nbs/5_notes/64_sources.ipynb #sources-read-folder
 def read_folder(
     folder: str | Path,
 ) -> dict[str, Any]:    # data sets by the names of their parts

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'CLIP', 'CONTENDERS', 'TOLERANCE', 'MIB', 'heads', 'encoder', 'bert', 'gpt2', 'llama', 'convolutions',
-           'Setting', 'train_only', 'WatchedLoss', 'Contender', 'collected', 'quiet', 'plain', 'dpft', 'opacus_hooks',
-           'opacus_ghost', 'fastdp', 'wanted_sum', 'relative_error', 'enter', 'median_interval', 'interleaved',
-           'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory', 'measure_memory', 'weight_bytes',
-           'largest_batch', 'provenance', 'processor', 'matrix_rate', 'operations']
+           'train_only', 'random_batch', 'default_dtype', 'Setting', 'WatchedLoss', 'Contender', 'collected', 'quiet',
+           'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'wanted_sum', 'relative_error', 'enter',
+           'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory',
+           'weight_bytes', 'forget', 'measure_memory', 'largest_batch', 'provenance', 'processor', 'matrix_rate',
+           'operations']
 
 # %% ../../nbs/3_found/37_contenders.ipynb #contenders-imports
 import copy
@@ -18,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -78,6 +80,7 @@ def llama(width: int, layers: int, size: int) -> nn.Module:
         max_position_embeddings=size, attention_bias=True, mlp_bias=True,
         use_cache=False))
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-convolutions
 def convolutions(width: int, layers: int, size: int) -> nn.Module:
     "Convolutions of 3 x 3 with GroupNorm: the channels double and the side halves from layer to layer."
     found: list[nn.Module] = []
@@ -91,6 +94,37 @@ def convolutions(width: int, layers: int, size: int) -> nn.Module:
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {  # (width, layers, tokens of a text or side of an image)
     "encoder": encoder, "bert": bert, "gpt2": gpt2, "llama": llama,
     "convolutions": convolutions}
+
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-setting-train-only
+def train_only(model: nn.Module, which: str) -> None:
+    "Let all parameters train, or the biases alone."
+    model.requires_grad_(which == "full")
+    for parameter in biases(model).values():
+        parameter.requires_grad_(True)
+
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-random-batch
+def random_batch(model: str, rows: int, size: int, device: torch.device) -> Batch:
+    "Random texts or images for a model of `MODELS`, the same each time."
+    draw = torch.Generator().manual_seed(0)
+    if model == "convolutions":
+        return (torch.randn(rows, 3, size, size, generator=draw).to(device),
+                torch.randint(0, 10, (rows,), generator=draw).to(device))
+    texts = torch.randint(5, 30_000, (rows, size), generator=draw).to(device)
+    labels = (texts if model in ("gpt2", "llama")
+              else torch.randint(0, 2, (rows,), generator=draw).to(device))
+    return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
+            "labels": labels}
+
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-default-dtype
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    "Tensors without a type of their own get this one."
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 # %% ../../nbs/3_found/37_contenders.ipynb #cost-setting
 @dataclass(frozen=True)
@@ -110,37 +144,17 @@ class Setting:
 
     def build(self, device: torch.device) -> nn.Module:
         "The model on its device, with the same random weights each time."
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16 if self.precision == "bf16 weights"
-                                else before)
-        try:
-            with torch.random.fork_rng(), torch.device(device):
-                torch.manual_seed(0)
-                model = MODELS[self.model](self.width, self.layers, self.size)
-        finally:
-            torch.set_default_dtype(before)
+        lowered = self.precision == "bf16 weights"
+        with default_dtype(torch.bfloat16 if lowered else torch.get_default_dtype()), \
+                torch.random.fork_rng(), torch.device(device):
+            torch.manual_seed(0)
+            model = MODELS[self.model](self.width, self.layers, self.size)
         train_only(model, self.trains)
         return model.train()
 
     def batch(self, rows: int, device: torch.device) -> Batch:
         "Random texts or images, the same each time."
-        draw = torch.Generator().manual_seed(0)
-        if self.model == "convolutions":
-            return (torch.randn(rows, 3, self.size, self.size,
-                                generator=draw).to(device),
-                    torch.randint(0, 10, (rows,), generator=draw).to(device))
-        texts = torch.randint(5, 30_000, (rows, self.size), generator=draw).to(device)
-        labels = (texts if self.model in ("gpt2", "llama")
-                  else torch.randint(0, 2, (rows,), generator=draw).to(device))
-        return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
-                "labels": labels}
-
-# %% ../../nbs/3_found/37_contenders.ipynb #cost-setting-train-only
-def train_only(model: nn.Module, which: str) -> None:
-    "Let all parameters train, or the biases alone."
-    model.requires_grad_(which == "full")
-    for parameter in biases(model).values():
-        parameter.requires_grad_(True)
+        return random_batch(self.model, rows, self.size, device)
 
 # %% ../../nbs/3_found/37_contenders.ipynb #cost-loss
 CLIP = 0.1  # small, so that every example is clipped and a wrong norm shows
@@ -170,6 +184,7 @@ def collected(model: nn.Module, attribute: str) -> dict[str, Tensor]:
             for name, parameter in trainable(model).items()
             if getattr(parameter, attribute, None) is not None}
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-quiet
 def quiet(step: Callable[[Batch], dict[str, Tensor]]) -> Callable[[Batch], dict[str, Tensor]]:
     "The step without PyTorch's remark that a hook fires at a layer whose input needs no gradient."
     def hushed(batch: Batch) -> dict[str, Tensor]:
@@ -208,6 +223,7 @@ def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
         return collected(model, "summed_grad")
     return Contender(wrapped, quiet(step))
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-opacus-ghost
 def opacus_ghost(model: nn.Module, loss: WatchedLoss) -> Contender:
     "Opacus' ghost clipping: norms in a first backward pass, the sum in a second."
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -238,6 +254,7 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
         return collected(model, "summed_clipped_grad")
     return Contender(model, step)
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-contenders-function
 CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {  # how it is made, and the package that it needs
     "plain": (plain, "torch"), "opacus": (opacus_hooks, "opacus"),
     "opacus-ghost": (opacus_ghost, "opacus"),
@@ -309,6 +326,7 @@ def interleaved(them: dict[str, Contender], batch: Batch, repeats: int, warm: in
                 seconds[name].append(taken)
     return seconds
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-seconds-of
 def seconds_of(contender: Contender, batch: Batch) -> float:
     "Wall time of one step, until the device has done all of it."
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -383,6 +401,7 @@ class CudaBytes:
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated() - self.before
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-memory-function
 @dataclass(frozen=True)
 class Memory:
     "Bytes of one step beyond what was there before it."
@@ -390,13 +409,22 @@ class Memory:
     peak: int
     after: int  # when the result is there
 
-def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
-                   device: torch.device) -> Memory:
-    "Count one step's bytes."
-    for parameter in contender.model.parameters():  # what an earlier step has left
+def weight_bytes(model: nn.Module) -> int:
+    "Bytes of parameters and buffers."
+    return sum(values.nbytes for values in [*model.parameters(), *model.buffers()])
+
+def forget(model: nn.Module) -> None:
+    "Take away what an earlier step has left at the parameters."
+    for parameter in model.parameters():
         for attribute in ("grad", "grad_sample", "summed_grad", "summed_clipped_grad"):
             if getattr(parameter, attribute, None) is not None:
                 setattr(parameter, attribute, None)
+
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-measure-memory
+def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
+                   device: torch.device) -> Memory:
+    "Count one step's bytes."
+    forget(contender.model)
     gc.disable()  # what waits for it is held
     held: list[int] = []
     with CudaBytes() if device.type == "cuda" else LiveBytes() as count:
@@ -409,10 +437,6 @@ def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
             gc.enable()
         del result  # it had to live until here, to be counted
     return found
-
-def weight_bytes(model: nn.Module) -> int:
-    "Bytes of parameters and buffers."
-    return sum(values.nbytes for values in [*model.parameters(), *model.buffers()])
 
 # %% ../../nbs/3_found/37_contenders.ipynb #cost-largest
 def largest_batch(
@@ -452,6 +476,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
                                                 "python": platform.python_version()},
             "made": time.strftime("%Y-%m-%d")}
 
+# %% ../../nbs/3_found/37_contenders.ipynb #cost-processor
 def processor() -> str:
     "The processor's name, where the system tells it."
     try:

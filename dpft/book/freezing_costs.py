@@ -10,18 +10,13 @@ __all__ = ['FREEZING', 'PAPER_RATE', 'PAPER_SIZE', 'FREEZING_MARKS', 'EPOCH_MARK
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..baselines import Full
-from dpft.book.contenders import (
-    Contender,
-    interleaved,
-    median_interval,
-    provenance,
-)
+from .contenders import Contender, interleaved, median_interval, provenance
 from .experiments import write_records
 from ..datasets import TensorData
 from ..engine import Engine
@@ -29,9 +24,6 @@ from ..freezing.schedule import LayerFreeze
 from ..gradients import Batch
 from ..method import Method
 from ..models import load_model
-
-if TYPE_CHECKING:
-    pass
 
 # %% ../../nbs/3_found/38_freezing_cost.ipynb #cost-freezing
 FREEZING = ("tempered-cnn", "tempered-cnn-5")
@@ -41,6 +33,7 @@ FREEZING_MARKS = {"frozen, cached": 0.45, "freezing": 1.0}
 # seconds of an epoch of Fashion-MNIST before anything freezes
 EPOCH_MARKS = {"tempered-cnn": 15.0, "tempered-cnn-5": 60.0}
 
+# %% ../../nbs/3_found/38_freezing_cost.ipynb #cost-freezing-engine
 def freezing_engine(
     model: str,                            # a name in `FREEZING`
     method: Method,
@@ -109,6 +102,7 @@ def freezing_costs(
             for who, own in seconds.items():
                 yield freezing_record(model, what, who, own, seconds["all layers"], rows, steps) | provenance(device)
 
+# %% ../../nbs/3_found/38_freezing_cost.ipynb #cost-freezing-record
 def freezing_record(model: str, what: str, who: str, own: list[float], other: list[float], rows: int, steps: int) -> dict[str, Any]:
     "A contender's time beside that with all layers in the same rounds."
     ratios = [one / beside for one, beside in zip(own, other, strict=True)]
@@ -137,6 +131,7 @@ def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, f
                             e["epoch_seconds"], EPOCH_MARKS[e["model"]]))
     return [(name, value, bound, value <= bound) for name, value, bound in results]
 
+# %% ../../nbs/3_found/38_freezing_cost.ipynb #cost-freezing-table
 def freezing_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: what was measured, and the marks."
     found = list(found)
@@ -153,6 +148,7 @@ def freezing_table(found: Iterable[dict[str, Any]]) -> str:
                         f"{'met' if met else 'missed'} |"
                                         for name, value, bound, met in judged_freezing(found))])
 
+# %% ../../nbs/3_found/38_freezing_cost.ipynb #cost-write-freezing
 def write_freezing(
     output: Path,        # folder
     rows: int = 2048,    # examples in a step

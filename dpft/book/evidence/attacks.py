@@ -16,25 +16,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from dpft.attacks import (
-    MASK,
-    Membership,
-    Rate,
-    allowed,
-    allowed_exposure,
-    exposure,
-    extraction,
-    fair_coins,
-    lira,
-    losses,
-    made_names,
-    membership_inference,
-    one_of,
-    reconstruction,
-    scaled_confidence,
-    score_attack,
-    standard_error,
-)
+from ...attacks import (
+    MASK, Membership, Rate, allowed, allowed_exposure, exposure, extraction, fair_coins,
+    lira, losses, made_names, membership_inference, one_of, reconstruction,
+    scaled_confidence, score_attack, standard_error)
 from ...baselines import Full, LoRA
 from ...bitfit import BiTFiT
 from ...datasets import TableData
@@ -58,6 +43,7 @@ SELECTIVE = ("DPFrost", "RapFT")
 PICTURES: dict[str, tuple[Callable[[], Method], float, float]] = {
     "Full": (Full, 3e-3, 3e-3), "BiTFiT": (BiTFiT, 3e-2, 3e-2)}
 
+# %% ../../../nbs/3_found/40_attack_runs.ipynb #attacks-attack-grid
 def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
     "Planted names and membership in a language model, and LiRA on digits; reduced: fewer rows, canaries and shadow models."
     own: dict[str, Any] = {"batch_size": 64, "delta": 1e-5, "accountant": "rdp",
@@ -115,6 +101,8 @@ class Planted:
     candidates: list[str]       # all names that could have been planted
 
 # %% ../../../nbs/3_found/40_attack_runs.ipynb #attacks-text-planted
+SENTENCE = f"Ask for {MASK}."
+
 @cache
 def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
             seed: int) -> Planted:
@@ -141,8 +129,6 @@ def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
     end = tokenizer.eos_token
     return Planted(members, others, train,
                    [f"{text}{end}{SENTENCE}{end}" for text in asked], secrets, names)
-
-SENTENCE = f"Ask for {MASK}."
 
 # %% ../../../nbs/3_found/40_attack_runs.ipynb #attacks-text-attack-text
 def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
