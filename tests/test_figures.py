@@ -1,6 +1,7 @@
 """Figures as pure functions of records: the same files twice, one look for a method, and what happens when records are missing."""
 
 import json
+import math
 
 import pytest
 from matplotlib import pyplot as plt
@@ -8,10 +9,9 @@ from matplotlib.colors import same_color
 
 import dpft
 from dpft.book import drawings, figures
-from dpft.book.drawings import Drawing, redraw, standing_on
 from dpft.book.evidence import EXPERIMENTS, FIGURES
 from dpft.book.experiments import source_hash, write_records
-from dpft.book.figures import COLOURS, MARKERS
+from dpft.book.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
 from dpft.method import Method
 
 
@@ -158,11 +158,11 @@ def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
 
 
 def drawn(name):
-    "Each axis's points, rounded, for a figure of `FIGURES`."
+    "Each axis's dots, one for each run, rounded, for a figure of `FIGURES`."
     figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
     plt.close(figure)
-    return figure, [[(round(float(x), 2), round(float(y), 3)) for line in axis.lines for x, y in zip(*line.get_data(), strict=True)
-                     if line.get_marker() not in ("", "None", None)] for axis in figure.axes]
+    return figure, [[(round(float(x), 2), round(float(y), 3)) for dots in axis.collections for x, y in dots.get_offsets()]
+                    for axis in figure.axes]
 
 
 def test_layers_are_paired_with_the_plain_run_of_their_seed(results):
@@ -179,8 +179,19 @@ def test_layers_without_their_plain_run_are_left_out(results):
 
 def test_variants_are_paired_at_the_smallest_budget(results):
     figure, (points,) = drawn("relevance")
-    assert sorted(points) == [(-0.22, 2), (-0.22, 2), (0, 2), (0, 2)]
+    assert sorted(points) == [(-0.2, 2), (-0.2, 2), (0.2, 2), (0.2, 2)]
     assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["tight"]
+
+
+def test_the_interval_of_paired_differences_is_students():
+    figure, axis = plt.subplots()
+    drawings.draw_paired(axis, ["1", "1", "1", "2"], [0.01, 0.02, 0.03, 0.5])
+    bars = [line.get_ydata() for line in axis.lines if len(set(line.get_xdata())) == 1 and len(line.get_ydata()) == 2]
+    ends = figures.student([0.01, 0.02, 0.03])
+    assert ends == pytest.approx((0.02 - 4.30 * 0.01 / 3**0.5, 0.02 + 4.30 * 0.01 / 3**0.5))
+    drawn_bars = [sorted(bar) for bar in bars if all(math.isfinite(end) for end in bar)]
+    assert drawn_bars == [pytest.approx(list(ends))]                                       # a single seed has no interval
+    plt.close(figure)
 
 
 def test_shares_are_in_order_and_bounds_are_the_two_largest(results):
@@ -237,7 +248,7 @@ def test_only_the_data_that_a_figure_shows_counts(results):
 def test_what_makes_the_records_is_a_command(run):
     for drawing in FIGURES.values():
         for name in drawing.needs + drawing.also:
-            assert drawings.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
+            assert figures.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
     assert "--format" in run("figures", "--help")[1]
 
 

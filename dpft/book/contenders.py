@@ -254,7 +254,6 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
         return collected(model, "summed_clipped_grad")
     return Contender(model, step)
 
-# %% ../../nbs/3_found/37_contenders.ipynb #cost-contenders-function
 CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {  # how it is made, and the package that it needs
     "plain": (plain, "torch"), "opacus": (opacus_hooks, "opacus"),
     "opacus-ghost": (opacus_ghost, "opacus"),

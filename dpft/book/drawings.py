@@ -4,42 +4,20 @@
 
 # %% auto #0
 __all__ = ['ANGLES', 'KINDS', 'PRICES', 'ATTACKS', 'BRANCHES', 'DRAWINGS', 'band', 'similarity_figure', 'angle_figure', 'kind_of',
-           'selection_figure', 'price_figure', 'audit_figure', 'attack_figure', 'layers_figure', 'relevance_figure',
-           'share_figure', 'rate_figure', 'status_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by']
+           'selection_figure', 'price_figure', 'audit_figure', 'attack_figure', 'draw_paired', 'layers_figure',
+           'relevance_figure', 'share_figure', 'rate_figure', 'status_figure']
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #drawings-imports
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import inf, pi
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import inf, nan, pi
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from .experiments import is_stale, recorded, results_file
-from dpft.book.figures import (
-    COLOURS,
-    ENDINGS,
-    EXAMPLES,
-    NAMES,
-    SERIES,
-    Records,
-    budget_axis,
-    by_method,
-    counted,
-    image_tradeoff,
-    interval,
-    label_of,
-    language_tradeoff,
-    legend_beside,
-    look,
-    place_of_budget,
-    plain_log,
-    save_figure,
-    style,
-    text_tradeoff,
-    tradeoff,
-)
+from .figures import (
+    COLOURS, EXAMPLES, MARKERS, NAMES, SERIES, Drawing, Records, budget_axis, by_method,
+    counted, image_tradeoff, interval, label_of, language_tradeoff, legend_beside, look,
+    place_of_budget, plain_log, student, style, text_tradeoff, tradeoff)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,13 +32,11 @@ def band(
     label: str | None,
 ) -> None:
     "The mean over seeds, and their range."
-    columns = list(zip(*curves, strict=True))
-    axis.plot(steps, [mean(column) for column in columns], color=colour, linewidth=1.3,
-              label=label)
-    if len(curves) > 1:
-        axis.fill_between(steps, [min(column) for column in columns],
-                          [max(column) for column in columns], color=colour, alpha=0.25,
-                          linewidth=0)
+    import seaborn as sns
+
+    sns.lineplot(x=[*steps] * len(curves), y=[at for curve in curves for at in curve],
+                 errorbar=("pi", 100), err_kws={"alpha": 0.25, "linewidth": 0},
+                 color=colour, linewidth=1.3, label=label, legend=False, ax=axis)
 
 def _seeds(entries: Sequence[Any]) -> str:
     return "1 seed" if len(entries) == 1 else f"mean and range\nof {len(entries)} seeds"
@@ -118,12 +94,16 @@ def angle_figure(records: Records) -> "Figure":
                   loc="outside right center")
     return figure
 
-def _angle_curves(runs: Sequence[dict[str, Any]], layer: str, kind: str, scale: float) -> tuple[list[int], list[Any], list[Any]]:
+# %% ../../nbs/5_notes/78_drawings.ipynb #figures-angle-curves
+def _angle_curves(
+    runs: Sequence[dict[str, Any]], layer: str, kind: str, scale: float,
+) -> tuple[list[int], list[Any], list[Any]]:
     "Steps; for each seed the values under the factor that was used, and under the other."
     def curve(run: dict[str, Any], flip: bool) -> list[float]:
         return [scale * at["after" if at["frozen"] != flip else "before"][layer][kind]
                 for at in run["series"]]
-    return [at["step"] for at in runs[0]["series"]], [curve(run, False) for run in runs], [curve(run, True) for run in runs]
+    steps = [at["step"] for at in runs[0]["series"]]
+    return steps, [curve(run, False) for run in runs], [curve(run, True) for run in runs]
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-selection
 KINDS = {"embedding": "#CC79A7", "norm": "#E69F00", "attention": "#0072B2",
@@ -236,6 +216,7 @@ def attack_figure(records: Records) -> "Figure":
     legend_beside(figure)
     return figure
 
+# %% ../../nbs/5_notes/78_drawings.ipynb #figures-attacked
 def _attacked(axis: "Axes", entries: Sequence[dict[str, Any]], kind: str) -> None:
     budgets = sorted({float(entry["target_epsilon"]) for entry in entries})
     labels = [label for label in COLOURS
@@ -258,36 +239,29 @@ def _attacked(axis: "Axes", entries: Sequence[dict[str, Any]], kind: str) -> Non
     budget_axis(axis, budgets)
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-paired
-BRANCHES = {"one": "layer that trains", "upper": "frozen layers",
-            "when": "steps with the lower half frozen"}
+def draw_paired(
+    axis: "Axes",
+    groups: Sequence[Any],            # of each difference, in the order of the axis
+    differences: Sequence[float],     # one for each seed
+    kinds: Sequence[str] | None = None,  # methods, side by side in each group
+) -> None:
+    "Differences as dots, their means with Student's intervals, and a line at none."
+    import seaborn as sns
 
-def _dots(axis: "Axes", groups: dict[Any, list[float]], **line: Any) -> None:
-    "Values side by side in the order of their names, with the mean of each group, and a line at no difference."
-    for place, values in enumerate(groups.values()):
-        axis.plot([place] * len(values), values, "o", markersize=4, **line)
-        axis.plot([place - 0.2, place + 0.2], [mean(values)] * 2, **line)
+    names = [*dict.fromkeys(kinds)] if kinds else []
+    own: dict[str, Any] = {"x": groups, "y": differences, "ax": axis}
+    own |= ({"hue": kinds, "palette": [COLOURS[name] for name in names]} if kinds
+            else {"color": SERIES[0]})
+    sns.stripplot(**own, dodge=bool(kinds), jitter=False, size=4, alpha=0.6,
+                  legend=False)
+    sns.pointplot(**own, dodge=0.8 - 0.8 / len(names) if kinds else False,
+                  errorbar=_of_three, linestyle="none", linewidth=1.2,
+                  markers=[MARKERS[name] for name in names] or "_",
+                  markersize=6 if kinds else 18)
     axis.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
-    axis.set_xticks(range(len(groups)), list(map(str, groups)))
 
-@style()
-def layers_figure(records: Records) -> "Figure":
-    "Accuracy less that of training all layers: one layer trains, the lowest are frozen, or the lower half is for so many steps."
-    from matplotlib import pyplot as plt
-
-    known = list(records)
-    plain = {_twin(entry): entry["metrics"]["accuracy"]
-             for entry in known if entry["last"] == 0}
-    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True,
-                                layout="constrained")
-    for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
-        groups: dict[int, list[float]] = defaultdict(list)
-        for entry in known:
-            if "kind" in entry and _twin(entry) in plain and (place := _branch(entry, kind)) is not None:
-                groups[place].append(entry["metrics"]["accuracy"] - plain[_twin(entry)])
-        _dots(axis, dict(sorted(groups.items())), color=SERIES[0])
-        axis.set_xlabel(label)
-    axes[0].set_ylabel("accuracy less that\nof training all layers")
-    return figure
+def _of_three(values: Sequence[float]) -> tuple[float, float]:
+    return student(values) if len(values) > 2 else (nan, nan)
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-paired-twin
 def _twin(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -302,6 +276,29 @@ def _branch(entry: dict[str, Any], kind: str) -> int | None:
                 and first == (last + 2) // 2 else None)
     return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
 
+# %% ../../nbs/5_notes/78_drawings.ipynb #figures-paired-layers
+BRANCHES = {"one": "layer that trains", "upper": "frozen layers",
+            "when": "steps with the lower half frozen"}
+
+@style()
+def layers_figure(records: Records) -> "Figure":
+    "Accuracy less that of training all layers: one layer trains, the lowest are frozen, or the lower half is for so many steps."
+    from matplotlib import pyplot as plt
+
+    known = list(records)
+    plain = {_twin(entry): entry["metrics"]["accuracy"]
+             for entry in known if entry["last"] == 0}
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), sharey=True,
+                                layout="constrained")
+    for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
+        points = sorted((place, entry["metrics"]["accuracy"] - plain[_twin(entry)])
+                        for entry in known if "kind" in entry and _twin(entry) in plain
+                        and (place := _branch(entry, kind)) is not None)
+        draw_paired(axis, [str(place) for place, _ in points], [d for _, d in points])
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("accuracy less that\nof training all layers")
+    return figure
+
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-paired-relevance-figure
 @style()
 def relevance_figure(records: Records) -> "Figure":
@@ -315,62 +312,54 @@ def relevance_figure(records: Records) -> "Figure":
              == min(other["target_epsilon"] for other in private)]
     plain = {(e["base"], e["seed"]): e["metrics"]["perplexity"]
              for e in known if e["variant"] == "plain"}
-    variants = [variant for variant in dict.fromkeys(e["variant"] for e in known)
-                if variant != "plain"]
     figure, axis = plt.subplots(figsize=(8.2, 3.2), layout="constrained")
-    for number, base in enumerate(dict.fromkeys(e["base"] for e in known)):
-        points = [(variants.index(e["variant"]) + 0.22 * (number - 1),
-                   e["metrics"]["perplexity"] - plain[base, e["seed"]])
-                  for e in known if e["base"] == base and e["variant"] != "plain"
-                  and (base, e["seed"]) in plain]
-        axis.plot(*zip(*points, strict=True), markersize=5, label=base,
-                  linestyle="none", **look(base))
-    axis.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
-    axis.set_xticks(range(len(variants)), [fill(variant, 12) for variant in variants])
-    axis.set_ylabel("perplexity less that\nof the plain run")
-    axis.legend()
+    shown = [e for e in known if e["variant"] != "plain"
+             and (e["base"], e["seed"]) in plain]
+    draw_paired(axis, [fill(e["variant"], 12) for e in shown],
+                [e["metrics"]["perplexity"] - plain[e["base"], e["seed"]]
+                 for e in shown], [e["base"] for e in shown])
+    axis.set(xlabel="", ylabel="perplexity less that\nof the plain run")
     return figure
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-swept
 @style()
 def share_figure(records: Records) -> "Figure":
     "Perplexity of Rap-FT over the share of entries that are taken for weakly significant; dots are seeds, lines their means."
+    import seaborn as sns
     from matplotlib import pyplot as plt
 
     known = list(records)
+    kinds = [entry["variant"] for entry in known]
+    own: dict[str, Any] = {"x": [entry["options"]["irrelevance"] for entry in known],
+                           "y": [entry["metrics"]["perplexity"] for entry in known],
+                           "hue": kinds, "palette": SERIES[:len(set(kinds))]}
     figure, axis = plt.subplots(figsize=(5.6, 3.0), layout="constrained")
-    for number, variant in enumerate(dict.fromkeys(entry["variant"]
-                                                   for entry in known)):
-        values: dict[float, list[float]] = defaultdict(list)
-        for entry in known:
-            if entry["variant"] == variant:
-                values[entry["options"]["irrelevance"]].append(entry["metrics"]["perplexity"])
-        axis.plot(*zip(*((share, value) for share, its in values.items() for value in its), strict=True), "os"[number % 2], markersize=4,
-                  color=SERIES[number], label=variant)
-        axis.plot(sorted(values), [mean(values[share]) for share in sorted(values)],
-                  color=SERIES[number], linewidth=1)
+    sns.lineplot(**own, errorbar=None, linewidth=1, legend=False, ax=axis)
+    sns.scatterplot(**own, style=kinds, markers=[*"osD^vP"][:len(set(kinds))], s=25,
+                    ax=axis)
     axis.set(xlabel=r"irrelevance ratio $\beta$", ylabel="perplexity per token")
-    axis.legend()
     return figure
 
 # %% ../../nbs/5_notes/78_drawings.ipynb #figures-swept-rate-figure
 @style()
 def rate_figure(records: Records) -> "Figure":
     "Accuracy over the learning rate for each method; bars are 95 % intervals over seeds."
+    import seaborn as sns
     from matplotlib import pyplot as plt
 
-    scores: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for entry in records:
-        scores[label_of(entry)][entry["learning_rate"]].append(entry["metrics"]["accuracy"])
+    known = list(records)
+    runs = Counter((label_of(entry), entry["learning_rate"]) for entry in known)
+    seeds = {label: f"{label} ({counted(runs[at] for at in runs if at[0] == label)})"
+             for label, _ in runs}
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-    for number, (label, row) in enumerate(scores.items()):
-        rates, known = sorted(row), [interval(values)
-                                     for _, values in sorted(row.items())]
-        axis.errorbar([rate * 1.05 ** (number - 1) for rate in rates],
-                      [centre for centre, _ in known], [half for _, half in known],
-                      markersize=4, capsize=3, **look(label),
-                      label=f"{label} ({counted(map(len, row.values()))})")
-    axis.set(xscale="log", xlabel="learning rate", ylabel="accuracy")
+    axis.set_xscale("log")
+    sns.pointplot(x=[entry["learning_rate"] for entry in known],
+                  y=[entry["metrics"]["accuracy"] for entry in known],
+                  hue=[seeds[label_of(entry)] for entry in known], native_scale=True,
+                  palette=[look(label)["color"] for label in seeds],
+                  markers=[look(label)["marker"] for label in seeds], markersize=5,
+                  dodge=0.15, errorbar=student, capsize=0.08, linewidth=1.2, ax=axis)
+    axis.set(xlabel="learning rate", ylabel="accuracy")
     axis.legend(title="method (seeds)")
     return figure
 
@@ -405,69 +394,7 @@ def status_figure(records: Records) -> "Figure":
         axis.legend(loc="upper right")
     return figure
 
-# %% ../../nbs/5_notes/78_drawings.ipynb #figures-redraw
-@dataclass(frozen=True)
-class Drawing:
-    "A figure of the book, and the records that it stands on."
-    shows: str
-    draw: Callable[[Records], "Figure"]
-    needs: tuple[str, ...]           # names of experiments; left out while one of them has no records
-    also: tuple[str, ...] = ()       # drawn too where there are records
-    data: tuple[str, ...] = ()       # only records on these data sets; empty: on any
-
-# %% ../../nbs/5_notes/78_drawings.ipynb #figures-redraw-redraw
-def redraw(
-    drawings: dict[str, Drawing],
-    folder: Path,                    # one file for each figure
-    ending: str = "svg",             # or pdf, png
-) -> Iterator[str]:                  # a sentence on each figure
-    "Draw figures from the records under `DPFT_RESULTS`, and say what each stands on or what it lacks."
-    from matplotlib import pyplot as plt
-
-    if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose "
-                         f"{', '.join(ENDINGS)}")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, drawing in drawings.items():
-        records, missing = standing_on(drawing)
-        if lacks := [part for part in drawing.needs if part in missing]:
-            yield f"{name}: skipped, for there are no records of {' and '.join(lacks)}; {made_by(lacks[0])} makes them."
-            continue
-        figure = drawing.draw(records)
-        save_figure(figure, folder / f"{name}.{ending}")
-        plt.close(figure)
-        yield f"{name}: {drawing.shows}; {described(records)}" + "".join(f"; none yet "
-                                                                         f"of {part}" for part in missing) + "."
-
-# %% ../../nbs/5_notes/78_drawings.ipynb #figures-redraw-standing-on
-def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # records, and the names of which there are none
-    "The records of a figure: those of the full grid if what it needs has such, else the reduced ones."
-    found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
-                    or entry.get("data") in drawing.data]
-             for name in (*drawing.needs, *drawing.also)}
-    marks = {name: {entry.get("reduced") for entry in its} for name, its in found.items()}                 # None: of no grid
-    full = (any(False in its for its in marks.values())
-            and all(marks[name] & {False, None} for name in drawing.needs))
-    found = {name: [entry for entry in its if entry.get("reduced") in (None, not full)]
-             for name, its in found.items()}
-    return [entry for its in found.values() for entry in its], [name for name, its in found.items() if not its]
-
-# %% ../../nbs/5_notes/78_drawings.ipynb #figures-redraw-described
-def described(records: Sequence[dict[str, Any]]) -> str:
-    "How many records, whether reduced, on what devices, with how many seeds, and how many are stale."
-    devices = ", ".join(sorted({entry["device"]
-                                for entry in records if "device" in entry}))
-    seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
-    stale = sum(map(is_stale, records))
-    return (f"{len(records)} "
-            f"{'reduced ' * any(entry.get('reduced') for entry in records)}record{'s' * (len(records) != 1)}, "
-            + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
-            + f"{devices or 'device unknown'}; {stale} of {len(records)} stale")
-
-def made_by(experiment: str) -> str:
-    "The command that makes the records of an experiment."
-    return {"costs": "dpft bench", "quickstart": "dpft quickstart"}.get(experiment, f"dpft run {experiment}")
-
+# %% ../../nbs/5_notes/78_drawings.ipynb #drawings-table
 DRAWINGS = {
     "quickstart": Drawing("accuracy on handwritten digits over epsilon", tradeoff,
                           ("quickstart",)),

@@ -106,7 +106,7 @@ def figures_named(
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
     from dpft.datasets import did_you_mean
     from dpft.book.evidence import FIGURES
-    from dpft.book.drawings import redraw
+    from dpft.book.figures import redraw
 
     for name in names or ():
         if name not in FIGURES:

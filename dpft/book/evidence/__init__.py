@@ -5,7 +5,8 @@ from functools import partial
 from dpft.book.evidence.attacks import attack_entry, attack_grid
 from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import batch_figure, cost_figure, model_figure
-from dpft.book.drawings import DRAWINGS, Drawing
+from dpft.book.drawings import DRAWINGS
+from dpft.book.figures import Drawing
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
