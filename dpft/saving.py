@@ -288,6 +288,8 @@ def _write_whole(model: Any, folder: Path) -> None:
     else:
         save_model(model, str(folder / "model.safetensors"))
 
+# %% ../nbs/5_notes/71_saving.ipynb #saving-adapter-config
+#| code-fold: true
 def _write_adapter_config(model: Any, adapter: str, folder: Path, base: dict[str, Any] | None) -> None:
     config = copy.deepcopy(model.peft_config[adapter])
     config.base_model_name_or_path, config.inference_mode = base and base["name"], True

@@ -57,9 +57,8 @@ def bert(width: int, layers: int, size: int) -> nn.Module:
 
     return BertForSequenceClassification(BertConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads(width),
-        intermediate_size=4 * width,
-        max_position_embeddings=size, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0))
+        intermediate_size=4 * width, max_position_embeddings=size,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 # %% ../../nbs/3_found/37_contenders.ipynb #cost-models-gpt2
 def gpt2(width: int, layers: int, size: int) -> nn.Module:
@@ -76,9 +75,8 @@ def llama(width: int, layers: int, size: int) -> nn.Module:
 
     return LlamaForCausalLM(LlamaConfig(
         hidden_size=width, intermediate_size=43 * width // 16, num_hidden_layers=layers,
-        num_attention_heads=max(1, width // 128),
-        max_position_embeddings=size, attention_bias=True, mlp_bias=True,
-        use_cache=False))
+        num_attention_heads=max(1, width // 128), max_position_embeddings=size,
+        attention_bias=True, mlp_bias=True, use_cache=False))
 
 # %% ../../nbs/3_found/37_contenders.ipynb #cost-convolutions
 def convolutions(width: int, layers: int, size: int) -> nn.Module:

@@ -38,6 +38,7 @@ def band(
                  errorbar=("pi", 100), err_kws={"alpha": 0.25, "linewidth": 0},
                  color=colour, linewidth=1.3, label=label, legend=False, ax=axis)
 
+# %% ../../nbs/5_notes/78_drawings.ipynb #figures-seeds
 def _seeds(entries: Sequence[Any]) -> str:
     return "1 seed" if len(entries) == 1 else f"mean and range\nof {len(entries)} seeds"
 

@@ -55,6 +55,7 @@ T_QUANTILES = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36,
 # in the file that scores are taken on
 EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}
 
+# %% ../../nbs/5_notes/77_figures.ipynb #figures-interval-function
 def interval(
     values: list[float],      # one for each seed
     examples: int = 0,        # accuracies on how many test examples; 0: no interval over examples

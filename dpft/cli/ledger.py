@@ -88,6 +88,8 @@ def run_line(run: dict[str, Any]) -> str:
     return (f"{run['run']:18s} {run['who'] or '-':10s} {run['method']:24s} "
             f"{state:12s} {released:32s} {share:>9s} {run['epsilon']:8.3f}")
 
+# %% ../../nbs/5_notes/80_ledger_commands.ipynb #cli-budget-line
+#| code-fold: true
 def budget_line(entry: dict[str, Any]) -> str:
     "One budget that was set, with who set it and why."
     set_to = ("removed" if entry["epsilon"] is None
