@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHECKED', 'Losses', 'named_apart', 'asked', 'planned', 'check_secure', 'model_fingerprint', 'content_of', 'known_of',
-           'facts_of', 'opened', 'record_of', 'account_of', 'bounded_blocks', 'choice_hash', 'method_release',
-           'access_of', 'random_state', 'alike', 'start', 'look_again', 'look_back', 'close_account', 'warn_of_noise',
-           'secrets_in', 'public_facts', 'promised', 'Engine', 'mind_the_prefix', 'snapshot', 'put_back']
+           'facts_of', 'opened', 'turned', 'record_of', 'account_of', 'bounded_blocks', 'choice_hash', 'method_release',
+           'access_of', 'random_state', 'alike', 'start_method', 'look_again', 'look_back', 'close_account',
+           'warn_of_noise', 'secrets_in', 'public_facts', 'promised', 'Engine', 'mind_the_prefix', 'snapshot',
+           'put_back']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 import hashlib
@@ -126,8 +127,8 @@ def facts_of(engine: "Engine") -> tuple[dict[str, Any], bool]:
         return {}, False
     code, code_known = name_of_code(engine.method)
     structure, structure_known = name_of_code(engine.model)
-    facts = {**engine.known.sums, "model": model_fingerprint(engine.model), "structure of the model": structure,
-             "method": repr(engine.method), "code of the method": code, "plan": asdict(engine.plan),
+    facts = {**engine.known.sums, "model": model_fingerprint(engine.model), "model's structure": structure,
+             "method": repr(engine.method), "method's code": code, "plan": asdict(engine.plan),
              "number of processes": engine.processes.size, "device": engine.device.type}
     return facts, engine.known.complete and code_known and structure_known
 
@@ -146,13 +147,19 @@ def opened(engine: "Engine", content: dict[str, Any]) -> tuple[Store, Keystream]
     return store, keystream
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-record
+def turned(known: Identity) -> dict[str, str]:
+    "The knobs that change a sum and are not as they are by default."
+    usual = identity(Settings()).sums
+    return {name: value for name, value in known.sums.items() if name in usual and value != usual[name]}
+
 def record_of(engine: "Engine", data: str) -> dict[str, Any]:
     "What the ledger writes down of the run before its first draw; its data under the ledger's own key."
     plan, given = engine.plan, engine.settings
     secure = {"secure_mode": True} if given.secure_mode else {}
     return {"mechanisms": [vars(mechanism) for mechanism in plan.mechanisms], "delta": plan.delta, "epsilon": plan.epsilon(),
             "accountant": plan.accountant, "size": plan.size, "data": data, "method": repr(engine.method),
-            "clip": plan.clip, "clipping": plan.clipping, "unit": engine.unit, "reproducible": given.seed is not None, **secure}
+            "clip": plan.clip, "clipping": plan.clipping, "unit": engine.unit, "reproducible": given.seed is not None,
+            "knobs": turned(engine.known), **secure}
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-account-of
 def account_of(engine: "Engine", data: str) -> Account:
@@ -217,7 +224,7 @@ def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]
     return nullcontext() if engine.processes.alone else engine.random_state("choice", *context)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start-method
-def start(engine: "Engine") -> None:
+def start_method(engine: "Engine") -> None:
     "Let the method start, alike on all processes, and take over what it has set."
     if engine.device.type == "cpu":
         reuse_memory()
@@ -333,7 +340,7 @@ class Engine:
         self.account = account_of(self, str(content["data"]))
         self.charges = self.account.charges            # whether the run answers for what it releases
         self.releases = Releases(self.account, self.keystream, self.processes, given.secure_mode)
-        start(self)
+        start_method(self)
 
     def refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks, in which mode."

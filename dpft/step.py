@@ -444,7 +444,8 @@ class Step:
         "Line 2: bound each unit's gradient, and add it to the step's sums."
         engine = self.engine
         with engine.random_state("dropout", self.t, self.batch_number, *engine.processes.mark):
-            sums, losses, not_finite = (bounded_sums if engine.plan.private else plain_sums)(engine, batch)
+            found = bounded_sums(engine, batch) if engine.plan.private else plain_sums(engine, batch)
+        sums, losses, not_finite = found
         for name, value in sums.items():
             self.sums[name] += value
         self.batch_number += 1
