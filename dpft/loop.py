@@ -256,7 +256,6 @@ class Loop:
     def __init__(self, engine: Engine):
         given, method = engine.settings, engine.method
         self.engine, self.settings = engine, given
-        engine.holds_secrets = True          # until the model is in the caller's hands
         every = list(engine.model.parameters()) if method.changes else engine.parameters()   # what may train later too
         self.optimizer = make_optimizer(given.optimizer, every, given.learning_rate, given.weight_decay, engine.model)
         self.schedule = make_schedule(self.optimizer, given.schedule, engine.plan.steps, given.warmup,
@@ -276,7 +275,7 @@ class Loop:
         engine = self.engine
         shows = self.settings.progress and engine.processes.is_first
         with stopping_politely(engine), tqdm(total=engine.plan.steps, initial=engine.t, disable=not shows, unit="step") as bar:
-            for step in engine:
+            for step in engine.remaining():    # the secret stays until the model is in the caller's hands
                 self._take(step)
                 if shows:
                     bar.set_postfix(self._shown(step))
