@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'MISSED', 'FINE', 'best_true_positive_rate', 'step_loss', 'loss_grid', 'composed_loss', 'PrivacyCurve',
-           'privacy_curve', 'group_epsilon', 'sentence_units']
+           'privacy_curve', 'group_epsilon', 'sentence_units', 'Budget']
 
 # %% ../nbs/5_notes/56_curve.ipynb #curve-imports
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
 
-from .privacy import BudgetError, SampledGaussian, epsilon
+from .privacy import (
+    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion, rdp_moment, rdp_orders)
 
 # %% ../nbs/5_notes/56_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(
@@ -208,3 +210,59 @@ def sentence_units(
         owner.setdefault(row, row)
     numbers: dict[tuple[str, ...], int] = {}
     return [numbers.setdefault(owner[row], len(numbers)) for row in words]
+
+# %% ../nbs/5_notes/56_curve.ipynb #curve-shares
+def _shares(
+    budget: "Budget",
+    mechanisms: Iterable[SampledGaussian],
+    orders: Iterable[float],
+) -> dict[float, float]:
+    "Part of a budget that these cost at each of the orders at which there is one."
+    plan, found = list(mechanisms), {}
+    for order in orders:
+        whole = budget.epsilon - rdp_conversion(order, budget.delta)
+        if whole > 0:
+            cost = sum(m.steps * rdp_moment(m.noise_multiplier, m.sample_rate, order)
+                       for m in plan)
+            found[order] = cost / whole
+    return found
+
+# %% ../nbs/5_notes/56_curve.ipynb #curve-budget
+@dataclass(frozen=True)
+class Budget:
+    "What all runs on one data set may spend together, at one Rényi order; @thm-filter."
+    epsilon: float      # > 0
+    delta: float        # in (0, 1)
+    order: float = 0.0  # alpha, one of Opacus' orders; 0: the best for what is priced
+    reason: str = ""    # why it was set, for the ledger
+
+    def __post_init__(self) -> None:
+        _check(0 < self.epsilon < math.inf,
+               f"budget epsilon={self.epsilon}: it must be positive and finite")
+        _check(0 < self.delta < 1,
+               f"budget delta={self.delta}: it must lie strictly between 0 and 1")
+        known = rdp_orders()
+        _check(not self.order or self.order in known,
+               f"budget order={self.order}: choose one of Opacus' orders, 1.1 to 63")
+        floor = rdp_conversion(self.order or known[-1], self.delta)
+        _check(self.epsilon > floor,
+               f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent "
+               f"before the first run; ask for more than {floor:.3f}, or another order")
+
+    def share(self, mechanisms: Iterable[SampledGaussian]) -> float:
+        "The part of the budget that these mechanisms cost; 1 is the whole."
+        orders = [self.order] if self.order else rdp_orders()
+        return min(_shares(self, mechanisms, orders).values())
+
+    def best_order(self, mechanisms: Iterable[SampledGaussian]) -> float:
+        "The order at which these mechanisms, once or often, cost the smallest part."
+        shares = _shares(self, mechanisms, rdp_orders())
+        return min(shares, key=lambda order: shares[order])
+
+    def looser_than(
+        self,
+        other: "Budget", # that was set before
+    ) -> bool:
+        "Whether it may allow what the other does not."
+        return (self.epsilon > other.epsilon or self.delta > other.delta
+                or self.order != other.order)
