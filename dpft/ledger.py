@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PUBLISHED', 'check_data', 'check_rates', 'check_same', 'has_row', 'known_release', 'reserved', 'first_digest',
-           'seals', 'Writer', 'published_rows', 'publish_rows', 'LedgerReader', 'Ledger']
+           'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader', 'Ledger']
 
 # %% ../nbs/5_notes/55_ledger.ipynb #ledger-imports
 import json
@@ -95,7 +95,7 @@ def has_row(
         "SELECT 1 FROM ledger WHERE kind = 'spend' AND run = ? AND mechanism = ? AND "
         "step = ? AND ifnull(digest = ?, 1)", run, mechanism, step, digest))
 
-
+# %% ../nbs/5_notes/55_ledger.ipynb #ledger-known
 def known_release(
     records: Records, run: str, m: SampledGaussian, step: int, digest: str,
 ) -> bool:
@@ -127,82 +127,61 @@ def first_digest(
         *stream, mechanism, step)
     return found[0][0] if found else None
 
+# %% ../nbs/5_notes/55_ledger.ipynb #ledger-begin
+def begin_run(
+    budgets: Budgets, key: Key, run: str, plan: dict[str, Any], draws: str | None,
+    who: str | None,
+) -> None:
+    "Record a plan; the same again resumes, another, or one too dear, is refused."
+    records, chain = budgets.account.records, budgets.chain
+    text, stream = canonical(plan), "" if draws in (None, run) else str(draws)
+    planned_mechanisms(json.loads(text), run)
+    with chain.file.writing():
+        if run in records.runs():
+            check_same(records, key, run, json.loads(text), stream or run)
+            return
+        check_data(records, key, run, plan)
+        check_rates(records, run, plan, stream or run)
+        chain.append("begin", run, digest=stream, content=text)
+        if who:
+            chain.append("who", run, content=who)
+        budgets.check(run)
 
-def seals(records: Records, run: str) -> list[str]:
-    "Digests of all statements about a run."
-    return [seal for seal, in records.query(
-        "SELECT digest FROM ledger WHERE kind = 'seal' AND run = ?", run)]
+# %% ../nbs/5_notes/55_ledger.ipynb #ledger-charge
+def charge_step(
+    budgets: Budgets, run: str, mechanism: str, step: int, digest: str,
+    attributes: dict[str, Any] | None,
+) -> bool: # False for an identical release
+    "The row of a release, before there is a release."
+    records, chain = budgets.account.records, budgets.chain
+    planned = {m.name: m for m in records.planned(run)}
+    if mechanism not in planned:
+        raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan has '
+                          f"{list(planned)}")
+    m, row = planned[mechanism], (run, mechanism, step, digest)
+    with chain.file.writing():
+        if has_row(records, *row):
+            return False
+        known = known_release(records, run, m, step, digest)
+        free = known or not budgets.all() or reserved(records, run, m, step)
+        chain.append("spend", *row, canonical(attributes or {}))
+        if not free:
+            budgets.check(run)
+    return not known
 
-# %% ../nbs/5_notes/55_ledger.ipynb #ledger-writer
-class Writer:
-    "Runs that begin and steps that are charged, if nothing speaks against it."
-
-    def __init__(self, budgets: Budgets, key: Key):
-        self.budgets, self.key = budgets, key
-        self.chain, self.records = budgets.chain, budgets.account.records
-
-    def begin(
-        self, run: str, plan: dict[str, Any], draws: str | None, who: str | None,
-    ) -> None:
-        "Record a plan; the same again resumes, another, or one too dear, is refused."
-        text, stream = canonical(plan), "" if draws in (None, run) else str(draws)
-        planned_mechanisms(json.loads(text), run)
-        with self.chain.file.writing():
-            if run in self.records.runs():
-                check_same(self.records, self.key, run, json.loads(text), stream or run)
-                return
-            check_data(self.records, self.key, run, plan)
-            check_rates(self.records, run, plan, stream or run)
-            self.chain.append("begin", run, digest=stream, content=text)
-            if who:
-                self.chain.append("who", run, content=who)
-            self.budgets.check(run)
-
-    def spend(
-        self, run: str, mechanism: str, step: int, digest: str,
-        attributes: dict[str, Any] | None,
-    ) -> bool:
-        "Charge one step; whether it was new."
-        planned = {m.name: m for m in self.records.planned(run)}
-        if mechanism not in planned:
-            raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan has '
-                              f"{list(planned)}")
-        m, row = planned[mechanism], (run, mechanism, step, digest)
-        with self.chain.file.writing():
-            if has_row(self.records, *row):
-                return False
-            known = known_release(self.records, run, m, step, digest)
-            free = known or not self.budgets.all() or reserved(self.records, run, m, step)
-            self.chain.append("spend", *row, canonical(attributes or {}))
-            if not free:
-                self.budgets.check(run)
-        return not known
-
-    def finish(self, run: str) -> None:
-        "From now on the run is charged as spent, not as planned."
-        self.records.begun(run)
-        with self.chain.file.writing():
-            if not self.records.marked("finish", run):
-                self.chain.append("finish", run)
-
-    def note_unpaid(self, run: str, reason: str) -> None:
-        "Record a run that no epsilon covers; a budget has no place for it."
-        with self.chain.file.writing():
-            if (budget := self.budgets.current) is not None:
-                raise BudgetError(
-                    f"ledger {self.chain.file.path} holds its data set to "
-                    f"epsilon={budget.epsilon:g}, and this run promises nothing "
-                    f"({reason}); pay for it, or run it with another ledger and never "
-                    "release what comes out")
-            if not self.records.marked("unpaid", run):
-                self.chain.append("unpaid", run, content=reason)
-
-    def seal(self, run: str, digest: str) -> None:
-        "Record the digest of a statement about a run, once."
-        self.records.begun(run)
-        with self.chain.file.writing():
-            if digest not in seals(self.records, run):
-                self.chain.append("seal", run, digest=digest)
+# %% ../nbs/5_notes/55_ledger.ipynb #ledger-unpaid
+def note_unpaid_run(budgets: Budgets, run: str, reason: str) -> None:
+    "Record a run that no epsilon covers, unless a budget holds."
+    chain = budgets.chain
+    with chain.file.writing():
+        if (budget := budgets.current) is not None:
+            raise BudgetError(
+                f"ledger {chain.file.path} holds its data set to "
+                f"epsilon={budget.epsilon:g}, and this run promises nothing "
+                f"({reason}); pay for it, or run it with another ledger and never "
+                "release what comes out")
+        if not budgets.account.records.marked("unpaid", run):
+            chain.append("unpaid", run, content=reason)
 
 # %% ../nbs/5_notes/55_ledger.ipynb #ledger-published
 PUBLISHED = ("mechanisms", "delta", "epsilon", "accountant", "size", "method", "clip",
@@ -342,7 +321,8 @@ class LedgerReader:
         digest: str | None = None, # of a statement; None: of any
     ) -> bool:
         "Whether this statement, or any, was recorded about a run."
-        found = seals(self._records, run)
+        found = [seal for seal, in self._records.query(
+            "SELECT digest FROM ledger WHERE kind = 'seal' AND run = ?", run)]
         return bool(found) if digest is None else digest in found
 
     def holds_more(self, runs: Sequence[str]) -> bool:
@@ -363,7 +343,7 @@ class Ledger(LedgerReader):
     ):
         chain = Chain(LedgerFile(path, timeout, read_only))
         super().__init__(chain, Key(chain.file, make=not read_only))
-        self.who, self._writer = who, Writer(self._budgets, self._key)
+        self.who = who
         self.verify()
 
     def mac(
@@ -380,7 +360,7 @@ class Ledger(LedgerReader):
         draws: str | None = None, # stream of its Poisson batches; None: the run's own
     ) -> None:
         "Record a plan; the same again resumes, another, or one too dear, is refused."
-        self._writer.begin(run, plan, draws, self.who)
+        begin_run(self._budgets, self._key, run, plan, draws, self.who)
 
     def spend(
         self,
@@ -391,14 +371,17 @@ class Ledger(LedgerReader):
         attributes: dict[str, Any] | None = None, # anything else worth keeping; JSON
     ) -> bool:          # whether it was charged: False for an identical release
         "Charge one step, on disk when this returns; call it before noise is added."
-        return self._writer.spend(run, mechanism, int(step), digest, attributes)
+        return charge_step(self._budgets, run, mechanism, int(step), digest, attributes)
 
     def finish(
         self,
         run: str, # begun before
     ) -> None:
         "Mark a run as finished: from now on it is charged as spent, not as planned."
-        self._writer.finish(run)
+        self._records.begun(run)
+        with self.chain.file.writing():
+            if not self.finished(run):
+                self.chain.append("finish", run)
 
     def first_digest(self, run: str, mechanism: str, step: int) -> str | None:
         "Digest charged first for a draw, over all runs of its stream; None: none was."
@@ -410,7 +393,7 @@ class Ledger(LedgerReader):
         reason: str, # what it released without noise
     ) -> None:
         "Record a run that no epsilon covers, before its first draw."
-        self._writer.note_unpaid(run, reason)
+        note_unpaid_run(self._budgets, run, reason)
 
     def set_budget(
         self,
@@ -438,7 +421,10 @@ class Ledger(LedgerReader):
         digest: str, # of what was said about it
     ) -> None:
         "Record the digest of a statement about a run, once."
-        self._writer.seal(run, digest)
+        self._records.begun(run)
+        with self.chain.file.writing():
+            if not self.sealed(run, digest):
+                self.chain.append("seal", run, digest=digest)
 
     def publish(
         self,

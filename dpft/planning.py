@@ -182,7 +182,7 @@ class DataShape:
     classes: int = 2
     image_shape: tuple[int, int, int] | None = None # (C, H, W)
 
-
+# %% ../nbs/1_start/10_planning.ipynb #planning-shapes
 DATA_SHAPES = {
     "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"),
     "e2e": DataShape(42061, "causal"),
@@ -199,16 +199,10 @@ def data_shape(name: str) -> DataShape:
                          f"{did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
     return DATA_SHAPES[name]
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-model-shape
-def model_shape(
-    name: str,        # as for `load_model`
-    data: DataShape,
-) -> nn.Module:       # on the meta device: shapes without weights
-    "A model's parameters without their values; a Transformers name needs its configuration, which is a small file."
-    if name in BUILT:
-        with torch.device("meta"):
-            return (BUILT[name](data.classes) if data.image_shape is None
-                    else BUILT[name](data.classes, data.image_shape))
+# %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
+#| code-fold: true
+def _transformers_shape(name: str, data: DataShape) -> nn.Module:
+    "The same by a configuration of Transformers."
     import transformers as hf
     if name == "minilm":
         config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)
@@ -222,6 +216,18 @@ def model_shape(
     config = hf.AutoConfig.from_pretrained(name, **labels)
     with torch.device("meta"):
         return autos[data.kind].from_config(config)
+
+# %% ../nbs/1_start/10_planning.ipynb #planning-model-shape
+def model_shape(
+    name: str,        # as for `load_model`
+    data: DataShape,
+) -> nn.Module:       # on the meta device: shapes without weights
+    "A model's parameters without their values."
+    if name not in BUILT:
+        return _transformers_shape(name, data)
+    form = () if data.image_shape is None else (data.image_shape,)
+    with torch.device("meta"):
+        return BUILT[name](data.classes, *form)
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-count
 def count_trainable(

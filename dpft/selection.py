@@ -5,8 +5,9 @@
 # %% ../nbs/5_notes/72_selection.ipynb #selection-imports
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -17,8 +18,9 @@ from .guarantee import Guarantee
 from .privacy import NOISE_CAP, BudgetError, SampledGaussian, epsilon, noise_multiplier
 
 # %% auto #0
-__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'repeated',
-           'price', 'trial_noise', 'Charge', 'settle', 'grouped', 'TunedGuarantee']
+__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
+           'selection_epsilon', 'Price', 'repeated', 'price', 'trial_noise', 'Charge', 'settle', 'grouped',
+           'best_of_pairs', 'chosen_by', 'TunedGuarantee']
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-law-names
 # the shape eta; infinite: Poisson, the limit
@@ -62,28 +64,34 @@ class TrialLaw:
         k: int, # at least 1
     ) -> float:
         "Probability of k trials."
-        value = self.slope(0.0)
-        for j in range(1, k):
-            value *= self._ratio(j)
-        return value
-
-    def _ratio(self, k: int) -> float:
-        "P(k + 1) / P(k)."
-        return (self.parameter / (k + 1) if self.shape == math.inf
-                else (1 - self.parameter) * (k + self.shape) / (k + 1))
+        return next(itertools.islice(probabilities(self), k - 1, None))
 
     def draw(
         self,
         uniform: float, # in [0, 1)
     ) -> int:
         "The number of trials that a uniform number stands for."
-        k, mass = 1, self.slope(0.0)
-        below = mass
+        return number_of_trials(self, uniform)
+
+# %% ../nbs/5_notes/72_selection.ipynb #selection-numbers
+def probabilities(law: TrialLaw) -> Iterator[float]:
+    "P(1), P(2), and so on; @def-trial-law."
+    mass, parameter = law.slope(0.0), law.parameter
+    for k in itertools.count(1):
+        yield mass
+        mass *= (parameter / (k + 1) if law.shape == math.inf
+                 else (1 - parameter) * (k + law.shape) / (k + 1))
+
+
+def number_of_trials(law: TrialLaw, uniform: float) -> int:
+    "The first number whose cumulated probability is above a uniform one."
+    below = 0.0
+    for k, mass in enumerate(probabilities(law), 1):
+        below += mass
         # the Poisson law begins far below 1e-18
-        while below <= uniform and (mass > 1e-18 or k < self.mean):
-            mass *= self._ratio(k)
-            k, below = k + 1, below + mass
-        return k
+        if below > uniform or (mass <= 1e-18 and k >= law.mean):
+            return k
+    raise AssertionError("the probabilities never end")
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-law-parameter
 @lru_cache(maxsize=256)
@@ -95,7 +103,7 @@ def _parameter(shape: float, mean: float) -> float:
         low, high = (middle, high) if _mean(shape, middle) < mean else (low, middle)
     return high
 
-
+# %% ../nbs/5_notes/72_selection.ipynb #selection-mean
 def _mean(shape: float, parameter: float) -> float:
     "Expected number of trials; @def-trial-law."
     if shape == math.inf:
@@ -218,7 +226,7 @@ def price(
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-settle
 CHARGES = ("cheapest", "composition", "selection", "none")
 
-
+# %% ../nbs/5_notes/72_selection.ipynb #selection-trial-noise
 def trial_noise(
     target_epsilon: float,   # for the whole search
     delta: float,            # in (0, 1)
@@ -325,6 +333,25 @@ def grouped(
         low, high = (middle, high) if enough(middle) <= 0 else (low, middle)
     return group * curve(math.exp(low))
 
+# %% ../nbs/5_notes/72_selection.ipynb #selection-pairs
+def best_of_pairs(
+    curve: Callable[[float], float], # epsilon at a delta
+    target: float,                   # delta that is among those tried
+    fpr: float,                      # false-positive rate, in [0, 1]
+) -> float:
+    "Best true-positive rate that some pairs of a curve allow; @lem-tradeoff."
+    deltas = {target, *(10.0 ** -(k / 2) for k in range(1, 11))}
+    return min(best_true_positive_rate(curve(delta), delta, fpr) for delta in deltas)
+
+# %% ../nbs/5_notes/72_selection.ipynb #selection-words
+#| code-fold: true
+def chosen_by(law: TrialLaw) -> str:
+    "What a model card says of the selection."
+    return ("The settings were chosen by selection: the best of a random number of "
+            f"trials was published ({law.name} law, {law.mean:g} expected, at least "
+            "one), and neither the number nor any other trial. The mechanisms above "
+            "are those of one trial; epsilon is that of the whole search.")
+
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-tuned-guarantee
 @dataclass
 class TunedGuarantee(Guarantee):
@@ -352,10 +379,7 @@ class TunedGuarantee(Guarantee):
     def _one(self, delta: float) -> float:
         return selection_epsilon(self.mechanisms, delta, self.law, self.accountant)
 
-    def replace_epsilon(
-        self,
-        delta: float | None = None, # None: the target
-    ) -> float:
+    def replace_epsilon(self, delta: float | None = None) -> float:
         "Replacing one unit is removing one and adding one: a group of two, @lem-group."
         return self.epsilon(delta, group=2)
 
@@ -367,9 +391,7 @@ class TunedGuarantee(Guarantee):
         fpr: float, # false-positive rate, in [0, 1]
     ) -> float:     # best true-positive rate of any membership attack
         "What an attacker who knows everything but one unit can reach; @lem-tradeoff."
-        deltas = {self.target_delta, *(10.0 ** -(k / 2) for k in range(1, 11))}
-        return min(best_true_positive_rate(self.epsilon(delta), delta, fpr)
-                   for delta in deltas)
+        return best_of_pairs(self.epsilon, self.target_delta, fpr)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         raise BudgetError("a selected run has no composed privacy curve; read "
@@ -377,10 +399,4 @@ class TunedGuarantee(Guarantee):
 
     def report(self) -> str:
         "Markdown for a model card."
-        return super().report() + (
-            f"\nThe settings were chosen by selection: the best of a random number of "
-            f"trials was published ({self.law.name} law, "
-            f"{self.law.mean:g} expected, at least one), and neither the number nor "
-            "any other trial. "
-            "The mechanisms above are those of one trial; epsilon is that of the whole "
-            "search.\n")
+        return f"{super().report()}\n{chosen_by(self.law)}\n"

@@ -39,6 +39,7 @@ MODULES = {  # each with the files of the tests that try it, fast ones only
     "charges": ["ledger"],
     "curve": ["guarantee"],
     "guarantee": ["guarantee"],
+    "card": ["guarantee"],
     "verification": ["guarantee"],
     "noise": ["keystream", "secure_mode"],
     "clipping": ["clipping"],
