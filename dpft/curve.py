@@ -122,6 +122,8 @@ def deltas_of(loss: Any, missed: float, epsilon: np.ndarray | float) -> Any:
         return min(loss.get_delta_for_epsilon(float(epsilon)) + missed, 1.0)
     # e^710 is too large; a smaller epsilon has a larger delta
     each, back = np.unique(np.minimum(epsilon, 700), return_inverse=True)
+    if len(each) < 256:
+        return np.array([deltas_of(loss, missed, one) for one in each])[back]
     return np.clip(loss.get_delta_for_epsilon(each) + missed, 0, 1)[back]
 
 # %% ../nbs/5_notes/56_curve.ipynb #curve-curve

@@ -330,6 +330,22 @@ class LedgerReader:
         others = [run for run in self.runs() if run not in runs]
         return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))
 
+    def first_digest(
+        self,
+        run: str,
+        mechanism: str, # a name from its plan
+        step: int,      # which of its steps
+    ) -> str | None:    # None: this draw was never charged
+        "Digest charged first for a draw, over all runs of its stream."
+        return first_digest(self._records, run, mechanism, step)
+
+    def copy(
+        self,
+        path: str | Path, # replaced if it exists
+    ) -> None:
+        "All rows, without the key: for the owner to read elsewhere, never to publish."
+        copy_without_key(self.chain.file, path)
+
 # %% ../nbs/5_notes/55_ledger.ipynb #ledger-ledger
 class Ledger(LedgerReader):
     "What was planned and spent: on disk before a noisy result exists, chained by hash."
@@ -373,19 +389,12 @@ class Ledger(LedgerReader):
         "Charge one step, on disk when this returns; call it before noise is added."
         return charge_step(self._budgets, run, mechanism, int(step), digest, attributes)
 
-    def finish(
-        self,
-        run: str, # begun before
-    ) -> None:
+    def finish(self, run: str) -> None:
         "Mark a run as finished: from now on it is charged as spent, not as planned."
         self._records.begun(run)
         with self.chain.file.writing():
             if not self.finished(run):
                 self.chain.append("finish", run)
-
-    def first_digest(self, run: str, mechanism: str, step: int) -> str | None:
-        "Digest charged first for a draw, over all runs of its stream; None: none was."
-        return first_digest(self._records, run, mechanism, step)
 
     def note_unpaid(
         self,
@@ -438,10 +447,6 @@ class Ledger(LedgerReader):
             if not self.knows(head):
                 self.chain.append("published", runs[0], digest=head)
         return head
-
-    def copy(self, path: str | Path) -> None:
-        "All rows, without the key: for the owner to read elsewhere, never to publish."
-        copy_without_key(self.chain.file, path)
 
     def close(self) -> None:
         "Close the file; everything is on disk already."

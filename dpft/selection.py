@@ -15,7 +15,8 @@ import numpy as np
 
 from .curve import PrivacyCurve, best_true_positive_rate
 from .guarantee import Guarantee
-from .privacy import NOISE_CAP, BudgetError, SampledGaussian, epsilon, noise_multiplier
+from .privacy import (
+    NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier)
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
@@ -154,12 +155,24 @@ def trial_leaks(
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-whole-renyi
 #| code-fold: true
+def _trial_renyi(history: History) -> np.ndarray:
+    "Divergences of one trial."
+    return sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
+               np.zeros(len(ORDERS)))
+
+
 @lru_cache(maxsize=256)
-def _whole_renyi(history: tuple[tuple[float, float, int], ...], law: TrialLaw, accountant: str) -> np.ndarray:
+def _leaks(history: History, accountant: str) -> np.ndarray:
+    "What `trial_leaks` says of a trial, whatever the law."
+    plan = [SampledGaussian(*entry) for entry in history]
+    return trial_leaks(plan, _trial_renyi(history), accountant)
+
+
+@lru_cache(maxsize=256)
+def _whole_renyi(history: History, law: TrialLaw, accountant: str) -> np.ndarray:
     "Divergences of a selection, whatever the delta."
-    renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
-                np.zeros(len(ORDERS)))
-    leaks = trial_leaks([SampledGaussian(*entry) for entry in history], renyi, accountant) if law.shape == math.inf else 1.0
+    renyi = _trial_renyi(history)
+    leaks = _leaks(history, accountant) if law.shape == math.inf else 1.0
     return selected_renyi(renyi, law, leaks)
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-epsilon
