@@ -69,13 +69,14 @@ def claim(guarantee: Guarantee) -> str:
 def _spending(guarantee: Guarantee) -> list[str]:
     "Warnings of a run that released more, or less, than planned."
     if guarantee.beyond_plan:
-        return ["Some batches gave more than one sum, as after an interruption. Epsilon "
-                "counts all of them, by Rényi divergence at the order of the plan; it "
-                "assumes that which batches were repeated did not depend on what they had "
-                "released."]
+        return ["Some batches gave more than one sum, as after an interruption. "
+                "Epsilon counts all of them, by Rényi divergence at the order of the "
+                "plan; it assumes that which batches were repeated did not depend on "
+                "what they had released."]
     if guarantee.planned and guarantee.stated != list(guarantee.mechanisms):
-        return ["The run stopped before the end of its plan. Epsilon is that of the whole "
-                "plan, because when to stop may have depended on what had been released."]
+        return ["The run stopped before the end of its plan. Epsilon is that of the "
+                "whole plan, because when to stop may have depended on what had been "
+                "released."]
     return []
 
 # %% ../nbs/5_notes/84_card.ipynb #guarantee-cautions
@@ -83,18 +84,16 @@ def cautions(guarantee: Guarantee) -> list[str]:
     "Warnings that stand before all explanations."
     if not guarantee.private:
         return []
-    found = _spending(guarantee)
-    if guarantee.epsilon() > CAUTION:
-        found.insert(0,
-            f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
-            f"promises one {guarantee.unit} very little. Do not call this model "
-            "anonymous.")
+    large = ([f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
+              f"promises one {guarantee.unit} very little. Do not call this model "
+              "anonymous."] if guarantee.epsilon() > CAUTION else [])
+    found = [*large, *_spending(guarantee)]
     if guarantee.reproducible:
         found.append("The run used a fixed seed: it can be reproduced, and it is not "
                      "private against anybody who knows the seed.")
     if guarantee.secrets:
-        found.append("Kept on purpose, and able to undo the noise, so never to be published: "
-                     + "; ".join(guarantee.secrets) + ".")
+        found.append("Kept on purpose, and able to undo the noise, so never to be "
+                     "published: " + "; ".join(guarantee.secrets) + ".")
     return found
 
 # %% ../nbs/5_notes/84_card.ipynb #guarantee-meaning
@@ -105,8 +104,9 @@ def meaning(guarantee: Guarantee) -> str:
 # %% ../nbs/5_notes/84_card.ipynb #guarantee-worth
 def _worth(guarantee: Guarantee) -> str:
     unit, value, delta = guarantee.unit, guarantee.epsilon(), guarantee.target_delta
-    factor = f"at most a factor of {math.exp(value):.3g}" if value <= math.log(FACTOR_CAP) \
-        else f"a factor that may be more than {FACTOR_CAP:,.0f}"
+    factor = f"at most a factor of {math.exp(value):.3g}"
+    if value > math.log(FACTOR_CAP):
+        factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
     return (
         f"What it means: take any one {unit} and train twice, once with it and once "
         "without. Whatever anybody then does with the model, the probability of every "
@@ -163,7 +163,7 @@ def details(guarantee: Guarantee) -> str:
     rows += [(m.name, mechanism_text(m)) for m in guarantee.mechanisms]
     rows += [(f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned
              if m not in guarantee.mechanisms]
-    rows += [(f"version of {name}", found) for name, found in guarantee.versions.items()]
+    rows += [(f"version of {name}", text) for name, text in guarantee.versions.items()]
     return _table(rows)
 
 # %% ../nbs/5_notes/84_card.ipynb #guarantee-assumptions

@@ -28,8 +28,9 @@ def planned_mechanisms(
         found = [SampledGaussian(m["noise_multiplier"], m["sample_rate"], m["steps"],
                                  m["name"]) for m in plan["mechanisms"]]
     except (KeyError, TypeError) as error:
-        raise LedgerError(f'run "{run}": a plan needs "mechanisms", each with name, '
-                          f"noise_multiplier, sample_rate and steps ({error})") from error
+        raise LedgerError(
+            f'run "{run}": a plan needs "mechanisms", each with name, '
+            f"noise_multiplier, sample_rate and steps ({error})") from error
     if len({m.name for m in found}) < len(found):
         raise LedgerError(f'run "{run}": two mechanisms of one plan have the same name')
     return found
@@ -149,7 +150,9 @@ class Account:
 
     def asked(self, run: Asked) -> Sequence[str]:
         "The runs that are meant."
-        return self.records.runs() if run is None else [run] if isinstance(run, str) else run
+        if run is None:
+            return self.records.runs()
+        return [run] if isinstance(run, str) else run
 
     def spent(self, run: Asked = None) -> list[SampledGaussian]:
         "What has been charged, by draw."
@@ -166,7 +169,7 @@ class Account:
                  for r in released(self.records, self.asked(run))}
         return dict(Counter(found.values()))
 
-    def epsilon(self, delta: float, run: Asked = None, accountant: str = "rdp") -> float:
+    def epsilon(self, delta: float, run: Asked, accountant: str) -> float:
         "Epsilon of all that is charged; infinite with a run that was never paid for."
         unpaid = dict(self.records.texts("unpaid"))
         if any(run is None or name in self.asked(run) for name in unpaid):

@@ -352,8 +352,8 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
         content["statement"] = Statement(**content.get("statement", {}))
         return kind(**content)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no guarantee that this version can read ({error})") \
-            from error
+        raise ValueError(f"{path} is no guarantee that this version can read "
+                         f"({error})") from error
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-kind
 #| code-fold: true

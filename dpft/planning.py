@@ -64,14 +64,15 @@ def plan_table(
     trainable: int,                         # parameters that train
     target_epsilon: float,
     delta: float | None = None,             # None: 1 / (2 size)
-    batch_sizes: Sequence[int] | None = None, # None: powers of two up to a quarter of the data
+    batch_sizes: Sequence[int] | None = None, # None: powers of two, to a quarter
     steps: Sequence[int] = DEFAULT_STEPS,
     seconds_per_example: float | None = None, # measured, see `probe_seconds`
     accountant: str = "rdp",  # quick; "prv" is tight and takes minutes for a table
 ) -> list[Cell]:                            # row by row: steps, then batch sizes
-    "Noise, signal-to-noise ratio and time of every plan, from public numbers alone; @sec-planning."
+    "Noise, signal-to-noise ratio and time of every plan; @sec-planning."
     if size < 1 or trainable < 1:
-        raise ValueError(f"size={size} and trainable={trainable} must both be at least 1")
+        raise ValueError(f"size={size} and trainable={trainable} must both be at "
+                         "least 1")
     delta = 0.5 / size if delta is None else delta
     wanted = default_batch_sizes(size) if batch_sizes is None else batch_sizes
     for batch_size, count in itertools.product(wanted, steps):

@@ -209,8 +209,8 @@ class Key:
         "Keyed digest: nobody without the file can check a guess by it."
         if not self.exists():
             raise LedgerError(
-                f"ledger {self.file.path} has no key: it was published, or is of an older "
-                "version and opened to be read; use the owner's own file")
+                f"ledger {self.file.path} has no key: it was published, or is of an "
+                "older version and opened to be read; use the owner's own file")
         key = self.file.query("SELECT key FROM secret")[0][0]
         return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()
 

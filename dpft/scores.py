@@ -53,7 +53,7 @@ def people_of(
 
 # %% ../nbs/5_notes/73_scores.ipynb #tuning-score
 class NoisyAccuracy:
-    "Accuracy on a private development set, with noise that is paid for; @lem-noisy-accuracy."
+    "Accuracy on a private development set, with noise; @lem-noisy-accuracy."
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ def apart(
     rows: Any,                                      # the training data
     unit: str | Sequence[Hashable] | Tensor | None, # whom training protects
 ) -> NoisyAccuracy:                                 # by the same unit
-    "A development set whose people are not trained on; ValueError where that is not known."
+    "A development set whose people are not trained on, or ValueError."
     if unit is None or isinstance(unit, str) and unit == "example":
         return score
     if score.unit is None:
