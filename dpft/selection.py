@@ -58,7 +58,8 @@ class TrialLaw:
         "How fast the best of many changes where a share x is worse; @lem-best-of."
         if self.shape == math.inf:
             return self.mean * math.exp(self.parameter * (x - 1))
-        return self.mean * (self.parameter / (1 - (1 - self.parameter) * x)) ** (self.shape + 1)
+        ratio = self.parameter / (1 - (1 - self.parameter) * x)
+        return self.mean * ratio ** (self.shape + 1)
 
     def probability(
         self,
@@ -129,7 +130,7 @@ def _step_renyi(sigma: float, q: float) -> np.ndarray:
 def selected_renyi(
     renyi: np.ndarray,  # (orders,) divergence of one trial at each of `ORDERS`
     law: TrialLaw,
-    leaks: np.ndarray | float = 1.0, # (orders,) delta of one trial at epsilon = log(1 + 1 / (order - 1)); only the Poisson law needs it
+    leaks: np.ndarray | float = 1.0, # (orders,) as of `trial_leaks`; for Poisson's law
 ) -> np.ndarray:  # (orders,) divergence of the best of a random number of trials
     "The price of selection at each order; @thm-selection."
     overhead = math.log(law.mean) / (ORDERS - 1)
@@ -144,13 +145,14 @@ def trial_leaks(
     plan: Sequence[SampledGaussian], # of one trial
     renyi: np.ndarray,               # (orders,) its divergences
     accountant: str,                 # "prv" or "rdp"
-) -> np.ndarray:                     # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
-    "How often one trial's privacy loss is more than the Poisson law forgives; @thm-selection."
+) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
+    "How often a trial's loss is more than the Poisson law forgives; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
         return np.maximum(*(PrivacyCurve(plan, 1, relation).delta(small)
                             for relation in ("remove", "add")))
-    exponents = (ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1) + ORDERS * np.log1p(-1 / ORDERS)
+    exponents = ((ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1)
+                 + ORDERS * np.log1p(-1 / ORDERS))
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-whole-renyi
@@ -180,7 +182,7 @@ def selection_epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
     law: TrialLaw,
-    accountant: str = "prv", # "prv" or "rdp": how the Poisson law's share is read; the rest is RDP
+    accountant: str = "prv", # how the Poisson law's share is read; the rest is RDP
 ) -> float:
     "Epsilon of the best of a random number of trials; @thm-selection."
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
@@ -225,9 +227,9 @@ def price(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
     trials: int,             # how many, or how many to expect; at least 2
-    law: str = "poisson",    # of the number of trials under selection: "poisson", "geometric" or "logarithmic"
+    law: str = "poisson",    # under selection: "poisson", "geometric", "logarithmic"
     accountant: str = "prv", # "prv" or "rdp"
-    different: int | None = None, # trials under composition, where there are fewer settings than trials; None: all
+    different: int | None = None, # trials under composition, if fewer; None: all
 ) -> Price:
     "Epsilon of a search by composition and by selection; @lem-trials, @thm-selection."
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
@@ -251,7 +253,7 @@ def trial_noise(
     accountant: str = "prv",
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
-    "Smallest noise of a trial with which the whole search meets the target; @lem-trials, @thm-selection."
+    "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,
@@ -265,7 +267,7 @@ def _selection_noise(
     target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw,
     accountant: str, tolerance: float,
 ) -> float:
-    "With RDP by bisection; the tight Poisson price is dear, so its root is sought by few values below that."
+    "With RDP by bisection; the root of the tight Poisson price lies below that."
     def excess(sigma: float, way: str = accountant) -> float:
         return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta, law,
                                  way) - target
@@ -307,7 +309,7 @@ def settle(
     sample_rate: float,
     steps: int,
     trials: int,             # expected under selection
-    different: int,          # trials under composition: more than there are settings would repeat some
+    different: int,          # trials under composition
     charge: str,             # "cheapest", "composition", "selection" or "none"
     law: str = "poisson",
     accountant: str = "prv",
@@ -333,8 +335,8 @@ def grouped(
     "Epsilon of a group by the bound that holds for any algorithm; @lem-group."
     def enough(log_delta: float) -> float:
         one = curve(math.exp(log_delta))
-        return (log_delta + (group - 1) * one
-                + math.log(sum(math.exp(-k * one) for k in range(group))) - math.log(delta))
+        terms = sum(math.exp(-k * one) for k in range(group))
+        return log_delta + (group - 1) * one + math.log(terms) - math.log(delta)
 
     high = low = math.log(delta)
     while enough(low) > 0:
@@ -368,7 +370,7 @@ def chosen_by(law: TrialLaw) -> str:
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-tuned-guarantee
 @dataclass
 class TunedGuarantee(Guarantee):
-    "The guarantee of the best of a random number of trials: `mechanisms` are those of one trial; @thm-selection."
+    "Of the best of a random number of trials; its mechanisms are one's; @thm-selection."
     law: TrialLaw = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -381,7 +383,7 @@ class TunedGuarantee(Guarantee):
         delta: float | None = None, # None: the target
         group: int = 1,             # units that one person may own
     ) -> float:                     # infinite where no bound is known
-        "Epsilon of the whole search, for one unit or, by the general bound, for a group."
+        "Epsilon of the whole search; for a group by the general bound."
         if group < 1:
             raise ValueError(f"group={group}: a group has at least one unit")
         if not self.private:

@@ -31,7 +31,8 @@ from .noise import Keystream
 from .plan import check_sizes
 from .ledger import Ledger
 from .privacy import BudgetError, SampledGaussian
-from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
+from .selection import (
+    CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
 
 # %% auto #0
 __all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
@@ -76,7 +77,7 @@ def check_setting(
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
 def settings_grid(
-    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # values of each, or ready
+    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # to combine; or ready
 ) -> list[dict[str, Any]]:
     "Every combination to try."
     if isinstance(choices, Mapping):
@@ -104,11 +105,11 @@ class Tuning:
     trials: list[Trial]             # under selection the best only
     charge: Charge                  # how the search was paid for
     price: Price | None  # at the trial's noise, both ways; None without noise
-    score_guarantee: Guarantee | None = None # of the development set, where that was paid for
+    score_guarantee: Guarantee | None = None # of the development set, where paid for
 
     @property
     def guarantee(self) -> Guarantee:
-        "Of the whole search, for a unit of the training data: the run's, also once it is saved."
+        "Of the whole search, for a unit of the training data: the run's."
         return self.run.guarantee
 
     @property
@@ -129,7 +130,7 @@ def check_paid(
     unpaid: Sequence[str], # looks at private data that no noise hides
     target: float,         # epsilon of the search
 ) -> None:
-    "ValueError when a trial would promise nothing and the search is to promise something."
+    "Refuse a trial that promises nothing where the search is to promise something."
     if unpaid and target < math.inf:
         raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises "
                          "nothing and a search cannot meet its epsilon; pay for that "
@@ -141,7 +142,7 @@ def check_kind(
     trials: int,
     proposes: bool, # whether a function proposes settings
 ) -> None:
-    "Refuse a search of one trial, and one whose trials depend on what must stay hidden."
+    "Refuse a search of one trial, or whose trials depend on what must stay hidden."
     if trials < 2:
         raise ValueError(f"trials={trials}: a search has at least 2; for one, "
                          "call fine_tune")
@@ -212,7 +213,7 @@ def check_methods(
     steps: int,
     size: int,     # units
 ) -> None:
-    "Refuse a method that looks at private data unpaid, or that spends what has no price."
+    "Refuse a method that looks at private data unpaid, or spends what has no price."
     others = [setting["method"] for setting in search.grid if "method" in setting]
     for method in [search.method, *others]:
         if isinstance(search.model, nn.Module):
@@ -244,10 +245,11 @@ def check_as_priced(
     run: Run,
     common: dict[str, Any], # what all trials share
 ) -> None:
-    "ValueError when a trial promised nothing; BudgetError when it planned something else."
+    "Refuse a trial that promised nothing, or planned something else."
     if run.guarantee.unpaid:  # an infinite epsilon is in there
         check_paid([run.guarantee.unpaid], common.get("epsilon", 0.0))
-    rate, sigma = common["batch_size"] / common["public_size"], common.get("noise_multiplier")
+    rate = common["batch_size"] / common["public_size"]
+    sigma = common.get("noise_multiplier")
     expected = [] if sigma is None else [(sigma, rate, common["steps"])]
     if [(m.noise_multiplier, m.sample_rate, m.steps)
         for m in run.guarantee.planned] != expected:
@@ -280,7 +282,7 @@ def run_trials(
     sigma: float | None,     # noise of a score
     common: dict[str, Any],  # what all trials share
     progress: bool,
-) -> tuple[Run, list[Trial], list[Guarantee]]: # the best run, what was tried, and each one's own
+) -> tuple[Run, list[Trial], list[Guarantee]]: # the best run; what was tried; of each
     "Every trial of a search; a bar shows progress, and no score."
     from tqdm.auto import tqdm
     hidden = paid.law is not None
@@ -315,13 +317,14 @@ def what_scored(
         return f"the size of the private development set, {len(score.data)}", True
     source = ("by a function of the user's" if callable(score)
               else f"on {len(score)} examples")
-    return f"the scores that chose among the trials, {source}, unless they are public", False
+    return (f"the scores that chose among the trials, {source}, unless they are public",
+            False)
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-score-guarantee
 def score_noise(
     score: Any, paid: Charge, target: float, delta: float, law: str, accountant: str,
 ) -> float | None: # None: there is none to be solved
-    "Noise of each score with which the development set's own epsilon meets the target too."
+    "Noise of each score with which the development set's epsilon meets the target."
     given = not isinstance(score, NoisyAccuracy) or score.noise_multiplier is not None
     if given or target == math.inf:
         return None
@@ -405,7 +408,8 @@ def way_to_pay(
     "How the search is paid for, and what it costs both ways."
     if target == math.inf:
         return Charge("none", search.different, 0.0, None), None
-    delta, accountant, steps = (common[name] for name in ("delta", "accountant", "steps"))
+    delta, accountant = common["delta"], common["accountant"]
+    steps = common["steps"]
     rate, different = common["batch_size"] / common["public_size"], search.different
     paid = settle(target, delta, rate, steps, search.trials, different, search.charge,
                   law, accountant)
@@ -451,7 +455,7 @@ def tune(
     progress: bool = True,
     **settings: Any,                 # of every trial, as for `fine_tune`
 ) -> Tuning:
-    "Choose settings privately, keep the best run, and state what all of it cost; @sec-tune."
+    "Choose settings privately, keep the best run, state what all cost; @sec-tune."
     search = Search(model, train, method, choices, score, trials, charge, settings,
                     seed, unit)
     size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)
@@ -465,5 +469,6 @@ def tune(
               "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
               "public_size": size}
     paid, both = way_to_pay(search, epsilon, law, common)
-    noise = {"noise_multiplier": paid.noise_multiplier} if both else {"epsilon": epsilon}
-    return searched(search, paid, both, epsilon, law, common | noise, progress)
+    common |= {"noise_multiplier": paid.noise_multiplier} if both else {
+        "epsilon": epsilon}
+    return searched(search, paid, both, epsilon, law, common, progress)
