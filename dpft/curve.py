@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .privacy import (
-    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion, rdp_moment, rdp_orders)
+from dpft.privacy import (
+    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion, rdp_moment,
+    rdp_orders)
 
 # %% ../nbs/5_notes/56_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(
@@ -137,12 +138,12 @@ class PrivacyCurve:
         relation: str = "remove",              # "remove" | "add" | "replace"
     ):
         if relation == "replace" and group != 1:
-            raise ValueError(f"group={group}: replacing is priced for one unit; for groups "
-                             'ask for "remove" and "add"')
+            raise ValueError(f"group={group}: replacing is priced for one unit; for "
+                             'groups ask for "remove" and "add"')
         plan = [m for m in mechanisms if m.steps]
         self._loss = composed_loss(plan, group, relation) if plan else None
         self._missed = ROUNDING + MISSED * sum(m.steps for m in plan)
-        self._inverted: dict[float, float] = {}   # a report asks for the same delta again
+        self._inverted: dict[float, float] = {} # a report asks for one delta often
 
     def delta(self, epsilon: np.ndarray | float) -> Any:
         "Smallest delta for each epsilon >= 0; @def-privacy-loss."

@@ -48,8 +48,8 @@ def check_rates(
             if rates.get(m.name, m.sample_rate) != m.sample_rate:
                 raise LedgerError(
                     f'run "{run}" shares its batches with run "{other}", but draws '
-                    f'"{m.name}" at rate {rates[m.name]:g} instead of {m.sample_rate:g}; '
-                    "give it draws of its own, with another seed")
+                    f'"{m.name}" at rate {rates[m.name]:g} instead of '
+                    f"{m.sample_rate:g}; give it draws of its own, with another seed")
 
 # %% ../nbs/5_notes/55_ledger.ipynb #ledger-difference
 #| code-fold: true
@@ -79,8 +79,8 @@ def check_same(
     if "data" in recorded and key.same(recorded["data"], plan.get("data")):
         recorded["data"] = plan["data"]
     if difference := _difference(recorded, plan):
-        raise LedgerError(f'run "{run}" has another plan: {difference}; resume with the '
-                          "recorded plan or name a new run")
+        raise LedgerError(f'run "{run}" has another plan: {difference}; resume with '
+                          "the recorded plan or name a new run")
     if stream != known:
         raise LedgerError(f'run "{run}" draws its batches from another stream than '
                           "recorded; resume with the recorded one or name a new run")

@@ -27,7 +27,7 @@ __all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type'
 class Known:
     "What a name stands for."
     kind: str  # the class: by its name in `dpft`, or as `where:Class`
-    options: dict[str, Any] = field(default_factory=dict)  # JSON, if none are given
+    options: dict[str, Any] = field(default_factory=dict)  # JSON; others may be given
     learning_rate: float | None = None  # to start from; None: `fine_tune`'s own
 
 # %% ../nbs/5_notes/74_registry.ipynb #registry-names

@@ -68,8 +68,8 @@ def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     yield f"ledger {book.path}: all rows in place" # verified when it was opened
     for run in guarantee.runs:
         if run not in book.runs():
-            raise VerificationError(f'run "{run}" is not in ledger {book.path}, which has '
-                                    f"{book.runs()}; give the run's own ledger")
+            raise VerificationError(f'run "{run}" is not in ledger {book.path}, which '
+                                    f"has {book.runs()}; give the run's own ledger")
     if head := guarantee.ledger_head:
         if not book.knows(head):
             raise VerificationError(f"ledger {book.path} was rewritten since the "
@@ -115,7 +115,8 @@ def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     yield f"run {guarantee.run}: {names} as recorded before the first draw"
     planned = [m for run in guarantee.runs for m in book.planned(run)]
     spent, several = book.spent(guarantee.runs), len(plans) > 1
-    for name, recorded in (("planned", planned), ("spent", spent), ("mechanisms", spent)):
+    charged = {"planned": planned, "spent": spent, "mechanisms": spent}
+    for name, recorded in charged.items():
         stated = getattr(guarantee, name)
         _agree(name, _lines(stated, several), _lines(recorded, several))
     for m in guarantee.spent:
