@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from dpft.auditing import audit
     from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, Trainable, partitions
     from dpft.bitfit import BiTFiT
+    from dpft.card import Statement
     from dpft.composition import Chain, Then
+    from dpft.curve import Budget
     from dpft.datasets import Public
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
     from dpft.gradients import Block, Partition
-    from dpft.guarantee import Guarantee, Statement
-    from dpft.ledger import Budget, Ledger
+    from dpft.guarantee import Guarantee
+    from dpft.ledger import Ledger
     from dpft.loop import Run, fine_tune, load
     from dpft.method import Context, Method
     from dpft.models import freeze_batchnorm, load_model
@@ -39,14 +41,16 @@ _HOMES = {  # module -> what it gives to the package
     "auditing": "audit",
     "baselines": "Adapter Full LargestWeights LastLayer LoRA NormOnly RandomPartitions Trainable partitions",
     "bitfit": "BiTFiT",
+    "card": "Statement",
     "composition": "Chain Then",
+    "curve": "Budget",
     "datasets": "Public",
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
     "gradients": "Block Partition",
-    "guarantee": "Guarantee Statement",
-    "ledger": "Budget Ledger",
+    "guarantee": "Guarantee",
+    "ledger": "Ledger",
     "loop": "Run fine_tune load",
     "method": "Context Method",
     "models": "freeze_batchnorm load_model",

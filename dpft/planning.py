@@ -64,14 +64,15 @@ def plan_table(
     trainable: int,                         # parameters that train
     target_epsilon: float,
     delta: float | None = None,             # None: 1 / (2 size)
-    batch_sizes: Sequence[int] | None = None, # None: powers of two up to a quarter of the data
+    batch_sizes: Sequence[int] | None = None, # None: powers of two, to a quarter
     steps: Sequence[int] = DEFAULT_STEPS,
     seconds_per_example: float | None = None, # measured, see `probe_seconds`
     accountant: str = "rdp",  # quick; "prv" is tight and takes minutes for a table
 ) -> list[Cell]:                            # row by row: steps, then batch sizes
-    "Noise, signal-to-noise ratio and time of every plan, from public numbers alone; @sec-planning."
+    "Noise, signal-to-noise ratio and time of every plan; @sec-planning."
     if size < 1 or trainable < 1:
-        raise ValueError(f"size={size} and trainable={trainable} must both be at least 1")
+        raise ValueError(f"size={size} and trainable={trainable} must both be at "
+                         "least 1")
     delta = 0.5 / size if delta is None else delta
     wanted = default_batch_sizes(size) if batch_sizes is None else batch_sizes
     for batch_size, count in itertools.product(wanted, steps):
@@ -182,7 +183,7 @@ class DataShape:
     classes: int = 2
     image_shape: tuple[int, int, int] | None = None # (C, H, W)
 
-
+# %% ../nbs/1_start/10_planning.ipynb #planning-shapes
 DATA_SHAPES = {
     "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"),
     "e2e": DataShape(42061, "causal"),
@@ -199,16 +200,10 @@ def data_shape(name: str) -> DataShape:
                          f"{did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
     return DATA_SHAPES[name]
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-model-shape
-def model_shape(
-    name: str,        # as for `load_model`
-    data: DataShape,
-) -> nn.Module:       # on the meta device: shapes without weights
-    "A model's parameters without their values; a Transformers name needs its configuration, which is a small file."
-    if name in BUILT:
-        with torch.device("meta"):
-            return (BUILT[name](data.classes) if data.image_shape is None
-                    else BUILT[name](data.classes, data.image_shape))
+# %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
+#| code-fold: true
+def _transformers_shape(name: str, data: DataShape) -> nn.Module:
+    "The same by a configuration of Transformers."
     import transformers as hf
     if name == "minilm":
         config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)
@@ -222,6 +217,18 @@ def model_shape(
     config = hf.AutoConfig.from_pretrained(name, **labels)
     with torch.device("meta"):
         return autos[data.kind].from_config(config)
+
+# %% ../nbs/1_start/10_planning.ipynb #planning-model-shape
+def model_shape(
+    name: str,        # as for `load_model`
+    data: DataShape,
+) -> nn.Module:       # on the meta device: shapes without weights
+    "A model's parameters without their values."
+    if name not in BUILT:
+        return _transformers_shape(name, data)
+    form = () if data.image_shape is None else (data.image_shape,)
+    with torch.device("meta"):
+        return BUILT[name](data.classes, *form)
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-count
 def count_trainable(

@@ -52,7 +52,7 @@ def rdp_orders() -> list[float]:
     from opacus.accountants import RDPAccountant
     return RDPAccountant.DEFAULT_ALPHAS
 
-
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-moment
 @lru_cache(maxsize=2**18)
 def rdp_moment(
     sigma: float, # noise multiplier
@@ -63,7 +63,7 @@ def rdp_moment(
     from opacus.accountants.analysis.rdp import compute_rdp
     return float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=[order])[0])
 
-
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-conversion
 def rdp_conversion(
     order: float, # alpha > 1
     delta: float, # in (0, 1)
@@ -82,7 +82,7 @@ def _rdp_at(history: History, delta: float, order: float) -> float:
     value = total + rdp_conversion(order, delta)
     return math.inf if math.isnan(value) else value
 
-
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-at-order
 def epsilon_at_order(
     mechanisms: Iterable[SampledGaussian],
     delta: float, # in (0, 1)
@@ -93,7 +93,7 @@ def epsilon_at_order(
     with np.errstate(all="ignore"):
         return max(_rdp_at(history, delta, order), 0.0)
 
-
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-rdp-search
 def _rdp_epsilon(history: History, delta: float) -> float:
     "Epsilon at the best order; @lem-rdp, @lem-best-order."
     orders = rdp_orders()

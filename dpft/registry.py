@@ -27,9 +27,10 @@ __all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type'
 class Known:
     "What a name stands for."
     kind: str  # the class: by its name in `dpft`, or as `where:Class`
-    options: dict[str, Any] = field(default_factory=dict)  # JSON, unless others are given
+    options: dict[str, Any] = field(default_factory=dict)  # JSON; others may be given
     learning_rate: float | None = None  # to start from; None: `fine_tune`'s own
 
+# %% ../nbs/5_notes/74_registry.ipynb #registry-names
 METHODS = {
     "full": Known("Full", {}, 5e-4),
     "last-layer": Known("LastLayer", {}, 1e-2),
@@ -108,6 +109,7 @@ def method_from(
     return method_type(name)(*parts, **{
         key: made(value) for key, value in options.items() if key != "parts"})
 
+# %% ../nbs/5_notes/74_registry.ipynb #registry-options
 def options_of(
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:

@@ -22,6 +22,17 @@ from .privacy import SampledGaussian
 # %% auto #0
 __all__ = ['people_of', 'NoisyAccuracy', 'apart', 'noisy_accuracy', 'scorer']
 
+# %% ../nbs/5_notes/73_scores.ipynb #scores-column
+#| code-fold: true
+def _column(data: Any, name: str) -> list[Hashable]:
+    "A column of a data set, row by row; ValueError where there is none."
+    table = getattr(data, "table", None) or data
+    first = table[0]
+    if not isinstance(first, dict) or name not in first:
+        raise ValueError(f"the scored data has no column {name!r}, so nobody can "
+                         "tell whether its people are in the training data too")
+    return [table[row][name] for row in range(len(table))]
+
 # %% ../nbs/5_notes/73_scores.ipynb #tuning-people
 def people_of(
     data: Any,                               # rows
@@ -29,15 +40,8 @@ def people_of(
 ) -> list[Hashable]:                         # one for each row
     "Whose row each is; ValueError where that is not known for all of them."
     data = data.data if isinstance(data, Public) else data
-    if isinstance(unit, str):
-        table = getattr(data, "table", None) or data
-        first = table[0]
-        if not isinstance(first, dict) or unit not in first:
-            raise ValueError(f"the scored data has no column {unit!r}, so nobody can "
-                             "tell whether its people are in the training data too")
-        names = [table[row][unit] for row in range(len(table))]
-    else:
-        names = unit.tolist() if isinstance(unit, Tensor) else list(unit)
+    names = _column(data, unit) if isinstance(unit, str) else (
+        unit.tolist() if isinstance(unit, Tensor) else list(unit))
     if len(names) != len(data):
         raise ValueError(f"unit names {len(names)} rows and the scored data has "
                          f"{len(data)}")
@@ -49,7 +53,7 @@ def people_of(
 
 # %% ../nbs/5_notes/73_scores.ipynb #tuning-score
 class NoisyAccuracy:
-    "Accuracy on a private development set, with noise that is paid for; @lem-noisy-accuracy."
+    "Accuracy on a private development set, with noise; @lem-noisy-accuracy."
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ def apart(
     rows: Any,                                      # the training data
     unit: str | Sequence[Hashable] | Tensor | None, # whom training protects
 ) -> NoisyAccuracy:                                 # by the same unit
-    "A development set whose people are not trained on; ValueError where that is not known."
+    "A development set whose people are not trained on, or ValueError."
     if unit is None or isinstance(unit, str) and unit == "example":
         return score
     if score.unit is None:
@@ -109,6 +113,24 @@ def noisy_accuracy(
                              dtype=torch.float64)
     return float(right + noise) / len(data)
 
+# %% ../nbs/5_notes/73_scores.ipynb #scores-kinds
+#| code-fold: true
+def _plain(data: Any, run: Run) -> float:
+    "Accuracy, or less perplexity for a model of language."
+    data = run.prepared.encoded(data)
+    return -perplexity(run.model, data) if run.prepared.kind == "causal" \
+        else accuracy(run.model, data)
+
+
+def _noisy(
+    score: NoisyAccuracy, noise_multiplier: float | None, keystream: Keystream,
+    run: Run, number: int,
+) -> float:
+    "The score that is paid for."
+    sigma = score.mechanism(noise_multiplier).noise_multiplier
+    return noisy_accuracy(run.model, run.prepared.encoded(score.data), sigma, keystream,
+                          number, most=score.most)
+
 # %% ../nbs/5_notes/73_scores.ipynb #tuning-scorer
 def scorer(
     score: Any,           # a data set, a `Public` one, a `NoisyAccuracy`, or a function
@@ -116,20 +138,12 @@ def scorer(
     keystream: Keystream,
 ) -> Callable[[Run, int], float]:   # of a run and its number; never NaN
     "How a run is scored."
-    def raw(run: Run, number: int) -> float:
-        if callable(score):
-            return float(score(run.model))
-        own = isinstance(score, (Public, NoisyAccuracy))
-        data = run.prepared.encoded(score.data if own else score)
-        if isinstance(score, NoisyAccuracy):
-            sigma = score.mechanism(noise_multiplier).noise_multiplier
-            return noisy_accuracy(run.model, data, sigma, keystream, number,
-                                  most=score.most)
-        if run.prepared.kind == "causal":
-            return -perplexity(run.model, data)
-        return accuracy(run.model, data)
-
     def measured(run: Run, number: int) -> float:
-        value = raw(run, number)
+        if callable(score):
+            value = float(score(run.model))
+        elif isinstance(score, NoisyAccuracy):
+            value = _noisy(score, noise_multiplier, keystream, run, number)
+        else:
+            value = _plain(score.data if isinstance(score, Public) else score, run)
         return -math.inf if math.isnan(value) else value
     return measured

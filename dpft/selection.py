@@ -5,8 +5,9 @@
 # %% ../nbs/5_notes/72_selection.ipynb #selection-imports
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -14,11 +15,13 @@ import numpy as np
 
 from .curve import PrivacyCurve, best_true_positive_rate
 from .guarantee import Guarantee
-from .privacy import NOISE_CAP, BudgetError, SampledGaussian, epsilon, noise_multiplier
+from .privacy import (
+    NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier)
 
 # %% auto #0
-__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'repeated',
-           'price', 'trial_noise', 'Charge', 'settle', 'grouped', 'TunedGuarantee']
+__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
+           'selection_epsilon', 'Price', 'repeated', 'price', 'trial_noise', 'Charge', 'settle', 'grouped',
+           'best_of_pairs', 'chosen_by', 'TunedGuarantee']
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-law-names
 # the shape eta; infinite: Poisson, the limit
@@ -55,35 +58,42 @@ class TrialLaw:
         "How fast the best of many changes where a share x is worse; @lem-best-of."
         if self.shape == math.inf:
             return self.mean * math.exp(self.parameter * (x - 1))
-        return self.mean * (self.parameter / (1 - (1 - self.parameter) * x)) ** (self.shape + 1)
+        ratio = self.parameter / (1 - (1 - self.parameter) * x)
+        return self.mean * ratio ** (self.shape + 1)
 
     def probability(
         self,
         k: int, # at least 1
     ) -> float:
         "Probability of k trials."
-        value = self.slope(0.0)
-        for j in range(1, k):
-            value *= self._ratio(j)
-        return value
-
-    def _ratio(self, k: int) -> float:
-        "P(k + 1) / P(k)."
-        return (self.parameter / (k + 1) if self.shape == math.inf
-                else (1 - self.parameter) * (k + self.shape) / (k + 1))
+        return next(itertools.islice(probabilities(self), k - 1, None))
 
     def draw(
         self,
         uniform: float, # in [0, 1)
     ) -> int:
         "The number of trials that a uniform number stands for."
-        k, mass = 1, self.slope(0.0)
-        below = mass
+        return number_of_trials(self, uniform)
+
+# %% ../nbs/5_notes/72_selection.ipynb #selection-numbers
+def probabilities(law: TrialLaw) -> Iterator[float]:
+    "P(1), P(2), and so on; @def-trial-law."
+    mass, parameter = law.slope(0.0), law.parameter
+    for k in itertools.count(1):
+        yield mass
+        mass *= (parameter / (k + 1) if law.shape == math.inf
+                 else (1 - parameter) * (k + law.shape) / (k + 1))
+
+
+def number_of_trials(law: TrialLaw, uniform: float) -> int:
+    "The first number whose cumulated probability is above a uniform one."
+    below = 0.0
+    for k, mass in enumerate(probabilities(law), 1):
+        below += mass
         # the Poisson law begins far below 1e-18
-        while below <= uniform and (mass > 1e-18 or k < self.mean):
-            mass *= self._ratio(k)
-            k, below = k + 1, below + mass
-        return k
+        if below > uniform or (mass <= 1e-18 and k >= law.mean):
+            return k
+    raise AssertionError("the probabilities never end")
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-law-parameter
 @lru_cache(maxsize=256)
@@ -95,7 +105,7 @@ def _parameter(shape: float, mean: float) -> float:
         low, high = (middle, high) if _mean(shape, middle) < mean else (low, middle)
     return high
 
-
+# %% ../nbs/5_notes/72_selection.ipynb #selection-mean
 def _mean(shape: float, parameter: float) -> float:
     "Expected number of trials; @def-trial-law."
     if shape == math.inf:
@@ -120,7 +130,7 @@ def _step_renyi(sigma: float, q: float) -> np.ndarray:
 def selected_renyi(
     renyi: np.ndarray,  # (orders,) divergence of one trial at each of `ORDERS`
     law: TrialLaw,
-    leaks: np.ndarray | float = 1.0, # (orders,) delta of one trial at epsilon = log(1 + 1 / (order - 1)); only the Poisson law needs it
+    leaks: np.ndarray | float = 1.0, # (orders,) as of `trial_leaks`; for Poisson's law
 ) -> np.ndarray:  # (orders,) divergence of the best of a random number of trials
     "The price of selection at each order; @thm-selection."
     overhead = math.log(law.mean) / (ORDERS - 1)
@@ -135,23 +145,36 @@ def trial_leaks(
     plan: Sequence[SampledGaussian], # of one trial
     renyi: np.ndarray,               # (orders,) its divergences
     accountant: str,                 # "prv" or "rdp"
-) -> np.ndarray:                     # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
-    "How often one trial's privacy loss is more than the Poisson law forgives; @thm-selection."
+) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
+    "How often a trial's loss is more than the Poisson law forgives; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
         return np.maximum(*(PrivacyCurve(plan, 1, relation).delta(small)
                             for relation in ("remove", "add")))
-    exponents = (ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1) + ORDERS * np.log1p(-1 / ORDERS)
+    exponents = ((ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1)
+                 + ORDERS * np.log1p(-1 / ORDERS))
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-whole-renyi
 #| code-fold: true
+def _trial_renyi(history: History) -> np.ndarray:
+    "Divergences of one trial."
+    return sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
+               np.zeros(len(ORDERS)))
+
+
 @lru_cache(maxsize=256)
-def _whole_renyi(history: tuple[tuple[float, float, int], ...], law: TrialLaw, accountant: str) -> np.ndarray:
+def _leaks(history: History, accountant: str) -> np.ndarray:
+    "What `trial_leaks` says of a trial, whatever the law."
+    plan = [SampledGaussian(*entry) for entry in history]
+    return trial_leaks(plan, _trial_renyi(history), accountant)
+
+
+@lru_cache(maxsize=256)
+def _whole_renyi(history: History, law: TrialLaw, accountant: str) -> np.ndarray:
     "Divergences of a selection, whatever the delta."
-    renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
-                np.zeros(len(ORDERS)))
-    leaks = trial_leaks([SampledGaussian(*entry) for entry in history], renyi, accountant) if law.shape == math.inf else 1.0
+    renyi = _trial_renyi(history)
+    leaks = _leaks(history, accountant) if law.shape == math.inf else 1.0
     return selected_renyi(renyi, law, leaks)
 
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-epsilon
@@ -159,7 +182,7 @@ def selection_epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
     law: TrialLaw,
-    accountant: str = "prv", # "prv" or "rdp": how the Poisson law's share is read; the rest is RDP
+    accountant: str = "prv", # how the Poisson law's share is read; the rest is RDP
 ) -> float:
     "Epsilon of the best of a random number of trials; @thm-selection."
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
@@ -204,9 +227,9 @@ def price(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
     trials: int,             # how many, or how many to expect; at least 2
-    law: str = "poisson",    # of the number of trials under selection: "poisson", "geometric" or "logarithmic"
+    law: str = "poisson",    # under selection: "poisson", "geometric", "logarithmic"
     accountant: str = "prv", # "prv" or "rdp"
-    different: int | None = None, # trials under composition, where there are fewer settings than trials; None: all
+    different: int | None = None, # trials under composition, if fewer; None: all
 ) -> Price:
     "Epsilon of a search by composition and by selection; @lem-trials, @thm-selection."
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
@@ -218,7 +241,7 @@ def price(
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-settle
 CHARGES = ("cheapest", "composition", "selection", "none")
 
-
+# %% ../nbs/5_notes/72_selection.ipynb #selection-trial-noise
 def trial_noise(
     target_epsilon: float,   # for the whole search
     delta: float,            # in (0, 1)
@@ -230,7 +253,7 @@ def trial_noise(
     accountant: str = "prv",
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
-    "Smallest noise of a trial with which the whole search meets the target; @lem-trials, @thm-selection."
+    "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,
@@ -244,7 +267,7 @@ def _selection_noise(
     target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw,
     accountant: str, tolerance: float,
 ) -> float:
-    "With RDP by bisection; the tight Poisson price is dear, so its root is sought by few values below that."
+    "With RDP by bisection; the root of the tight Poisson price lies below that."
     def excess(sigma: float, way: str = accountant) -> float:
         return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta, law,
                                  way) - target
@@ -286,7 +309,7 @@ def settle(
     sample_rate: float,
     steps: int,
     trials: int,             # expected under selection
-    different: int,          # trials under composition: more than there are settings would repeat some
+    different: int,          # trials under composition
     charge: str,             # "cheapest", "composition", "selection" or "none"
     law: str = "poisson",
     accountant: str = "prv",
@@ -312,8 +335,8 @@ def grouped(
     "Epsilon of a group by the bound that holds for any algorithm; @lem-group."
     def enough(log_delta: float) -> float:
         one = curve(math.exp(log_delta))
-        return (log_delta + (group - 1) * one
-                + math.log(sum(math.exp(-k * one) for k in range(group))) - math.log(delta))
+        terms = sum(math.exp(-k * one) for k in range(group))
+        return log_delta + (group - 1) * one + math.log(terms) - math.log(delta)
 
     high = low = math.log(delta)
     while enough(low) > 0:
@@ -325,10 +348,29 @@ def grouped(
         low, high = (middle, high) if enough(middle) <= 0 else (low, middle)
     return group * curve(math.exp(low))
 
+# %% ../nbs/5_notes/72_selection.ipynb #selection-pairs
+def best_of_pairs(
+    curve: Callable[[float], float], # epsilon at a delta
+    target: float,                   # delta that is among those tried
+    fpr: float,                      # false-positive rate, in [0, 1]
+) -> float:
+    "Best true-positive rate that some pairs of a curve allow; @lem-tradeoff."
+    deltas = {target, *(10.0 ** -(k / 2) for k in range(1, 11))}
+    return min(best_true_positive_rate(curve(delta), delta, fpr) for delta in deltas)
+
+# %% ../nbs/5_notes/72_selection.ipynb #selection-words
+#| code-fold: true
+def chosen_by(law: TrialLaw) -> str:
+    "What a model card says of the selection."
+    return ("The settings were chosen by selection: the best of a random number of "
+            f"trials was published ({law.name} law, {law.mean:g} expected, at least "
+            "one), and neither the number nor any other trial. The mechanisms above "
+            "are those of one trial; epsilon is that of the whole search.")
+
 # %% ../nbs/5_notes/72_selection.ipynb #tuning-tuned-guarantee
 @dataclass
 class TunedGuarantee(Guarantee):
-    "The guarantee of the best of a random number of trials: `mechanisms` are those of one trial; @thm-selection."
+    "Of the best of a random number of trials; its mechanisms are one's; @thm-selection."
     law: TrialLaw = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -341,7 +383,7 @@ class TunedGuarantee(Guarantee):
         delta: float | None = None, # None: the target
         group: int = 1,             # units that one person may own
     ) -> float:                     # infinite where no bound is known
-        "Epsilon of the whole search, for one unit or, by the general bound, for a group."
+        "Epsilon of the whole search; for a group by the general bound."
         if group < 1:
             raise ValueError(f"group={group}: a group has at least one unit")
         if not self.private:
@@ -352,10 +394,7 @@ class TunedGuarantee(Guarantee):
     def _one(self, delta: float) -> float:
         return selection_epsilon(self.mechanisms, delta, self.law, self.accountant)
 
-    def replace_epsilon(
-        self,
-        delta: float | None = None, # None: the target
-    ) -> float:
+    def replace_epsilon(self, delta: float | None = None) -> float:
         "Replacing one unit is removing one and adding one: a group of two, @lem-group."
         return self.epsilon(delta, group=2)
 
@@ -367,9 +406,7 @@ class TunedGuarantee(Guarantee):
         fpr: float, # false-positive rate, in [0, 1]
     ) -> float:     # best true-positive rate of any membership attack
         "What an attacker who knows everything but one unit can reach; @lem-tradeoff."
-        deltas = {self.target_delta, *(10.0 ** -(k / 2) for k in range(1, 11))}
-        return min(best_true_positive_rate(self.epsilon(delta), delta, fpr)
-                   for delta in deltas)
+        return best_of_pairs(self.epsilon, self.target_delta, fpr)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         raise BudgetError("a selected run has no composed privacy curve; read "
@@ -377,10 +414,4 @@ class TunedGuarantee(Guarantee):
 
     def report(self) -> str:
         "Markdown for a model card."
-        return super().report() + (
-            f"\nThe settings were chosen by selection: the best of a random number of "
-            f"trials was published ({self.law.name} law, "
-            f"{self.law.mean:g} expected, at least one), and neither the number nor "
-            "any other trial. "
-            "The mechanisms above are those of one trial; epsilon is that of the whole "
-            "search.\n")
+        return f"{super().report()}\n{chosen_by(self.law)}\n"

@@ -31,12 +31,14 @@ from .noise import Keystream
 from .plan import check_sizes
 from .ledger import Ledger
 from .privacy import BudgetError, SampledGaussian
-from .selection import CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise
+from .selection import (
+    CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
 
 # %% auto #0
-__all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'Search',
-           'check_as_priced', 'run_trials', 'what_scored', 'score_noise', 'guarantee_of_scores', 'merged',
-           'whole_guarantee', 'tune']
+__all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
+           'check_score', 'Search', 'check_methods', 'trial_order', 'check_as_priced', 'run_trial', 'run_trials',
+           'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'known_and_unpaid', 'whole_guarantee',
+           'way_to_pay', 'searched', 'tune']
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",
@@ -45,7 +47,7 @@ HELD = ("model", "train", "evaluate", "ledger", "checkpoint", "checkpoint_every"
         "seed",
         "progress")
 
-
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-trial
 @dataclass(frozen=True)
 class Trial:
     "One trial: what was tried, and what it scored."
@@ -75,7 +77,7 @@ def check_setting(
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
 def settings_grid(
-    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # values of each, or ready
+    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # to combine; or ready
 ) -> list[dict[str, Any]]:
     "Every combination to try."
     if isinstance(choices, Mapping):
@@ -103,11 +105,11 @@ class Tuning:
     trials: list[Trial]             # under selection the best only
     charge: Charge                  # how the search was paid for
     price: Price | None  # at the trial's noise, both ways; None without noise
-    score_guarantee: Guarantee | None = None # of the development set, where that was paid for
+    score_guarantee: Guarantee | None = None # of the development set, where paid for
 
     @property
     def guarantee(self) -> Guarantee:
-        "Of the whole search, for a unit of the training data: the run's, also once it is saved."
+        "Of the whole search, for a unit of the training data: the run's."
         return self.run.guarantee
 
     @property
@@ -128,11 +130,41 @@ def check_paid(
     unpaid: Sequence[str], # looks at private data that no noise hides
     target: float,         # epsilon of the search
 ) -> None:
-    "ValueError when a trial would promise nothing and the search is to promise something."
+    "Refuse a trial that promises nothing where the search is to promise something."
     if unpaid and target < math.inf:
         raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises "
                          "nothing and a search cannot meet its epsilon; pay for that "
                          "look, take it from public data, or say epsilon=math.inf")
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-kind
+def check_kind(
+    charge: str,
+    trials: int,
+    proposes: bool, # whether a function proposes settings
+) -> None:
+    "Refuse a search of one trial, or whose trials depend on what must stay hidden."
+    if trials < 2:
+        raise ValueError(f"trials={trials}: a search has at least 2; for one, "
+                         "call fine_tune")
+    if charge not in CHARGES:
+        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES)}")
+    if proposes and charge in ("selection", "cheapest"):
+        raise ValueError("a function that proposes settings makes trials depend "
+                         "on each other; use charge='composition'")
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-score
+def check_score(
+    score: Any,
+    rows: Any, # the training data
+    unit: Any, # whom training protects
+) -> Any:      # the score, by the same unit
+    "Refuse a score on rows, or people, that are trained on too."
+    if isinstance(score, Public):
+        check_disjoint_rows(score.data, rows)
+    if isinstance(score, NoisyAccuracy):
+        check_disjoint_rows(score.data, rows, "scored")
+        return apart(score, rows, unit)
+    return score
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-search
 @dataclass
@@ -154,61 +186,18 @@ class Search:
         self.proposer = self.choices if callable(self.choices) else None
         self.grid = [] if self.proposer else settings_grid(self.choices)
         self.keystream = Keystream(self.seed)
-        self.check()
-
-    def check(self) -> None:
-        "Refuse, before anything is spent, what has no price or no meaning."
-        if self.trials < 2:
-            raise ValueError(f"trials={self.trials}: a search has at least 2; for one, "
-                             "call fine_tune")
-        if self.charge not in CHARGES:
-            raise ValueError(f"charge={self.charge!r}: choose {', '.join(CHARGES)}")
-        if self.proposer and self.charge in ("selection", "cheapest"):
-            raise ValueError("a function that proposes settings makes trials depend "
-                             "on each other; use charge='composition'")
+        check_kind(self.charge, self.trials, self.proposer is not None)
         for name in self.settings:
             if name in PRICED or name in HELD:
                 raise ValueError(f"{name!r} cannot be given to every trial; see what "
                                  "tune itself takes, or leave it out")
             check_setting(name)
-        if isinstance(self.score, Public):
-            check_disjoint_rows(self.score.data, self.rows)
-        if isinstance(self.score, NoisyAccuracy):
-            check_disjoint_rows(self.score.data, self.rows, "scored")
-            self.score = apart(self.score, self.rows, self.unit)
-
-    def check_methods(self, target: float, batch_size: int, steps: int,
-                      size: int) -> None:
-        "Refuse a method that looks at private data unpaid, or that spends what has no price."
-        others = [setting["method"] for setting in self.grid if "method" in setting]
-        for method in [self.method, *others]:
-            # one by name is asked after its first trial
-            if isinstance(self.model, nn.Module):
-                context = Context(self.model, default_loss(self.model), batch_size,
-                                  steps, size)
-                method.requests(context)
-                check_paid(context.unpaid, target)
-            if method.may_spend and self.charge != "none":
-                raise ValueError(f"{type(method).__name__} may spend besides training, "
-                                 "which a search cannot price yet; use charge='none'")
+        self.score = check_score(self.score, self.rows, self.unit)
 
     @property
     def different(self) -> int:
         "Trials under composition: no setting twice."
         return self.trials if self.proposer else min(self.trials, len(self.grid))
-
-    def uniform(self, *context: str | int) -> float:
-        "A uniform number in [0, 1) for a purpose, from the secret."
-        return int.from_bytes(self.keystream.key(*context)[:6], "little") / 2**48
-
-    def order(self, paid: Charge) -> list[int]:
-        "Settings by trial: random with repetition under selection, else each once."
-        if paid.law is not None:
-            count = paid.law.draw(self.uniform("number of trials"))
-            return [int(self.uniform("settings", i) * len(self.grid))
-                    for i in range(count)]
-        shuffled = sorted(range(len(self.grid)), key=lambda i: self.uniform("order", i))
-        return shuffled[:paid.trials]
 
     def setting(self, place: int, done: list[Trial]) -> dict[str, Any]:
         "The settings of the next trial."
@@ -216,34 +205,75 @@ class Search:
             return settings_grid([self.proposer(list(done))])[0]
         return self.grid[place]
 
-    def trial(self, setting: dict[str, Any], number: int,
-              common: dict[str, Any]) -> Run:
-        "One run with its settings, on fresh copies, with randomness of its own."
-        given = {**self.settings, **setting}
-        method = copy.deepcopy(given.pop("method", self.method))
-        named = isinstance(self.model, str)
-        model = self.model if named else copy.deepcopy(self.model)
-        own = self.keystream.reproducible
-        seed = self.keystream.seed("trial", number) if own else None
-        run = fine_tune(model, self.train, method, seed=seed, progress=False,
-                        **common, **given)
-        check_as_priced(run, common)
-        return run
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-methods
+def check_methods(
+    search: Search,
+    target: float, # epsilon of the search
+    batch_size: int,
+    steps: int,
+    size: int,     # units
+) -> None:
+    "Refuse a method that looks at private data unpaid, or spends what has no price."
+    others = [setting["method"] for setting in search.grid if "method" in setting]
+    for method in [search.method, *others]:
+        if isinstance(search.model, nn.Module):
+            context = Context(search.model, default_loss(search.model), batch_size,
+                              steps, size)
+            method.requests(context)
+            check_paid(context.unpaid, target)
+        if method.may_spend and search.charge != "none":
+            raise ValueError(f"{type(method).__name__} may spend besides training, "
+                             "which a search cannot price yet; use charge='none'")
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-order
+def trial_order(
+    search: Search,
+    paid: Charge,
+) -> list[int]: # places in the grid, one for each trial
+    "Settings by trial: random with repetition under selection, else each once."
+    def uniform(*context: str | int) -> float:
+        return int.from_bytes(search.keystream.key(*context)[:6], "little") / 2**48
+
+    places = range(len(search.grid))
+    if paid.law is None:
+        return sorted(places, key=lambda i: uniform("order", i))[:paid.trials]
+    count = paid.law.draw(uniform("number of trials"))
+    return [int(uniform("settings", i) * len(places)) for i in range(count)]
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-priced
 def check_as_priced(
     run: Run,
     common: dict[str, Any], # what all trials share
 ) -> None:
-    "ValueError when a trial promised nothing; BudgetError when it planned something else."
+    "Refuse a trial that promised nothing, or planned something else."
     if run.guarantee.unpaid:  # an infinite epsilon is in there
         check_paid([run.guarantee.unpaid], common.get("epsilon", 0.0))
-    rate, sigma = common["batch_size"] / common["public_size"], common.get("noise_multiplier")
+    rate = common["batch_size"] / common["public_size"]
+    sigma = common.get("noise_multiplier")
     expected = [] if sigma is None else [(sigma, rate, common["steps"])]
     if [(m.noise_multiplier, m.sample_rate, m.steps)
         for m in run.guarantee.planned] != expected:
         raise BudgetError(f"a trial planned {run.guarantee.planned} instead of what "
                           "was priced; give public_size, the number of units")
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-one-trial
+def run_trial(
+    search: Search,
+    setting: dict[str, Any],
+    number: int,
+    common: dict[str, Any], # what all trials share
+) -> Run:
+    "One run with its settings, on fresh copies, with randomness of its own."
+    given = {**search.settings, **setting}
+    method = copy.deepcopy(given.pop("method", search.method))
+    named = isinstance(search.model, str)
+    model = search.model if named else copy.deepcopy(search.model)
+    own = search.keystream.reproducible
+    seed = search.keystream.seed("trial", number) if own else None
+    run = fine_tune(model, search.train, method, seed=seed, progress=False,
+                    **common, **given)
+    check_as_priced(run, common)
+    return run
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-trials
 def run_trials(
@@ -252,20 +282,20 @@ def run_trials(
     sigma: float | None,     # noise of a score
     common: dict[str, Any],  # what all trials share
     progress: bool,
-) -> tuple[Run, list[Trial], list[Guarantee]]: # the best run, what was tried, and each one's own
+) -> tuple[Run, list[Trial], list[Guarantee]]: # the best run; what was tried; of each
     "Every trial of a search; a bar shows progress, and no score."
     from tqdm.auto import tqdm
     hidden = paid.law is not None
     if hidden and progress:
         print("searching; how many trials there are stays hidden", file=sys.stderr)
-    places = range(paid.trials) if search.proposer else search.order(paid)
+    places = range(paid.trials) if search.proposer else trial_order(search, paid)
     measure = scorer(search.score, sigma, search.keystream)
     done, spent, best, heard = list[Trial](), list[Guarantee](), None, []
     for number, place in enumerate(tqdm(places, disable=hidden or not progress,
                                         unit="trial")):
         with warnings.catch_warnings(record=hidden) as said:
             setting = search.setting(place, done)
-            run = search.trial(setting, number, common)
+            run = run_trial(search, setting, number, common)
             trial = Trial(setting, measure(run, number))
         if best is None or trial.score > max(one.score for one in done):
             best, heard = run, said or []
@@ -287,20 +317,21 @@ def what_scored(
         return f"the size of the private development set, {len(score.data)}", True
     source = ("by a function of the user's" if callable(score)
               else f"on {len(score)} examples")
-    return f"the scores that chose among the trials, {source}, unless they are public", False
+    return (f"the scores that chose among the trials, {source}, unless they are public",
+            False)
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-score-guarantee
 def score_noise(
     score: Any, paid: Charge, target: float, delta: float, law: str, accountant: str,
 ) -> float | None: # None: there is none to be solved
-    "Noise of each score with which the development set's own epsilon meets the target too."
+    "Noise of each score with which the development set's epsilon meets the target."
     given = not isinstance(score, NoisyAccuracy) or score.noise_multiplier is not None
     if given or target == math.inf:
         return None
     way = "composition" if paid.way == "none" else paid.way
     return trial_noise(target, delta, 1.0, 1, paid.trials, way, law, accountant)
 
-
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-guarantee-of-scores
 def guarantee_of_scores(
     score: Any, paid: Charge, sigma: float | None, count: int, run: Run,
     reproducible: bool,
@@ -332,6 +363,17 @@ def merged(
     return [SampledGaussian(sigma, q, T, f"{name}, {label}")
             for (sigma, q, name), T in steps.items()]
 
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-known
+def known_and_unpaid(base: Guarantee, search: Search) -> dict[str, Any]:
+    "What is assumed to be public, and what nobody paid for, of a whole search."
+    looked, known = what_scored(search.score)
+    public = [*base.assumed_public, *[looked] * known]
+    if search.proposer is None:
+        public.append("the settings that were tried, as long as nobody chose them by "
+                      "this data")
+    return {"assumed_public": public,
+            "uncharged": [*base.uncharged, *[looked] * (not known)]}
+
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-whole
 def whole_guarantee(
     run: Run,              # the best run
@@ -341,27 +383,53 @@ def whole_guarantee(
     search: Search,
 ) -> Guarantee:
     "The guarantee of the whole search; @lem-trials, @thm-selection."
-    base = run.guarantee
-    looked, known = what_scored(search.score)
-    public = [*base.assumed_public, *[looked] * known]
-    uncharged = [*base.uncharged, *[looked] * (not known)]
-    if search.proposer is None:
-        public.append("the settings that were tried, as long as nobody chose them by "
-                      "this data")
-    said: dict[str, Any] = {"assumed_public": public, "uncharged": uncharged}
+    base, said = run.guarantee, known_and_unpaid(run.guarantee, search)
     if paid.law is not None:
         kept = {one.name: getattr(base, one.name) for one in fields(base)}
         return TunedGuarantee(**(kept | said | {"law": paid.law}))
     if paid.way == "none":
         cost = (f"; by composition all of them come to epsilon {both.composition:.2f}"
                 if both else "")
-        uncharged.append(f"the choice of settings among {len(each)} trials on this "
-                         f"data{cost}")
+        said["uncharged"].append("the choice of settings among "
+                                 f"{len(each)} trials on this data{cost}")
         return replace(base, **said)
     total = merged((m for one in each for m in one.mechanisms), f"{len(each)} trials")
     return replace(base, mechanisms=total, spent=total,
                    planned=repeated(base.planned, len(each)),
                    run=" + ".join(one.run for one in each), **said)
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-way
+def way_to_pay(
+    search: Search,
+    target: float,          # epsilon of the search
+    law: str,
+    common: dict[str, Any], # what all trials share
+) -> tuple[Charge, Price | None]: # None: there is no noise
+    "How the search is paid for, and what it costs both ways."
+    if target == math.inf:
+        return Charge("none", search.different, 0.0, None), None
+    delta, accountant = common["delta"], common["accountant"]
+    steps = common["steps"]
+    rate, different = common["batch_size"] / common["public_size"], search.different
+    paid = settle(target, delta, rate, steps, search.trials, different, search.charge,
+                  law, accountant)
+    one = SampledGaussian(paid.noise_multiplier, rate, steps)
+    return paid, price(one, delta, search.trials, law, accountant, different)
+
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-searched
+def searched(
+    search: Search, paid: Charge, both: Price | None, target: float, law: str,
+    common: dict[str, Any], progress: bool,
+) -> Tuning:
+    "Run every trial, and state what all of it cost."
+    sigma = score_noise(search.score, paid, target, common["delta"], law,
+                        common["accountant"])
+    best, done, runs = run_trials(search, paid, sigma, common, progress)
+    best.guarantee = whole_guarantee(best, paid, both, runs, search)
+    first = max(done, key=lambda trial: trial.score)
+    return Tuning(first.settings, best, [first] if paid.law else done, paid, both,
+                  guarantee_of_scores(search.score, paid, sigma, len(done), best,
+                                      search.keystream.reproducible))
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-tune
 def tune(
@@ -387,7 +455,7 @@ def tune(
     progress: bool = True,
     **settings: Any,                 # of every trial, as for `fine_tune`
 ) -> Tuning:
-    "Choose settings privately, keep the best run, and state what all of it cost; @sec-tune."
+    "Choose settings privately, keep the best run, state what all cost; @sec-tune."
     search = Search(model, train, method, choices, score, trials, charge, settings,
                     seed, unit)
     size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)
@@ -395,25 +463,12 @@ def tune(
     delta = 0.5 / size if delta is None else delta
     clip = inspect.signature(fine_tune).parameters["clip"].default
     check_sizes(size, batch_size, count, delta, settings.get("clip", clip))
-    search.check_methods(epsilon, batch_size, count, size)
+    check_methods(search, epsilon, batch_size, count, size)
     book = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
     common = {"delta": delta, "steps": count, "batch_size": batch_size, "ledger": book,
               "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
               "public_size": size}
-    if epsilon == math.inf:
-        paid, both = Charge("none", search.different, 0.0, None), None
-        noise = {"epsilon": epsilon}
-    else:
-        rate, different = batch_size / size, search.different
-        paid = settle(epsilon, delta, rate, count, trials, different, charge, law,
-                      accountant)
-        one = SampledGaussian(paid.noise_multiplier, rate, count)
-        both = price(one, delta, trials, law, accountant, different)
-        noise = {"noise_multiplier": paid.noise_multiplier}
-    sigma = score_noise(search.score, paid, epsilon, delta, law, accountant)
-    best, done, runs = run_trials(search, paid, sigma, common | noise, progress)
-    best.guarantee = whole_guarantee(best, paid, both, runs, search)
-    first = max(done, key=lambda trial: trial.score)
-    return Tuning(first.settings, best, [first] if paid.law else done, paid, both,
-                  guarantee_of_scores(search.score, paid, sigma, len(done), best,
-                                      search.keystream.reproducible))
+    paid, both = way_to_pay(search, epsilon, law, common)
+    common |= {"noise_multiplier": paid.noise_multiplier} if both else {
+        "epsilon": epsilon}
+    return searched(search, paid, both, epsilon, law, common, progress)

@@ -13,15 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .card import claim, mechanism_text
 from .curve import privacy_curve
-from dpft.guarantee import (
-    READINGS,
-    Guarantee,
-    claim,
-    content_digest,
-    file_digests,
-    mechanism_text,
-)
+from .guarantee import READINGS, Guarantee, content_digest, file_digests
 from .ledger import Ledger
 from .privacy import SampledGaussian
 
@@ -29,7 +23,7 @@ from .privacy import SampledGaussian
 class VerificationError(ValueError):
     "A guarantee that does not agree with its ledger, its files, or with arithmetic."
 
-
+# %% ../nbs/5_notes/57_verification.ipynb #verify-function
 def verify(
     folder: str | Path,               # that `run.save` wrote, or a guarantee.json
     ledger: str | Path | None = None, # None: ledger.sqlite in the folder
@@ -51,7 +45,7 @@ def verify(
                 *_arithmetic(guarantee, content), *_seal(guarantee, content, book),
                 *_files(guarantee, path.parent)]
 
-
+# %% ../nbs/5_notes/57_verification.ipynb #verify-agree
 def _agree(what: str, stated: Any, recorded: Any) -> None:
     "Refuse a difference in one sentence."
     if stated != recorded:
@@ -68,14 +62,14 @@ def _promises_nothing(guarantee: Guarantee, content: dict[str, Any]) -> str:
         "the run was not private"
     return f"the guarantee promises nothing: {why}"
 
-
+# %% ../nbs/5_notes/57_verification.ipynb #verify-chain
 def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     "The ledger is whole, is the one that was meant, and has the run."
     yield f"ledger {book.path}: all rows in place" # verified when it was opened
     for run in guarantee.runs:
         if run not in book.runs():
-            raise VerificationError(f'run "{run}" is not in ledger {book.path}, which has '
-                                    f"{book.runs()}; give the run's own ledger")
+            raise VerificationError(f'run "{run}" is not in ledger {book.path}, which '
+                                    f"has {book.runs()}; give the run's own ledger")
     if head := guarantee.ledger_head:
         if not book.knows(head):
             raise VerificationError(f"ledger {book.path} was rewritten since the "
@@ -87,30 +81,21 @@ def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
 SETTINGS = ("accountant", "method", "clip", "clipping", "unit", "reproducible")
 
 
-def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
-    "It says what was recorded before the first draw, and all that was charged."
-    plans = [book.plan(run) for run in guarantee.runs]
+def _settings(guarantee: Guarantee, plans: Sequence[dict[str, Any]]) -> list[str]:
+    "The settings that the plans recorded, each of which must agree."
     stated = {"delta": guarantee.target_delta}
     stated |= {name: getattr(guarantee, name) for name in SETTINGS}
     if guarantee.secure_mode:
         secure = all(plan.get("secure_mode", False) for plan in plans)
         _agree("secure_mode", True, secure)
-    for name in (names := [name for name in stated if name in plans[0]]):
+    names = [name for name in stated if name in plans[0]]
+    for name in names:
         if stated[name] not in [plan[name] for plan in plans]: # trials differ
             _agree(name, stated[name], plans[0][name])
-    yield (f"run {guarantee.run}: {', '.join(names) or 'nothing but its mechanisms'} "
-           "as recorded before the first draw")
-    planned = [m for run in guarantee.runs for m in book.planned(run)]
-    spent, several = book.spent(guarantee.runs), len(plans) > 1
-    for name, recorded in (("planned", planned), ("spent", spent), ("mechanisms", spent)):
-        stated_here = getattr(guarantee, name)
-        _agree(name, _lines(stated_here, several), _lines(recorded, several))
-    for m in guarantee.spent:
-        yield f"{m.name}: {mechanism_text(m)}, as charged"
-    if not all(book.finished(run) for run in guarantee.runs):
-        yield "the run never finished: the guarantee states its whole plan"
+    return names
 
-
+# %% ../nbs/5_notes/57_verification.ipynb #verify-lines
+#| code-fold: true
 def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str, Any]]:
     "Mechanisms as they are, or those of several runs by noise and rate."
     if not summed:
@@ -121,6 +106,23 @@ def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str
         steps[kind] = steps.get(kind, 0) + m.steps
     return [{"noise_multiplier": sigma, "sample_rate": q, "steps": T}
             for (sigma, q), T in sorted(steps.items())]
+
+# %% ../nbs/5_notes/57_verification.ipynb #verify-spent
+def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
+    "It says what was recorded before the first draw, and all that was charged."
+    plans = [book.plan(run) for run in guarantee.runs]
+    names = ", ".join(_settings(guarantee, plans)) or "nothing but its mechanisms"
+    yield f"run {guarantee.run}: {names} as recorded before the first draw"
+    planned = [m for run in guarantee.runs for m in book.planned(run)]
+    spent, several = book.spent(guarantee.runs), len(plans) > 1
+    charged = {"planned": planned, "spent": spent, "mechanisms": spent}
+    for name, recorded in charged.items():
+        stated = getattr(guarantee, name)
+        _agree(name, _lines(stated, several), _lines(recorded, several))
+    for m in guarantee.spent:
+        yield f"{m.name}: {mechanism_text(m)}, as charged"
+    if not all(book.finished(run) for run in guarantee.runs):
+        yield "the run never finished: the guarantee states its whole plan"
 
 # %% ../nbs/5_notes/57_verification.ipynb #verify-arithmetic
 def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
@@ -160,17 +162,13 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
         yield ("the guarantee was never sealed: what only it states (public facts, "
                "what was not charged) could not be checked")
 
-
+# %% ../nbs/5_notes/57_verification.ipynb #verify-files
 READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".md", ".py")
 
 
-def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
-    "Weights, card and all other files are those that were sealed; none was added."
-    if not guarantee.files:
-        yield from _card(guarantee, folder)
-        return
-    found = file_digests(folder)
-    for name, digest in guarantee.files.items():
+def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> None:
+    "None is missing or changed, and nothing that would be loaded or read was added."
+    for name, digest in sealed.items():
         if name not in found:
             raise VerificationError(f"{folder / name} is missing: it was there when "
                                     "the guarantee was sealed")
@@ -178,10 +176,18 @@ def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
             raise VerificationError(f"{folder / name} was changed since the guarantee "
                                     "was sealed; its promise is for the file as it was")
     for name in found:
-        if name not in guarantee.files and name.endswith(READ):
+        if name not in sealed and name.endswith(READ):
             raise VerificationError(f"{folder / name} was added after the guarantee "
                                     "was sealed, which says nothing about it; remove "
                                     "it")
+
+# %% ../nbs/5_notes/57_verification.ipynb #verify-sealed-files
+def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
+    "Weights, card and all other files are those that were sealed; none was added."
+    if not guarantee.files:
+        yield from _card(guarantee, folder)
+        return
+    _same_files(guarantee.files, file_digests(folder), folder)
     weights = [name for name in guarantee.files if name.endswith(".safetensors")]
     names = ", ".join(weights) or "no weights"
     yield f"{names} and the model card: the files that were sealed"

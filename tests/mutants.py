@@ -35,8 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {  # each with the files of the tests that try it, fast ones only
     "privacy": ["privacy", "ledger"],
     "ledger": ["ledger"],
+    "rows": ["ledger"],
+    "charges": ["ledger"],
     "curve": ["guarantee"],
     "guarantee": ["guarantee"],
+    "card": ["guarantee"],
     "verification": ["guarantee"],
     "noise": ["keystream", "secure_mode"],
     "clipping": ["clipping"],

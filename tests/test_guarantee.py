@@ -17,8 +17,9 @@ from scipy import stats
 from dpft import curve as curve_module
 from dpft.curve import PrivacyCurve, best_true_positive_rate, group_epsilon, loss_grid, sentence_units
 from dpft.guarantee import READINGS, Guarantee, Statement, answered_for, beyond_plan, claim, content_digest
-from dpft.ledger import Ledger, _row_hash
+from dpft.ledger import Ledger
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon, epsilon_at_order, rdp_orders
+from dpft.rows import row_hash
 from dpft.verification import VerificationError, verify
 
 TRAIN = SampledGaussian(0.8838, 1024 / 67349, 197, "train")
@@ -448,7 +449,7 @@ def test_a_changed_row_is_caught_and_so_is_a_rewritten_chain(tmp_path):
     rows, previous = connection.execute("SELECT * FROM ledger ORDER BY number").fetchall(), ""
     with connection:
         for row in rows:  # a forger who knows how the chain is made
-            previous = _row_hash(previous, row[:-1])
+            previous = row_hash(previous, row[:-1])
             connection.execute("UPDATE ledger SET hash = ? WHERE number = ?", (previous, row[0]))
     connection.close()
     with pytest.raises(VerificationError, match="was rewritten"):

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.ledger import Budget, Ledger, LedgerError, _row_hash
+from dpft.ledger import Budget, Ledger, LedgerError
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
+from dpft.rows import row_hash
 
 PLAN = {
     "mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10},
@@ -231,7 +232,7 @@ def test_rewriting_one_row_with_its_own_hash_breaks_the_next(original, tmp_path,
     connection = sqlite3.connect(path)
     rows = connection.execute("SELECT * FROM ledger ORDER BY number").fetchall()
     changed = [*rows[row - 1][:-2], '{"batch":8}']
-    new_hash = _row_hash(rows[row - 2][-1] if row > 1 else "", tuple(changed))
+    new_hash = row_hash(rows[row - 2][-1] if row > 1 else "", tuple(changed))
     with connection:
         connection.execute("UPDATE ledger SET content = ?, hash = ? WHERE number = ?", (changed[-1], new_hash, row))
     connection.close()
@@ -306,7 +307,7 @@ def test_a_locked_ledger_says_so(tmp_path):
 def test_a_transaction_excludes_other_writers_from_its_start(tmp_path):
     path = filled(tmp_path / "l.db")
     with Ledger(path) as one, Ledger(path, timeout=0.1) as two:
-        with one._writing(), pytest.raises(LedgerError, match="locked"):
+        with one.chain.file.writing(), pytest.raises(LedgerError, match="locked"):
             two.spend("a", "train", 5, "x")
         assert two.spend("a", "train", 5, "x")
 
@@ -314,8 +315,8 @@ def test_a_transaction_excludes_other_writers_from_its_start(tmp_path):
 def test_a_full_disk_loses_nothing(tmp_path):
     path = filled(tmp_path / "l.db")
     with Ledger(path) as ledger:
-        pages = ledger._connection.execute("PRAGMA page_count").fetchone()[0]
-        ledger._connection.execute(f"PRAGMA max_page_count = {pages}")
+        pages = ledger.chain.file.connection.execute("PRAGMA page_count").fetchone()[0]
+        ledger.chain.file.connection.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(LedgerError, match="full; nothing was recorded"):
             for t in range(1000):
                 ledger.spend("a", "train", t, f"long digest {t}" * 20)
@@ -350,7 +351,7 @@ def test_kill_does_not_unspend(tmp_path):
         child.wait()
         released = int(rest[-1]) if rest else first
         with Ledger(path) as ledger:
-            rows = {step for step, in ledger._query("SELECT step FROM ledger WHERE kind = 'spend'")}
+            rows = {step for step, in ledger.chain.file.query("SELECT step FROM ledger WHERE kind = 'spend'")}
             assert set(range(first, released + 1)) <= rows
             assert steps(ledger.spent("a"))["train"] == len(rows)
 
@@ -591,7 +592,7 @@ def test_seals_and_heads(tmp_path):
         ledger.seal("a", "digest of a statement")
         assert ledger.sealed("a") and ledger.sealed("a", "digest of a statement") and not ledger.sealed("a", "x") and not ledger.sealed("b")
         assert ledger.knows(before) and ledger.knows(ledger.head) and ledger.head != before and not ledger.knows("x")
-        assert len(ledger._query("SELECT 1 FROM ledger WHERE kind = 'seal'")) == 1
+        assert len(ledger.chain.file.query("SELECT 1 FROM ledger WHERE kind = 'seal'")) == 1
         with pytest.raises(LedgerError, match="not in the ledger"):
             ledger.seal("z", "x")
 
@@ -604,7 +605,7 @@ def test_a_copy_is_the_whole_ledger_but_for_its_key(tmp_path, in_memory):
         ledger.copy(tmp_path / "copy.db")
         ledger.copy(tmp_path / "copy.db")  # replaces
         head = ledger.head
-        key, = ledger._query("SELECT key FROM secret")[0]
+        key, = ledger.chain.file.query("SELECT key FROM secret")[0]
     assert key not in (tmp_path / "copy.db").read_bytes()
     with Ledger(tmp_path / "copy.db", read_only=True) as copy:
         assert copy.head == head and steps(copy.spent("a")) == {"train": 1}
@@ -754,8 +755,8 @@ def test_what_is_published_shows_the_runs_own_rows_and_nothing_else(tmp_path):
         ledger.spend("second", "train", 0, ledger.mac("again"))
         ledger.finish("second")
         ledger.seal("second", "an older statement")
-        macs = [digest for digest, in ledger._query("SELECT digest FROM ledger WHERE kind = 'spend'")] + [ledger.mac("d")]
-        key, = ledger._query("SELECT key FROM secret")[0]
+        macs = [digest for digest, in ledger.chain.file.query("SELECT digest FROM ledger WHERE kind = 'spend'")] + [ledger.mac("d")]
+        key, = ledger.chain.file.query("SELECT key FROM secret")[0]
         content = published(ledger, tmp_path / "p.db", ["second"], "the seal")
         head = ledger.publish(tmp_path / "p.db", ["second"], "the seal")
         assert ledger.knows(head) and content == (tmp_path / "p.db").read_bytes()
@@ -765,9 +766,9 @@ def test_what_is_published_shows_the_runs_own_rows_and_nothing_else(tmp_path):
     with Ledger(tmp_path / "p.db", read_only=True) as copy:
         assert copy.runs() == ["second"] and copy.finished("second") and copy.sealed("second", "the seal") and copy.knows(head)
         assert copy.spent() == [SampledGaussian(1.0, 0.01, 3, "train"), SampledGaussian(1 / math.sqrt(2), 0.01, 1, "train")]
-        assert {digest for digest, in copy._query("SELECT digest FROM ledger WHERE kind = 'spend'")} == {"1", "2"}
+        assert {digest for digest, in copy.chain.file.query("SELECT digest FROM ledger WHERE kind = 'spend'")} == {"1", "2"}
         assert "data" not in copy.plan("second") and copy.plan("second")["method"] == "Method of second"
-        numbers = [n for n, in copy._query("SELECT number FROM ledger ORDER BY number")]
+        numbers = [n for n, in copy.chain.file.query("SELECT number FROM ledger ORDER BY number")]
         assert numbers == list(range(1, len(numbers) + 1))
 
 

@@ -483,7 +483,7 @@ def test_the_ledger_has_one_row_for_each_step_and_all_know_what_was_spent(two, t
     (first, finished, one), (second, refused, other) = two(recorded, path=tmp_path / "book")
     assert first == second == 4 and one == other and finished is True and "only the first process" in refused
     with Ledger(tmp_path / "book") as ledger:
-        rows = ledger._query("SELECT kind, step FROM ledger ORDER BY number")
+        rows = ledger.chain.file.query("SELECT kind, step FROM ledger ORDER BY number")
     assert rows == [("begin", 0), *[("spend", t) for t in range(4)], ("finish", 0)]
 
 
@@ -525,7 +525,7 @@ def locked(path):
     e = engine(ledger=book)
     for step in e:
         if step.t == 1 and dist.get_rank() == 0:
-            with Ledger(path)._writing():
+            with Ledger(path).chain.file.writing():
                 added(step).privatize()
         added(step).privatize()
         step.done()
@@ -740,8 +740,8 @@ def test_models_that_exchange_gradients_themselves_are_refused():
 def test_a_process_that_is_told_to_stop_says_so_and_undoes_what_is_half_done(capsys):
     with Ledger() as ledger:
         ledger.begin("run", {"mechanisms": []})
-        with pytest.raises(SystemExit) as caught, ledger._writing():
-            ledger._append("finish", "run")
+        with pytest.raises(SystemExit) as caught, ledger.chain.file.writing():
+            ledger.chain.append("finish", "run")
             told_to_stop(15, None)
         assert not ledger.finished("run")
     assert caught.value.code == 143

@@ -398,10 +398,10 @@ def test_equal_settings_are_run_with_randomness_of_their_own(digits):
 def test_selection_draws_its_settings_uniformly_and_composition_tries_each_once(digits):
     choices = {"learning_rate": [0.1, 0.2, 0.3, 0.4], "clip": [1.0, 2.0]}
     found = tuning.Search("mlp", digits, BiTFiT(), choices, lambda model: 0.0, 400, "selection", {}, 7)
-    order = found.order(Charge("selection", 400, 1.0, TrialLaw("poisson", 400.0)))
+    order = tuning.trial_order(found, Charge("selection", 400, 1.0, TrialLaw("poisson", 400.0)))
     assert 300 < len(order) < 500 and stats.chisquare(np.bincount(order, minlength=8)).pvalue > 1e-6  # 400 expected, deviation 20
-    assert sorted(found.order(Charge("composition", 8, 1.0, None))) == list(range(8))
-    assert len(set(found.order(Charge("composition", 3, 1.0, None)))) == 3
+    assert sorted(tuning.trial_order(found, Charge("composition", 8, 1.0, None))) == list(range(8))
+    assert len(set(tuning.trial_order(found, Charge("composition", 3, 1.0, None)))) == 3
 
 
 def test_a_function_may_propose_in_the_light_of_earlier_trials(digits):
