@@ -144,14 +144,22 @@ class Signals:
     # "unbiased", "biased", "private", and "true" if it was given
     vectors: dict[str, Vector]
 
-    def pieces(self, kind: str, layer: Partition) -> list[Tensor]:
+    def pieces(
+        self,
+        kind: str,         # of signal, a key of `vectors`
+        layer: Partition,  # whose part is wanted
+    ) -> list[Tensor]:     # of the shapes of the layer's parameters
         "A layer's part of a signal; a parameter that does not train has none."
         own = {id(parameter) for parameter in layer.parameters}
         return [self.vectors[kind][name] for name, parameter in self.parameters.items()
                 if id(parameter) in own]
 
-    def strength(self, kind: str, layers: Sequence[Partition]) -> Tensor:
-        "(M,) length of a signal in each of M layers."
+    def strength(
+        self,
+        kind: str,                    # of signal, a key of `vectors`
+        layers: Sequence[Partition],  # M of them
+    ) -> Tensor:
+        "(M,) length of a signal in each layer."
         return torch.stack([length(self.pieces(kind, layer)).cpu() for layer in layers])
 
     def angle(
@@ -169,8 +177,12 @@ class Signals:
                    f"{layer.name}, {first} to {second} signal").cpu()
              for layer in layers])
 
-    def angles(self, layers: Sequence[Partition] | None = None) -> Angles:
-        "Strength and angles of M layers, or of everything that trains, as one."
+    def angles(
+        self,
+        # M sets of parameters; None: everything that trains, as one
+        layers: Sequence[Partition] | None = None,
+    ) -> Angles:
+        "Strength and angles of each layer, against the true signal if it is there."
         whole = [Partition("all", tuple(self.parameters.values()))]
         return angles_in(self, whole if layers is None else list(layers))
 
