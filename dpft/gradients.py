@@ -4,21 +4,22 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL',
-           'SPARE', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS',
+           'SPARE', 'Own', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS',
            'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'buffers_kept', 'changed', 'version', 'refuse_lost',
            'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
-           'sum_depth', 'token_products', 'product_depth', 'added', 'Contribution', 'Dense', 'Outer', 'Rows',
-           'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight',
+           'sum_depth', 'token_products', 'product_depth', 'added', 'Contribution', 'Dense', 'summed_products', 'Outer',
+           'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight',
            'transposed_weight', 'last_bias', 'unfolded', 'convolution_weight', 'channel_bias', 'embedding_weight',
            'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
-           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'OneParameter', 'masked_squares',
-           'measured', 'measured_again', 'doubled_floats', 'Gradients', 'NormBounds', 'NotByExample', 'Collected',
-           'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'Recorder', 'leaves_of', 'OutsideTheModel',
-           'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nothing_hidden',
-           'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded',
-           'Coupling', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'taps_see', 'mapped_gradients',
-           'mapping_works', 'record', 'can_skip', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum',
-           'clipped_sum', 'reuse_memory']
+           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'OneParameter', 'product_squares',
+           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'NormBounds',
+           'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
+           'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
+           'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
+           'accelerators', 'forked', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
+           'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length',
+           'looked_at', 'check_uncoupled', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
+           'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -116,6 +117,7 @@ def version(values: Tensor) -> int:
     "How often a tensor was changed in place; -1 where that is not counted."
     return -1 if values.is_inference() else values._version
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-refuse-lost
 def refuse_lost(names: Sequence[str]) -> None:
     "RuntimeError that names buffers which could not be put back."
     if names:
@@ -136,6 +138,7 @@ def per_example_losses(model: nn.Module, loss_fn: LossFunction, batch: Batch) ->
                          "one loss per example, for instance with reduction='none'")
     return losses
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-check-kinds
 def check_kinds(model: nn.Module) -> None:
     "ValueError that names a parameter which has no per-example gradient here."
     for name, module in model.named_modules():
@@ -178,6 +181,7 @@ def per_example_gradients(
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(values) for name, values in columns}
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
 def _single_gradient(model: nn.Module, loss_fn: LossFunction, row: Batch,
                      parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     "Gradient of the loss of one example; zeros for parameters that it does not use."
@@ -203,6 +207,7 @@ def by_example(values: Tensor) -> Tensor:
     "(B, *shape) as (B, numbers), a scalar's shape () too."
     return values.flatten(1) if values.ndim > 1 else values[:, None]
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-row-sums
 def row_sums(
     values: Tensor,  # (B, *shape)
 ) -> Tensor:         # (B,)
@@ -214,6 +219,7 @@ def row_sums(
         values = torch.cat([sums, values[:, whole:]], 1) if whole < count else sums
     return values.sum(1)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-sum-depth
 def sum_depth(count: int) -> int:
     "The most roundings that one number goes through in `row_sums` of at most so many."
     levels = 0
@@ -234,6 +240,7 @@ def token_products(
         total.baddbmm_(left[..., part], right[..., part].mT)
     return total
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-product-depth
 def product_depth(width: int) -> int:
     "The most roundings of one product in `token_products`."
     return min(width, SPLIT) + -(-width // SPLIT)
@@ -312,6 +319,16 @@ class Dense(Contribution):
     def size(self) -> int:
         return len(self.values)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-outer-products
+def summed_products(
+    left: Tensor,   # (B, G, T, p)
+    right: Tensor,  # (B, G, T, d)
+) -> Tensor:        # (G p, d)
+    "The outer products of all tokens of all examples: one matrix product for a group."
+    products = [one.flatten(0, 1).mT @ other.flatten(0, 1)   # (p, B T) (B T, d)
+                for one, other in zip(left.unbind(1), right.unbind(1), strict=True)]
+    return torch.cat(products) if len(products) > 1 else products[0]
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outer
 @dataclass
 class Outer(Contribution):
@@ -330,10 +347,7 @@ class Outer(Contribution):
         scale = factors[:, None, None, None]
         small = left.numel() <= right.numel()
         left, right = (left * scale, right) if small else (left, right * scale)
-        products = [one.flatten(0, 1).mT @ other.flatten(0, 1)   # (p, B T) (B T, d)
-                    for one, other in zip(left.unbind(1), right.unbind(1), strict=True)]
-        total = torch.cat(products) if len(products) > 1 else products[0]
-        return total.reshape(self.shape)
+        return summed_products(left, right).reshape(self.shape)
 
     def inner(self, other: Contribution) -> Tensor:
         if not isinstance(other, Outer):
@@ -420,6 +434,7 @@ def distinct(use: Rows) -> Rows:
     sums = same.to(full(use.right)) @ full(use.right)
     return Rows(use.index, sums * first[..., None], use.shape)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-only-rows
 def only_rows(uses: Sequence[Contribution]) -> Rows | None:
     "The look-ups of a table as one, or None if it is also used otherwise."
     rows = [use for use in uses if isinstance(use, Rows)]
@@ -436,6 +451,7 @@ class Rule:
     weight: Callable[[Any, Tensor, Tensor], Contribution]  # (layer, output gradient, input)
     bias: Callable[[Any, Tensor], Contribution]            # (layer, output gradient)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-matrix
 def matrix(
     left: Tensor,       # (B, G, T, p)
     right: Tensor,      # (B, G, T, d)
@@ -447,6 +463,7 @@ def matrix(
     outer = Outer(left, right, shape)
     return Dense(outer.dense()) if p * d <= tokens * (p + d) else outer
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-sum-between
 def sum_between(
     values: Tensor,  # (B, ..., *kept)
     kept: int = 1,   # number of trailing dimensions to keep
@@ -496,6 +513,7 @@ def unfolded(
     patches = patches.permute(0, 1, *positions, 2, *range(3 + space, 3 + 2 * space))
     return patches.flatten(2 + space).flatten(2, 1 + space)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-weight
 def convolution_weight(module: Convolution, gradient: Tensor, inputs: Tensor) -> Contribution:
     "A convolution is a linear layer on patches, for each group of channels."
     left = gradient.flatten(2).unflatten(1, (module.groups, -1)).mT              # (B, G, T, p)
@@ -529,6 +547,7 @@ def rms_norm_weight(module: nn.RMSNorm, gradient: Tensor, inputs: Tensor) -> Con
     normal = F.rms_norm(full(inputs), module.normalized_shape, eps=module.eps)
     return Dense(sum_between(full(gradient) * normal, len(module.normalized_shape)))
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-group-norm-weight
 def group_norm_weight(module: nn.GroupNorm, gradient: Tensor, inputs: Tensor) -> Contribution:
     "As layer normalisation, over groups of channels and all positions."
     normal = F.group_norm(full(inputs), module.num_groups, eps=module.eps)
@@ -619,6 +638,7 @@ class Partition:
         "Number of entries |P|."
         return sum(parameter.numel() for parameter in self.parameters)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-block
 @dataclass(frozen=True, eq=False)
 class Block:
     "Parameters, or entries of them, under a bound and a noise scale of their own; blocks never share an entry."
@@ -644,6 +664,7 @@ def gamma(
     share = depth * torch.finfo(dtype).eps / 2
     return SPARE * share / (1 - share) if share < 0.5 else math.inf
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-plain-arithmetic
 @contextmanager
 def plain_arithmetic(
     device: str,  # type of the device
@@ -706,19 +727,9 @@ class OneParameter:
         "(B,)"
         return self.like.new_zeros(self.size)
 
-    def lengths(self, uses: Sequence[Contribution] | None = None) -> Tensor:
+    def lengths(self) -> Tensor:
         "(B,) L of @lem-rounding."
-        chosen = self.uses if uses is None else uses
-        return sum((use.length() for use in chosen[1:]), chosen[0].length())
-
-    def products(self, uses: Sequence[Contribution] | None = None) -> Tensor:
-        "(B,) squared norms, by the inner products of all pairs of uses; @lem-ghost."
-        total, uses = None, self.uses if uses is None else uses
-        for i, use in enumerate(uses):
-            for other in uses[i:]:
-                one = use.inner(other) * (1 if other is use else 2)
-                total = one if total is None else total + one
-        return self.zeros() if total is None else total
+        return sum((use.length() for use in self.uses[1:]), self.uses[0].length())
 
     def chunks(self, cached: bool = False) -> Iterator[tuple[slice, Tensor]]:
         "Slices of the examples with their gradients; cached, in memory used again."
@@ -739,16 +750,34 @@ class OneParameter:
         return torch.cat([reduce(rows) for _, rows in self.chunks(cached)])
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-measure
+def product_squares(one: OneParameter, uses: Sequence[Contribution]) -> Tensor:
+    "(B,) squared norms, by the inner products of all pairs of uses; @lem-ghost."
+    total = None
+    for i, use in enumerate(uses):
+        for other in uses[i:]:
+            pair = use.inner(other) * (1 if other is use else 2)
+            total = pair if total is None else total + pair
+    return one.zeros() if total is None else total
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-masked-squares
 def masked_squares(one: OneParameter, mask: Tensor) -> Tensor:
     "(B,) squared norms of the entries under a mask, materialised."
     if (rows := only_rows(one.uses)) is not None:
         return row_sums((rows.right * mask[rows.index]).square())
     return one.reduced(lambda rows: row_sums((rows * mask).square()))
 
+def squares_of(one: OneParameter, mask: Tensor | None = None) -> Tensor:
+    "(B,) squared norms of one parameter's gradients, by the cheaper way."
+    return product_squares(one, one.uses) if mask is None else masked_squares(one, mask)
+
+def absolutes_of(one: OneParameter, mask: Tensor | None = None) -> Tensor:
+    "(B,) 1-norms of one parameter's gradients, materialised."
+    return one.reduced(lambda rows: row_sums((rows if mask is None else rows * mask).abs()))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-measure-once
 def measured(one: OneParameter, mask: Tensor | None = None) -> Measured:
     "Of one parameter, by inner products if there is no mask."
-    zeros = one.zeros()
-    value = one.products() if mask is None else masked_squares(one, mask)
+    zeros, value = one.zeros(), squares_of(one, mask)
     if one.as_measured:
         return Measured(value, zeros, zeros, zeros)
     square, dtype = one.lengths().square(), one.like.dtype
@@ -756,6 +785,12 @@ def measured(one: OneParameter, mask: Tensor | None = None) -> Measured:
     gap = gamma(one.depth, dtype) * square if mask is None else zeros
     return Measured(value, gap, release**2 * square, square)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-measure-again
+def doubled_floats(values: Tensor) -> Tensor:
+    "In double precision; numbers of rows stay what they are."
+    return values.double() if values.is_floating_point() else values
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-measured-again
 def measured_again(
     one: OneParameter,
     rows: Tensor,                 # (n,) which examples
@@ -768,144 +803,21 @@ def measured_again(
     square, dtype = some.lengths().square(), one.like.dtype
     release = gamma(one.terms, dtype) ** 2 * square
     if {*map(type, some.uses)} <= {Dense, Outer, Rows} and one.like.device.type != "mps":
-        value = some.products([use.map(doubled_floats) for use in some.uses])
+        value = product_squares(some, [use.map(doubled_floats) for use in some.uses])
         gap = gamma(one.depth, torch.float64) * square.double()
         return Measured(value.to(dtype), gap.to(dtype), release, square)
     value = some.reduced(lambda rows: row_sums(rows.square()))
     return Measured(value, some.zeros(), 4 * release, square)
 
-def doubled_floats(values: Tensor) -> Tensor:
-    "In double precision; numbers of rows stay what they are."
-    return values.double() if values.is_floating_point() else values
-
-# %% ../nbs/1_start/04_gradients.ipynb #gradients-class
-class Gradients:
-    "The per-example gradients of one batch, not materialised: norms and sums of them."
-
-    def __init__(
-        self,
-        losses: Tensor,                       # (B,) detached
-        parameters: dict[str, nn.Parameter],  # what trains
-        uses: dict[nn.Parameter, list[Contribution]],
-        size: int,                            # number of units: examples, or groups
-    ):
-        self.losses, self.parameters, self.size = losses, parameters, size
-        self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.uses = {name: uses.get(own, []) for name, own in parameters.items()}
-
-    def one(self, name: str) -> OneParameter:
-        "The gradients of one parameter."
-        return OneParameter(self.parameters[name], self.uses[name], self.size)
-
-    def square_norms(
-        self,
-        name: str,
-        mask: Tensor | None = None,  # of the parameter's shape: which entries count
-    ) -> Tensor:                     # (B,)
-        "Squared 2-norm of each example's gradient of one parameter, unraised; @lem-ghost."
-        with plain_arithmetic(self.losses.device.type):
-            one = self.one(name)
-            value = one.products() if mask is None else masked_squares(one, mask)
-            return value.clamp(min=0)                                # rounding may leave -1e-12
-
-    def absolute_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
-        "(B,) 1-norm of each example's gradient of one parameter, materialised in chunks."
-        def norms(rows: Tensor) -> Tensor:
-            return row_sums((rows if mask is None else rows * mask).abs())
-        return self.one(name).reduced(norms)
-
-    def norms(
-        self,
-        order: int = 2,                                         # 1 or 2
-        partitions: Sequence[Partition | Block] | None = None,  # None: all as one
-    ) -> Tensor:                                                # (B,) or (B, M)
-        "Norms, whole or of each part; of order 2 never too small, by @lem-rounding."
-        if order not in (1, 2):
-            raise ValueError(f"order={order}: per-example norms are of order 1 or 2")
-        parts = [Block([*self.parameters.values()])] if partitions is None else partitions
-        with plain_arithmetic(self.losses.device.type):
-            if order == 1:
-                zeros = self.losses.new_zeros(self.size)
-                columns = [sum((self.absolute_norms(*each) for each in self.named(part)), zeros)
-                           for part in parts]
-                table = torch.stack(columns, 1)
-            else:
-                bounds = NormBounds(self, parts)
-                if bool(bounds.doubts.any()):
-                    bounds.settle()
-                table = bounds.table()
-        return table[:, 0] if partitions is None else table
-
-    def named(self, part: Partition | Block) -> list[tuple[str, Tensor | None]]:
-        "Names and masks of those parameters of a part that train."
-        return [(self.names[id(p)], mask) for p, mask in members(part)
-                if id(p) in self.names]
-
-    def weighted_sum(
-        self,
-        factors: Tensor | dict[str, Tensor],  # (B,), or one for each parameter wanted
-        absolute: bool = False,               # sum the entries' absolute values instead
-    ) -> dict[str, Tensor]:                   # name -> the parameter's shape
-        "Sum of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
-        each = factors if isinstance(factors, dict) else dict.fromkeys(self.parameters, factors)
-        some = torch.cat([*{id(factor): factor for factor in each.values()}.values()])
-        silent = bool((some == 0).any())
-        with plain_arithmetic(self.losses.device.type):
-            if absolute:
-                return {name: self._absolute_sum(name, factor) for name, factor in each.items()}
-            return {name: self._sum(name, factor, silent) for name, factor in each.items()}
-
-    def clipped_sum(
-        self,
-        blocks: Sequence[Block],  # disjoint; what is in none of them gets a zero sum
-        style: str = "flat",      # "flat" or "automatic"
-        last: bool = False,       # forget gradients once they are summed
-    ) -> tuple[dict[str, Tensor], Tensor]:  # name -> sum; (B, K) norms before clipping
-        "Sum of the gradients, each bounded in every block; 0 for one not finite anywhere."
-        with plain_arithmetic(self.losses.device.type):
-            norms, factors, silent = NormBounds(self, blocks).factors(style)
-            shares: dict[str, list] = {name: [] for name in self.parameters}
-            for block, factor in zip(blocks, factors.unbind(1), strict=True):
-                for name, mask in self.named(block):
-                    shares[name].append((factor, silent, mask))
-            sums = {}
-            for name, found in shares.items():
-                like = full(self.parameters[name].detach())
-                parts = (self._sum(name, *share) for share in found)
-                sums[name] = added(parts, partial(torch.zeros_like, like))
-                if last:
-                    self.uses[name] = []
-        return sums, norms
-
-    def _sum(self, name: str, factors: Tensor, silent: bool, mask: Tensor | None = None) -> Tensor:
-        one = self.one(name)
-        factors = factors.to(one.like)
-        kept = partial(self._without, factors=factors) if silent else lambda rows: rows
-        parts = (use.map(kept).weighted(factors) for use in one.uses)
-        total = added(parts, lambda: torch.zeros_like(one.like))
-        return total if mask is None else total * mask
-
-    def _absolute_sum(self, name: str, factors: Tensor) -> Tensor:
-        one = self.one(name)
-        factors = factors.to(one.like)
-        parts = (torch.tensordot(factors[part], self._without(rows, factors[part]).abs(), dims=1)
-                 for part, rows in one.chunks())
-        return added(parts, lambda: torch.zeros_like(one.like))
-
-    @staticmethod
-    def _without(rows: Tensor, factors: Tensor) -> Tensor:
-        "The rows, with those of factor 0 set to 0: 0 times infinity is not 0."
-        return rows.masked_fill((factors == 0).view(-1, *(1,) * (rows.ndim - 1)), 0)
-
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-bounds
+Own = list[tuple[OneParameter, Tensor | None]]  # what trains in a part, each with its mask
+
 class NormBounds:
     "Norms of each example's gradient in each of several parts, never too small."
 
-    def __init__(self, taken: Gradients, parts: Sequence[Partition | Block]):
-        self.parts, self.zeros = parts, full(taken.losses).new_zeros(taken.size)
-        self.own = [[(taken.one(name), mask) for name, mask in taken.named(part)] for part in parts]
-        nothing = Measured(*[self.zeros] * 4)
-        self.found = [sum((measured(*each) for each in own), nothing) for own in self.own]
+    def __init__(self, own: Sequence[Own], zeros: Tensor):
+        self.own, nothing = own, Measured(*[zeros] * 4)
+        self.found = [sum((measured(*each) for each in part), nothing) for part in own]
         self.doubts = torch.stack([each.doubtful() for each in self.found])
 
     def table(self) -> Tensor:
@@ -924,25 +836,186 @@ class NormBounds:
                 for name, values in vars(found).items():
                     setattr(found, name, values.index_copy(0, rows, vars(better)[name].to(values)))
 
-    def factors(self, style: str) -> tuple[Tensor, Tensor, bool]:
+    def factors(self, clips: Sequence[float], style: str) -> tuple[Tensor, Tensor, bool]:
         "(B, K) norms, their factors, and whether any is 0; the device is asked once."
-        norms, factors = self._clipped(style)
+        norms, factors = self._clipped(clips, style)
         again, silent = torch.stack([self.doubts.any(), (factors == 0).any()]).tolist()
         if again:
             self.settle()
-            norms, factors = self._clipped(style)
+            norms, factors = self._clipped(clips, style)
         return norms, factors, again or silent
 
-    def _clipped(self, style: str) -> tuple[Tensor, Tensor]:
+    def _clipped(self, clips: Sequence[float], style: str) -> tuple[Tensor, Tensor]:
         norms = self.table()
-        clips = torch.tensor([part.clip for part in self.parts if isinstance(part, Block)], dtype=norms.dtype)
         finite = norms.isfinite().all(1, keepdim=True)
-        return norms, clip_factor(norms, clips, style) * finite
+        return norms, clip_factor(norms, torch.tensor(clips, dtype=norms.dtype), style) * finite
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-silenced
+def silenced(rows: Tensor, factors: Tensor) -> Tensor:
+    "The rows, with those of factor 0 set to 0: 0 times infinity is not 0."
+    return rows.masked_fill((factors == 0).view(-1, *(1,) * (rows.ndim - 1)), 0)
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-sums-of
+def sum_of(
+    one: OneParameter,
+    factors: Tensor,             # (B,)
+    silent: bool,                # whether some factor is 0
+    mask: Tensor | None = None,  # of the parameter's shape: which entries are wanted
+) -> Tensor:                     # of the parameter's shape
+    "Sum of factor times gradient, of one parameter."
+    factors = factors.to(one.like)
+    kept = partial(silenced, factors=factors) if silent else lambda rows: rows
+    parts = (use.map(kept).weighted(factors) for use in one.uses)
+    total = added(parts, lambda: torch.zeros_like(one.like))
+    return total if mask is None else total * mask
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-absolute-sum-of
+def absolute_sum_of(one: OneParameter, factors: Tensor) -> Tensor:
+    "Sum of factor times the absolute values of the gradient, of one parameter."
+    factors = factors.to(one.like)
+    parts = (torch.tensordot(factors[part], silenced(rows, factors[part]).abs(), dims=1)
+             for part, rows in one.chunks())
+    return added(parts, lambda: torch.zeros_like(one.like))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-kept
+class Kept:
+    "What a pass has kept: the uses of each parameter that trains."
+
+    def __init__(self, parameters: dict[str, nn.Parameter],
+                 uses: dict[nn.Parameter, list[Contribution]], size: int):
+        self.parameters, self.size = parameters, size
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.uses = {name: uses.get(own, []) for name, own in parameters.items()}
+
+    def one(self, name: str) -> OneParameter:
+        "The gradients of one parameter."
+        return OneParameter(self.parameters[name], self.uses[name], self.size)
+
+    def named(self, part: Partition | Block) -> list[tuple[str, Tensor | None]]:
+        "Names and masks of those parameters of a part that train."
+        return [(self.names[id(p)], mask) for p, mask in members(part)
+                if id(p) in self.names]
+
+    def owned(self, part: Partition | Block) -> Own:
+        "The gradients of these parameters, each with its mask."
+        return [(self.one(name), mask) for name, mask in self.named(part)]
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-part-norms
+def part_norms(
+    own: Sequence[Own],  # M parts
+    order: int,          # 1 or 2
+    zeros: Tensor,       # (B,)
+) -> Tensor:             # (B, M)
+    "Norms of each part; of order 2 never too small, by @lem-rounding."
+    if order not in (1, 2):
+        raise ValueError(f"order={order}: per-example norms are of order 1 or 2")
+    if order == 1:
+        columns = [sum((absolutes_of(*each) for each in part), zeros) for part in own]
+        return torch.stack(columns, 1)
+    bounds = NormBounds(own, full(zeros))
+    if bool(bounds.doubts.any()):
+        bounds.settle()
+    return bounds.table()
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-weighted-sums
+def weighted_sums(
+    kept: Kept,
+    each: dict[str, Tensor],  # (B,) factors for each parameter wanted
+    absolute: bool,           # of |g| instead of g
+) -> dict[str, Tensor]:       # name -> the parameter's shape
+    "Sums of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
+    if absolute:
+        return {name: absolute_sum_of(kept.one(name), factors) for name, factors in each.items()}
+    some = torch.cat([*{id(factors): factors for factors in each.values()}.values()])
+    silent = bool((some == 0).any())
+    return {name: sum_of(kept.one(name), factors, silent) for name, factors in each.items()}
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-block-sums
+def block_sums(
+    kept: Kept,
+    blocks: Sequence[Block],  # K
+    factors: Tensor,          # (B, K)
+    silent: bool,             # whether some factor is 0
+    last: bool,               # forget gradients once they are summed
+) -> dict[str, Tensor]:       # name -> sum, zero for what is in no block
+    "Each parameter's sum over the blocks that hold entries of it."
+    shares: dict[str, list] = {name: [] for name in kept.parameters}
+    for block, factor in zip(blocks, factors.unbind(1), strict=True):
+        for name, mask in kept.named(block):
+            shares[name].append((factor, silent, mask))
+    sums = {}
+    for name, found in shares.items():
+        like = full(kept.parameters[name].detach())
+        parts = (sum_of(kept.one(name), *share) for share in found)
+        sums[name] = added(parts, partial(torch.zeros_like, like))
+        if last:
+            kept.uses[name] = []
+    return sums
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-class
+class Gradients:
+    "The per-example gradients of one batch, not materialised: norms and sums of them."
+
+    def __init__(
+        self,
+        losses: Tensor,                       # (B,) detached
+        parameters: dict[str, nn.Parameter],  # what trains
+        uses: dict[nn.Parameter, list[Contribution]],
+        size: int,                            # number of units: examples, or groups
+    ):
+        self.losses, self.parameters, self.size = losses, parameters, size
+        self.kept = kept = Kept(parameters, uses, size)
+        self.names, self.uses = kept.names, kept.uses
+
+    def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
+        "(B,) squared 2-norms of one parameter's, or of entries of it; unraised, @lem-ghost."
+        with plain_arithmetic(self.losses.device.type):
+            return squares_of(self.kept.one(name), mask).clamp(min=0)  # rounding may leave -1e-12
+
+    def absolute_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
+        "(B,) 1-norms of one parameter's gradients, materialised in chunks."
+        return absolutes_of(self.kept.one(name), mask)
+
+    def norms(
+        self,
+        order: int = 2,                                         # 1 or 2
+        partitions: Sequence[Partition | Block] | None = None,  # None: all as one
+    ) -> Tensor:                                                # (B,) or (B, M)
+        "Norms, whole or of each part; of order 2 never too small, by @lem-rounding."
+        parts = [Block([*self.parameters.values()])] if partitions is None else partitions
+        with plain_arithmetic(self.losses.device.type):
+            zeros = self.losses.new_zeros(self.size)
+            table = part_norms([*map(self.kept.owned, parts)], order, zeros)
+        return table[:, 0] if partitions is None else table
+
+    def weighted_sum(
+        self,
+        factors: Tensor | dict[str, Tensor],  # (B,), or one for each parameter wanted
+        absolute: bool = False,               # sum the entries' absolute values instead
+    ) -> dict[str, Tensor]:                   # name -> the parameter's shape
+        "Sum of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
+        each = factors if isinstance(factors, dict) else dict.fromkeys(self.parameters, factors)
+        with plain_arithmetic(self.losses.device.type):
+            return weighted_sums(self.kept, each, absolute)
+
+    def clipped_sum(
+        self,
+        blocks: Sequence[Block],  # disjoint; what is in none of them gets a zero sum
+        style: str = "flat",      # "flat" or "automatic"
+        last: bool = False,       # forget gradients once they are summed
+    ) -> tuple[dict[str, Tensor], Tensor]:  # name -> sum; (B, K) norms before clipping
+        "Sum of the gradients, each bounded in every block; 0 for one not finite anywhere."
+        with plain_arithmetic(self.losses.device.type):
+            zeros = full(self.losses).new_zeros(self.size)
+            norms, factors, silent = NormBounds(  # not kept: it holds what `last` forgets
+                [*map(self.kept.owned, blocks)], zeros).factors([b.clip for b in blocks], style)
+            return block_sums(self.kept, blocks, factors, silent, last), norms
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collector
 class NotByExample(RuntimeError):
     "A layer's output is not ordered by example."
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-collected
 class Collected:
     "What the taps of one pass have received: contributions, by parameter."
 
@@ -977,6 +1050,7 @@ def untraced(hook: Callable) -> Callable:
     "Keep `torch.compile` out of a hook, which is new in every pass."
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-tap-layer-code
 def tap_layer(
     collected: Collected,
     rule: Rule,
@@ -1027,10 +1101,42 @@ def tap_bare(
             collected.add(parameter, Dense(rows))
         module.__dict__[name] = Tap.apply(copies, collected.anchor(copies), receive)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-untap-bare
 def untap_bare(own: dict[str, nn.Parameter], module: nn.Module, *_: object) -> None:
     "The module's own parameters again."
     for name in own:
         module.__dict__.pop(name, None)
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-tap-hooks
+def tap_hooks(
+    collected: Collected,
+    trains: set[int],  # ids of the parameters that get a tap
+    module: nn.Module,
+) -> Iterator[RemovableHandle]:
+    "The hooks that a module needs for its own parameters."
+    named = module.named_parameters(recurse=False)
+    own = {name: p for name, p in named if id(p) in trains}
+    rule = rule_for(module)
+    if own and rule is not None:
+        hook = untraced(partial(tap_layer, collected, rule, own))
+        yield module.register_forward_hook(hook, with_kwargs=True)
+    elif own:
+        hook = untraced(partial(tap_bare, collected, own))
+        yield module.register_forward_pre_hook(hook, with_kwargs=True)
+        yield module.register_forward_hook(partial(untap_bare, own), always_call=True)
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-tapped
+@contextmanager
+def tapped(model: nn.Module, collected: Collected, trains: set[int]) -> Iterator[None]:
+    "Hooks on every layer that trains; autograd itself is told that nothing does."
+    with ExitStack() as stack:
+        for module in model.modules():
+            for handle in tap_hooks(collected, trains, module):
+                stack.callback(handle.remove)
+        for parameter in trainable(model).values():
+            stack.callback(parameter.requires_grad_, True)
+            parameter.requires_grad_(False)
+        yield
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-recorder
 class Recorder:
@@ -1051,7 +1157,7 @@ class Recorder:
     def run(self, loss_fn: LossFunction, batch: Batch, search: bool = False) -> Tensor:
         "The (B,) losses, detached; `search` also fills `leaves`."
         self.collected = Collected(batch_rows(batch), self.groups)
-        with self._tapped():                         # checkpointed layers run again inside
+        with tapped(self.model, self.collected, self.trains):  # checkpointed layers run again inside
             losses = per_example_losses(self.model, loss_fn, batch)
             anchors = [*self.collected.anchors.values()]
             if search:
@@ -1061,30 +1167,6 @@ class Recorder:
                 with torch.autocast(losses.device.type, enabled=False):
                     torch.autograd.grad(losses.sum(), anchors, allow_unused=True)
         return losses.detach()
-
-    @contextmanager
-    def _tapped(self) -> Iterator[None]:
-        "Hooks on every layer that trains; autograd itself is told that nothing does."
-        with ExitStack() as stack:
-            for module in self.model.modules():
-                for handle in self._hooks(module):
-                    stack.callback(handle.remove)
-            for parameter in trainable(self.model).values():
-                stack.callback(parameter.requires_grad_, True)
-                parameter.requires_grad_(False)
-            yield
-
-    def _hooks(self, module: nn.Module) -> Iterator[RemovableHandle]:
-        named = module.named_parameters(recurse=False)
-        own = {name: p for name, p in named if id(p) in self.trains}
-        rule = rule_for(module)
-        if own and rule is not None:
-            hook = untraced(partial(tap_layer, self.collected, rule, own))
-            yield module.register_forward_hook(hook, with_kwargs=True)
-        elif own:
-            hook = untraced(partial(tap_bare, self.collected, own))
-            yield module.register_forward_pre_hook(hook, with_kwargs=True)
-            yield module.register_forward_hook(partial(untap_bare, own), always_call=True)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves
 def leaves_of(losses: Tensor) -> list[Tensor]:
@@ -1113,6 +1195,7 @@ def refuse_leaves(loss_fn: LossFunction, leaves: Iterable[Tensor]) -> None:
             "gradient and is not a parameter of the model, so nothing would bound what an "
             "example does to it: make it a part of the model, or detach it")
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-name-in
 def name_in(loss_fn: LossFunction, leaf: Tensor) -> str | None:
     "What a function or a module calls a tensor that it uses."
     held = {"": loss_fn, "self": getattr(loss_fn, "__self__", None)}
@@ -1138,6 +1221,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for module, mode in modes.items():
             module.training = mode
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-only-training
 @contextmanager
 def only_training(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     "Only `parameters` require a gradient, and what did before does afterwards."
@@ -1157,6 +1241,7 @@ def accelerators(model: nn.Module) -> list[torch.device]:
     return sorted((device for device in devices if device.type not in ("cpu", "meta")
                    and hasattr(getattr(torch, device.type, None), "get_rng_state")), key=str)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-forked-code
 @contextmanager
 def forked(
     model: nn.Module,
@@ -1214,6 +1299,7 @@ class Still(TorchDispatchMode):
             return out
         return out.copy_(steady(name, out)) if not out.is_sparse else out
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-steady
 def steady(name: str, out: Tensor) -> Tensor:
     "What stands where random numbers would."
     if "randperm" in name:
@@ -1250,6 +1336,7 @@ def tolerance(values: Tensor) -> float:
     "Relative difference that rounding explains."
     return {torch.float64: 1e-7, torch.float32: 1e-3}.get(values.dtype, 0.05)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-refuse-change
 def refuse_change(
     losses: Tensor,  # (B,)
     other: Tensor,   # (B,) of the same examples
@@ -1290,6 +1377,7 @@ def same_losses_in_all_settings(
         for parts in repadded(batch, rows, recollate, longest):
             refuse_change(together, losses(*parts), "the length of its batch", PADDING)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-repadded
 def repadded(
     batch: Batch, rows: list[int], recollate: Recollate | None, longest: int,
 ) -> Iterator[list[Batch]]:
@@ -1346,6 +1434,7 @@ def padded_length(batch: Batch) -> int | None:
     found = [x.shape[1] for x in tensors(batch) if x.ndim == 2 and not x.is_floating_point()]
     return found[0] if found else None
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-looked-at
 def looked_at(batch: Batch, most: int = 3) -> list[int]:
     "Up to three examples, the shortest and the longest text among them."
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -1392,6 +1481,9 @@ def taps_see(
         batch, alone = select_rows(batch, torch.tensor(finite)), [alone[i] for i in finite]
         return _compare(model, loss_fn, batch, list(parameters), alone)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-compare
+PASS_FAILS = (RuntimeError, TypeError, IndexError, ValueError)  # what a pass with odd taps raises
+
 def _compare(model: nn.Module, loss_fn: LossFunction, batch: Batch,
              parameters: list[nn.Parameter], alone: list[list[Tensor]]) -> dict[nn.Parameter, bool]:
     "`taps_see`, by halves where a parameter stops the pass."
@@ -1411,12 +1503,11 @@ def _compare(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                  for part in (slice(half), slice(half, None)))
         return {p: sees for part in parts for p, sees in _compare(model, loss_fn, batch, *part).items()}
 
-PASS_FAILS = (RuntimeError, TypeError, IndexError, ValueError)  # what a pass with odd taps raises
-
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees
 def _norm(values: Tensor) -> float:
     return math.sqrt(row_sums(values[None].square()).item())
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees-code
 def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> bool:
     """Whether norms and a weighted sum of one parameter's gradients are the oracle's.
 
@@ -1442,6 +1533,7 @@ class _OneLoss(nn.Module):
     def forward(self, row: Batch) -> Tensor:
         return per_example_losses(self.model, self.loss_fn, row).sum()
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-mapped-gradients
 def mapped_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> dict[str, Tensor]:
     """What `per_example_gradients` returns, by `torch.func.vmap`.
 
@@ -1505,6 +1597,7 @@ def record(
     size = groups.units if groups else len(losses)
     return Gradients(losses, trainable(model), recorder.collected.uses, size)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
              skip: Sequence[nn.Parameter]) -> bool:
     "Whether a pass works without taps on these; some stop it with their neighbours' alone."

@@ -26,6 +26,7 @@ def length(pieces: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(
         (), dtype=torch.float64)
 
+# %% ../../nbs/2_methods/20_freezing_angles.ipynb #angles-direction-code
 def direction(pieces: Sequence[Tensor]) -> list[Tensor]:
     """The vector divided by its length.
 

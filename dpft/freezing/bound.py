@@ -25,6 +25,7 @@ def noise_energy(
     return dimension * (noise_multiplier * clip
                         / batch_size) ** 2 if noise_multiplier else 0.0
 
+# %% ../../nbs/2_methods/22_freezing_bound.ipynb #bound-largest-signal-energy
 def largest_signal_energy(
     clip: float,             # C
     batch_size: float,       # B, expected

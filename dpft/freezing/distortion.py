@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Weigh', 'each_batch', 'stream', 'true_gradient', 'everything', 'module_layers', 'Angles', 'Signals',
-           'signals', 'distortion_angles', 'FreezingEffect', 'freezing_effect', 'ClipGroups', 'StatusChanges',
-           'clip_groups', 'status_changes']
+           'angles_in', 'signals', 'distortion_angles', 'FreezingEffect', 'now_and_later', 'freezing_effect',
+           'ClipGroups', 'StatusChanges', 'clip_groups', 'status_changes']
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-imports
 import warnings
@@ -104,6 +104,7 @@ def everything(model: nn.Module) -> Partition:
     "All that trains, as one layer."
     return Partition("all", tuple(trainable(model).values()))
 
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-module-layers
 def module_layers(model: nn.Module) -> list[Partition]:
     """Each module that has trainable parameters of its own as a layer, tied ones where
     they come first."""
@@ -182,18 +183,22 @@ class Signals:
         layers: Sequence[Partition] | None = None,
     ) -> Angles:
         "Strength and angles of each layer, against the true signal if it is there."
-        layers = [Partition("all",
-                            tuple(self.parameters.values()))] if layers is None else list(layers)
-        if not layers:
-            raise ValueError(
-                "layers: there is none to measure; leave it out to measure everything "
-                "that trains as one")
-        reference = "true" if "true" in self.vectors else "unbiased"
-        return Angles(tuple(layer.name for layer in layers),
-                      self.strength("biased", layers),
-                      self.angle(reference, "biased", layers),
-                      self.angle("biased", "private", layers),
-                      self.angle(reference, "private", layers), reference)
+        whole = [Partition("all", tuple(self.parameters.values()))]
+        return angles_in(self, whole if layers is None else list(layers))
+
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-angles-in
+def angles_in(found: Signals, layers: Sequence[Partition]) -> Angles:
+    "Strength and angles of each layer, against the true signal if it is there."
+    if not layers:
+        raise ValueError(
+            "layers: there is none to measure; leave it out to measure everything "
+            "that trains as one")
+    reference = "true" if "true" in found.vectors else "unbiased"
+    return Angles(tuple(layer.name for layer in layers),
+                  found.strength("biased", layers),
+                  found.angle(reference, "biased", layers),
+                  found.angle("biased", "private", layers),
+                  found.angle(reference, "private", layers), reference)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-parts
 #| code-fold: true
@@ -209,6 +214,8 @@ def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: V
             "same parameters trainable, or more")
     return Signals(parameters, vectors if true is None else vectors | {"true": true})
 
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise
+#| code-fold: true
 def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vector:
     """Gaussian noise of each entry's standard deviation, from the generator's device to
     the parameter's."""
@@ -217,6 +224,8 @@ def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vecto
                                     generator=generator, device=device).to(value.device)
             for name, value in like.items()}
 
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-divisor
+#| code-fold: true
 def _divisor(batch_size: float | None, count: int) -> float:
     "What the sums are divided by; ValueError when that is unknown."
     if (size := count if batch_size is None else batch_size) > 0:
@@ -225,6 +234,8 @@ def _divisor(batch_size: float | None, count: int) -> float:
         f"batch_size={batch_size} with {count} examples: a mean needs a positive "
         "expected batch size; give batch_size")
 
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise-std
+#| code-fold: true
 def _noise_std(noise_multiplier: float, clip: float, size: float) -> float:
     "sigma C / B."
     if not 0 <= noise_multiplier < float("inf"):
@@ -232,6 +243,11 @@ def _noise_std(noise_multiplier: float, clip: float, size: float) -> float:
             f"noise_multiplier={noise_multiplier}: the noise must be finite and not "
             "negative")
     return noise_multiplier * clip / size if noise_multiplier else 0.0
+
+def _means(sums: dict[str, Vector], size: float) -> dict[str, Vector]:
+    "Each sum divided by the batch size."
+    return {kind: {name: value / size for name, value in total.items()}
+            for kind, total in sums.items()}
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-signals
 def signals(
@@ -259,8 +275,7 @@ def signals(
     sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh,
                          trainable(model), groups)
     size = _divisor(batch_size, len(norms))
-    means = {kind: {name: value / size for name, value in total.items()}
-             for kind, total in sums.items()}
+    means = _means(sums, size)
     noise = _noise(means["biased"], _noise_std(noise_multiplier, clip, size), generator)
     return _as_signals(trainable(model), means["unbiased"], means["biased"], noise,
                        true)
@@ -314,9 +329,9 @@ class FreezingEffect:
                          "before": self.before.record(), "after": self.after.record()}
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-kept
-def _rest_and_kept(model: nn.Module,
-                   kept: Sequence[Partition]) -> tuple[list[Partition],
-                   dict[str, nn.Parameter]]:
+def _rest_and_kept(
+    model: nn.Module, kept: Sequence[Partition],
+) -> tuple[list[Partition], dict[str, nn.Parameter]]:
     "What would freeze and what would stay, each as one part; the parameters that stay."
     chosen = {id(parameter) for layer in kept for parameter in layer.parameters}
     stays = {name: p for name, p in trainable(model).items() if id(p) in chosen}
@@ -326,6 +341,11 @@ def _rest_and_kept(model: nn.Module,
             "frozen layers require gradients")
     rest = tuple(p for p in trainable(model).values() if id(p) not in chosen)
     return [Partition("rest", rest), Partition("kept", tuple(stays.values()))], stays
+
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-now-and-later
+def now_and_later(norms: Tensor) -> tuple[Tensor, Tensor]:
+    "(N,) norms of all that trains now, and of what is kept; from those of rest and kept."
+    return torch.linalg.vector_norm(norms, dim=1), norms[:, 1]
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect
 def freezing_effect(
@@ -354,20 +374,18 @@ def freezing_effect(
     """
     parts, stays = _rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
-        return {"unbiased": torch.ones_like(norms[:, 0]),
-                "before": clip_factor(torch.linalg.vector_norm(norms, dim=1), clip,
-                                      style),
-                "after": clip_factor(norms[:, 1], clip, style)}
+        now, later = now_and_later(norms)
+        return {"unbiased": torch.ones_like(now),
+                "before": clip_factor(now, clip, style),
+                "after": clip_factor(later, clip, style)}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     size = _divisor(batch_size, len(norms))
-    means = {kind: {name: value / size for name, value in total.items()}
-             for kind, total in sums.items()}
+    means = _means(sums, size)
     noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size),
                    generator)
     before, after = (_as_signals(stays, means["unbiased"], means[when], noise,
                                  true).angles(kept) for when in ("before", "after"))
-    longer, still = (int((each > clip).sum())
-                     for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    longer, still = (int((each > clip).sum()) for each in now_and_later(norms))
     return FreezingEffect(before, after, len(norms), longer, still)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-groups-class
@@ -385,6 +403,7 @@ class ClipGroups:
     # right way
     gain: Tensor
 
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-status-changes
 @dataclass(frozen=True)
 class StatusChanges:
     """What freezing does to the groups of clipped and unclipped examples.
@@ -430,10 +449,8 @@ def clip_groups(
     reference = "unbiased" if true is None else "true"
     clipped, unclipped = (found.angle(reference, group, layers)
                           for group in ("clipped", "unclipped"))
-    better, now, between = (found.angle(*pair, layers).cos()
-                            for pair in ((reference, "bounded"), (reference, "biased"),
-                                                                          ("biased",
-                                                                           "bounded")))
+    pairs = ((reference, "bounded"), (reference, "biased"), ("biased", "bounded"))
+    better, now, between = (found.angle(*pair, layers).cos() for pair in pairs)
     count = int((norms[:, 0] > clip).sum())
     return ClipGroups(tuple(layer.name for layer in layers), count, len(norms) - count,
                       clipped, unclipped, better - now * between)
@@ -455,15 +472,13 @@ def status_changes(
     """
     parts, stays = _rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
-        long = [(each > clip).to(norms)
-                for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1])]
+        long = [(each > clip).to(norms) for each in now_and_later(norms)]
         return {"clipped before": long[0], "clipped after": long[1],
                 "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
     found = Signals(stays, sums)
     clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept)
                           for group in ("clipped", "unclipped"))
-    before, after = (int((each > clip).sum())
-                     for each in (torch.linalg.vector_norm(norms, dim=1), norms[:, 1]))
+    before, after = (int((each > clip).sum()) for each in now_and_later(norms))
     return StatusChanges(tuple(layer.name for layer in kept), len(norms), before,
                          after, clipped, unclipped)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['checked', 'check_pair', 'check_enough', 'basis', 'directions', 'cca', 'mean_cca', 'pwcca', 'reduced', 'svcca',
-           'listening', 'by_position', 'pooled', 'vectors', 'activations']
+           'listening', 'by_position', 'pooled', 'vectors', 'check_pooling', 'device_of', 'activations']
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-imports
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +55,8 @@ def check_pair(x: Tensor, y: Tensor) -> None:
             f"x has {len(x)} examples and y has {len(y)}; compare activations of the "
             "same examples in the same order")
 
-
+# %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-enough
+#| code-fold: true
 def check_enough(values: Tensor, name: str, way_out: str) -> None:
     """ValueError when examples are so few that any two sets of activations look alike.
 
@@ -122,7 +123,7 @@ def cca(
     """
     return directions(checked(x, "x"), checked(y, "y"))[0]
 
-
+# %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-mean-cca
 def mean_cca(
     x: Any,    # (N, d1), N > d1 + 1
     y: Any,    # (N, d2), N > d2 + 1
@@ -170,7 +171,7 @@ def reduced(
     components = int((share < keep).sum()) + 1
     return left[:, :components] * sizes[:components]
 
-
+# %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-svcca-code
 def svcca(
     x: Any,              # (N, d1), which may have more columns than rows
     y: Any,              # (N, d2) of the same examples
@@ -276,6 +277,20 @@ def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
             "examples; name one with examples first")
     return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)
 
+# %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-pooling
+#| code-fold: true
+def check_pooling(pool: str, positions: int) -> None:
+    "ValueError unless the way to make rows is known."
+    if pool not in ("mean", "positions") or positions < 1:
+        raise ValueError(
+            f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and "
+            "at least one")
+
+def device_of(model: nn.Module) -> torch.device:
+    "Where the model's first parameter lies; the CPU for a model without parameters."
+    return next((parameter.device for parameter in model.parameters()),
+                torch.device("cpu"))
+
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-activations
 @torch.no_grad()
 def activations(
@@ -287,8 +302,7 @@ def activations(
     batch_size: int = 256,
     collate: Callable[[list[Any]], Any] | None = None,  # None: that of `collate_for`
     seed: int = 0,                    # of which positions; the same seed takes the same
-# layer -> (N, d), or (N positions, d), in the order of the data, on the CPU
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # layer -> (N, d), or (N positions, d), in the data's order, on the CPU
     """What layers put out for each example, in evaluation mode.
 
     The model is left as it was.
@@ -297,16 +311,11 @@ def activations(
     neither they nor what is computed from them
     is for publication, unless the data is public; @sec-layer-activations.
     """
-    if pool not in ("mean", "positions") or positions < 1:
-        raise ValueError(
-            f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and "
-            "at least one")
-    device = next((parameter.device for parameter in model.parameters()),
-                  torch.device("cpu"))
-    generator, found = torch.Generator().manual_seed(seed), {name: list[Tensor]()
-                                                             for name in layers}
-    with evaluating(model), torch.random.fork_rng(devices=[device]
-                                                  if device.type == "cuda" else []):
+    check_pooling(pool, positions)
+    device, generator = device_of(model), torch.Generator().manual_seed(seed)
+    found: dict[str, list[Tensor]] = {name: [] for name in layers}
+    cuda = [device] if device.type == "cuda" else []
+    with evaluating(model), torch.random.fork_rng(devices=cuda):
         for rows in torch.arange(len(data)).split(batch_size):
             batch = to_device(gather(data, rows, collate), device)
             chosen = torch.rand(len(rows), positions if pool == "positions" else 0,
@@ -314,6 +323,6 @@ def activations(
             with listening(model, layers) as heard:
                 logits(model, batch)
             for name, calls in heard.items():
-                found[name].append(pooled(*vectors(name, calls, batch),
-                                          chosen).float().cpu())
+                rows_of_layer = pooled(*vectors(name, calls, batch), chosen)
+                found[name].append(rows_of_layer.float().cpu())
     return {name: torch.cat(parts) for name, parts in found.items()}
