@@ -147,9 +147,9 @@ def test_the_command_lists_runs_and_continues(run, monkeypatch, tmp_path):
     status, out, _ = run("run")
     assert status == 0 and all(name in out for name in evidence.EXPERIMENTS)
     for expected in ("2 runs made, 0 there already", "0 runs made, 2 there already"):
-        status, out, _ = run("run", "tiny", "--output", tmp_path)
+        status, out, _ = run("run", "tiny", "--workers", 1, "--output", tmp_path)
         assert status == 0 and expected in out
-    status, out, _ = run("run", "tiny", "--output", tmp_path, "--again", "--method", "LastLayer")
+    status, out, _ = run("run", "tiny", "--workers", 1, "--output", tmp_path, "--again", "--method", "LastLayer")
     assert "2 runs made" in out and len(read_records(tmp_path / "tiny.jsonl")) == 2
     for words, message in ((("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--method", "Full"), "no such runs")):
         status, _, err = run(*words, "--output", tmp_path)
