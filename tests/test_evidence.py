@@ -122,6 +122,31 @@ def test_the_trunk_passes_all_stops_and_a_branch_trains_only_what_is_kept(tiny_f
     assert moved == {name for name, p in model.named_parameters() if id(p) in kept}
 
 
+def test_a_trunk_that_was_stopped_goes_on_and_serves_other_processes(tiny_fashion, tmp_path):
+    whole = freezing.trunk(tiny_fashion, [2, 30], 0)
+    freezing._trunk.cache_clear()
+    experiments.keep_unfinished(tmp_path / "unfinished")
+    try:
+        model, task = freezing.fresh(tiny_fashion, 0)
+        shared = {name: tiny_fashion[name] for name in freezing.SHARED if name in tiny_fashion}
+        folder = freezing._trunk_folder(json.dumps(shared), (2, 30), 0)
+        names = [name for name, _ in model.named_parameters()]
+        for t in freezing.walk(model, task, names, tiny_fashion, 30, 0, folder / "state"):
+            if t == 2:
+                freezing.keep_state(folder / "2.safetensors", freezing.state_of(model))
+            if t == 27:
+                break
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+        again = freezing.trunk(tiny_fashion, [2, 30], 0)
+        freezing._trunk.cache_clear()
+        kept = freezing.trunk(tiny_fashion, [2, 30], 0)
+    finally:
+        experiments.keep_unfinished(None)
+    for t, state in whole.items():
+        for found in (again, kept):
+            assert all(torch.equal(found[t][name], value) for name, value in state.items()), t
+
+
 def test_a_cell_of_the_table_states_what_the_whole_run_spent(tiny_fashion):
     settings = {**tiny_fashion, "steps": 5, "last": 3, "stops": [2, 5], "seed": 0}
     frozen, plain = (freezing.table_entry({**settings, "last": last}) for last in (3, 0))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'write_records', 'read_records', 'recorded', 'Experiment',
            'results_file', 'records_of', 'run_experiment', 'is_among', 'make_record', 'measured_run', 'check_known',
-           'arguments_of', 'clip_shares', 'seen_in', 'keep_unfinished', 'unfinished', 'answers_and_scores', 'answered',
-           'packed', 'unpacked', 'prepared_task', 'cache_folder', 'with_fresh_head', 'quickstart',
+           'arguments_of', 'clip_shares', 'seen_in', 'keep_unfinished', 'kept_in', 'unfinished', 'answers_and_scores',
+           'answered', 'packed', 'unpacked', 'prepared_task', 'cache_folder', 'with_fresh_head', 'quickstart',
            'printed_digits_network']
 
 # %% ../../nbs/5_notes/76_experiments.ipynb #experiments-imports
@@ -260,6 +260,10 @@ _KEPT: list[Path] = []  # the folder for unfinished runs, while there is one
 def keep_unfinished(folder: Path | None) -> None:
     "From now on, keep the state of runs in a folder; None: in none."
     _KEPT[:] = [] if folder is None else [folder]
+
+def kept_in() -> Path | None:
+    "Where the state of runs is kept, if it is."
+    return _KEPT[0] if _KEPT else None
 
 @contextmanager
 def unfinished(settings: Settings) -> Iterator[Path | None]:

@@ -9,7 +9,6 @@ __all__ = ['NUMERIC', 'machine', 'versions', 'device_name', 'modules_behind', 'i
 # %% ../../nbs/5_notes/82_provenance.ipynb #provenance-imports
 import ast
 import contextlib
-import copy
 import hashlib
 import importlib.util
 import inspect
@@ -146,7 +145,8 @@ def source_hash(
 @cache
 def _code(module: str) -> str:
     "A module without comments, docstrings and layout."
-    tree = copy.deepcopy(_tree(module))
+    file = _source(module)
+    tree = ast.parse(file.read_bytes() if file else b"")
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (isinstance(body, list) and body and isinstance(body[0], ast.Expr)

@@ -256,12 +256,13 @@ def _scores(entry: Settings) -> str:
 # %% ../../nbs/5_notes/83_queue.ipynb #queue-run-queue
 def run_queue(
     source: Source,
-    workers: int,                # processes; 1 without a time limit: this process
+    workers: int,                # processes; for 1, or a single run, without a time limit: this one
     hours: float | None = None,  # stop in time; None: when all is made
     say: Callable[[str], None] = lambda line: None,
 ) -> Made:
     "Make all runs that are left, or as many as there is time for; ValueError names those that failed."
-    if workers == 1 and hours is None:
+    alone = len(source.pending()) < 2 and not source.waiting
+    if hours is None and (workers == 1 or alone):
         return _ended(_run_here(source, say), source)
     deadline = math.inf if hours is None else time.monotonic() + hours * 3600
     queue = Queue(source, workers, deadline, say)
