@@ -225,10 +225,11 @@ STUDIES = {
 
 def experiments_of(name: str, study: Study, measure: Any, question: str, needs: str) -> dict[str, Experiment]:
     "A study and its tuning; both have one grid, for two cores as for others."
-    made = {"priority": partial(weight, study), "seconds": partial(believed, study)}
-    return {f"{name}-tuning": Experiment(f"{question} Its tuning.", partial(tuning_grid, f"{name}-tuning", study),
-                                         measure, needs, **made),
-            name: Experiment(question, partial(study_grid, name, study), measure, f"{name}-tuning's records; {needs}", **made)}
+    def made(question: str, grid: Any, needs: str) -> Experiment:
+        return Experiment(question, grid, measure, needs, priority=partial(weight, study),
+                          seconds=partial(believed, study))
+    return {f"{name}-tuning": made(f"{question} Its tuning.", partial(tuning_grid, f"{name}-tuning", study), needs),
+            name: made(question, partial(study_grid, name, study), f"{name}-tuning's records; {needs}")}
 
 # %% ../../../nbs/3_found/85_protocol.ipynb #protocol-experiments
 QUESTIONS = {
