@@ -38,7 +38,7 @@ from ..gradients import Gradients
 from ..guarantee import json_number
 from ..identity import fingerprint
 from ..loop import Run, fine_tune
-from ..losses import accuracy, answers, evaluation_batches
+from ..losses import answers, evaluation_batches
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
