@@ -10,6 +10,7 @@ import torch
 from dpft import fine_tune
 from dpft.book import evidence, experiments
 from dpft.book.evidence import freezing, frost
+from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.datasets import TensorData
 from dpft.freezing import layers
@@ -77,7 +78,7 @@ def test_a_new_head_on_trained_weights():
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("name", sorted(evidence.EXPERIMENTS))
+@pytest.mark.parametrize("name", sorted(set(evidence.EXPERIMENTS) - set(STUDIES)))   # whose grids grow: test_protocol
 def test_every_grid_is_json_without_repetitions_and_its_settings_exist(name, full, tuned_file):
     grid = list(evidence.EXPERIMENTS[name].grid(full))
     assert len({json.dumps(settings, sort_keys=True) for settings in grid}) == len(grid) > 0
@@ -122,6 +123,31 @@ def test_the_trunk_passes_all_stops_and_a_branch_trains_only_what_is_kept(tiny_f
     assert moved == {name for name, p in model.named_parameters() if id(p) in kept}
 
 
+def test_a_trunk_that_was_stopped_goes_on_and_serves_other_processes(tiny_fashion, tmp_path):
+    whole = freezing.trunk(tiny_fashion, [2, 30], 0)
+    freezing._trunk.cache_clear()
+    experiments.keep_unfinished(tmp_path / "unfinished")
+    try:
+        model, task = freezing.fresh(tiny_fashion, 0)
+        shared = {name: tiny_fashion[name] for name in freezing.SHARED if name in tiny_fashion}
+        folder = freezing._trunk_folder(json.dumps(shared), (2, 30), 0)
+        names = [name for name, _ in model.named_parameters()]
+        for t in freezing.walk(model, task, names, tiny_fashion, 30, 0, folder / "state"):
+            if t == 2:
+                freezing.keep_state(folder / "2.safetensors", freezing.state_of(model))
+            if t == 27:
+                break
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+        again = freezing.trunk(tiny_fashion, [2, 30], 0)
+        freezing._trunk.cache_clear()
+        kept = freezing.trunk(tiny_fashion, [2, 30], 0)
+    finally:
+        experiments.keep_unfinished(None)
+    for t, state in whole.items():
+        for found in (again, kept):
+            assert all(torch.equal(found[t][name], value) for name, value in state.items()), t
+
+
 def test_a_cell_of_the_table_states_what_the_whole_run_spent(tiny_fashion):
     settings = {**tiny_fashion, "steps": 5, "last": 3, "stops": [2, 5], "seed": 0}
     frozen, plain = (freezing.table_entry({**settings, "last": last}) for last in (3, 0))
@@ -147,9 +173,9 @@ def test_the_command_lists_runs_and_continues(run, monkeypatch, tmp_path):
     status, out, _ = run("run")
     assert status == 0 and all(name in out for name in evidence.EXPERIMENTS)
     for expected in ("2 runs made, 0 there already", "0 runs made, 2 there already"):
-        status, out, _ = run("run", "tiny", "--output", tmp_path)
+        status, out, _ = run("run", "tiny", "--workers", 1, "--output", tmp_path)
         assert status == 0 and expected in out
-    status, out, _ = run("run", "tiny", "--output", tmp_path, "--again", "--method", "LastLayer")
+    status, out, _ = run("run", "tiny", "--workers", 1, "--output", tmp_path, "--again", "--method", "LastLayer")
     assert "2 runs made" in out and len(read_records(tmp_path / "tiny.jsonl")) == 2
     for words, message in ((("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--method", "Full"), "no such runs")):
         status, _, err = run(*words, "--output", tmp_path)

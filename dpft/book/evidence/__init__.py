@@ -12,6 +12,7 @@ from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
 from dpft.book.evidence.language import language_model
 from dpft.book.evidence.methods import EXPERIMENTS as METHODS
+from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
 from dpft.book.experiments import Experiment
 
 AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
@@ -19,7 +20,7 @@ AUDITS = {"audits": Experiment("Does any method show more than it claims?", audi
 ATTACKS = {"attacks": Experiment("What can be found out about single rows?", attack_grid,
                                  partial(attack_entry, language_model=language_model),
                                  "E2E, digits; 17 runs, about 5 minutes on one core; in full about 2 h")}
-EXPERIMENTS = {**FROST, **FREEZING, **METHODS, **LANGUAGE, **ATTACKS, **AUDITS}
+EXPERIMENTS = {**FROST, **FREEZING, **METHODS, **LANGUAGE, **ATTACKS, **AUDITS, **PROTOCOL}
 
 FIGURES = {**DRAWINGS,
            "costs": Drawing("time and bytes of a step over tokens and pixels", cost_figure, ("costs",)),

@@ -100,12 +100,14 @@ def variants(options: Settings) -> Iterator[tuple[str, str, Settings]]:  # label
                                          "rounds": rounds}
     yield "PARAM", "EntrySelection", options
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-digits
 def digits_run() -> Settings:
     "A small vision transformer that has learned printed digits, on handwritten ones; nothing here needs a GPU."
     return {"data": "digits", "model": "vit-small", "public": "font digits",
             "public_epochs": 10, "steps": 60, "batch_size": 256,
             "learning_rate": 3e-3, "clip": 0.1, "accountant": "rdp"}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-beside
 BESIDE: dict[str, Settings] = {  # the baselines on digits: options, and the rate of those that train little
     "Full": {"options": {}}, "LastLayer": {"options": {}},
     "RandomPartitions": {"options": {"ratio": 0.25}},
@@ -114,6 +116,7 @@ BESIDE: dict[str, Settings] = {  # the baselines on digits: options, and the rat
     "LoRA": {"options": {"rank": 8}, "learning_rate": 1e-2},
     "Adapter": {"options": {"width": 64}, "learning_rate": 1e-2}}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-ablation-grid
 def ablation_grid(full: bool) -> Iterator[Settings]:
     "On digits at 2 and 8, with three seeds; in full with five, and on SST-2 at 0.5."
     for seed in range(5 if full else 3):
@@ -133,6 +136,7 @@ def ablation_grid(full: bool) -> Iterator[Settings]:
             yield {**text_run(full), "label": label, "method": method, **best,
                    "options": options, "target_epsilon": 0.5, "seed": seed}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-reselection-grid
 def reselection_grid(full: bool) -> Iterator[Settings]:
     "Table 4: how often to select."
     for seed in range(10 if full else 3):
@@ -150,6 +154,7 @@ def reselection_grid(full: bool) -> Iterator[Settings]:
                    "target_epsilon": 0.5,
                    "seed": seed}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-rate-grid
 def rate_grid(full: bool) -> Iterator[Settings]:
     "Table 6: how much of the data a selection round looks at; reduced: on digits alone."
     for seed in range(5 if full else 3):
@@ -213,6 +218,7 @@ def cost_grid(full: bool) -> Iterator[Settings]:
            "target_epsilon": 0.5, "seed": 0,
            "timed_steps": 197 if full else 8}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-cost-entry
 def cost_entry(settings: Settings) -> Settings:
     "Seconds of selecting and of training; peak bytes of selecting and of a full private step on one and the same batch."
     task, method = prepared_task(settings["data"], settings["model"]), Timed(**settings["options"])
@@ -230,6 +236,7 @@ def cost_entry(settings: Settings) -> Settings:
             "selection_share": method.seconds / (method.seconds + training),
             **_peaks(settings, task), "metrics": {}}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-measured-engine
 def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
     "Without a cache of the frozen prefix, so that a step costs what it costs the first time."
     recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
@@ -242,6 +249,7 @@ def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
                   epsilon=settings["target_epsilon"], steps=steps,
                   cache=0, **own)
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-peaks
 def _peaks(settings: Settings, task: Task) -> Settings:
     "Most MiB alive at once on the widest physical batch of a draw, for both ways of using its gradients."
     engine = measured_engine(settings, task, Full())
@@ -254,6 +262,7 @@ def _peaks(settings: Settings, task: Task) -> Settings:
         use()
     return {name: live_peak(use) for name, use in uses.items()}
 
+# %% ../../../nbs/3_found/32_frost_evidence.ipynb #frost-evidence-experiments
 EXPERIMENTS = {
     "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured,
                                "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),

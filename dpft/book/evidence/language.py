@@ -112,6 +112,7 @@ def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
             bos_token_id=end, eos_token_id=end, pad_token_id=end, resid_pdrop=rate,
             embd_pdrop=rate, attn_pdrop=rate))
 
+# %% ../../../nbs/3_found/34_language_evidence.ipynb #language-recipe-pretrained
 def pretrained_gpt2(
     recipe: Recipe,
     text: Public | None = None,  # None: that of `public_text`
@@ -135,6 +136,7 @@ def pretrained_gpt2(
         _write(folder, model, tokenizer, facts)
     return folder
 
+# %% ../../../nbs/3_found/34_language_evidence.ipynb #language-recipe-parts
 def _first_characters(texts: Sequence[str], characters: int | None) -> list[str]:
     "So many texts as have together at least so many characters."
     lengths = torch.tensor([len(text) for text in texts]).cumsum(0)
@@ -391,6 +393,7 @@ def rap_entry(
         "method": [base, BASES[base]], "irrelevance": 0.7, "warmup_steps": warmup,
         **own, **changed}}
 
+# %% ../../../nbs/3_found/34_language_evidence.ipynb #language-grids-variants
 VARIANTS: dict[str, tuple[Settings, Settings]] = {  # options of Rap-FT, other settings
     "tight": ({"relevance_data": "development pairs", "allocation": "tight"}, {}),
     "paper's noise": ({"relevance_data": "development pairs", "allocation": "paper"},

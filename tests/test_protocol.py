@@ -1,0 +1,100 @@
+"""The plan of the runs: equal tuning that grows with its records, runs that follow it, and the rules of verdicts."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpft.book.evidence import EXPERIMENTS, protocol
+from dpft.book.experiments import arguments_of, check_known, write_records
+from dpft.book.evidence.protocol import STUDIES, Study, Way, entry, holm, p_value, study_grid, tuning_grid, verdict
+from dpft.registry import method_from
+
+SMALL = Study({"data": "digits", "model": "mlp", "steps": 40, "batch_size": 64, "optimizer": "adamw"},
+              {"A": Way("LastLayer", {}, 1e-2, 100.0), "B": Way("BiTFiT", {}, 1e-2, 100.0)}, 100, elsewhere=("A",))
+
+
+def tune(folder, best_rate, best_clip=1.0):
+    """Make every tuning run that the grid names, until it names no more; the score falls with the distance from the best."""
+    made = []
+    for _ in range(12):
+        new = [run for run in tuning_grid("small-tuning", SMALL, False) if run not in made]
+        if not new:
+            return made
+        write_records(folder / "small-tuning.jsonl", [
+            {**run, "reduced": True, "metrics": {"accuracy": -abs(run["learning_rate"] / best_rate - 1) - abs(run["clip"] - best_clip)
+                                                 - ("clipping" in run)}} for run in new])
+        made += new
+    raise AssertionError("the tuning does not end")
+
+
+def test_tuning_is_equal_follows_its_records_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    first = list(tuning_grid("small-tuning", SMALL, False))
+    assert [(run["label"], run["clip"], run.get("clipping", "flat")) for run in first[:3]] == [
+        ("A", 0.1, "flat"), ("A", 1.0, "flat"), ("A", 1.0, "automatic")] and len(first) == 6
+    assert {run["steps"] for run in first} == {10} and {run["held_out"] for run in first} == {100}
+    made = tune(tmp_path, 3e-2)
+    for label, budgets in (("A", 3), ("B", 1)):
+        own = [run for run in made if run["label"] == label]
+        assert len(own) == 7 + 3 * (budgets - 1) and {run["seed"] for run in own} == {protocol.TUNED_WITH}
+    runs = study_grid("small", SMALL, False)
+    assert {run["learning_rate"] for run in runs} == {3e-2} and {run["clip"] for run in runs} == {1.0}
+    counted = {(label, budget): sum((run["label"], run["target_epsilon"]) == (label, budget) for run in runs)
+               for label in "AB" for budget in (2.0, 0.5, 8.0)}
+    assert counted == {("A", 2.0): 5, ("A", 0.5): 3, ("A", 8.0): 3, ("B", 2.0): 5, ("B", 0.5): 0, ("B", 8.0): 0}
+    assert all("held_out" not in run and run["steps"] == 40 and run["seed"] != protocol.TUNED_WITH for run in runs)
+
+
+def test_a_best_rate_at_the_edge_extends_the_ladder(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    tune(tmp_path, 0.81)                                                         # two steps of 3 beyond the first five
+    assert {run["learning_rate"] for run in study_grid("small", SMALL, False)} == {0.81}
+
+
+def test_runs_wait_for_their_tuning(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    with pytest.raises(ValueError, match="dpft run small-tuning$"):
+        study_grid("small", SMALL, False)
+
+
+def test_a_smaller_bound_of_sgd_comes_with_a_larger_rate():
+    sgd = Study({**SMALL.shared, "optimizer": "sgd"}, SMALL.ways, 100)
+    assert entry(sgd, "A", "0.1", 2.0, 2.0, 0)["learning_rate"] == 20.0 and entry(SMALL, "A", "0.1", 2.0, 2.0, 0)["learning_rate"] == 2.0
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    study, its = STUDIES[name], EXPERIMENTS[f"{name}-tuning"]
+    runs = list(its.grid(False))
+    assert len(runs) == 3 * len(study.ways) and name in EXPERIMENTS
+    for run in runs:
+        plain = {key: value for key, value in run.items() if key not in ("label", "every", "beams")}
+        check_known(plain)
+        assert arguments_of(plain)["epsilon"] == study.epsilons[0] and json.loads(json.dumps(run)) == run
+        assert method_from(run["method"], run["options"]) is not None
+        later = {key: value for key, value in run.items() if key != "held_out"}
+        assert its.seconds(run) > 0 and its.priority(run) < EXPERIMENTS[name].priority(later)
+
+
+def test_the_rules_of_verdicts():
+    ahead, spread = [0.02, 0.03, 0.025, 0.02, 0.03], [0.02, -0.03, 0.01, 0.02, -0.02]
+    assert verdict(ahead) == "held" and verdict([-value for value in ahead]) == "did not hold"
+    assert verdict(ahead[:4]) == "undecided (1 more seeds)" and verdict(spread).startswith("undecided (the interval")
+    assert verdict(ahead, decided=False).startswith("undecided") and verdict(ahead, trained=False).startswith("not testable")
+    assert verdict(ahead, margin=0.05) == "did not hold" and verdict(ahead, margin=0.024).startswith("undecided")
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_bonferroni_and_no_correction(values):
+    decided = holm(values)
+    for name, value in values.items():
+        assert (value <= 0.05 / len(values)) <= decided[name] <= (value <= 0.05)
+    kept = [values[name] for name, its in decided.items() if its]
+    assert all(value <= min((values[name] for name, its in decided.items() if not its), default=1.0) for value in kept)
+
+
+def test_a_p_value_needs_two_seeds_and_a_spread():
+    assert p_value([0.1]) == 1.0 and p_value([0.1, 0.1]) == 0.0 and p_value([0.1, 0.1], 0.1) == 1.0 and p_value([0.1, -0.1]) == 1.0

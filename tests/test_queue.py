@@ -1,0 +1,200 @@
+"""Runs from a queue: order, time, processes, interruption, and what is said."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from dpft.book import evidence, experiments, queue
+from dpft.book.experiments import Experiment, measured_run, packed, read_records, unpacked
+from dpft.datasets import TensorData
+from dpft.models import load_model
+
+TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
+
+
+def noted(settings):
+    return {"metrics": {"accuracy": 0.5}, "process": os.getpid()}
+
+
+def failing(settings):
+    if settings["seed"] == 1:
+        raise ValueError("seed 1 is not for us")
+    return noted(settings)
+
+
+def sleeping(settings):
+    time.sleep(settings["nap"])
+    return noted(settings)
+
+
+def napping(*naps, believed=None):
+    return Experiment("?", lambda full: [{"data": "d", "method": "m", "seed": 0, "nap": nap} for nap in naps], sleeping, "nothing",
+                      seconds=lambda settings: float(settings["nap"]) if believed is None else believed)
+
+
+def many(count, measure=noted, **fields):
+    entries = [{"data": "digits", "method": "m", "seed": seed} for seed in range(count)]
+    return Experiment("?", lambda full: entries, measure, "nothing", **fields)
+
+
+def seeds(path):
+    return [entry["seed"] for entry in read_records(path)]
+
+
+def test_the_most_informative_run_is_made_first(tmp_path):
+    known = {"late": many(2, priority=lambda s: 5 + s["seed"]), "soon": many(3, priority=lambda s: -s["seed"])}
+    said = []
+    queue.run_queue(queue.Source(known, tmp_path), 1, say=said.append)
+    order = [line.split(":")[0] for line in said if ": " in line and " done" in line]
+    assert order == ["soon", "soon", "soon", "late", "late"] and seeds(tmp_path / "soon.jsonl") == [2, 1, 0]
+    assert "3 of 5 done" in said[2] and "5 of 5 done" in said[4]
+
+
+def test_what_is_there_is_counted_and_not_made_again(tmp_path):
+    queue.run_queue(queue.Source({"e": many(2)}, tmp_path), 1)
+    said = []
+    made = queue.run_queue(queue.Source({"e": many(3)}, tmp_path), 1, say=said.append)
+    assert (made.fresh, made.there) == (1, 2) and "3 of 3 done" in said[0] and len(read_records(tmp_path / "e.jsonl")) == 3
+
+
+def test_several_processes_make_each_run_once_with_one_thread_and_no_two_of_a_group_at_once(tmp_path):
+    queue.run_queue(queue.Source({"e": many(6, spanning, group=lambda settings: "odd" * (settings["seed"] % 2))}, tmp_path), 2)
+    records = read_records(tmp_path / "e.jsonl")
+    assert sorted(entry["seed"] for entry in records) == list(range(6)) and {entry["threads"] for entry in records} == {1}
+    assert os.getpid() not in {entry["process"] for entry in records}
+    spans = sorted(tuple(entry["span"]) for entry in records if entry["seed"] % 2)
+    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+
+
+def spanning(settings):
+    began = time.time()
+    time.sleep(0.2)
+    return {**noted(settings), "span": [began, time.time()], "threads": torch.get_num_threads()}
+
+
+def test_runs_of_one_group_wait_for_each_other_and_others_pass_them(tmp_path):
+    jobs = queue.Source({"e": many(3, group=lambda settings: "same" if settings["seed"] < 2 else "")}, tmp_path).pending()
+    assert queue.next_job(jobs, [], lambda job: 1.0, 9.0) is jobs[0]
+    assert queue.next_job(jobs, jobs[:1], lambda job: 1.0, 9.0) is jobs[2]
+    assert queue.next_job(jobs, jobs[:1], lambda job: 10.0, 9.0) is None
+
+
+def test_what_would_not_finish_is_not_begun_and_what_runs_over_is_stopped(tmp_path):
+    known = {"e": napping(5000, 0), "over": napping(300, believed=1.0)}
+    said = []
+    made = queue.run_queue(queue.Source(known, tmp_path), 1, hours=0.02, say=said.append)
+    assert made.fresh == 1 and made.left == 2 and [entry["nap"] for entry in read_records(tmp_path / "e.jsonl")] == [0]
+    assert "1 of 3 done, 2 left" in said[-1] and not (tmp_path / "over.jsonl").exists()
+
+
+def test_times_of_earlier_runs_replace_what_was_believed(tmp_path):
+    known = {"e": many(3, seconds=lambda settings: 9999.0)}
+    source = queue.Source(known, tmp_path)
+    assert source.seconds(source.pending()[0]) == 9999.0
+    made = {"experiment": "e", "data": "digits", "method": "m", "seed": 0, "reduced": True, "seconds": 7.0}
+    experiments.write_records(tmp_path / "e.jsonl", [made])
+    assert source.seconds(source.pending()[0]) == 7.0
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path):
+    with pytest.raises(ValueError, match="seed 1 is not for us"):
+        queue.run_queue(queue.Source({"e": many(3, failing)}, tmp_path), 1)
+    assert seeds(tmp_path / "e.jsonl") == [0, 2]
+
+
+def test_a_process_that_dies_costs_its_run_alone(tmp_path):
+    with pytest.raises(ValueError, match="ended without a word"):
+        queue.run_queue(queue.Source({"e": many(3, dying)}, tmp_path), 1, hours=1)
+    assert sorted(seeds(tmp_path / "e.jsonl")) == [0, 2]
+
+
+def dying(settings):
+    if settings["seed"] == 1:
+        os._exit(3)
+    return noted(settings)
+
+
+def test_a_grid_that_stands_on_other_records_waits_for_them(tmp_path):
+    def second(full):
+        if not (tmp_path / "first.jsonl").exists():
+            raise ValueError("first.jsonl holds no runs; make them first: dpft run first")
+        return [{"data": "digits", "method": "m", "seed": 7}]
+    after = Experiment("?", second, noted, "nothing", priority=lambda settings: -9)
+    made = queue.run_queue(queue.Source({"second": after, "first": many(2)}, tmp_path), 1)
+    assert made.fresh == 3 and seeds(tmp_path / "second.jsonl") == [7]
+    (tmp_path / "first.jsonl").unlink()
+    with pytest.raises(ValueError, match="make them first: dpft run first"):
+        queue.run_queue(queue.Source({"second": after}, tmp_path), 1)
+
+
+def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp_path, monkeypatch):
+    settings = {**TINY, "steps": 12, "seed": 3, "checkpoint_every": 1}
+    experiments.keep_unfinished(None)
+    whole = measured_run(settings)
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from dpft.book import experiments
+        from dpft.step import Step
+        experiments.keep_unfinished(Path({str(tmp_path)!r}))
+        done, count = Step.done, [0]
+        def counted(self):
+            count[0] += 1
+            if count[0] == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return done(self)
+        Step.done = counted
+        experiments.measured_run({settings!r})
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+    experiments.keep_unfinished(tmp_path)
+    try:
+        again = measured_run(settings)
+    finally:
+        experiments.keep_unfinished(None)
+    assert list(tmp_path.iterdir()) == [] and again["answers"] == whole["answers"] and again["epsilon"] == whole["epsilon"]
+    assert again["steps_seen"]["loss"] == whole["steps_seen"]["loss"] and len(again["steps_seen"]["clipped"]) == 12
+    assert again["steps_seen"]["clipped"][-4:] == whole["steps_seen"]["clipped"][-4:]
+
+
+def test_answers_are_packed_whole_and_say_what_was_right():
+    for values in (torch.arange(23) % 3 == 0, torch.arange(200).to(torch.int64)):
+        assert torch.equal(unpacked(packed(values)).to(values.dtype), values)
+    found = measured_run({**TINY, "seed": 0})
+    right = unpacked(found["answers"]["accuracy"]["right"])
+    task = experiments.prepared_task("digits", "mlp")
+    assert found["metrics"]["accuracy"] == pytest.approx(right.double().mean().item())
+    assert torch.equal(unpacked(found["answers"]["accuracy"]["said"]) == task.dev.labels, right)
+    json.dumps(found)
+
+
+def test_answers_lie_in_the_order_of_the_rows_whatever_their_lengths():
+    data = TensorData(torch.rand(70, 1, 8, 8), torch.arange(70) % 10)
+    model = load_model("mlp", 10, "image", (1, 8, 8))
+    plain = experiments.answered(model, data)
+    data.lengths = torch.arange(70, 0, -1)
+    assert all(torch.equal(one, other) for one, other in zip(plain, experiments.answered(model, data), strict=True))
+
+
+def test_the_shares_of_clipped_examples_are_those_of_the_bound():
+    loose, tight = (measured_run({**TINY, "seed": 0, "clip": clip})["steps_seen"]["clipped"] for clip in (1e6, 1e-6))
+    assert loose == [0.0, 0.0] and tight == [1.0, 1.0]
+
+
+def test_the_command_makes_several_experiments_and_plans_them(run, monkeypatch, tmp_path):
+    for name in ("one", "two"):
+        monkeypatch.setitem(evidence.EXPERIMENTS, name, many(2, seconds=lambda settings: 1800.0))
+    status, out, _ = run("run", "one", "two", "--plan", "--output", tmp_path, "--workers", "1")
+    assert status == 0 and "4 runs left, 2.0 h on one core" in out and not list(tmp_path.iterdir())
+    status, out, _ = run("run", "one", "two", "--output", tmp_path, "--workers", "1")
+    assert status == 0 and "4 runs made, 0 there already" in out
+    assert {file.name for file in tmp_path.glob("*.jsonl")} == {"one.jsonl", "two.jsonl"}
