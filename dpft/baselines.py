@@ -77,10 +77,7 @@ class Trainable(Method):
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-norm-only
 class NormOnly(Method):
-    """The scales and shifts of the norm layers train, and a fresh head.
-
-    ValueError for a model that has none.
-    """
+    "The norm layers' scales and shifts train, and a fresh head; ValueError without any."
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "The parameters of the norm layers outside a fresh head, tied ones once."
@@ -132,6 +129,7 @@ def partitions(
     return [Partition(_called(known_by, added, list(own)), tuple(own.values()))
             for (known_by, added), own in found.items()]
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-called
 def _called(known_by: str, added: bool, names: list[str]) -> str:
     "A layer's partition bears the layer's name, a parameter that stands alone its own."
     layer = added or len(names) > 1 or names[0].endswith(".weight")
@@ -148,6 +146,7 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"ratio={ratio} must lie in (0, 1]: the share of all entries "
                          "outside a fresh head that may train")
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-offered
 def offered(
     context: Context,
     among: Sequence[nn.Parameter],
@@ -184,6 +183,7 @@ class RandomPartitions(Method):
                 chosen += pieces[i].parameters
         return chosen
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-nothing-fits
 def _nothing_fits(
     ratio: float, pieces: Sequence[Partition], room: int, total: int) -> str:
     "Why no partition can be chosen."
@@ -205,6 +205,7 @@ def masked_block(
     chosen = [masks.get(p, torch.ones_like(p, dtype=torch.bool)) for p in parameters]
     return Block(parameters, chosen, clip, noise)
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest-entries
 def largest_entries(
     parameters: Sequence[nn.Parameter],
     count: int,                            # how many entries of all of them
@@ -232,12 +233,7 @@ class LargestWeights(Method):
     ):
         check_ratio(ratio)
         self.ratio = ratio
-        self._masks: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    def masks(self) -> dict[nn.Parameter, Tensor]:
-        "Of each parameter that has any, which entries train."
-        return self._masks
+        self.masks: dict[nn.Parameter, Tensor] = {}  # which entries train, of those with any
 
     def choose(
         self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -247,12 +243,12 @@ class LargestWeights(Method):
         room = admitted(self.ratio, sum(parameter.numel() for parameter in parameters))
         if not room:
             raise ValueError(f"ratio={self.ratio:g} lets no entry train; raise it")
-        self._masks = largest_entries(parameters, room)
-        return list(self._masks)
+        self.masks = largest_entries(parameters, room)
+        return list(self.masks)
 
     def blocks(self, context: Context) -> list[Block]:
         "One bound over the chosen entries and all else that trains, whole."
-        return [masked_block(list(trainable(context.model).values()), self._masks)]
+        return [masked_block(list(trainable(context.model).values()), self.masks)]
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-pretrained
 #| code-fold: true
@@ -383,6 +379,7 @@ def insert_lora(
     with drawn_from(seed, model):
         inject_adapter_in_model(config, model)
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-merge-lora
 def merge_lora(model: nn.Module) -> nn.Module:
     "Add every low-rank product to the matrix beside it, in place: a plain model again."
     from peft.tuners.lora import LoraLayer
@@ -428,6 +425,7 @@ FEED_FORWARD_ENDS = (
     r"\.\d+\.(output\.dense|fc2|mlp\.(c_proj|fc2|down_proj|dense_4h_to_h)|ffn\.lin2)$")
 BLOCK_ENDS = re.compile(f"{ATTENTION_ENDS}|{FEED_FORWARD_ENDS}")
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-insert-adapters
 @restores
 def insert_adapters(
     model: nn.Module,
@@ -444,6 +442,7 @@ def insert_adapters(
             inner = model.get_submodule(name)
             model.set_submodule(name, Adapted(inner, size, width, like=layer.weight))
 
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-remove-adapters
 def remove_adapters(model: nn.Module) -> nn.Module:
     "Take the adapters out again, in place; what they learned is gone."
     found = [(name, module) for name, module in model.named_modules()
@@ -453,6 +452,19 @@ def remove_adapters(model: nn.Module) -> nn.Module:
     additions(model)[:] = [noted for noted in additions(model)
                            if not noted["function"].endswith(":insert_adapters")]
     return model
+
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-followed
+def _followed(model: nn.Module, after: str | Sequence[str] | None) -> list[str]:
+    "The layers to follow; ValueError for adapters twice, or half a block."
+    if any(isinstance(module, Adapted) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has adapters already; "
+                         "call dpft.baselines.remove_adapters(model) first")
+    names = list(matching_layers(model, after, (BLOCK_ENDS,), "after"))
+    ends = sum(re.search(ATTENTION_ENDS, name) is not None for name in names)
+    if after is None and 2 * ends != len(names):
+        raise ValueError(f"{type(model).__name__} has blocks of which not both ends "
+                         "are known; name the layers to follow with after=")
+    return names
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-adapter
 class Adapter(Method):
@@ -474,24 +486,11 @@ class Adapter(Method):
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "Put the adapters behind their layers, and note down how."
         model = context.model
-        names = self._followed(model)
+        names = _followed(model, self.after)
         insert_adapters(model, names, self.width, self.seed)
-        adapted = {path: module for path, module in model.named_modules()
-                   if isinstance(module, Adapted)}
-        added = {f"{path}.adapter.{own}": parameter for path, module in adapted.items()
+        added = {f"{path}.adapter.{own}": parameter
+                 for path, module in model.named_modules() if isinstance(module, Adapted)
                  for own, parameter in module.adapter.named_parameters()}
         note_addition(model, insert_adapters, added, layers=names, width=self.width,
                       seed=self.seed)
         return list(added.values())
-
-    def _followed(self, model: nn.Module) -> list[str]:
-        "The layers to follow; ValueError for adapters twice, or half a block."
-        if any(isinstance(module, Adapted) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} has adapters already; "
-                             "call dpft.baselines.remove_adapters(model) first")
-        names = list(matching_layers(model, self.after, (BLOCK_ENDS,), "after"))
-        ends = sum(re.search(ATTENTION_ENDS, name) is not None for name in names)
-        if self.after is None and 2 * ends != len(names):
-            raise ValueError(f"{type(model).__name__} has blocks of which not both ends "
-                             "are known; name the layers to follow with after=")
-        return names

@@ -99,7 +99,7 @@ def hash_of(
     whole = repr(row.shape).encode() + row.tobytes()
     return hashlib.blake2b(whole, digest_size=16).digest()
 
-
+# %% ../nbs/5_notes/59_identity.ipynb #identity-image-hashes
 def _image_hashes(data: TensorData) -> list[tuple[str, bytes]]:
     "Of each picture's intensities, whatever constants it is scaled by."
     parts = data.images.split(4096) if len(data) else ()

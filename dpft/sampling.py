@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['poisson_draw', 'physical_batches', 'gather', 'unit_numbers', 'Units', 'packed', 'units_of', 'Augmentation', 'moved',
-           'repeated', 'check_pictures']
+__all__ = ['poisson_draw', 'physical_batches', 'gather', 'unit_numbers', 'Units', 'packed', 'units_of', 'chosen_views',
+           'Augmentation', 'moved', 'repeated', 'check_pictures']
 
 # %% ../nbs/5_notes/62_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -165,6 +165,22 @@ def units_of(
                          "give the unit of every row")
     return Units(unit, "unit", cap)
 
+# %% ../nbs/5_notes/62_sampling.ipynb #sampling-chosen-views
+def chosen_views(
+    rows: Tensor,  # (B,) numbers of the rows
+    key: bytes,    # of this draw
+    copies: int,
+    crop: int,
+    flip: bool,
+) -> list[Tensor]:
+    "For each view, (B K,) each: how far down, how far right, and whether mirrored."
+    drawn = b"".join(hashlib.shake_128(key + row.to_bytes(8, "little"))
+                     .digest(24 * copies) for row in rows.tolist())
+    options = np.array([2 * crop + 1] * 2 + [1 + flip], dtype=np.uint64)
+    numbers = np.frombuffer(drawn, dtype="<u8").reshape(-1, 3) % options
+    middle = torch.tensor([crop, crop, 0])
+    return list((torch.from_numpy(numbers.astype(np.int64)) - middle).unbind(1))
+
 # %% ../nbs/5_notes/62_sampling.ipynb #sampling-augmentation
 @dataclass(frozen=True)
 class Augmentation:
@@ -194,19 +210,11 @@ class Augmentation:
         items: dict[Any, Any] = batch if named else dict(enumerate(batch))
         where = "pixel_values" if named else 0
         check_pictures(items.get(where), self.crop)
-        shown = {name: moved(value, *self._choices(rows, key)) if name == where
+        views = chosen_views(rows, key, self.copies, self.crop, self.flip)
+        shown = {name: moved(value, *views) if name == where
                  else repeated(value, self.copies, len(rows))
                  for name, value in items.items()}
         return shown if named else tuple(shown.values())
-
-    def _choices(self, rows: Tensor, key: bytes) -> list[Tensor]:
-        "For each view, (B K,) each: how far down, how far right, and whether mirrored."
-        drawn = b"".join(hashlib.shake_128(key + row.to_bytes(8, "little"))
-                         .digest(24 * self.copies) for row in rows.tolist())
-        options = np.array([2 * self.crop + 1] * 2 + [1 + self.flip], dtype=np.uint64)
-        numbers = np.frombuffer(drawn, dtype="<u8").reshape(-1, 3) % options
-        middle = torch.tensor([self.crop, self.crop, 0])
-        return list((torch.from_numpy(numbers.astype(np.int64)) - middle).unbind(1))
 
 # %% ../nbs/5_notes/62_sampling.ipynb #sampling-moved
 #| code-fold: true
@@ -235,7 +243,8 @@ def _reflected(places: Tensor, side: int) -> Tensor:
     "Places beyond an edge, as seen in a mirror that stands on the last pixel."
     return side - 1 - (side - 1 - places.abs()).abs()
 
-
+# %% ../nbs/5_notes/62_sampling.ipynb #sampling-repeated
+#| code-fold: true
 def repeated(value: Any, copies: int, size: int) -> Any:
     "What each of `size` examples has, once for each copy; anything else as it is."
     own = isinstance(value, Tensor) and value.ndim and len(value) == size

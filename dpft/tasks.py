@@ -165,7 +165,7 @@ def _table(path: Path) -> TableData:
 
     return TableData(read_table(path).to_pydict())
 
-
+# %% ../nbs/5_notes/63_tasks.ipynb #tasks-sheet
 def _sheet(path: Path, side: int = 32, columns: int = 100) -> Tensor:
     "A picture of small images in rows of `columns`, as (N, 3, side, side) uint8."
     from PIL import Image

@@ -22,8 +22,22 @@ from .identity import hash_of
 from .schema import Schema, read_labels
 
 # %% auto #0
-__all__ = ['Row', 'EncodedData', 'fill_of', 'encode', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for', 'token_rows',
-           'Selected']
+__all__ = ['Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for',
+           'token_rows', 'Selected']
+
+# %% ../nbs/5_notes/61_texts.ipynb #texts-places
+def token_places(
+    starts: Tensor,                    # (N + 1,) where each text begins, and the end
+    lengths: Tensor,                   # (N,) tokens of each text
+    indices: Tensor | Sequence[int],   # (B,) texts; negative ones count from the end
+) -> tuple[Tensor, Tensor, Tensor]:    # (B,) texts; (B, T) places; (B, T) no padding
+    "Where the tokens of a batch lie, for rows as long as the longest of them."
+    rows = torch.as_tensor(indices, dtype=torch.long)
+    rows = torch.where(rows < 0, rows + len(lengths), rows)
+    own = lengths[rows]
+    position = torch.arange(int(own.max()))
+    places = (starts[rows, None] + position).clamp(max=int(starts[-1]) - 1)
+    return rows, places, position < own[:, None]
 
 # %% ../nbs/5_notes/61_texts.ipynb #texts-encoded
 @dataclass(eq=False, repr=False)
@@ -49,16 +63,11 @@ class EncodedData:
 
     def batch(self, indices: Tensor | Sequence[int]) -> dict[str, Tensor]:
         "Rows in one gather, (B, T) each, padded to the longest of them."
-        rows = torch.as_tensor(indices, dtype=torch.long)
-        rows = torch.where(rows < 0, rows + len(self), rows)
-        lengths = self.lengths[rows]
-        place = torch.arange(int(lengths.max()))
-        real = place < lengths[:, None]
-        flat = (self.starts[rows, None] + place).clamp(max=int(self.starts[-1]) - 1)
+        rows, places, real = token_places(self.starts, self.lengths, indices)
         batch = {}
         for name, values in self.fields.items():
             fill = fill_of(name, self.pad_id)
-            batch[name] = torch.where(real, values[flat].long(), fill)
+            batch[name] = torch.where(real, values[places].long(), fill)
         batch["attention_mask"] = real.long()
         return batch if self.labels is None else {**batch, "labels": self.labels[rows]}
 
@@ -163,7 +172,8 @@ def _texts(data: Any, name: str) -> list[str]:
                              "drop such rows or convert them")
     return values
 
-
+# %% ../nbs/5_notes/61_texts.ipynb #texts-check-tokens
+#| code-fold: true
 def _check_tokens(row: int, count: int) -> None:
     "Refuse an empty text."
     if not count:

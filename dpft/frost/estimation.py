@@ -38,6 +38,7 @@ def best_values(
     weights = scales / sensitivities.square()
     return (weights @ noisy) / ((weights * scales) @ seen)
 
+# %% ../../nbs/2_methods/16_frost_estimation.ipynb #estimation-best-scales
 def best_scales(
     seen: Tensor,    # (t, M)
     noisy: Tensor,   # (t, M) 0 where not observed

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Observe', 'TENSORS', 'FEW', 'RATIOS', 'LEARNING_RATES', 'PAPER', 'Round', 'freezing_threshold', 'take', 'Selection',
            'as_json', 'from_json', 'selection_from', 'select', 'one_round', 'check_settings', 'next_fitting',
-           'check_fits', 'released', 'Selecting', 'Resuming', 'DPFrost', 'paper_settings']
+           'check_fits', 'released', 'Choices', 'choices_among', 'choices_from', 'due', 'Selecting', 'noisy_magnitudes',
+           'check_reselect', 'DPFrost', 'paper_settings']
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-imports
 import math
@@ -122,12 +123,16 @@ def as_json(past: Round) -> dict[str, Any]:
                                 for value in getattr(past, name).tolist()]
                          for name in TENSORS}
 
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-from-json
+#| code-fold: true
 def from_json(record: dict[str, Any]) -> Round:
     "What `as_json` wrote."
     return Round(**record | {name: torch.tensor(
         [math.nan if value is None else value for value in record[name]],
         dtype=torch.float64) for name in TENSORS})
 
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selection-from
+#| code-fold: true
 def selection_from(
     record: dict[str, Any],           # what `Selection.record` gave
     partitions: Sequence[Partition],  # those that it was made of
@@ -260,81 +265,148 @@ def released(
     total = measure(context.draw(sample_rate), context.total)
     return context.release(total, bound, summed=not additive)
 
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-choices
+@dataclass
+class Choices:
+    "What a run has selected so far, and among which partitions."
+    partitions: list[Partition] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)  # of parameters, as they were found
+    selections: list[Selection] = field(default_factory=list)
+
+    @property
+    def latest(self) -> Selection:
+        "The last selection."
+        if not self.selections:
+            raise ValueError("nothing has been selected yet: start a run first")
+        return self.selections[-1]
+
+    def parameters(self) -> list[nn.Parameter]:
+        "What the last selection lets train."
+        return [p for part in self.latest.chosen for p in part.parameters]
+
+    def record(self) -> dict[str, Any]:
+        "What `choices_from` reads: all selections, and what they chose from."
+        return {"names": self.names,
+                "selections": [one.record() for one in self.selections]}
+
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-choices-among
+def choices_among(context: Context, among: Sequence[nn.Parameter]) -> Choices:
+    "The partitions among which a run may choose, with nothing chosen yet."
+    pieces = offered(context, among)
+    names = {id(p): name for name, p in context.model.named_parameters()}
+    return Choices(pieces, [[names[id(p)] for p in part.parameters] for part in pieces])
+
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-choices-from
+def choices_from(
+    model: nn.Module,
+    record: dict[str, Any],  # what `Choices.record` gave
+    sample_rate: float,      # q of each draw
+) -> Choices:
+    "What was chosen before a break."
+    named, past = dict(model.named_parameters()), record["selections"]
+    called = [part["name"] for part in past[-1]["partitions"]]
+    pieces = [Partition(name, tuple(named[one] for one in own))
+              for name, own in zip(called, record["names"], strict=True)]
+    found = [selection_from(one, pieces, sample_rate) for one in past]
+    return Choices(pieces, record["names"], found)
+
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-due
+def due(
+    t: int,           # number of the step that comes next
+    steps: int,       # of the run
+    selections: int,  # K, in the whole run
+    made: int,        # selections so far
+) -> bool:
+    "Whether to select again before step t; ValueError where steps were left out."
+    number, left = divmod(t, steps // selections)
+    if left or not 0 < number < selections:
+        return False
+    if made != number:
+        raise ValueError(f"selection {number + 1} of {selections} cannot follow {made}: "
+                         "step(context, t) must come once before each step, in order")
+    return True
+
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selecting
 class Selecting(Method):
-    """Partitions are selected at the start and, with `reselect`, again.
-
-    A fresh head trains.
-    """
+    "Partitions are selected at the start and, with `reselect`, again; a fresh head trains."
     ratio: float
     rounds: int
     sample_rate: float
-    reselect: int
-    _selections: list[Selection]
-    _pieces: list[Partition]
-    _names: list[list[str]]     # of each piece's parameters, when it was found
+    reselect: int      # K, selections in a run
+    _choices: Choices
 
     @property
     def selection(self) -> Selection:
         "The last selection, with its trace; it holds nothing that was not released."
-        if not self._selections:
-            raise ValueError("nothing has been selected yet: start a run first")
-        return self._selections[-1]
+        return self._choices.latest
 
-    def selected(self, context: Context) -> list[nn.Parameter]:
-        "The parameters that a new selection chooses."
+    @property
+    def unfreezes(self) -> bool:
+        "A later selection may let train what the first did not choose."
+        return self.reselect > 1
+
+    def selected(self, context: Context) -> Selection:
+        "A new selection."
         raise NotImplementedError
+
+    def again(self, context: Context) -> list[nn.Parameter]:
+        "The parameters that a new selection chooses; it is noted."
+        self._choices.selections.append(self.selected(context))
+        return self._choices.parameters()
 
     def choose(self, context: Context,
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "Select for the first time."
-        self._selections, self._pieces = [], offered(context, among)
-        check_fits(self._pieces, self.ratio)
-        names = {id(p): name for name, p in context.model.named_parameters()}
-        self._names = [[names[id(p)] for p in part.parameters] for part in self._pieces]
-        return list(among) if context.rehearses else self.selected(context)
+        self._choices = choices_among(context, among)
+        check_fits(self._choices.partitions, self.ratio)
+        return list(among) if context.rehearses else self.again(context)
 
     def step(self, context: Context, t: int) -> None:
-        "Select again at the beginning of each K-th part of the run; Section 5.3."
-        number, left = divmod(t, context.steps // self.reselect)
-        if left or not 0 < number < self.reselect:
-            return
-        if len(self._selections) != number:
-            raise ValueError(f"selection {number + 1} of {self.reselect} cannot follow "
-                             f"{len(self._selections)}: step(context, t) must come "
-                             "once "
-                             "before each step, in order")
-        context.train_only([*self.selected(context), *fresh_head(context.model)])
-
-# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-state
-class Resuming(Selecting):
-    "A selection that goes on after a checkpoint; none is made, or paid for, again."
+        "Select again where it is due."
+        if due(t, context.steps, self.reselect, len(self._choices.selections)):
+            context.train_only([*self.again(context), *fresh_head(context.model)])
 
     def state(self, context: Context) -> dict[str, Any]:
         "All selections so far, and what they chose from."
-        return {"names": self._names,
-                "selections": [s.record() for s in self._selections]}
+        return self._choices.record()
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
-        "Go on after the last selection."
-        named, past = dict(context.model.named_parameters()), state["selections"]
-        self._names = state["names"]
-        called = [part["name"] for part in past[-1]["partitions"]]
-        self._pieces = [Partition(name, tuple(named[one] for one in own))
-                        for name, own in zip(called, self._names, strict=True)]
-        self._selections = [selection_from(one, self._pieces, self.sample_rate)
-                            for one in past]
-        context.already_released(self.rounds * len(past))
-        chosen = [p for part in self.selection.chosen for p in part.parameters]
-        context.train_only([*chosen, *fresh_head(context.model)])
+        "Go on after the last selection; none is made, or paid for, again."
+        self._choices = choices_from(context.model, state, self.sample_rate)
+        context.already_released(self.rounds * len(self._choices.selections))
+        context.train_only([*self._choices.parameters(), *fresh_head(context.model)])
+
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-noisy
+def noisy_magnitudes(
+    context: Context,
+    method: "DPFrost",           # how to measure
+    asked: Sequence[Partition],  # whose magnitudes are wanted
+    bound: float,                # their sensitivity
+) -> Tensor:                     # (len(asked),)
+    "The magnitudes of these partitions over one more draw, released."
+    def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
+        return gradient_magnitudes(
+            context.model, context.loss_fn, batches, asked, method.kind, method.order,
+            method.clip, method.clip_order, reduce, context.groups)
+    additive = method.kind == "mgna" and method.order == 1
+    return released(context, method.sample_rate, measure, bound, additive)
+
+# %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-check-reselect
+#| code-fold: true
+def check_reselect(reselect: int, steps: float = math.inf) -> None:
+    "ValueError unless so many selections fit into a run."
+    if reselect < 1 or reselect != int(reselect):
+        raise ValueError(f"reselect={reselect} must be a whole number, 1 or more: how "
+                         "often to select in a run")
+    if reselect > steps:
+        raise ValueError(f"reselect={reselect} selections do not fit into {steps} steps; "
+                         "lower it or raise epochs")
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-method
-class DPFrost(Resuming):
-    """The partitions of the largest private gradient magnitudes train, and a fresh
-    head.
+class DPFrost(Selecting):
+    """The partitions of the largest private gradient magnitudes train, and a fresh head.
 
-    Costs `rounds` releases for each selection, besides training; `share` of epsilon
-    buys them.
+    Costs `rounds` releases for each selection, which `share` of epsilon buys.
     Raises ValueError when no partition is as small as `ratio` asks.
     Algorithm 1 of DP-FROST; @def-psel, @def-bounded-magnitudes.
     """
@@ -350,55 +422,28 @@ class DPFrost(Resuming):
         order: int = 1,             # 1 or 2
         clip: float = 1.0,          # bound on an example's gradient in a round
         reselect: int = 1,  # K: selections, at the beginning and every steps // K
-        # 2: bound the M norms of an example in 2-norm, @lem-two-norm
-        clip_order: int | None = None,
+        clip_order: int | None = None,  # 2: bound the M norms in 2-norm, @lem-two-norm
     ):
         check_settings(ratio, rounds, sample_rate, gap)
         check_kind(kind, order, clip, clip_order)
-        if reselect < 1 or reselect != int(reselect):
-            raise ValueError(
-                f"reselect={reselect} must be a whole number, 1 or more: how "
-                "often to select in a run")
-        self.ratio, self.rounds, self.sample_rate, self.gap = (ratio, rounds,
-                                                               sample_rate, gap)
-        self.share, self.kind, self.order, self.clip = share, kind, order, clip
-        self.reselect, self.clip_order = reselect, clip_order
-        self._selections, self._pieces, self._names = [], [], []
-
-    @property
-    def unfreezes(self) -> bool:
-        "A later selection may let train what the first did not choose."
-        return self.reselect > 1
+        check_reselect(reselect)
+        self.ratio, self.rounds, self.sample_rate = ratio, rounds, sample_rate
+        self.gap, self.share, self.kind, self.order = gap, share, kind, order
+        self.clip, self.reselect, self.clip_order = clip, reselect, clip_order
+        self._choices = Choices()
 
     def requests(self, context: Context) -> list[Request]:
         "The rounds of all selections together."
-        if self.reselect > context.steps:
-            raise ValueError(f"reselect={self.reselect} selections do not fit into "
-                             f"{context.steps} steps; lower it or raise epochs")
+        check_reselect(self.reselect, context.steps)
         rounds = self.rounds * self.reselect
         return [Request(self.sample_rate, rounds, self.share, "select")]
 
-    def selected(self, context: Context) -> list[nn.Parameter]:
-        "The parameters that a new selection chooses."
+    def selected(self, context: Context) -> Selection:
+        "A selection in rounds, each of them one release."
         with evaluating(context.model):
-            found = select(self._pieces, partial(self.observe, context), self.ratio,
-                           context.noise_multiplier(), self.rounds, self.sample_rate,
-                           self.gap, self.kind, self.order, self.clip)
-        self._selections.append(found)
-        return [p for part in found.chosen for p in part.parameters]
-
-    def observe(
-        self, context: Context,
-        asked: Sequence[Partition],  # whose magnitudes are wanted
-        bound: float,                # sensitivity of their sum
-    ) -> Tensor:                     # (len(asked),)
-        "The magnitudes of these partitions over one more draw, released."
-        def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
-            return gradient_magnitudes(
-                context.model, context.loss_fn, batches, asked, self.kind, self.order,
-                self.clip, self.clip_order, reduce, context.groups)
-        additive = self.kind == "mgna" and self.order == 1
-        return released(context, self.sample_rate, measure, bound, additive)
+            return select(self._choices.partitions, partial(noisy_magnitudes, context, self),
+                          self.ratio, context.noise_multiplier(), self.rounds,
+                          self.sample_rate, self.gap, self.kind, self.order, self.clip)
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-settings
 RATIOS = tuple(0.25**k for k in range(1, 5))

@@ -37,6 +37,7 @@ def weak_count(size: int, share: float, rounding: str = "nearest") -> int:
     exact = round(share * size, 9)                     # 0.55 * 100 is a little over 55
     return math.ceil(exact) if rounding == "up" else round(exact)
 
+# %% ../../nbs/2_methods/25_rapft_mask.ipynb #mask-smallest-entries
 def smallest(
     values: Tensor,  # (m,)
     count: int,
@@ -61,6 +62,7 @@ def scored(
         found[name] = stretched(own) if normalise else own
     return found
 
+# %% ../../nbs/2_methods/25_rapft_mask.ipynb #mask-cut
 def cut(scores: Mapping[str, Tensor], share: float, ranks: str,
         rounding: str) -> Tensor:
     "(m,) True for the weak entries of all layers in a row."
@@ -110,6 +112,8 @@ def check_choices(settings: Mapping[str, Any],
             raise ValueError(f"{name}={settings[name]!r}: choose "
                              f"{' or '.join(map(repr, known))}")
 
+# %% ../../nbs/2_methods/25_rapft_mask.ipynb #mask-choices
+#| code-fold: true
 MASK_CHOICES = {"ranks": RANKS, "ranking": RANKINGS, "rounding": ROUNDINGS}
 
 def check_ranked(relevance: Mapping[str, Tensor], irrelevance: float, ranks: str,

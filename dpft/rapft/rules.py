@@ -62,6 +62,7 @@ def away(
     "The values, each moved away from zero; zero itself upwards."
     return values + torch.where(values < 0, -by, by)
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-own-sums
 def own_sums(
     values: Tensor,   # (B, ...)
     modified: Tensor, # (B, ...), or what broadcasts with it
@@ -73,6 +74,7 @@ def own_sums(
     # a mask holds -inf where nothing comes back
     return by_example((values * modified).masked_fill(modified == 0, 0)).sum(1)
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-per-row
 def per_row(factors: Tensor, like: Tensor) -> Tensor:
     "(B,) as (B, 1, ..., 1)."
     return factors.view(-1, *(1,) * (like.ndim - 1))
@@ -117,18 +119,17 @@ class Signed(torch.autograd.Function):
                                            strict=True)]
             absolute = ctx.function(*(values.abs() for values in own))
         size = absolute.detach()
-        relevance, none = output * modified, 2 * EMPTY * torch.finfo(
-            size.dtype).eps * size
+        relevance = output * modified
+        none = 2 * EMPTY * torch.finfo(size.dtype).eps * size
         above, below = output + size, output - size  # twice the sums of either sign
         positive = (relevance / above).mul_(ctx.alpha).masked_fill_(above <= none, 0)
-        negative = (relevance / below).mul_(1 - ctx.alpha).masked_fill_(below >= -none,
-                                                                        0)
+        negative = (relevance / below).mul_(1 - ctx.alpha)
+        negative.masked_fill_(below >= -none, 0)
         wanted = [values for values in own if values.requires_grad]
         found = iter(torch.autograd.grad(absolute, wanted, positive - negative)
                      if wanted else ())
-        return positive.add_(negative), None, None, *(next(found)
-                                                      if values.requires_grad else None
-                                                      for values in own)
+        back = (next(found) if values.requires_grad else None for values in own)
+        return positive.add_(negative), None, None, *back
 
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-linear
 def linear(rules: Rules, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
@@ -177,6 +178,7 @@ def activation(rules: Rules, function: Callable, values: Tensor, *args: Any,
     return Through.apply(values, lambda x: function(x, *args, **kwargs),
                          rules.activation == "positive")
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-softmax
 def softmax(rules: Rules, function: Callable, values: Tensor, *args: Any,
             **kwargs: Any) -> Tensor:
     "A softmax under its rule."
@@ -224,6 +226,7 @@ def layer_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence
     return Held.apply(inputs, weight, bias, normalise,
                       lambda x: x.flatten(-len(shape)), eps, True)
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-rms-norm
 def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[int],
              weight: Tensor | None = None,
              eps: float | None = None) -> Tensor:
@@ -244,6 +247,8 @@ def held_root(rules: Rules, function: Callable, values: Tensor,
     """
     return function(values, **kwargs).detach()
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-group-norm
+#| code-fold: true
 def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int,
                weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -324,6 +329,7 @@ def skip(rules: Rules, function: Callable, left: Any, right: Any,
         return left.copy_(Split.apply(left.clone(), right))
     return Split.apply(left, right)
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-product
 def product(rules: Rules, function: Callable, left: Any, right: Any,
             **kwargs: Any) -> Tensor:
     """A product of features, element by element or of a matrix for each example, under
