@@ -6,8 +6,9 @@
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE', 'HELP', 'main', 'tell', 'show_version', 'root',
            'check_positive', 'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
            'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
-           'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'Asked',
-           'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
+           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained',
+           'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted',
+           'probed']
 
 # %% ../../nbs/5_notes/79_command_line.ipynb #cli-imports
 import json
@@ -287,11 +288,30 @@ def loaded_task(
     "The data set; ValueError for labels that are no classes."
     from dpft.sources import load_data
     try:
-        return load_data(data, root, limit=limit, columns=columns, unit=unit)
+        task = load_data(data, root, limit=limit, columns=columns, unit=unit)
     except TypeError as error:
         raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must "
                          "be whole numbers or texts, and none may be "
                          "missing") from None
+    check_learnable(task)
+    return task
+
+
+def check_learnable(task: Any) -> None:
+    "ValueError for a table whose labels are no classes, or without anything to read."
+    from dpft.datasets import column_names
+    from dpft.schema import kinds_of
+    names = column_names(task.train)
+    if task.kind != "text" or not names:
+        return
+    if "input_ids" not in names and "text" not in kinds_of(task.train).values():
+        raise ValueError(f"{task.name} has no column of texts, only {', '.join(names)}; "
+                         "the command reads texts or pictures, fine_tune any tensors")
+    if not task.classes:
+        raise ValueError(f"the labels of {task.name} are numbers rather than classes, "
+                         "which the command cannot learn; fine_tune can, with a model "
+                         "of one output")
+
 
 def scored_part(task: Any, score: str) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
