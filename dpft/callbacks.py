@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'UNCALLED', 'shown_settings', 'Arguments', 'arguments_of', 'has_own', 'checked_callbacks', 'noisy_norm',
-           'Callbacks', 'first_state', 'tell_scores', 'states_of', 'put_states']
+           'Callbacks', 'call', 'first_state', 'tell_scores', 'states_of', 'put_states']
 
 # %% ../nbs/5_notes/82_callbacks.ipynb #callbacks-imports
 import json
@@ -149,10 +149,8 @@ class Callbacks:
             self.state.global_step = self.engine.t
             self.state.epoch = self.engine.t * self.engine.plan.sample_rate
         for one in [one for one in self.heard if hasattr(one, event)]:
-            call = getattr(one, event)
             try:
-                said = call(self.args, self.state, self.control, **self.shown, **more)
-                self.control = said or self.control
+                self.control = call(self, one, event, more) or self.control
             except Exception as error:
                 if event == "on_train_begin":
                     raise
@@ -179,6 +177,13 @@ class Callbacks:
 
 # %% ../nbs/5_notes/82_callbacks.ipynb #callbacks-first-state
 #| code-fold: true
+def call(callbacks: Callbacks, one: Any, event: str, more: Mapping[str, Any]) -> Any:
+    "One callback's answer to an event: a control object, or None."
+    method = getattr(one, event)
+    return method(callbacks.args, callbacks.state, callbacks.control,
+                  **callbacks.shown, **more)
+
+
 def first_state(engine: Engine) -> Any: # a TrainerState
     "What callbacks know of a run at its start."
     from transformers import TrainerState

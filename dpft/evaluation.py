@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_due', 'number_of_scores', 'noise_of_scores', 'guarantee_of_scores', 'checked_evaluation', 'scored',
-           'private_score', 'Evaluation', 'note_look', 'make_evaluation', 'more_is_better']
+           'private_score', 'Evaluation', 'found_scores', 'note_look', 'make_evaluation', 'more_is_better']
 
 # %% ../nbs/5_notes/83_evaluation.ipynb #evaluation-imports
 import warnings
@@ -149,20 +149,22 @@ class Evaluation:
             return {}
         note_look(self)
         try:
-            return self.engine.processes.first(lambda: self._found(last))
+            return self.engine.processes.first(lambda: found_scores(self, last))
         except Exception as error:
             so_far = "the run is complete, but" if last else "the run goes on, but"
             warnings.warn(f"{so_far} evaluate= failed ({type(error).__name__}: {error})"
                           + "; score run.model again" * last, stacklevel=4)
             return {}
 
-    def _found(self, last: bool) -> dict[str, float]:
-        engine = self.engine
-        if not self.paid:
-            return scored(engine.model, self.data)
-        number = engine.plan.steps if last else engine.t
-        return private_score(engine.model, self.data, self.sigma, self.given.most,
-                             engine.keystream, number)
+# %% ../nbs/5_notes/83_evaluation.ipynb #evaluation-found
+def found_scores(evaluation: Evaluation, last: bool) -> dict[str, float]:
+    "The scores of the model as it is now."
+    engine, given = evaluation.engine, evaluation.given
+    if not evaluation.paid:
+        return scored(engine.model, evaluation.data)
+    number = engine.plan.steps if last else engine.t
+    return private_score(engine.model, evaluation.data, evaluation.sigma, given.most,
+                         engine.keystream, number)
 
 # %% ../nbs/5_notes/83_evaluation.ipynb #evaluation-note
 def note_look(evaluation: Evaluation) -> None:

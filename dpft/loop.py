@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'make_schedule', 'OwnSchedule', 'makes_scheduler',
            'own_scheduler', 'Average', 'Run', 'write_run', 'score_report', 'load', 'fine_tune', 'checked_before',
-           'kept', 'keep', 'Updates', 'take_up', 'progress_is_due', 'Progress', 'Loop', 'entry_of', 'put_back',
-           'tell_step', 'stop_early', 'stopping_politely', 'leave']
+           'kept', 'keep', 'Updates', 'take_up', 'progress_is_due', 'Progress', 'Loop', 'after_step', 'score_step',
+           'score_the_end', 'save_state', 'put_back', 'entry_of', 'tell_step', 'stop_early', 'stopping_politely',
+           'leave']
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-imports
 import inspect
@@ -496,7 +497,7 @@ class Loop:
                 self.updates.take(step)
                 self.history.append(entry_of(self, step))
                 progress.show(self.history[-1])
-                self._after_step()
+                after_step(self)
                 if tell_step(self, progress):
                     self.stopped = True
                     break
@@ -504,43 +505,56 @@ class Loop:
             stop_early(self)
         if self.updates.average is not None:
             self.updates.average.put()
-        self._score_the_end()
+        score_the_end(self)
         self.callbacks.tell("on_train_end")
-
-    def _after_step(self) -> None:
-        "The score and the checkpoint of a step, where they are due."
-        engine = self.engine
-        paid = self.evaluation.due() and self.score() and self.evaluation.paid
-        last = engine.t == engine.plan.steps
-        if engine.t % self.every == 0 or last or paid or engine.stops:
-            self.save()
-        if engine.stops:
-            leave(engine)
-
-    def score(self) -> bool:
-        "Score the weights as they are; whether that went well."
-        if scores := self.evaluation.score():
-            self.history.append({"step": self.engine.t, "scores": scores})
-        return bool(scores)
-
-    def _score_the_end(self) -> None:
-        if self.evaluation.given is not None:
-            scores = self.evaluation.score(last=True)
-            self.history.append({"step": self.engine.t, "scores": scores})
-            tell_scores(self.callbacks, scores, self.evaluation.higher)
-
-    def save(self) -> None:
-        "A checkpoint, on the process that keeps one."
-        updates, self.saved = self.updates, self.engine.t
-        self.engine.save(updates.optimizer, updates.schedule, history=self.history,
-                         average=updates.state(), callbacks=states_of(self.callbacks),
-                         stopped=self.stopped)
 
     @property
     def trained(self) -> list[str]:
         "Names of all parameters that have trained, as they are called now."
         touched, named = self.engine.touched, self.engine.model.named_parameters()
         return sorted(name for name, p in named if id(p) in touched)
+
+# %% ../nbs/1_start/07_loop.ipynb #loop-after
+def after_step(loop: Loop) -> None:
+    "The score and the checkpoint of a step, where they are due; then the end, if told to stop."
+    engine, evaluation = loop.engine, loop.evaluation
+    paid = evaluation.due() and score_step(loop) and evaluation.paid
+    last = engine.t == engine.plan.steps
+    if engine.t % loop.every == 0 or last or paid or engine.stops:
+        save_state(loop)
+    if engine.stops:
+        leave(engine)
+
+
+def score_step(loop: Loop) -> bool:
+    "Score the weights as they are; whether that went well."
+    if scores := loop.evaluation.score():
+        loop.history.append({"step": loop.engine.t, "scores": scores})
+    return bool(scores)
+
+
+def score_the_end(loop: Loop) -> None:
+    "The score of the finished model, where one was asked for."
+    if loop.evaluation.given is not None:
+        scores = loop.evaluation.score(last=True)
+        loop.history.append({"step": loop.engine.t, "scores": scores})
+        tell_scores(loop.callbacks, scores, loop.evaluation.higher)
+
+# %% ../nbs/1_start/07_loop.ipynb #loop-state
+def save_state(loop: Loop) -> None:
+    "A checkpoint, on the process that keeps one."
+    updates, loop.saved = loop.updates, loop.engine.t
+    loop.engine.save(updates.optimizer, updates.schedule, history=loop.history,
+                     average=updates.state(), callbacks=states_of(loop.callbacks),
+                     stopped=loop.stopped)
+
+
+def put_back(loop: Loop, state: dict[str, Any]) -> None:
+    "Go on from what `save_state` wrote."
+    loop.history, loop.saved = state["history"], loop.engine.t
+    loop.updates.restore(state["average"])
+    put_states(loop.callbacks, state.get("callbacks", ""))
+    loop.stopped = state.get("stopped", False)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-entry
 def entry_of(loop: Loop, step: Step) -> dict[str, Any]:
@@ -549,14 +563,6 @@ def entry_of(loop: Loop, step: Step) -> dict[str, Any]:
     seen = {"loss": step.loss, "not_finite": step.not_finite} if shows else {}
     rate = loop.updates.schedule.get_last_lr()[0]
     return {"step": loop.engine.t, "learning_rate": rate, **seen}
-
-
-def put_back(loop: Loop, state: dict[str, Any]) -> None:
-    "Go on from what `Loop.save` wrote."
-    loop.history, loop.saved = state["history"], loop.engine.t
-    loop.updates.restore(state["average"])
-    put_states(loop.callbacks, state.get("callbacks", ""))
-    loop.stopped = state.get("stopped", False)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-tell
 def tell_step(loop: Loop, progress: Progress) -> bool:
@@ -571,11 +577,11 @@ def tell_step(loop: Loop, progress: Progress) -> bool:
                   epsilon=progress.epsilon_so_far())
     scored = "scores" in loop.history[-1]
     if callbacks.asks("should_evaluate") and not evaluation.paid and not scored:
-        scored = evaluation.given is not None and loop.score()
+        scored = evaluation.given is not None and score_step(loop)
     if scored:
         tell_scores(callbacks, loop.history[-1]["scores"], evaluation.higher)
     if callbacks.asks("should_save"):
-        loop.save()
+        save_state(loop)
     if loop.saved == engine.t and engine.store.folder is not None:
         callbacks.tell("on_save")
     return callbacks.asks("should_training_stop")
@@ -588,7 +594,7 @@ def stop_early(loop: Loop) -> None:
     if engine.t < steps and (loop.evaluation.uncharged or engine.settings.show_loss):
         engine.note_uncharged(f"when training stopped, after step {engine.t} of {steps}, "
                               "which callbacks chose that saw what is named here")
-    loop.save()
+    save_state(loop)
     engine.finish()
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-stop

@@ -172,7 +172,11 @@ def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
 def test_a_stopped_run_that_could_not_be_saved_is_saved_by_the_same_call(tmp_path, monkeypatch):
     full = types.SimpleNamespace(on=True)
     write = dpft.Run.save
-    monkeypatch.setattr(dpft.Run, "save", lambda self, *a, **k: (_ for _ in ()).throw(OSError("disk full")) if full.on else write(self, *a, **k))
+    def save(run, *rest, **more):
+        if full.on:
+            raise OSError("disk full")
+        write(run, *rest, **more)
+    monkeypatch.setattr(dpft.Run, "save", save)
     given = dict(checkpoint=tmp_path / "state", output=tmp_path / "saved", ledger=tmp_path / "book")
     with pytest.raises(ValueError, match="the same command saves it"):
         tuned(callbacks=[Recorder(3)], **given)
@@ -284,18 +288,6 @@ def test_an_evaluation_that_fails_in_a_run_does_not_end_it():
     assert run.scores == {} and sum("learning_rate" in entry for entry in run.history) == 6
 
 
-class Tagger(nn.Module):
-    """Says 1 for every token."""
-
-    def __init__(self):
-        super().__init__()
-        from transformers import BertConfig
-        self.config, self.weight = BertConfig(), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return torch.stack([x * 0, x * 0 + 1], -1) + self.weight
-
-
 def test_a_noisy_accuracy_counts_rows_whatever_their_labels():
     """A row may move the count by one: neither many tokens in a row, nor rows without a label, may stretch it."""
     model = nn.Linear(2, 2)
@@ -343,7 +335,8 @@ def test_a_scheduler_goes_on_after_a_crash(tmp_path):
 
 def test_a_methods_factor_comes_on_top_of_ones_own_scheduler():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    made = make_schedule(optimizer, torch.optim.lr_scheduler.ExponentialLR and partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), 4,
+    falls = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    made = make_schedule(optimizer, falls, 4,
                          rate_factor=lambda t: 10.0 if t % 2 else 1.0)
     found = []
     for _ in range(4):
@@ -352,12 +345,15 @@ def test_a_methods_factor_comes_on_top_of_ones_own_scheduler():
     assert found == pytest.approx([0.1, 0.5, 0.025, 0.125])
 
 
+FOREIGN = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+
+
 @pytest.mark.parametrize("given,why", [
     (dict(schedule="step"), "choose one of 'constant', 'linear', 'cosine'"), (dict(schedule=3), "choose one of"),
     (dict(schedule=halving, warmup=2), "put the warm-up into the scheduler"),
     (dict(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau), "whose step\\(\\) takes no score"),
     (dict(schedule=lambda optimizer: 3), "gave a int"),
-    (dict(schedule=torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))), "belongs to another optimizer")])
+    (dict(schedule=FOREIGN), "belongs to another optimizer")])
 def test_schedules_that_cannot_be_are_refused(given, why):
     with pytest.raises(ValueError, match=why):
         tuned(**given)

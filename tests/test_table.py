@@ -155,7 +155,7 @@ CHOOSE = {"DPFrost": lambda: dpft.DPFrost(0.25, rounds=1), "LayerFreeze": lambda
 TABLE = [name for name in ALL if name not in ("DeBERTa", "BERT, tags", "wide ResNet")] + ["CLIP, contrastive"]
 REFUSED: dict[tuple[str, str], str] = {}   # what the sentence says
 REFUSED |= {(name, "BiTFiT"): r"choose BiTFiT\(add_missing=True\)" for name in WITHOUT_BIASES}
-REFUSED |= {("ResNet", "LoRA"): "has no linear layer"}
+REFUSED |= {("ResNet", "LoRA"): "has no linear layer", ("XLNet", "RapFT"): "has no attention hook"}
 REFUSED |= {("CLIP, contrastive", method): "depends on|changes with the examples beside it|put in order" for method in
             ("Full", "BiTFiT", "LoRA", *CHOOSE)}
 

@@ -1,16 +1,12 @@
 """Seventy wrong inputs, as people type them: each ends in one sentence that names the thing, and nothing is charged or lost."""
 
-import json
-import shutil
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 import dpft
-from dpft.ledger import Ledger, LedgerError
-from dpft.privacy import BudgetError
+from dpft.ledger import Ledger
 
 DIGITS = {"--data": "digits", "--model": "mlp", "--limit": "60", "--steps": "1", "--accountant": "rdp", "--epsilon": "4",
           "--score": "none"}
@@ -47,16 +43,19 @@ def train_words(changed):
 TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--epsilon": "0"}, "epsilon=0"), ({"--epsilon": "-1"}, "epsilon=-1"), ({"--epsilon": "nan"}, "epsilon=nan"),
     ({"--epsilon": "two"}, "Invalid value for '--epsilon'"), ({"--epsilon": None}, "either epsilon or noise_multiplier"),
-    ({"--noise-multiplier": "1"}, "either epsilon or noise_multiplier"), ({"--noise-multiplier": "0", "--epsilon": None}, "noise_multiplier=0"),
+    ({"--noise-multiplier": "1"}, "either epsilon or noise_multiplier"),
+    ({"--noise-multiplier": "0", "--epsilon": None}, "noise_multiplier=0"),
     ({"--delta": "0"}, "delta=0"), ({"--delta": "1"}, "delta=1"), ({"--delta": "0.5"}, "below 1/60"),
     ({"--clip": "0"}, "clip=0"), ({"--clip": "-1"}, "clip=-1"), ({"--clip": "inf"}, "clip=inf"),
     ({"--clipping": "soft"}, "clipping='soft'"), ({"--accountant": "magic"}, "accountant='magic'"),
-    ({"--batch-size": "0"}, "batch_size=0"), ({"--batch-size": "61"}, "batch_size=61"), ({"--batch-size": "2.5"}, "Invalid value for '--batch-size'"),
+    ({"--batch-size": "0"}, "batch_size=0"), ({"--batch-size": "61"}, "batch_size=61"),
+    ({"--batch-size": "2.5"}, "Invalid value for '--batch-size'"),
     ({"--steps": "0"}, "steps=0"), ({"--steps": "-3"}, "steps=-3"), ({"--epochs": "0", "--steps": None}, "epochs=0"),
     ({"--learning-rate": "0"}, "learning_rate=0"), ({"--learning-rate": "inf"}, "learning_rate=inf"),
     ({"--weight-decay": "-1"}, "weight_decay=-1"), ({"--warmup": "-1"}, "warmup=-1"), ({"--schedule": "step"}, "schedule='step'"),
     ({"--optimizer": "lion"}, "optimizer='lion'"), ({"--average": "1"}, "average=1"), ({"--precision": "fp16"}, "precision='fp16'"),
-    ({"--physical-batch-size": "0"}, "physical_batch_size=0"), ({"--public-size": "0"}, "public_size=0"), ({"--unit-cap": "0"}, "unit_cap=0"),
+    ({"--physical-batch-size": "0"}, "physical_batch_size=0"), ({"--public-size": "0"}, "public_size=0"),
+    ({"--unit-cap": "0"}, "unit_cap=0"),
     ({"--unit": "writer"}, "no column 'writer'"), ({"--unit-cap": "2"}, "unit_cap=2"), ({"--cache": "-1"}, "cache=-1"),
     ({"--limit": "0"}, "limit must be at least 1"), ({"--method": "bitft"}, "did you mean bitfit"),
     ({"--method": "nowhere.py:Mine"}, "there is no file nowhere.py"), ({"--option": "ratio"}, "name=value"),
@@ -88,8 +87,10 @@ def csv(text):
 
 
 FILES = [  # what lies in the folder of a data set
-    (csv(b"text,label\n"), "no rows"), (csv(b"text,text,label\na,b,0\nc,d,1\n"), "text"), (csv(b"text,label\na b,0.5\nc d,1.5\n"), "numbers rather than classes"),
-    (csv(b"text,label\na b,\nc d,1\n"), "label"), (csv(b"x,y\n1,2\n3,4\n"), "no column of texts"), (lambda folder: (folder / "notes.txt").write_text("hi"), ""),
+    (csv(b"text,label\n"), "no rows"), (csv(b"text,text,label\na,b,0\nc,d,1\n"), "text"),
+    (csv(b"text,label\na b,0.5\nc d,1.5\n"), "numbers rather than classes"),
+    (csv(b"text,label\na b,\nc d,1\n"), "label"), (csv(b"x,y\n1,2\n3,4\n"), "no column of texts"),
+    (lambda folder: (folder / "notes.txt").write_text("hi"), ""),
     (lambda folder: (folder / "train.json").write_text("{"), ""), (lambda folder: (folder / "train.parquet").write_bytes(b"no"), "")]
 
 
@@ -110,7 +111,8 @@ def test_what_lies_at_the_output_is_kept_and_nothing_is_charged(run, tmp_path):
     (tmp_path / "saved" / "dpft.json").write_text("{}")
     (tmp_path / "file").write_text("mine")
     for output in ("saved", "file", "file/below"):
-        status, out, err = run("train", *train_words({}), "--no-progress", "--output", tmp_path / output, "--ledger", tmp_path / "book.sqlite")
+        status, out, err = run("train", *train_words({}), "--no-progress",
+                               "--output", tmp_path / output, "--ledger", tmp_path / "book.sqlite")
         one_sentence(status, out, err, "")
     assert (tmp_path / "file").read_text() == "mine"
     if (tmp_path / "book.sqlite").exists():
@@ -158,7 +160,8 @@ CALLS = [
     (dict(unit=["a"] * 39), "39"), (dict(loss_fn=lambda model, batch: torch.tensor(1.0)), "one loss|per example|losses"),
     (dict(model=nn.BatchNorm1d(3)), "BatchNorm"), (dict(steps=2, unknown=1), "unexpected keyword argument 'unknown'"),
     (dict(epsilom=2), "did you mean epsilon"), (dict(callbacks="tensorboard"), "callbacks='tensorboard'"),
-    (dict(evaluate_every=3), "without evaluate="), (dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), "the optimizer lacks"),
+    (dict(evaluate_every=3), "without evaluate="),
+    (dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), "the optimizer lacks"),
     (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf")]
 
 

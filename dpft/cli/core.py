@@ -281,6 +281,7 @@ def tell_result(run: Any, score: str, output: Path | None) -> None:
     if output is not None:
         print(f"saved in {output}")
 
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-loaded
 def loaded_task(
     data: str, root: Path | None, limit: int | None, columns: tuple[str, ...] | None,
     unit: str | None = None,
@@ -296,7 +297,7 @@ def loaded_task(
     check_learnable(task)
     return task
 
-
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-learnable
 def check_learnable(task: Any) -> None:
     "ValueError for a table whose labels are no classes, or without anything to read."
     from dpft.datasets import column_names
@@ -312,7 +313,7 @@ def check_learnable(task: Any) -> None:
                          "which the command cannot learn; fine_tune can, with a model "
                          "of one output")
 
-
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-scored
 def scored_part(task: Any, score: str) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
     if score not in ("dev", "test", "none"):
