@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FEW', 'KEEPERS', 'IN_PLACE', 'Initialisation', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams', 'counted',
            'shifts', 'initial_relevance', 'Seeded', 'relevance_loss', 'check_started', 'check_map', 'relevance_map',
-           'inner_with', 'group_table', 'clipped_relevance']
+           'inner_with', 'group_table', 'by_single_examples', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..clipping import clip_factor
 from dpft.gradients import (
-    Batch, Contribution, Gradients, Groups, LossFunction, Outer, Partition, Rows,
+    Batch, Contribution, Gradients, Groups, LossFunction, NotByExample, Outer,
+    Partition, Rows,
     batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
 )
 from ..losses import logits
@@ -306,6 +307,20 @@ def group_table(
               for use in taken.uses[name]), zero)
          for own in names], 1)
 
+# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
+#| code-fold: true
+def by_single_examples(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, units: Groups | None,
+) -> Gradients:
+    "Gradients of a relevance, by example; ValueError for a layer that mixes them."
+    try:
+        return gradients(model, loss_fn, batch, units)
+    except NotByExample as error:
+        raise ValueError(
+            f"{type(model).__name__}: relevance cannot be told apart by example "
+            f"({error}); train it without RapFT, or use a model such as GPT-2, BERT or "
+            "BART") from error
+
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped
 def clipped_relevance(
     model: nn.Module,
@@ -336,9 +351,8 @@ def clipped_relevance(
             "finite")
     check_started(model)
     with evaluating(model), relevance_rules(model, rule) as rules:
-        taken = gradients(model,
-                          relevance_loss(Initialisation(init, k, p, beams), rules),
-                          batch, units)
+        taken = by_single_examples(
+            model, relevance_loss(Initialisation(init, k, p, beams), rules), batch, units)
     if groups is not None:
         table = group_table(taken, groups)
         # 0 for what is not finite
