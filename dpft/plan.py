@@ -59,7 +59,7 @@ def check_sizes(size: int, batch_size: int, steps: int, delta: float, clip: floa
                                   "the number of units; choose another"),
         (steps >= 1, f"steps={steps} must be at least 1; raise epochs or steps"),
         (0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1"),
-        (delta < 1 / size, f"delta={delta} must be below 1/{size}: there, publishing one "
+        (delta < 1 / max(size, 1), f"delta={delta} must be below 1/{size}: there, publishing one "
                            "unit at random would count as private"),
         (0 < clip < math.inf, f"clip={clip} must be positive and finite; "
                               "use epsilon=inf for a run without clipping")]
@@ -115,7 +115,7 @@ def make_plan(
     requests: Sequence[Request] = (),       # what the method spends besides training
 ) -> Plan:
     "Solve all noise multipliers so that the whole plan meets the target; Algorithm 3 of DP-FROST."
-    delta = 0.5 / size if delta is None else delta
+    delta = 0.5 / max(size, 1) if delta is None else delta
     check_sizes(size, batch_size, steps, delta, clip)
     if clipping not in ("flat", "automatic"):
         raise ValueError(f"clipping={clipping!r}: choose 'flat' or 'automatic'")

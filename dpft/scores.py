@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .datasets import Public
-from .loop import Run
-from .losses import accuracy, perplexity
+from .losses import accuracy, answers, evaluation_batches, perplexity
 from .noise import Keystream
 from .privacy import SampledGaussian
 
+if TYPE_CHECKING:
+    from dpft.loop import Run
+
 # %% auto #0
-__all__ = ['people_of', 'NoisyAccuracy', 'apart', 'noisy_accuracy', 'scorer']
+__all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accuracy', 'scorer']
 
 # %% ../nbs/5_notes/73_scores.ipynb #scores-column
 #| code-fold: true
@@ -96,6 +98,23 @@ def apart(
                          f"{shared[0]}; leave them out")
     return score
 
+# %% ../nbs/5_notes/73_scores.ipynb #tuning-right
+@torch.no_grad()
+def right_answers(
+    model: nn.Module,
+    data: Any, # labelled rows
+) -> int:      # one row changes it by at most one
+    "How many rows are answered right; ValueError where a row has several answers."
+    right = 0
+    for batch in evaluation_batches(model, data, None, 256):
+        said, labels, counted = answers(model, batch)
+        if labels.ndim > 1:
+            raise ValueError("NoisyAccuracy counts rows that are answered right, and this "
+                             "model answers for each token of a row; score it on public "
+                             "data instead")
+        right += int(((said == labels) & counted).sum())
+    return right
+
 # %% ../nbs/5_notes/73_scores.ipynb #tuning-noisy
 def noisy_accuracy(
     model: nn.Module,
@@ -106,8 +125,7 @@ def noisy_accuracy(
     most: int = 1,           # rows of one unit, m
 ) -> float:                  # may lie outside [0, 1]
     "Share of right answers plus Gaussian noise; @lem-noisy-accuracy."
-    count = accuracy(model, data) * len(data)
-    right = torch.tensor([count], dtype=torch.float64).round()
+    right = torch.tensor([right_answers(model, data)], dtype=torch.float64)
     digest = keystream.digest(right, "score", *context)
     noise = keystream.normal((1,), noise_multiplier * most, "score", *context, digest,
                              dtype=torch.float64)

@@ -28,7 +28,8 @@ def knob(
     default: Any,             # what holds when the knob is left out
     help: str,                # one line, for signatures, the reference and the command line
     of: str = "engine",       # who reads it: "engine" or "loop"
-    identifies: str = "sum",  # "sum": it changes a sum; "run": a continued run must agree; "": neither
+    identifies: str = "sum",  # "sum": it changes a sum; "given": it may, unless None;
+                              # "run": a continued run must agree; "": neither
 ) -> Any:                     # a field of `Settings`
     "Declare one knob of a run."
     return field(default=default, metadata={"help": help, "of": of, "identifies": identifies})
@@ -47,7 +48,7 @@ class Settings:
     clip: float = knob(0.1, "bound on one unit's gradient, 2-norm")
     clipping: str = knob("flat", "'flat' or 'automatic'")
     learning_rate: float = knob(1e-3, "learning rate", "loop")
-    schedule: str = knob("constant", "learning rate over the run: 'constant', 'linear' or 'cosine'", "loop")
+    schedule: Any = knob("constant", "learning rate over the run: 'constant', 'linear', 'cosine', or one's own", "loop")
     warmup: float = knob(0, "steps of rising learning rate, or a share of the run below 1", "loop")
     optimizer: Any = knob("adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
     weight_decay: float = knob(0.0, "weight decay of the optimizer", "loop")
@@ -67,6 +68,8 @@ class Settings:
     cache: float = knob(1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies="")
     cache_folder: Any = knob(None, "folder of that cache; None: in memory", identifies="")
     evaluate: Any = knob(None, "data set, or function of the model, to score the result on", "loop", identifies="")
+    evaluate_every: int | None = knob(None, "steps between scores during the run; None: only at its end", "loop", identifies="")
+    callbacks: Any = knob(None, "list of callbacks as Transformers' Trainer takes them", "loop", identifies="given")
     ledger: Any = knob(None, "Ledger or its path; None: the run's own", identifies="")
     checkpoint: Any = knob(None, "folder from which an interrupted run continues", identifies="")
     checkpoint_every: int | None = knob(None, "steps between checkpoints; None: ten in a run", "loop", identifies="")
@@ -89,11 +92,13 @@ CHOICES = {"accountant": ("prv", "rdp"), "clipping": ("flat", "automatic"),
 
 def range_checks(settings: Settings) -> list[tuple[bool, str]]:  # (holds, message)
     "What must hold of each knob by itself."
-    checks = [(getattr(settings, name) in allowed,
+    own = callable(settings.schedule) or hasattr(settings.schedule, "get_last_lr")
+    checks = [(name == "schedule" and own or getattr(settings, name) in allowed,
                f"{name}={getattr(settings, name)!r}: choose one of {', '.join(map(repr, allowed))}")
               for name, allowed in CHOICES.items()]
     rate, decay, average = settings.learning_rate, settings.weight_decay, settings.average
-    for name in ("steps", "batch_size", "physical_batch_size", "unit_cap", "public_size", "checkpoint_every"):
+    for name in ("steps", "batch_size", "physical_batch_size", "unit_cap", "public_size", "checkpoint_every",
+                 "evaluate_every"):
         value = getattr(settings, name)
         checks.append((value is None or value >= 1, f"{name}={value} must be at least 1"))
     return [*checks,
@@ -343,6 +348,8 @@ def identity(
     for one in fields(settings):
         decided = one.name == "epochs" and settings.steps is not None      # by the steps
         kind = "" if decided or one.metadata["of"] not in readers else one.metadata["identifies"]
+        if kind == "given":
+            kind = "" if getattr(settings, one.name) is None else "sum"
         if kind:
             name = name_of_optimizer if one.name == "optimizer" else name_of_code
             found[kind][one.name], sure = name(getattr(settings, one.name))

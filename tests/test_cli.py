@@ -292,3 +292,32 @@ def test_the_shell_completes_commands_and_methods():
     words = [sys.executable, "-c", "import sys; sys.argv = ['dpft']; from dpft.cli import app; app(prog_name='dpft')"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert {"last-layer", "layer-freeze", "largest-weights"} == set(done.stdout.split())
+
+
+def test_bash_itself_completes(tmp_path):
+    """The script that --install-completion writes, in a real bash."""
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash")
+    program = tmp_path / "dpft"
+    program.write_text(f"#!{sys.executable}\nfrom dpft.cli import main\nmain()\n")
+    program.chmod(0o700)
+    asks = ('eval "$(_DPFT_COMPLETE=source_bash dpft)"; COMP_WORDS=(dpft train --method la); COMP_CWORD=3; '
+            '_dpft_completion dpft; echo "${COMPREPLY[@]}"; complete -p dpft')
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", asks], capture_output=True, text=True, env=environment)
+    assert {"last-layer", "layer-freeze", "largest-weights"} <= set(done.stdout.split()), done.stderr
+    assert "_dpft_completion" in done.stdout
+
+
+def test_a_command_puts_the_handler_of_sigterm_back(run):
+    """Another program may run a command inside itself and keep its own way to stop."""
+    import signal
+    own, before = (lambda number, frame: None), signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, own)
+        assert run("train", *DIGITS, "--epsilon", "4", "--score", "none")[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert run("train", *DIGITS, "--epsilon", "4", "--limit", "0")[0] == 1          # refused after the handler was set
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,6 @@
-"""Architectures that people bring, each with each way to train it: sums are exact by the default loss, one private step runs."""
+"""Architectures that people bring, each with each way to train it: sums are exact by the default loss, one private step runs.
+
+Of 26 architectures and six methods, 156 pairs, at least 140 work; each of the others is refused by a sentence that names the way out."""
 
 import warnings
 
@@ -8,15 +10,16 @@ import transformers as hf
 from torch import nn, tensor
 
 import dpft
-from dpft.gradients import clipped_sum, evaluating, per_example_gradients
+from dpft.datasets import as_dataset
+from dpft.gradients import clipped_sum, evaluating, gradients, members, per_example_gradients
 from dpft.losses import default_loss, task_of
 from dpft.models import freeze_batchnorm, load_model
 from dpft.method import Context
 
-SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=64,
+SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, max_position_embeddings=64,
              pad_token_id=0)
 QUIET = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-KEYS = {"num_key_value_heads": 1}
+KEYS = {"num_key_value_heads": 2}
 GPT = dict(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=24, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 BART = dict(vocab_size=40, d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -143,3 +146,93 @@ def test_one_private_step_runs_and_moves_what_trains(name, method):
     run = dpft.fine_tune(model, items * 4, METHODS[method](), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp", delta=0.01,
                          seed=0, progress=False, dropout=False)
     assert run.trained and all(isinstance(p, nn.Parameter) and bool(p.isfinite().all()) for p in run.model.parameters())
+
+
+# ---- methods that choose what trains, or change it on the way
+
+CHOOSE = {"DPFrost": lambda: dpft.DPFrost(0.25, rounds=1), "LayerFreeze": lambda: dpft.LayerFreeze(None, [1]),
+          "RapFT": lambda: dpft.RapFT(dpft.Full(), relevance_data="private", share=0.05, relevance_rate=1.0)}
+TABLE = [name for name in ALL if name not in ("DeBERTa", "BERT, tags", "wide ResNet")] + ["CLIP, contrastive"]
+REFUSED: dict[tuple[str, str], str] = {}   # what the sentence says
+REFUSED |= {(name, "BiTFiT"): r"choose BiTFiT\(add_missing=True\)" for name in WITHOUT_BIASES}
+REFUSED |= {("ResNet", "LoRA"): "has no linear layer", ("XLNet", "RapFT"): "has no attention hook",
+            ("T5", "RapFT"): "cannot be told apart by example"}
+REFUSED |= {("CLIP, contrastive", method): "depends on|changes with the examples beside it|put in order" for method in
+            ("Full", "BiTFiT", "LoRA", *CHOOSE)}
+
+
+def rows_of(batch):
+    """The examples of a batch, four times each."""
+    if isinstance(batch, tuple):
+        return list(zip(*batch, strict=True)) * 4
+    return [{key: values[row] for key, values in batch.items()} for row in range(3)] * 4
+
+
+def opened(name, made):
+    model, batch = built(name)
+    engine = dpft.Engine(model, None, made(), as_dataset(rows_of(batch)), epsilon=50.0, delta=0.01, steps=3, batch_size=4, clip=0.01,
+                         accountant="rdp", seed=0, dropout=False, cache=0.0)
+    return engine, batch
+
+
+def is_exact(engine, batch):
+    """The bounded sums of what trains now, block by block, against one backward pass for each example."""
+    model, loss_fn = engine.model, default_loss(engine.model)
+    with evaluating(model):
+        sums, _ = gradients(model, loss_fn, batch).clipped_sum(engine.blocks, "flat")
+        wanted = {key: torch.zeros_like(value) for key, value in sums.items()}
+        trains = engine.trains
+        for row in range(3):
+            one = tuple(part[row:row + 1] for part in batch) if isinstance(batch, tuple) else {
+                key: values[row:row + 1] for key, values in batch.items()}
+            found = torch.autograd.grad(loss_fn(model, one).sum(), list(trains.values()), allow_unused=True)
+            own = {id(p): torch.zeros_like(p) if g is None else g for p, g in zip(trains.values(), found, strict=True)}
+            for block in engine.blocks:
+                parts = [(p, own[id(p)] * (1 if mask is None else mask)) for p, mask in members(block)]
+                norm = torch.stack([part.norm() for _, part in parts]).norm()
+                for p, part in parts:
+                    key = next(key for key, one in trains.items() if one is p)
+                    wanted[key] += part * (block.clip / norm).clamp(max=1)
+    off = sum((sums[key] - wanted[key]).square().sum() for key in sums).sqrt().item()
+    return off <= 1e-5 * sum(block.clip for block in engine.blocks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", CHOOSE)
+@pytest.mark.parametrize("name", ALL)
+def test_methods_that_choose_are_exact_and_take_private_steps(name, method):
+    if (name, method) in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name, method]):
+            next(iter(opened(name, CHOOSE[method])[0]))
+        return
+    engine, batch = opened(name, CHOOSE[method])
+    optimizer = torch.optim.SGD(engine.model.parameters(), 1e-3)
+    for number, step in enumerate(engine):
+        frozen = {name: p.detach().clone() for name, p in engine.model.named_parameters() if name not in engine.trains}
+        step.take(optimizer)
+        assert all(torch.equal(p, frozen[name]) for name, p in engine.model.named_parameters() if name in frozen)
+        if number == 1:
+            assert is_exact(engine, batch)         # after a choice, or with the lower layers frozen
+            break
+    assert all(bool(p.isfinite().all()) for p in engine.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", [*(m for m in METHODS if m != "BiTFiT-Add"), *CHOOSE])
+def test_a_contrastive_loss_is_refused_by_every_method(method):
+    """An image's loss there depends on the captions beside it, so no bound on one example exists."""
+    torch.manual_seed(0)
+    model = hf.CLIPModel(hf.CLIPConfig(projection_dim=8, vision_config=dict(IMAGE), text_config=dict(SIZES)))
+    items = [{"input_ids": torch.randint(3, 39, (6,)), "pixel_values": torch.randn(3, 16, 16)} for _ in range(8)]
+    def loss(model, batch):
+        scores = model(**batch).logits_per_text
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="none")
+    with pytest.raises(ValueError, match=REFUSED["CLIP, contrastive", method]):
+        dpft.fine_tune(model, items, (METHODS | CHOOSE)[method](), loss_fn=loss, epsilon=50.0, delta=0.01, steps=2, batch_size=4,
+                       accountant="rdp", progress=False, dropout=False)
+
+
+def test_the_table_has_the_rows_that_it_should():
+    assert len(TABLE) == 26
+    works = 6 * 26 - sum(name in TABLE for name, _ in REFUSED)
+    assert works >= 140

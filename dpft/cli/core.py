@@ -5,15 +5,19 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE', 'HELP', 'main', 'tell', 'show_version', 'root',
            'check_positive', 'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
-           'takes_knobs', 'train', 'checked_knobs', 'tell_result', 'loaded_task', 'scored_part', 'check_device',
-           'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'drawn_plan', 'recommendation',
-           'train_command', 'counted', 'probed']
+           'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
+           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained',
+           'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted',
+           'probed']
 
 # %% ../../nbs/5_notes/79_command_line.ipynb #cli-imports
 import json
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import Field, asdict, fields
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, asdict, dataclass, fields
 from inspect import Parameter, signature
 from math import isfinite
 from pathlib import Path
@@ -123,9 +127,10 @@ AS_JSON = typer.Option("--json", help="Print JSON, for programs.")
 
 # %% ../../nbs/5_notes/79_command_line.ipynb #cli-knobs
 # no text says these
-OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate", "statement")
+OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate", "statement",
+           "callbacks")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can say
-    "optimizer": str, "columns": str | None, "unit": str | None,
+    "optimizer": str, "schedule": str, "columns": str | None, "unit": str | None,
     "learning_rate": float | None, "cache_folder": Path | None, "ledger": Path | None,
     "checkpoint": Path | None, "output": Path | None}
 # given another form before `fine_tune` sees them
@@ -133,6 +138,7 @@ SET_HERE = ("columns", "learning_rate")
 HELP = {"columns": "with commas: text columns, then the label's; None: by name and type",
         "learning_rate": "learning rate; None: by method",
         "optimizer": "'adamw', 'adam' or 'sgd'",
+        "schedule": "learning rate over the run: 'constant', 'linear' or 'cosine'",
         "unit": "column that names each row's person, who is protected with all rows; "
                 "None: a row",
         "precision": "'bf16' for mixed precision; None: the model's own",
@@ -194,28 +200,65 @@ def train(
     **knobs: Any,
 ) -> None:
     "Fine-tune a model privately, and print what was promised; torchrun spreads it over processes."
-    from dpft.loop import fine_tune
+    job = Job(data, model, method, option or (), (layers, freeze_after), limit, pretrain,
+              root, score, who, device)
+    with handler_kept():
+        train_job(job, knobs)
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-job
+@dataclass(frozen=True)
+class Job:
+    "What `dpft train` was told besides the knobs of a run."
+    data: str
+    model: str
+    method: str
+    options: Sequence[str]
+    freezing: tuple[str | None, str | None] # --layers, --freeze-after
+    limit: int | None
+    pretrain: int
+    root: Path | None
+    score: str
+    who: str | None
+    device: str | None
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-train-job
+def train_job(job: Job, knobs: dict[str, Any]) -> None:
+    "Fine-tune as the command was told, and print the result."
     from dpft.ledger import Ledger
+    from dpft.loop import fine_tune
     from dpft.processes import Processes, start, stop
 
-    check_device(device)
-    check_model_folder(model)
-    chosen, rate = method_named(method, option or ())
-    chosen = with_schedule(chosen, layers, freeze_after)
+    check_device(job.device)
+    check_model_folder(job.model)
+    method, rate = method_named(job.method, job.options)
+    method = with_schedule(method, *job.freezing)
     knobs = checked_knobs(knobs, rate)
-    device = start(device)
-    task = loaded_task(data, root, limit, knobs["columns"], knobs["unit"])
-    prepared, recipe = prepared_model(model, task, pretrain, device)
+    device = start(job.device)
+    task = loaded_task(job.data, job.root, job.limit, knobs["columns"], knobs["unit"])
+    model, recipe = prepared_model(job.model, task, job.pretrain, device)
+    first = Processes().is_first
     if knobs["ledger"] is not None:
-        first = Processes().is_first
-        knobs["ledger"] = Ledger(knobs["ledger"], who=who) if first else None
+        knobs["ledger"] = Ledger(knobs["ledger"], who=job.who) if first else None
     tokenizer = recipe.pop("tokenizer")
-    prepared.recipe = recipe
-    run = fine_tune(prepared, task, chosen, tokenizer=tokenizer,
-                    evaluate=scored_part(task, score), **knobs)
-    if Processes().is_first:
-        tell_result(run, score, knobs["output"])
+    model.recipe = recipe
+    run = fine_tune(model, task, method, tokenizer=tokenizer,
+                    evaluate=scored_part(task, job.score), **knobs)
+    if first:
+        tell_result(run, job.score, knobs["output"])
     stop()
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-handler
+@contextmanager
+def handler_kept() -> Iterator[None]:
+    "Put the handler of SIGTERM back that was there before."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 # %% ../../nbs/5_notes/79_command_line.ipynb #cli-checked-knobs
 def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
@@ -238,6 +281,7 @@ def tell_result(run: Any, score: str, output: Path | None) -> None:
     if output is not None:
         print(f"saved in {output}")
 
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-loaded
 def loaded_task(
     data: str, root: Path | None, limit: int | None, columns: tuple[str, ...] | None,
     unit: str | None = None,
@@ -245,12 +289,31 @@ def loaded_task(
     "The data set; ValueError for labels that are no classes."
     from dpft.sources import load_data
     try:
-        return load_data(data, root, limit=limit, columns=columns, unit=unit)
+        task = load_data(data, root, limit=limit, columns=columns, unit=unit)
     except TypeError as error:
         raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must "
                          "be whole numbers or texts, and none may be "
                          "missing") from None
+    check_learnable(task)
+    return task
 
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-learnable
+def check_learnable(task: Any) -> None:
+    "ValueError for a table whose labels are no classes, or without anything to read."
+    from dpft.datasets import column_names
+    from dpft.schema import kinds_of
+    names = column_names(task.train)
+    if task.kind != "text" or not names:
+        return
+    if "input_ids" not in names and "text" not in kinds_of(task.train).values():
+        raise ValueError(f"{task.name} has no column of texts, only {', '.join(names)}; "
+                         "the command reads texts or pictures, fine_tune any tensors")
+    if not task.classes:
+        raise ValueError(f"the labels of {task.name} are numbers rather than classes, "
+                         "which the command cannot learn; fine_tune can, with a model "
+                         "of one output")
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-scored
 def scored_part(task: Any, score: str) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
     if score not in ("dev", "test", "none"):
@@ -343,31 +406,57 @@ def plan(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     "Noise, signal-to-noise ratio and time over batch size and steps; no data is read."
-    from dpft import planning
-
     check_positive(size=size, trainable=trainable, delta=delta,
                    seconds_per_example=seconds_per_example)
+    asked = Asked(epsilon, data, model, method, delta)
+    shape, rows = planned_size(data, size)
+    trains = counted(model, method, shape) if trainable is None else trainable
+    seconds = probed(model, method, shape) if probe else seconds_per_example
+    if probe and not as_json:
+        print(f"{seconds:.2g} seconds for an example on this machine")
+    tell_plan(asked, rows, trains, (batch_sizes, steps), seconds, output, as_json)
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-plan-asked
+@dataclass(frozen=True)
+class Asked:
+    "The run that `dpft plan` plans."
+    epsilon: float
+    data: str | None
+    model: str | None
+    method: str
+    delta: float | None
+
+
+def planned_size(data: str | None, size: int | None) -> tuple[Any, int]:
+    "A data set's shape, if it is one of the book's, and its number of examples."
+    from dpft import planning
     shape = None if data is None else planning.data_shape(data)
     rows = size if size is not None else shape.size if shape else None
     if rows is None:
         raise ValueError("the size of the data is missing; give --size, or --data "
                          "with the name of a data set of the book")
-    trains = counted(model, method, shape) if trainable is None else trainable
-    seconds = probed(model, method, shape) if probe else seconds_per_example
-    cells = planning.plan_table(
-        rows, trains, epsilon, delta, whole_numbers("batch-sizes", batch_sizes),
-        whole_numbers("steps", steps) or planning.DEFAULT_STEPS, seconds)
+    return shape, rows
+
+# %% ../../nbs/5_notes/79_command_line.ipynb #cli-plan-tell
+def tell_plan(
+    asked: Asked, rows: int, trains: int, grid: tuple[str | None, str],
+    seconds: float | None, output: Path, as_json: bool,
+) -> None:
+    "Print the plans over batch size and steps, and the one that is recommended."
+    from dpft import planning
+    epsilon, delta = asked.epsilon, asked.delta
+    batch_sizes, steps = (whole_numbers(name, text) for name, text
+                          in zip(("batch-sizes", "steps"), grid))
+    cells = planning.plan_table(rows, trains, epsilon, delta, batch_sizes,
+                                steps or planning.DEFAULT_STEPS, seconds)
     best = planning.recommended(cells)
-    command = train_command(data, model, method, epsilon, delta, best)
+    command = train_command(asked.data, asked.model, asked.method, epsilon, delta, best)
     if as_json:
         print_json({"size": rows, "trainable": trains, "epsilon": epsilon,
                     "delta": 0.5 / rows if delta is None else delta,
                     "cells": [asdict(cell) for cell in cells],
-                    "recommended": asdict(best),
-                    "command": command})
+                    "recommended": asdict(best), "command": command})
         return
-    if probe:
-        print(f"{seconds:.2g} seconds for an example on this machine")
     print(f"{rows:,} examples, {trains:,} parameters train, epsilon {epsilon:g}; "
           f"noise by RDP\n\n{planning.plan_text(cells)}\n")
     print(f"{drawn_plan(cells, output)} Recommended: "

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'KEEPERS', 'IN_PLACE', 'Initialisation', 'check_kept', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams',
            'counted', 'shifts', 'initial_relevance', 'Seeded', 'relevance_loss', 'check_started', 'check_map',
-           'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'clipped_groups', 'clipped_maps',
-           'clipped_relevance']
+           'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'by_single_examples', 'clipped_groups',
+           'clipped_maps', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..clipping import clip_factor
 from dpft.gradients import (
-    Batch, Contribution, Gradients, Groups, LossFunction, Outer, Partition, Rows,
+    Batch, Contribution, Gradients, Groups, LossFunction, NotByExample, Outer,
+    Partition, Rows,
     batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
 )
 from ..losses import logits
@@ -320,6 +321,20 @@ def group_table(
               for use in taken.uses[name]), zero)
          for own in names], 1)
 
+# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
+#| code-fold: true
+def by_single_examples(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, units: Groups | None,
+) -> Gradients:
+    "Gradients of a relevance, by example; ValueError for a layer that mixes them."
+    try:
+        return gradients(model, loss_fn, batch, units)
+    except NotByExample as error:
+        raise ValueError(
+            f"{type(model).__name__}: relevance cannot be told apart by example "
+            f"({error}); train it without RapFT, or use a model such as GPT-2, BERT or "
+            "BART") from error
+
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-groups
 def clipped_groups(
     taken: Gradients, groups: Sequence[Partition], clip: float) -> Tensor:
@@ -362,7 +377,7 @@ def clipped_relevance(
                          "positive and finite")
     check_started(model)
     with evaluating(model), relevance_rules(model, rule) as rules:
-        loss = relevance_loss(Initialisation(init, k, p, beams), rules)
-        taken = gradients(model, loss, batch, units)
+        taken = by_single_examples(
+            model, relevance_loss(Initialisation(init, k, p, beams), rules), batch, units)
     return (clipped_maps(taken, clip) if groups is None
             else clipped_groups(taken, groups, clip))

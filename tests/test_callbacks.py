@@ -1,0 +1,415 @@
+"""Callbacks of Transformers, scores during a run, and schedules of the user's: what they see, what they may do, and what it costs."""
+
+import json
+import sys
+import types
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+import dpft
+from dpft.datasets import Public
+from dpft.ledger import Ledger
+from dpft.loop import make_schedule
+from dpft.scores import NoisyAccuracy, noisy_accuracy
+from dpft.noise import Keystream
+
+
+def rows(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+
+
+TRAIN, OTHER = rows(60, 0), rows(40, 1)
+
+
+def tuned(**more):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    given = dict(noise_multiplier=2.0, steps=6, batch_size=20, clip=1.0, learning_rate=0.05, accountant="rdp", progress=False,
+                 optimizer="sgd")
+    if "epsilon" in more:
+        del given["noise_multiplier"]
+    return dpft.fine_tune(model, TRAIN, dpft.Full(), **{**given, **more})
+
+
+class Recorder(TrainerCallback):
+    """Writes down what it is told."""
+
+    def __init__(self, stop=None):
+        self.stop, self.events, self.logs, self.metrics, self.given = stop, [], [], [], []
+
+    def on_train_begin(self, args, state, control, **more):
+        self.events.append(("begin", state.global_step))
+        self.args = args
+        self.given.append(more)
+
+    def on_step_begin(self, args, state, control, **more):
+        self.events.append(("step begins", state.global_step))
+
+    def on_step_end(self, args, state, control, **more):
+        self.events.append(("step", state.global_step))
+        self.given.append(more)
+        if state.global_step == self.stop:
+            control.should_training_stop = True
+
+    def on_log(self, args, state, control, logs=None, **more):
+        self.logs.append((state.global_step, logs))
+
+    def on_evaluate(self, args, state, control, metrics=None, **more):
+        self.events.append(("score", state.global_step))
+        self.metrics.append(metrics)
+
+    def on_save(self, args, state, control, **more):
+        self.events.append(("save", state.global_step))
+
+    def on_train_end(self, args, state, control, **more):
+        self.events.append(("end", state.global_step))
+
+
+def test_events_come_in_order_and_show_what_was_released(tmp_path):
+    seen = Recorder()
+    run = tuned(callbacks=[seen], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3, checkpoint=tmp_path, checkpoint_every=4)
+    steps = [event for event in seen.events if event[0] != "step begins"]
+    assert steps == [("begin", 0), ("step", 1), ("step", 2), ("step", 3), ("score", 3), ("step", 4), ("save", 4), ("step", 5), ("step", 6),
+                     ("save", 6), ("score", 6), ("end", 6)]
+    assert [t for name, t in seen.events if name == "step begins"] == list(range(6))
+    told = [logs for _, logs in seen.logs if "learning_rate" in logs]
+    assert len(told) == 6 and all({"learning_rate", "grad_norm", "epsilon", "epoch"} == set(logs) for logs in told)
+    assert all(list(metrics) == ["eval_accuracy"] for metrics in seen.metrics) and len(seen.metrics) == 2
+    assert [entry["step"] for entry in run.history if "scores" in entry] == [3, 6]
+    assert run.scores["accuracy"] == seen.metrics[-1]["eval_accuracy"]
+    for more in seen.given:
+        assert more["train_dataloader"] is None and more["eval_dataloader"] is None
+        assert not any(value is TRAIN or value is OTHER for value in more.values())
+    assert "training loss" not in run.report()
+
+
+def test_the_loss_is_logged_only_where_it_is_asked_for():
+    seen = Recorder()
+    run = tuned(callbacks=[seen], show_loss=True)
+    assert all("loss" in logs for _, logs in seen.logs) and "training loss" in run.report()
+
+
+def test_arguments_hold_neither_seed_nor_folders_nor_people(tmp_path):
+    seen, people = Recorder(), [f"patient {i // 2}" for i in range(60)]
+    tuned(callbacks=[seen], seed=1234567, checkpoint=tmp_path / "state", output=tmp_path / "saved", ledger=tmp_path / "book", unit=people,
+          unit_cap=2, batch_size=10)
+    text = seen.args.to_json_string() + str(seen.args.to_dict()) + str(seen.args.to_sanitized_dict())
+    assert "1234567" not in text and str(tmp_path) not in text and "patient" not in text
+    assert str(tmp_path) not in str(vars(seen.args)) and 1234567 not in vars(seen.args).values()
+    known = json.loads(seen.args.to_json_string())
+    assert known["learning_rate"] == 0.05 and known["noise_multiplier"] == 2.0 and known["method"] == "Full()" and known["steps"] == 6
+    assert seen.args.max_steps == 6 and seen.args.per_device_train_batch_size == 10 and seen.args.run_name is None
+
+
+def test_a_callback_changes_nothing_by_watching():
+    plain, watched = tuned(seed=3), tuned(seed=3, callbacks=[Recorder()])
+    assert len(plain.history) == len(watched.history) and plain.epsilon == watched.epsilon
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_a_run_that_is_stopped_states_its_whole_plan_and_pays_for_its_steps(tmp_path, stop):
+    whole = tuned()
+    run = tuned(callbacks=[Recorder(stop)], ledger=tmp_path / "book", output=tmp_path / "saved")
+    assert sum("learning_rate" in entry for entry in run.history) == stop and run.trained == whole.trained
+    assert [m.steps for m in run.guarantee.spent] == [stop]
+    assert run.epsilon == pytest.approx(whole.epsilon, rel=1e-9)
+    assert ("stopped before the end of its plan" in run.report()) == (stop < 6)
+    assert dpft.verify(tmp_path / "saved")
+    with Ledger(tmp_path / "book") as ledger:
+        assert [m.steps for name in ledger.runs() for m in ledger.spent(name)] == [stop]
+
+
+def test_a_stop_by_what_nobody_paid_for_is_named():
+    assert "when training stopped, after step 2 of 6" in tuned(callbacks=[Recorder(2)], show_loss=True).report()
+    assert "when training stopped" in tuned(callbacks=[Recorder(2)], evaluate=OTHER, evaluate_every=1).report()
+    assert "when training stopped" not in tuned(callbacks=[Recorder(2)], evaluate=Public(OTHER, "elsewhere"), evaluate_every=1).report()
+
+
+class Worse:
+    """Scores that fall."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def __call__(self, model):
+        return {"score": self.values.pop(0) if len(self.values) > 1 else self.values[0]}
+
+
+def test_early_stopping_of_transformers_stops(tmp_path):
+    run = tuned(callbacks=[EarlyStoppingCallback(2)], evaluate=Worse(3.0, 4.0, 2.0, 3.0, 9.0), evaluate_every=1)
+    assert [entry["scores"]["score"] for entry in run.history if "scores" in entry] == [3.0, 4.0, 2.0, 3.0, 9.0]
+    assert run.history[-1]["step"] == 4
+
+
+class Failing(torch.optim.SGD):
+    calls, fails, same_as = 0, 4, "SGD"
+
+    def step(self, closure=None):
+        Failing.calls += 1
+        if Failing.calls == Failing.fails:
+            raise KeyboardInterrupt
+        return super().step(closure)
+
+
+def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
+    Failing.calls = 0
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(callbacks=[EarlyStoppingCallback(3)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
+    again = Recorder()
+    run = tuned(callbacks=[EarlyStoppingCallback(3), again], evaluate=Worse(2.0), **given)
+    assert again.events[:2] == [("begin", 3), ("step", 3)] and ("score", 3) in again.events     # told again of the checkpoint's step
+    assert run.history[-1]["step"] == 4 and [m.steps for m in run.guarantee.spent] == [4]
+
+
+def test_a_stopped_run_that_could_not_be_saved_is_saved_by_the_same_call(tmp_path, monkeypatch):
+    full = types.SimpleNamespace(on=True)
+    write = dpft.Run.save
+    def save(run, *rest, **more):
+        if full.on:
+            raise OSError("disk full")
+        write(run, *rest, **more)
+    monkeypatch.setattr(dpft.Run, "save", save)
+    given = dict(checkpoint=tmp_path / "state", output=tmp_path / "saved", ledger=tmp_path / "book")
+    with pytest.raises(ValueError, match="the same command saves it"):
+        tuned(callbacks=[Recorder(3)], **given)
+    full.on = False
+    run = tuned(callbacks=[Recorder(3)], **given)
+    assert [m.steps for m in run.guarantee.spent] == [3] and (tmp_path / "saved" / "guarantee.json").exists()
+
+
+def test_a_callback_that_fails_is_named_and_left_out():
+    class Broken(TrainerCallback):
+        calls = 0
+
+        def on_step_end(self, *args, **more):
+            Broken.calls += 1
+            raise OSError("no space left")
+    seen = Recorder()
+    with pytest.warns(UserWarning, match=r"Broken.on_step_end failed \(OSError: no space left\); the run goes on"):
+        run = tuned(callbacks=[Broken, seen])
+    assert Broken.calls == 1 and run.history[-1]["step"] == 6 and ("end", 6) in seen.events
+
+
+def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(tmp_path):
+    with pytest.raises(AssertionError, match="eval_strategy|IntervalStrategy"):
+        tuned(callbacks=[EarlyStoppingCallback(1)], ledger=tmp_path / "book")
+    with Ledger(tmp_path / "book") as ledger:
+        assert all(not ledger.spent(name) for name in ledger.runs())
+
+
+@pytest.mark.parametrize("wrong", ["tensorboard", 3, [object()], [TrainerCallback], [nn.Linear(1, 1)]])
+def test_what_is_no_callback_is_refused(wrong):
+    with pytest.raises(ValueError, match="^callbacks"):
+        tuned(callbacks=wrong)
+
+
+def test_a_callback_that_waits_for_epochs_is_told():
+    class Epochs(TrainerCallback):
+        def on_epoch_end(self, *args, **more):
+            raise AssertionError
+
+        def on_log(self, *args, **more):
+            pass
+    with pytest.warns(UserWarning, match="on_epoch_end of Epochs is never called"):
+        tuned(callbacks=[Epochs])
+
+
+def test_wishes_are_met(tmp_path):
+    class Wishes(Recorder):
+        def on_step_end(self, args, state, control, **more):
+            super().on_step_end(args, state, control, **more)
+            control.should_evaluate = control.should_save = state.global_step == 2
+    seen = Wishes()
+    run = tuned(callbacks=[seen], evaluate=Public(OTHER, "elsewhere"), checkpoint=tmp_path, checkpoint_every=100)
+    assert ("score", 2) in seen.events and ("save", 2) in seen.events and ("score", 3) not in seen.events
+    assert [entry["step"] for entry in run.history if "scores" in entry] == [2, 6]
+
+
+# ---- paid scores
+
+
+def test_paid_scores_have_a_guarantee_of_their_own(tmp_path):
+    run = tuned(epsilon=3.0, evaluate=NoisyAccuracy(OTHER), evaluate_every=2, output=tmp_path / "saved")
+    (mechanism,) = run.score_guarantee.mechanisms
+    assert mechanism.steps == 3 and mechanism.sample_rate == 1.0
+    assert 2.5 < run.score_guarantee.epsilon() <= run.epsilon <= 3.0
+    assert "row of the development set" in run.report() and "unless they are public" not in run.report()
+    assert "row of the development set" in (tmp_path / "saved" / "README.md").read_text()
+    assert dpft.verify(tmp_path / "saved")
+    assert all(0 <= entry["scores"]["accuracy"] <= 1 for entry in run.history if "scores" in entry)
+
+
+def test_stopping_by_a_paid_score_pays_for_all_planned_scores():
+    class First(Recorder):
+        def on_evaluate(self, args, state, control, **more):
+            control.should_training_stop = True
+    whole, early = (tuned(epsilon=3.0, evaluate=NoisyAccuracy(OTHER), evaluate_every=1, callbacks=[one]) for one in (Recorder(), First()))
+    assert early.history[-1]["step"] == 1 and "when training stopped" not in early.report()
+    assert early.score_guarantee.epsilon() == pytest.approx(whole.score_guarantee.epsilon(), rel=1e-9)
+
+
+def test_a_paid_score_is_not_drawn_twice(tmp_path):
+    Failing.calls = 0
+    given = dict(evaluate=NoisyAccuracy(OTHER, noise_multiplier=5.0), evaluate_every=1, checkpoint=tmp_path, checkpoint_every=100)
+    seen, again = Recorder(), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        tuned(callbacks=[seen], optimizer=Failing, **given)
+    tuned(callbacks=[again], **given)
+    assert again.metrics[0] == seen.metrics[-1] and len(seen.metrics) == 3 and len(again.metrics) == 1 + 2 + 1
+
+
+@pytest.mark.parametrize("given,why", [
+    (dict(evaluate_every=2), "without evaluate="),
+    (dict(evaluate=NoisyAccuracy(TRAIN), evaluate_every=2), "are in the private data too"),
+    (dict(evaluate=Public(TRAIN, "elsewhere")), "are in the private data too"),
+    (dict(evaluate=OTHER, evaluate_every=0), "evaluate_every=0 must be at least 1"),
+    (dict(epsilon=float("inf"), evaluate=NoisyAccuracy(OTHER)), "give it a noise_multiplier")])
+def test_evaluations_that_are_refused_are_refused_before_anything_is_charged(tmp_path, given, why):
+    with pytest.raises(ValueError, match=why):
+        tuned(ledger=tmp_path / "book", **given)
+    if (tmp_path / "book").exists():
+        with Ledger(tmp_path / "book") as ledger:
+            assert not any(ledger.spent(name) for name in ledger.runs())
+
+
+def test_an_evaluation_that_fails_in_a_run_does_not_end_it():
+    def broken(model):
+        raise RuntimeError("no metric")
+    with pytest.warns(UserWarning, match="the run goes on, but evaluate= failed"):
+        run = tuned(evaluate=broken, evaluate_every=2)
+    assert run.scores == {} and sum("learning_rate" in entry for entry in run.history) == 6
+
+
+def test_a_noisy_accuracy_counts_rows_whatever_their_labels():
+    """A row may move the count by one: neither many tokens in a row, nor rows without a label, may stretch it."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2)), model.bias.zero_()
+    some = [(torch.eye(2)[0], 0)] * 3 + [(torch.eye(2)[0], -100)] * 97
+    assert noisy_accuracy(model, some, 1e-9, Keystream(0), 0) == pytest.approx(0.03, abs=1e-6)
+    import transformers as hf
+    tagger = hf.BertForTokenClassification(hf.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                         intermediate_size=4, max_position_embeddings=8))
+    tagged = [{"input_ids": torch.ones(5, dtype=torch.long), "labels": torch.ones(5, dtype=torch.long)}] * 4
+    with pytest.raises(ValueError, match="for each token of a row"):
+        noisy_accuracy(tagger, tagged, 1.0, Keystream(0), 0)
+
+
+# ---- schedules of the user's
+
+
+def rates_of(run):
+    return [entry["learning_rate"] for entry in run.history]
+
+
+def falling(share):
+    return 1 - share
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def test_a_schedule_may_be_a_function_of_the_share_or_make_a_scheduler():
+    assert rates_of(tuned(schedule=falling)) == pytest.approx([0.05 * (1 - t / 6) for t in range(1, 7)])
+    wanted = [0.05 * 0.5 ** (t // 2) for t in range(1, 7)]
+    assert rates_of(tuned(schedule=halving)) == pytest.approx(wanted)
+    assert rates_of(tuned(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5))) == pytest.approx(wanted)
+
+
+def test_a_scheduler_goes_on_after_a_crash(tmp_path):
+    Failing.calls = 0
+    given = dict(schedule=halving, checkpoint=tmp_path, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(optimizer=Failing, **given)
+    assert rates_of(tuned(**given)) == pytest.approx([0.05 * 0.5 ** (t // 2) for t in range(1, 7)])
+
+
+def test_a_methods_factor_comes_on_top_of_ones_own_scheduler():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    falls = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    made = make_schedule(optimizer, falls, 4,
+                         rate_factor=lambda t: 10.0 if t % 2 else 1.0)
+    found = []
+    for _ in range(4):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step(), made.step()
+    assert found == pytest.approx([0.1, 0.5, 0.025, 0.125])
+
+
+FOREIGN = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+
+
+@pytest.mark.parametrize("given,why", [
+    (dict(schedule="step"), "choose one of 'constant', 'linear', 'cosine'"), (dict(schedule=3), "choose one of"),
+    (dict(schedule=halving, warmup=2), "put the warm-up into the scheduler"),
+    (dict(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau), "whose step\\(\\) takes no score"),
+    (dict(schedule=lambda optimizer: 3), "gave a int"),
+    (dict(schedule=FOREIGN), "belongs to another optimizer")])
+def test_schedules_that_cannot_be_are_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        tuned(**given)
+
+
+def test_callbacks_make_a_seeded_runs_identity_incomplete():
+    """They may move the weights, so two seeded runs with other callbacks must not share their noise by name alone."""
+    from dpft.settings import Settings, identity
+    assert identity(Settings(callbacks=[Recorder()]))[1] is False and identity(Settings())[1] is True
+    assert "callbacks" not in identity(Settings())[0]
+
+
+# ---- Transformers' own integrations
+
+
+class Writer:
+    """As much of a SummaryWriter as Transformers calls."""
+
+    def __init__(self, log_dir=None):
+        self.texts, self.scalars, self.closed = {}, [], False
+
+    def add_text(self, name, text, *step):
+        self.texts[name] = text
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+def test_transformers_own_tensorboard_callback_logs(monkeypatch, tmp_path):
+    import transformers.integrations.integration_utils as utils
+    monkeypatch.chdir(tmp_path)
+    writer = Writer()
+    monkeypatch.setattr(utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    tuned(callbacks=[utils.TensorBoardCallback(writer)], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3)
+    names = {name for name, _, _ in writer.scalars}
+    assert {"train/learning_rate", "train/epsilon", "train/grad_norm", "eval/accuracy"} <= names and "train/loss" not in names
+    assert [step for name, _, step in writer.scalars if name == "train/learning_rate"] == list(range(1, 7))
+    assert writer.closed and json.loads(writer.texts["args"])["noise_multiplier"] == 2.0
+
+
+def test_tensorboard_itself_reads_what_was_logged(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers.integrations import TensorBoardCallback
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuned(callbacks=[TensorBoardCallback], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3)
+    found = EventAccumulator(str(tmp_path / "runs"))
+    found.Reload()
+    assert {"train/learning_rate", "train/epsilon", "eval/accuracy"} <= set(found.Tags()["scalars"])
+    assert [event.step for event in found.Scalars("train/epsilon")] == list(range(1, 7))

@@ -1,0 +1,194 @@
+"""Seventy wrong inputs, as people type them: each ends in one sentence that names the thing, and nothing is charged or lost."""
+
+
+import pytest
+import torch
+from torch import nn
+
+import dpft
+from dpft.ledger import Ledger
+
+DIGITS = {"--data": "digits", "--model": "mlp", "--limit": "60", "--steps": "1", "--accountant": "rdp", "--epsilon": "4",
+          "--score": "none"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    "The same few digits for every command."
+    from dpft import sources
+    kept, load = {}, sources.load_data
+    def once(name, *rest, **more):
+        key = repr((name, rest, sorted(more.items())))
+        if name != "digits":
+            return load(name, *rest, **more)
+        if key not in kept:
+            kept[key] = load(name, *rest, **more)
+        return kept[key]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "load_data", once)
+        yield
+
+
+def one_sentence(status, out, err, said):
+    lines = [line for line in err.splitlines() if line.startswith("dpft: ") or "Error" in line]
+    assert status not in (0, None) and said in " ".join(err.replace("│", " ").split()), err
+    assert "Traceback" not in err + out and (len(lines) == 1 or "Usage:" in err), err
+
+
+def train_words(changed):
+    words = {**DIGITS, **changed}
+    return [str(part) for name, value in words.items() if value is not None for part in ((name, value) if value != "" else (name,))]
+
+
+TRAIN = [  # options of `dpft train`, and what the sentence says
+    ({"--epsilon": "0"}, "epsilon=0"), ({"--epsilon": "-1"}, "epsilon=-1"), ({"--epsilon": "nan"}, "epsilon=nan"),
+    ({"--epsilon": "two"}, "Invalid value for '--epsilon'"), ({"--epsilon": None}, "either epsilon or noise_multiplier"),
+    ({"--noise-multiplier": "1"}, "either epsilon or noise_multiplier"),
+    ({"--noise-multiplier": "0", "--epsilon": None}, "noise_multiplier=0"),
+    ({"--delta": "0"}, "delta=0"), ({"--delta": "1"}, "delta=1"), ({"--delta": "0.5"}, "below 1/60"),
+    ({"--clip": "0"}, "clip=0"), ({"--clip": "-1"}, "clip=-1"), ({"--clip": "inf"}, "clip=inf"),
+    ({"--clipping": "soft"}, "clipping='soft'"), ({"--accountant": "magic"}, "accountant='magic'"),
+    ({"--batch-size": "0"}, "batch_size=0"), ({"--batch-size": "61"}, "batch_size=61"),
+    ({"--batch-size": "2.5"}, "Invalid value for '--batch-size'"),
+    ({"--steps": "0"}, "steps=0"), ({"--steps": "-3"}, "steps=-3"), ({"--epochs": "0", "--steps": None}, "epochs=0"),
+    ({"--learning-rate": "0"}, "learning_rate=0"), ({"--learning-rate": "inf"}, "learning_rate=inf"),
+    ({"--weight-decay": "-1"}, "weight_decay=-1"), ({"--warmup": "-1"}, "warmup=-1"), ({"--schedule": "step"}, "schedule='step'"),
+    ({"--optimizer": "lion"}, "optimizer='lion'"), ({"--average": "1"}, "average=1"), ({"--precision": "fp16"}, "precision='fp16'"),
+    ({"--physical-batch-size": "0"}, "physical_batch_size=0"), ({"--public-size": "0"}, "public_size=0"),
+    ({"--unit-cap": "0"}, "unit_cap=0"),
+    ({"--unit": "writer"}, "no column 'writer'"), ({"--unit-cap": "2"}, "unit_cap=2"), ({"--cache": "-1"}, "cache=-1"),
+    ({"--limit": "0"}, "limit must be at least 1"), ({"--method": "bitft"}, "did you mean bitfit"),
+    ({"--method": "nowhere.py:Mine"}, "there is no file nowhere.py"), ({"--option": "ratio"}, "name=value"),
+    ({"--option": "ratio=1"}, "no option 'ratio'"), ({"--method": "dp-frost", "--option": "ratio=2"}, "ratio=2"),
+    ({"--layers": "1"}, "belong to --method layer-freeze"), ({"--method": "layer-freeze", "--layers": "a"}, "--layers 'a'"),
+    ({"--model": "mpl"}, "mlp"), ({"--model": "minilm"}, "classifies texts"), ({"--model": "./nowhere"}, "there is no such folder"),
+    ({"--data": "digts"}, "did you mean digits"), ({"--data": "nothing.csv"}, "nothing.csv"), ({"--score": "train"}, "score='train'"),
+    ({"--score": "test"}, "no test part"), ({"--device": "abacus"}, "no such device"), ({"--device": "cuda:9"}, "no such device"),
+    ({"--evaluate-every": "0"}, "evaluate_every=0"), ({"--evaluate-every": "1"}, "without evaluate="),
+    ({"--checkpoint-every": "0"}, "checkpoint_every=0"), ({"--epsilonn": "3"}, "No such option: --epsilonn"),
+    ({"--epsilon": "inf", "--secure-mode": ""}, "secure_mode=True with epsilon=inf"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changed,said", TRAIN, ids=[" ".join(map(str, sum(changed.items(), ()))) for changed, _ in TRAIN])
+def test_train_refuses_in_one_sentence_and_charges_nothing(run, tmp_path, changed, said):
+    ledger, output = tmp_path / "book.sqlite", tmp_path / "saved"
+    status, out, err = run("train", *train_words(changed), "--no-progress", "--ledger", ledger, "--output", output)
+    one_sentence(status, out, err, said)
+    assert not output.exists() or not any(output.iterdir())
+    if ledger.exists():
+        with Ledger(ledger) as book:
+            assert not any(book.spent(name) for name in book.runs())
+
+
+def csv(text):
+    return lambda folder: [(folder / f"{part}.csv").write_bytes(text) for part in ("train", "validation")]
+
+
+FILES = [  # what lies in the folder of a data set
+    (csv(b"text,label\n"), "no rows"), (csv(b"text,text,label\na,b,0\nc,d,1\n"), "text"),
+    (csv(b"text,label\na b,0.5\nc d,1.5\n"), "numbers rather than classes"),
+    (csv(b"text,label\na b,\nc d,1\n"), "label"), (csv(b"x,y\n1,2\n3,4\n"), "no column of texts"),
+    (lambda folder: (folder / "notes.txt").write_text("hi"), ""),
+    (lambda folder: (folder / "train.json").write_text("{"), ""), (lambda folder: (folder / "train.parquet").write_bytes(b"no"), "")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write,said", FILES, ids=["header only", "two columns of one name", "numbers for classes", "a label missing",
+                                                  "no texts", "no table", "broken JSON", "broken Parquet"])
+def test_files_that_cannot_be_learnt_from_end_in_one_sentence(run, tmp_path, write, said):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data")
+    status, out, err = run("train", "--data", tmp_path / "data", "--model", "minilm", "--epsilon", "4", "--score", "none", "--no-progress",
+                           "--ledger", tmp_path / "book.sqlite")
+    one_sentence(status, out, err, said)
+    assert not (tmp_path / "book.sqlite").exists()
+
+
+def test_what_lies_at_the_output_is_kept_and_nothing_is_charged(run, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dpft.json").write_text("{}")
+    (tmp_path / "file").write_text("mine")
+    for output in ("saved", "file", "file/below"):
+        status, out, err = run("train", *train_words({}), "--no-progress",
+                               "--output", tmp_path / output, "--ledger", tmp_path / "book.sqlite")
+        one_sentence(status, out, err, "")
+    assert (tmp_path / "file").read_text() == "mine"
+    if (tmp_path / "book.sqlite").exists():
+        with Ledger(tmp_path / "book.sqlite") as book:
+            assert not book.runs()
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["dpft.json"]
+
+
+OTHERS = [  # other commands
+    (["account", "none.sqlite"], "there is no ledger"), (["account", "none.sqlite", "--delta", "0"], "--delta 0"),
+    (["verify", "nowhere"], "nowhere"), (["plan", "--epsilon", "2"], "the size of the data is missing"),
+    (["plan", "--epsilon", "0", "--size", "10", "--trainable", "5"], "epsilon"),
+    (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),
+    (["plan", "--epsilon", "2", "--size", "100", "--trainable", "5", "--batch-sizes", "a"], "--batch-sizes 'a'"),
+    (["plan", "--epsilon", "2", "--size", "100"], "--trainable"), (["audit", "--method", "nothing"], "nothing"),
+    (["bench", "--rows", "0"], "at least 1"), (["run", "nothing"], "nothing"), (["trian"], "No such command 'trian'")]
+
+
+@pytest.mark.parametrize("words,said", OTHERS, ids=[" ".join(words) for words, _ in OTHERS])
+def test_other_commands_refuse_in_one_sentence(run, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    one_sentence(*run(*words), said)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- in Python
+
+X, Y = torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2
+ROWS = torch.utils.data.TensorDataset(X, Y)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def nan_rows():
+    x = X.clone()
+    x[3] = float("nan")
+    return x
+
+
+CALLS = [
+    (dict(train=[]), "empty|no rows|has 0|at least one"), (dict(train=Stream()), "IterableDataset|stream"),
+    (dict(unit=["a"] * 39), "39"), (dict(loss_fn=lambda model, batch: torch.tensor(1.0)), "one loss|per example|losses"),
+    (dict(model=nn.BatchNorm1d(3)), "BatchNorm"), (dict(steps=2, unknown=1), "unexpected keyword argument 'unknown'"),
+    (dict(epsilom=2), "did you mean epsilon"), (dict(callbacks="tensorboard"), "callbacks='tensorboard'"),
+    (dict(evaluate_every=3), "without evaluate="),
+    (dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), "the optimizer lacks"),
+    (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changed,said", CALLS, ids=[" ".join(changed) for changed, _ in CALLS])
+def test_calls_are_refused_and_charge_nothing(tmp_path, changed, said):
+    given = dict(model=nn.Linear(3, 2), train=ROWS, method=dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=10, clip=1.0,
+                 accountant="rdp", progress=False, ledger=tmp_path / "book.sqlite")
+    with pytest.raises((ValueError, TypeError), match=said) as refused:
+        dpft.fine_tune(**{**given, **changed})
+    assert str(refused.value).count("\n") == 0
+    if (tmp_path / "book.sqlite").exists():
+        with Ledger(tmp_path / "book.sqlite") as book:
+            assert not any(book.spent(name) for name in book.runs())
+
+
+def test_a_budget_that_is_passed_and_a_ledger_that_is_none_charge_nothing(run, tmp_path):
+    with Ledger(tmp_path / "book.sqlite") as book:
+        book.set_budget(1.0, 1e-2)
+    status, out, err = run("train", *train_words({}), "--no-progress", "--ledger", tmp_path / "book.sqlite")
+    one_sentence(status, out, err, "budget")
+    with Ledger(tmp_path / "book.sqlite") as book:
+        assert not any(book.spent(name) for name in book.runs())
+    (tmp_path / "text").write_text("no ledger")
+    one_sentence(*run("train", *train_words({}), "--no-progress", "--ledger", tmp_path / "text"), "ledger")
+    assert (tmp_path / "text").read_text() == "no ledger"
+
+
+def test_there_are_seventy():
+    assert len(TRAIN) + len(FILES) + 3 + len(OTHERS) + len(CALLS) + 2 >= 70
