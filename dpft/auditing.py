@@ -388,6 +388,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # label -> method, what dif
 IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # besides, at full size
     "secure mode": ("Full", {"secure_mode": True}),
     "one step, secure mode": ("Full", {"table": True, "steps": 1, "secure_mode": True}),
+    "resumed, secure mode": ("Full", {"stop_at": 4, "secure_mode": True}),
 }
 SLOW = ("LargestWeights", "RapFT")  # a mask over entries makes every canary's gradient
 
