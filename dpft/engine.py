@@ -31,6 +31,7 @@ from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, 
 from .prefix import Prefix, worth_it
 from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
+from .provenance import look_at_start, mark_trained, record_weights
 from .settings import Settings, identity, settings_from, takes_settings
 from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Releases, Share, Step, set_modes, with_precision
 from .store import Store
@@ -66,6 +67,7 @@ class Setup:
         self.touched: set[int] = set()       # ids of all parameters that have trained
         self.holds_secrets = False           # whether the loop removes the secret itself
         self._open()
+        look_at_start(self, self.store.identity["model"])
         self._start()
 
     def _make_losses(self) -> None:
@@ -226,6 +228,7 @@ class Engine(Setup):
             if changes:
                 self.refresh()
             mind_the_prefix(self)
+            mark_trained(self)
             step = Step(self)
             yield step
             self.touched |= {id(parameter) for parameter in self.trains.values()}
@@ -250,8 +253,15 @@ class Engine(Setup):
         if self.prefix is not None:
             self.prefix.clear()
         self.account.finish()
+        self.record_weights()
         if not self.holds_secrets:
             self.remove_secrets()
+
+    def record_weights(self) -> None:
+        "Let the ledger recognise the model as it is now, should a later run start from it; @sec-provenance."
+        run, account = self.store.run, self.account
+        if account.shared or account.charges:
+            self.processes.first(lambda: record_weights(account.ledger, run, model_fingerprint(self.model)))
 
     def remove_secrets(self) -> None:
         "Remove what undoes the noise, unless the user keeps it."

@@ -33,6 +33,7 @@ from .method import Method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import speaks
+from .provenance import START, came_from
 from .saving import check_target, how_to_load, read_model, tokenizer_of_base, write_model
 from .settings import settings_from, takes_settings
 from .step import Step
@@ -193,7 +194,7 @@ def load(
     folder = Path(path)
     if not (folder / "dpft.json").exists():
         raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a folder that run.save(path) wrote")
-    return read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
+    return came_from(read_model(folder, json.loads((folder / "dpft.json").read_text()), model), folder)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")
@@ -212,7 +213,7 @@ def fine_tune(
     ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
     if isinstance(settings.evaluate, Public):
         check_disjoint_rows(settings.evaluate, train.train if isinstance(train, Task) else train)
-    start = f"the weights that training started from ({ready.origin})"
+    start = f"{START} ({ready.origin})"
     engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
                     assumed_public=[*ready.assumed_public, start])
     try:
@@ -287,6 +288,7 @@ class Loop:
                     leave(engine)
         if self.average is not None:
             self.average.put()
+            engine.record_weights()
 
     def _take(self, step: Step) -> None:
         "One step, from its draw to the optimizer."
