@@ -1,0 +1,167 @@
+"""A model that an earlier run has trained is recognised: as an object, from its folder, by the ledger; and what is then said or refused."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dpft
+from dpft import Full, LoRA
+from dpft.boundary import neighbours, toy_network, toy_pictures
+from dpft.datasets import Public
+from dpft.loop import load
+from dpft.provenance import START, notes_on, trained_in
+
+DATA = toy_pictures()
+OTHER = neighbours(DATA)["another"]
+
+
+def made(model=None, data=DATA, method=None, epsilon=3.0, **knobs):
+    usual = dict(steps=2, batch_size=8, public_size=24, clip=0.5, accountant="rdp", progress=False)
+    return dpft.fine_tune(model or toy_network(), data, method or Full(), epsilon=epsilon, **{**usual, **knobs})
+
+
+def said(run):
+    "What the guarantee says of the start: (under public facts, under what nobody paid for)."
+    found = run.guarantee
+    return tuple([one for one in where if one.startswith(START)] for where in (found.assumed_public, found.uncharged))
+
+
+def same_weights(run):
+    "Fresh modules with a run's weights, which bear no trace of it."
+    model = toy_network()
+    model.load_state_dict(run.model.state_dict())
+    return model
+
+
+def test_a_fresh_start_is_a_public_fact():
+    public, unpaid = said(made())
+    assert public == [f"{START} (Sequential)"] and not unpaid
+
+
+@pytest.mark.parametrize("hand_on", [lambda model: model, copy.deepcopy, lambda model: nn.Sequential(model[:4], nn.Tanh(), nn.Linear(8, 3))],
+                         ids=["itself", "a copy", "a part of it"])
+def test_a_model_that_a_run_gave_out_is_no_public_start(hand_on):
+    first = made()
+    public, unpaid = said(made(hand_on(first.model)))
+    assert not public and len(unpaid) == 1
+    assert first.guarantee.run in unpaid[0] and "on the same data at epsilon 3.00" in unpaid[0]
+    public, unpaid = said(made(hand_on(first.model), OTHER))
+    assert not public and "on its own data" in unpaid[0]
+
+
+def test_every_earlier_run_is_named():
+    first = made()
+    second = made(first.model)
+    _, unpaid = said(made(second.model))
+    assert [run.guarantee.run in one for run, one in zip((first, second), unpaid, strict=True)] == [True, True]
+
+
+def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path):
+    first = made(epsilon=math.inf)
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(ValueError, match="on the same data without privacy.*start from the weights as they were before"):
+        made(copy.deepcopy(first.model), ledger=ledger)
+    assert not ledger.runs()
+    public, unpaid = said(made(copy.deepcopy(first.model), OTHER))
+    assert not public and "promises nothing" in unpaid[0]
+    assert said(made(first.model, epsilon=math.inf)) == ([f"{START} (Sequential)"], [])      # which promises nothing itself
+
+
+def test_public_data_leave_a_public_start():
+    first = made(data=Public(DATA, "made for this test"), epsilon=math.inf)
+    assert not list(notes_on(first.model)) and said(made(first.model))[0]
+
+
+def test_a_run_that_broke_off_leaves_its_trace_too():
+    from dpft.auditing import Stopped, stopping
+    model = toy_network()
+    with pytest.raises(Stopped):
+        made(model, optimizer=stopping(2))
+    assert "on the same data" in said(made(model))[1][0]
+
+
+def test_a_loop_by_hand_leaves_its_trace_and_finds_that_of_others():
+    model = toy_network()
+    usual = dict(epsilon=3.0, steps=2, batch_size=8, clip=0.5, accountant="rdp")
+    for number in range(2):
+        engine = dpft.Engine(model, None, Full(), DATA, **usual)
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        for step in engine:
+            step.take(optimizer)
+        assert len([one for one in engine.guarantee.uncharged if one.startswith(START)]) == number
+
+
+def test_a_saved_run_is_recognised_when_it_is_loaded(tmp_path):
+    first = made()
+    first.save(tmp_path / "saved")
+    public, unpaid = said(made(load(tmp_path / "saved", toy_network())))
+    assert not public and first.guarantee.run in unpaid[0] and "epsilon 3.00" in unpaid[0]
+
+
+def test_the_card_of_a_saved_run_says_so(tmp_path):
+    second = made(made().model)
+    second.save(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    unpaid = card.split("Looked at private data and not charged:")[1].split("Checked before")[0]
+    assert START in unpaid and START not in card.split("Assumed to be public:")[1].split("Assumed of the arithmetic")[0]
+    assert dpft.verify(tmp_path / "saved") if hasattr(dpft, "verify") else True
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_ledger_knows_the_weights_again(tmp_path, average):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger, average=average)
+    model = same_weights(first)
+    assert not list(notes_on(model))
+    public, unpaid = said(made(model, ledger=ledger))
+    assert not public and first.guarantee.run in unpaid[0] and "on the same data at epsilon 3.00" in unpaid[0]
+
+
+def test_a_ledger_knows_the_weights_of_a_run_without_noise(tmp_path):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger, epsilon=math.inf)
+    with pytest.raises(ValueError, match="without privacy"):
+        made(same_weights(first), ledger=ledger)
+    assert not ledger.runs()
+
+
+def test_what_a_ledger_publishes_holds_no_digest_of_weights(tmp_path):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    run = made(ledger=ledger)
+    run.save(tmp_path / "saved")
+    from dpft.engine import model_fingerprint
+    fingerprint = model_fingerprint(run.model)
+    assert trained_in(ledger, fingerprint) == [run.guarantee.run]
+    with dpft.Ledger(tmp_path / "saved" / "ledger.sqlite", read_only=True) as published:
+        kinds = {kind for kind, in published._query("SELECT kind FROM ledger")}
+    assert kinds == {"begin", "spend", "finish", "seal"}
+
+
+def test_a_frozen_trunk_stays_as_public_as_it_was():
+    model = toy_network()
+    made(model, method=LoRA(targets=("1",)))
+    notes = [name for name, module in model.named_modules() if module.__dict__.get("_trained_by")]
+    assert notes and all(name == "1" or name.startswith("1.") or name == "6" for name in notes)
+
+
+def test_a_note_on_a_model_tells_nobody_which_data_it_was():
+    "It is keyed by the process: neither the fingerprint nor a digest of it."
+    import hashlib
+    from dpft.identity import fingerprint
+    notes = list(notes_on(made().model))
+    told = repr(notes)
+    assert fingerprint(DATA) not in told and hashlib.sha256(fingerprint(DATA).encode()).hexdigest() not in told
+
+
+def test_two_runs_that_finish_at_once_are_two(tmp_path):
+    "The same weights may be left by two runs; both are named."
+    ledger, numbers = dpft.Ledger(tmp_path / "ledger.sqlite"), itertools.count()
+    from dpft.provenance import record_weights
+    names = [made(ledger=ledger, seed=next(numbers)).guarantee.run for _ in range(2)]
+    for name in names * 2:
+        record_weights(ledger, name, "weights")
+    assert trained_in(ledger, "weights") == names
