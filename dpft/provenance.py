@@ -4,13 +4,10 @@
 
 # %% auto #0
 __all__ = ['START', 'note_of', 'mark_trained', 'note_of_folder', 'came_from', 'record_weights', 'trained_in', 'notes_on',
-           'sentence', 'look_at_start']
+           'sentence', 'look_at_start', 'notes_in']
 
 # %% ../nbs/5_notes/82_provenance.ipynb #provenance-imports
-import hashlib
-import hmac
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,16 +19,12 @@ from .ledger import Ledger
 from .privacy import SampledGaussian, epsilon
 
 # %% ../nbs/5_notes/82_provenance.ipynb #provenance-note
-_KEY = os.urandom(32)        # of this process: a note on a model tells nobody else which data it was
-
 def note_of(engine: Any) -> dict[str, Any]:
     "What is noted on a model about the run that trains it; JSON."
     plan = engine.plan
-    said = hmac.new(_KEY, str(engine.content["data"]).encode(), hashlib.sha256)
     return {"run": engine.store.run, "unit": engine.unit, "delta": plan.delta,
             "accountant": plan.accountant, "private": engine.account.charges,
-            "mechanisms": [vars(one) for one in plan.mechanisms],
-            "data": said.hexdigest()}
+            "mechanisms": [vars(one) for one in plan.mechanisms]}
 
 # %% ../nbs/5_notes/82_provenance.ipynb #provenance-mark
 def mark_trained(engine: Any) -> None:
@@ -56,7 +49,7 @@ def note_of_folder(folder: str | Path) -> dict[str, Any] | None:
         said = json.loads(path.read_text())
         return {"run": said["run"], "unit": said["unit"], "delta": said["target_delta"],
                 "accountant": said["accountant"], "private": bool(said["private"]),
-                "mechanisms": said["planned"] or said["mechanisms"], "data": ""}
+                "mechanisms": said["planned"] or said["mechanisms"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -111,53 +104,46 @@ def notes_on(model: nn.Module) -> Iterator[dict[str, Any]]:
             seen.add(note["run"])
             yield note
 
-def sentence(
-    note: dict[str, Any],
-    same: bool,            # whether it is known that both runs have the same data
-) -> str:
+def sentence(note: dict[str, Any]) -> str:
     "How the guarantee names an earlier run that made the start."
-    owner = "the same data" if same else "its own data"
     called = f'run "{note["run"]}"' if note["run"] else "an earlier run"
     if not note["private"]:
-        return (f"{START}: {called} trained them on {owner} and promises nothing, so "
-                "whoever is in that data is not protected")
+        return (f"{START}: {called} trained them and promises nothing, so whoever is in "
+                "its data is not protected by this run either")
     spent = epsilon([SampledGaussian(**one) for one in note["mechanisms"]],
                     note["delta"], note["accountant"])
-    return (f"{START}: {called} trained them on {owner} at epsilon {spent:.2f} and delta "
+    return (f"{START}: {called} trained them at epsilon {spent:.2f} and delta "
             f"{note['delta']:.2e}, which come on top for whoever is in both data sets")
 
 # %% ../nbs/5_notes/82_provenance.ipynb #provenance-look
 def look_at_start(engine: Any, fingerprint: str) -> None:
     "Name the runs that made the start of this one; ValueError where noise comes too late."
-    mine = note_of(engine)["data"]
-    found = [(note, note["data"] == mine) for note in notes_on(engine.model)
-             if note["run"] != engine.store.run]
-    found += engine.processes.first(lambda: _in_ledger(
-        engine, fingerprint, {note["run"] for note, _ in found}))
-    for note, same in found:
-        if same and not note["private"] and engine.plan.private:
+    if not engine.plan.private:
+        return
+    found = [note for note in notes_on(engine.model) if note["run"] != engine.store.run]
+    known = {note["run"] for note in found}
+    held = engine.processes.first(lambda: notes_in(engine.account.held, fingerprint))
+    for note in held:
+        if not note["private"]:
             raise ValueError(
-                f'run "{note["run"]}" has trained this model on the same data without '
-                "privacy, so no noise that comes now hides it; start from the weights "
-                "as they were before that run, or set epsilon=inf")
-    if found and engine.plan.private:
+                f'run "{note["run"]}" of this ledger has trained this model on the same '
+                "data without privacy, so no noise that comes now hides it; start from "
+                "the weights as they were before that run, or set epsilon=inf")
+    found += [note for note in held if note["run"] not in known | {engine.store.run}]
+    if found:
         engine.assumed_public = [one for one in engine.assumed_public
                                  if not one.startswith(START)]
-        engine.uncharged += [sentence(note, same) for note, same in found]
+        engine.uncharged += [sentence(note) for note in found]
 
 # %% ../nbs/5_notes/82_provenance.ipynb #provenance-in-ledger
-def _in_ledger(engine: Any, fingerprint: str, known: set[str]) -> list[tuple[Any, bool]]:
-    "Runs of the ledger that left these weights; one ledger is for one data set."
-    ledger, found = engine.account.held, []
-    if ledger is None:
-        return []
+def notes_in(ledger: Ledger, fingerprint: str) -> list[dict[str, Any]]:
+    "The runs of a ledger that left these weights, as notes."
+    found = []
     for run in trained_in(ledger, fingerprint):
-        if run in known or run == engine.store.run:
-            continue
         paid = run not in ledger.unpaid()
         plan = ledger.plan(run) if paid else {}
-        found.append(({"run": run, "private": paid, "unit": plan.get("unit", ""),
-                       "delta": plan.get("delta", 0.0),
-                       "accountant": plan.get("accountant", "rdp"),
-                       "mechanisms": plan.get("mechanisms", [])}, True))
+        found.append({"run": run, "private": paid, "unit": plan.get("unit", ""),
+                      "delta": plan.get("delta", 0.0),
+                      "accountant": plan.get("accountant", "rdp"),
+                      "mechanisms": plan.get("mechanisms", [])})
     return found
