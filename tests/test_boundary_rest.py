@@ -227,8 +227,8 @@ def command(rows, *words):
     return found | {name: str(value).encode() for name, value in printed.items()}
 
 
-@pytest.mark.parametrize("words", [("--no-progress", "--score", "none"), ("--no-progress", "--score", "none", "--json"),
-                                   ("--no-progress", "--method", "dp-frost", "--score", "none")])
+@pytest.mark.parametrize("words", [("--no-progress", "--score", "none"),
+                                   ("--no-progress", "--secure-mode", "--method", "last-layer", "--score", "none")])
 def test_the_quiet_command_prints_and_writes_nothing_of_the_data(words):
     from dpft.sources import load_data
     data = load_data("digits", limit=40).train
