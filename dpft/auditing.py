@@ -269,6 +269,11 @@ class Claimed:
         "The bounds whose assumptions the plan meets, the strongest first."
         return ["separation"] * (self.mu is not None) + ["threshold", "guesses"]
 
+    def of_rates(self, true: float, false: float) -> float:
+        "Epsilon that two rates show, of this plan's kind."
+        return (epsilon_of_rates(true, false, self.delta) if self.mu is None
+                else gaussian_epsilon(mu_of_rates(true, false), self.delta))
+
 # %% ../nbs/3_found/41_auditing.ipynb #auditing-audit-class
 class Audit(Claimed):
     "What the scores of one run's canaries say about its claim."
@@ -309,11 +314,6 @@ class Audit(Claimed):
     def p_value(self, kind: str | None = None) -> float:
         "The probability, at most, of so high a bound when the claim is true."
         return where_bound_meets(lambda error: self.lower_bound(kind, error), self.claim)
-
-    def of_rates(self, true: float, false: float) -> float:
-        "Epsilon that two rates show, of this plan's kind."
-        return (epsilon_of_rates(true, false, self.delta) if self.mu is None
-                else gaussian_epsilon(mu_of_rates(true, false), self.delta))
 
     @cached_property
     def threshold(self) -> float:
