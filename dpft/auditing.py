@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['HEAD_SHARE', 'STEEPNESS', 'SHARE', 'GUESSED', 'MOVE', 'BOTH', 'METHODS', 'VARIANTS', 'IN_FULL', 'SLOW', 'ACCUSED',
            'guess_p_value', 'guess_bound', 'gaussian_epsilon', 'clopper_pearson', 'mu_of_rates', 'epsilon_of_rates',
-           'separation_bound', 'CanaryTable', 'CanaryLayers', 'canary_loss', 'canary_losses', 'Audit', 'Stopped',
-           'audit', 'stopping', 'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted',
-           'audit_table', 'in_processes']
+           'separation_bound', 'CanaryTable', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of',
+           'best_threshold', 'right_guesses', 'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping',
+           'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
 
 # %% ../nbs/3_found/41_auditing.ipynb #auditing-imports
 import copy
@@ -53,6 +53,7 @@ def guess_p_value(
     return min(1.0, float(binom.sf(correct - 1, guesses, chance)
                           + (np.clip(left, 0, costs) / missing).sum()))
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-guess-bound
 def guess_bound(correct: int, guesses: int, canaries: int, delta: float,
                 error: float = 0.05) -> float:
     "The largest epsilon that so many right guesses refute, wrongly with probability at most `error`; 0 when they refute none."
@@ -90,6 +91,7 @@ def clopper_pearson(
                     for scores in (inside, outside))
     return hits.interval(error)[0], alarms.interval(error)[1]
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-mu-of-rates
 def mu_of_rates(true: float, false: float) -> float:
     "The least mu that allows these rates."
     from scipy.stats import norm
@@ -179,6 +181,7 @@ def canary_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     outputs = model(batch[0])
     return -STEEPNESS * outputs.gather(1, batch[1][:, None] % outputs.shape[1])[:, 0]
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-canary-losses
 def canary_losses(model: nn.Module, pictures: Callable[[Tensor], Tensor], canaries: int) -> np.ndarray:
     "The loss of every canary in float64; ValueError when a released model is not finite."
     model = copy.deepcopy(model).double().eval()
@@ -190,13 +193,58 @@ def canary_losses(model: nn.Module, pictures: Callable[[Tensor], Tensor], canari
                          "example was not: no bound on epsilon holds for it")
     return losses
 
-# %% ../nbs/3_found/41_auditing.ipynb #auditing-audit-class
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-shares
 SHARE = 0.25   # of the canaries that choose the threshold
 GUESSED = 0.05 # of the canaries that are guessed
 
+def part_of(
+    scores: np.ndarray,  # (m,)
+    coins: np.ndarray,   # (m,)
+    first: bool,         # the canaries that choose the threshold, or the rest
+) -> tuple[np.ndarray, np.ndarray]:
+    "Scores of those that were in and out, of a part of the canaries."
+    own = (np.arange(len(coins)) < SHARE * len(coins)) == first
+    return scores[own & coins], scores[own & ~coins]
+
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-best-threshold
+def best_threshold(
+    inside: np.ndarray,   # scores of the first canaries
+    outside: np.ndarray,
+    bound: Callable[[float, float], float],  # true- and false-positive rate -> epsilon
+) -> float:
+    "What looks best on the first canaries."
+    both = np.concatenate([inside, outside])
+    candidates = np.quantile(both, np.linspace(0.02, 0.98, 49))
+    return max(candidates,
+               key=lambda one: bound(*clopper_pearson(inside, outside, one)))
+
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-right-guesses
+def right_guesses(
+    scores: np.ndarray,  # (m,)
+    coins: np.ndarray,   # (m,)
+) -> tuple[int, int]:    # how many guesses are right, of how many
+    "Guesses about the canaries at both ends."
+    each, order = max(1, round(GUESSED * len(coins) / 2)), scores.argsort()
+    right = coins[order[-each:]].sum() + (~coins[order[:each]]).sum()
+    return int(right), 2 * each
+
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-p-value
+def where_bound_meets(
+    bound: Callable[[float], float],  # error -> lower bound, which grows with it
+    claim: float,
+) -> float:                           # within 2.4 %, at least 1e-12
+    "The error at which a lower bound reaches a claim, by halving its logarithm."
+    low, high = -12.0, 0.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        exceeded = bound(10**middle) > claim
+        low, high = (low, middle) if exceeded else (middle, high)
+    return 10**high
+
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-claimed
 @dataclass
-class Audit:
-    "The scores of one run's canaries, and what they say about its claim."
+class Claimed:
+    "The scores of one run's canaries, beside what the run claims."
     scores: np.ndarray  # (m,) large when the canary seems to have been in
     coins: np.ndarray                   # (m,) whether it was
     epsilon: float                      # as the run states it, at its delta
@@ -205,7 +253,7 @@ class Audit:
 
     @property
     def mu(self) -> float | None:
-        "What the plan claims when every draw takes all examples; None when it samples, for then no single number says it."
+        "What the plan claims; None when it samples, for then no one number says it."
         if any(m.sample_rate < 1 for m in self.mechanisms):
             return None
         return math.sqrt(sum(m.steps / m.noise_multiplier**2 for m in self.mechanisms))
@@ -218,62 +266,60 @@ class Audit:
 
     @property
     def kinds(self) -> list[str]:
-        "The bounds whose assumptions the plan meets, the strongest first: sampling makes the scores a mixture."
+        "The bounds whose assumptions the plan meets, the strongest first."
         return ["separation"] * (self.mu is not None) + ["threshold", "guesses"]
 
-    def lower_bound(
-        self,
-        kind: str | None = None,  # "guesses" | "threshold" | "separation"; None: the strongest that applies
-        error: float = 0.05,      # probability that the bound is above the truth
-    ) -> float:                   # on epsilon, at the run's delta
-        "A lower bound on epsilon; @lem-guesses, @lem-mu-bounds."
-        kind = kind or self.kinds[0]
-        if kind not in ("guesses", "threshold", "separation"):
-            raise ValueError(f"kind={kind!r}: choose 'guesses', 'threshold' or "
-                             "'separation'")
-        if kind == "guesses":
-            return guess_bound(*self._guessed(), len(self.coins), self.delta, error)
-        if kind == "threshold":
-            return self._of_rates(*clopper_pearson(*self._part(first=False),
-                                                   self._threshold, error))
-        if self.mu is None:
-            raise ValueError("the plan samples, so the scores are no two normal laws; "
-                             "ask for kind='threshold' or 'guesses'")
-        return gaussian_epsilon(separation_bound(self.scores[self.coins],
-                                                 self.scores[~self.coins], error),
-                                self.delta)
-
-    def p_value(self, kind: str | None = None) -> float:
-        "The probability, at most, of so high a bound when the claim is true."
-        low, high = -12.0, 0.0  # of its logarithm, to base 10
-        while high - low > 0.01:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.lower_bound(kind, 10**middle) > self.claim else (middle, high)
-        return 10**high
-
-    def _guessed(self) -> tuple[int, int]:
-        "How many guesses are right, of how many: the highest scores are said to be in, as many of the lowest to be out."
-        each, order = max(1, round(GUESSED * len(self.coins) / 2)), self.scores.argsort()
-        return int(self.coins[order[-each:]].sum()
-                   + (~self.coins[order[:each]]).sum()), 2 * each
-
-    def _of_rates(self, true: float, false: float) -> float:
+    def of_rates(self, true: float, false: float) -> float:
+        "Epsilon that two rates show, of this plan's kind."
         return (epsilon_of_rates(true, false, self.delta) if self.mu is None
                 else gaussian_epsilon(mu_of_rates(true, false), self.delta))
 
-    @cached_property
-    def _threshold(self) -> float:
-        "What looks best on the first canaries."
-        inside, outside = self._part(first=True)
-        candidates = np.quantile(np.concatenate([inside, outside]),
-                                 np.linspace(0.02, 0.98, 49))
-        return max(candidates,
-                   key=lambda threshold: self._of_rates(*clopper_pearson(inside, outside, threshold)))
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-audit-class
+class Audit(Claimed):
+    "What the scores of one run's canaries say about its claim."
 
-    def _part(self, first: bool) -> tuple[np.ndarray, np.ndarray]:
-        "Scores of those that were in and out, of the first canaries or of the rest."
-        own = (np.arange(len(self.coins)) < SHARE * len(self.coins)) == first
-        return self.scores[own & self.coins], self.scores[own & ~self.coins]
+    def lower_bound(
+        self,
+        kind: str | None = None,  # of `kinds`; None: the strongest that applies
+        error: float = 0.05,      # probability that the bound is above the truth
+    ) -> float:                   # on epsilon, at the run's delta
+        "A lower bound on epsilon; @lem-guesses, @lem-mu-bounds."
+        bounds = {"guesses": self.by_guesses, "threshold": self.by_threshold,
+                  "separation": self.by_separation}
+        kind = kind or self.kinds[0]
+        if kind not in bounds:
+            raise ValueError(f"kind={kind!r}: choose 'guesses', 'threshold' or "
+                             "'separation'")
+        return bounds[kind](error)
+
+    def by_guesses(self, error: float) -> float:
+        "From how many guesses are right."
+        right = right_guesses(self.scores, self.coins)
+        return guess_bound(*right, len(self.coins), self.delta, error)
+
+    def by_threshold(self, error: float) -> float:
+        "From rates at a threshold that other canaries have chosen."
+        rates = clopper_pearson(*part_of(self.scores, self.coins, first=False),
+                                self.threshold, error)
+        return self.of_rates(*rates)
+
+    def by_separation(self, error: float) -> float:
+        "From the distance of two normal laws."
+        if self.mu is None:
+            raise ValueError("the plan samples, so the scores are no two normal laws; "
+                             "ask for kind='threshold' or 'guesses'")
+        inside, outside = self.scores[self.coins], self.scores[~self.coins]
+        return gaussian_epsilon(separation_bound(inside, outside, error), self.delta)
+
+    def p_value(self, kind: str | None = None) -> float:
+        "The probability, at most, of so high a bound when the claim is true."
+        return where_bound_meets(lambda error: self.lower_bound(kind, error), self.claim)
+
+    @cached_property
+    def threshold(self) -> float:
+        "What looks best on the first canaries."
+        first = part_of(self.scores, self.coins, first=True)
+        return best_threshold(*first, self.of_rates)
 
 # %% ../nbs/3_found/41_auditing.ipynb #auditing-audit
 MOVE = 1e-4  # how far one step moves an entry that gets a whole clipped gradient: so little that the loss stays linear
@@ -281,6 +327,7 @@ MOVE = 1e-4  # how far one step moves an entry that gets a whole clipped gradien
 class Stopped(Exception):
     "A run that was stopped on purpose."
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-audit-function
 def audit(
     method: Method,
     epsilon: float | None = None,     # target of the run; None: `noise_multiplier`, among the settings
@@ -334,6 +381,7 @@ def _run(model: nn.Module, data: TensorData, method: Method, settings: dict[str,
         raise ValueError(f"stop_at={stop_at}: the run ended before that step; choose a "
                          "smaller one")
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-stopping
 def stopping(
     at: int,                                             # counted from 1
     base: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -366,6 +414,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {  # -> options for so man
                             "share": 0.1, "relevance_rate": 1.0},
 }
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-method-named
 def method_to_audit(name: str) -> tuple[str, Callable[[int], Method]]:
     "A method by its class, by its name as in commands, or as `file.py:Class`."
     label = known_methods().get(name, Known(name)).kind
@@ -388,9 +437,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # label -> method, what dif
 IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # besides, at full size
     "secure mode": ("Full", {"secure_mode": True}),
     "one step, secure mode": ("Full", {"table": True, "steps": 1, "secure_mode": True}),
+    "resumed, secure mode": ("Full", {"stop_at": 4, "secure_mode": True}),
 }
 SLOW = ("LargestWeights", "RapFT")  # a mask over entries makes every canary's gradient
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-grid-entries
 def audit_grid(full: bool) -> Iterator[dict[str, Any]]:
     "All audits; reduced: fewer canaries, and none in secure mode."
     size, variants = (2000, VARIANTS | IN_FULL) if full else (500, VARIANTS)
@@ -413,6 +464,7 @@ def audit_settings(settings: dict[str, Any]) -> Audit:
     return audit(made(settings["steps"]), settings["target_epsilon"], model=model,
                  **left)
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-record
 def audit_entry(settings: dict[str, Any]) -> dict[str, Any]:
     "What one audit of the grid found, for a record; JSON."
     done = (in_processes(settings) if settings.get("processes")
@@ -437,6 +489,7 @@ def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
         found[number] = True
     return found
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-table
 def audit_table(records: Sequence[dict[str, Any]]) -> str:
     "Claimed and audited epsilon of every audit, Markdown; ValueError when a claim of the family is false."
     false = [entry["label"]
@@ -473,6 +526,7 @@ def in_processes(settings: dict[str, Any]) -> Audit:
     return Audit(np.array(said["scores"]), np.array(said["coins"]), said["epsilon"],
                  said["delta"], mechanisms)
 
+# %% ../nbs/3_found/41_auditing.ipynb #auditing-rank
 def _rank(rank: int, settings: dict[str, Any], folder: str) -> None:
     "One of the processes: the first writes down what was found."
     torch.set_num_threads(1)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CHECKED', 'Losses', 'named_apart', 'asked', 'planned', 'check_secure', 'model_fingerprint', 'content_of', 'known_of',
            'facts_of', 'opened', 'turned', 'record_of', 'account_of', 'bounded_blocks', 'choice_hash', 'method_release',
-           'access_of', 'random_state', 'alike', 'start_method', 'look_again', 'look_back', 'close_account',
-           'warn_of_noise', 'secrets_in', 'public_facts', 'promised', 'Engine', 'mind_the_prefix', 'snapshot',
-           'put_back']
+           'access_of', 'random_state', 'alike', 'start_method', 'look_again', 'look_back', 'record_final',
+           'close_account', 'warn_of_noise', 'secrets_in', 'public_facts', 'promised', 'Engine', 'mind_the_prefix',
+           'snapshot', 'put_back']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 import hashlib
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
@@ -35,6 +36,7 @@ from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, 
 from .prefix import Prefix, worth_it
 from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
+from .provenance import look_at_start, mark_trained, record_weights
 from .settings import Identity, Settings, identity, name_of_code, settings_from, takes_settings
 from .step import SAME_CHOICE, SAME_INPUT, Account, Draws, Population, Releases, Share, Step, batches_of, groups_of
 from .step import set_modes, unasked, with_precision
@@ -251,6 +253,7 @@ def look_again(engine: "Engine") -> None:
     if changes:
         engine.refresh()
     mind_the_prefix(engine)
+    mark_trained(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-back
 def look_back(engine: "Engine", step: Step) -> None:
@@ -259,11 +262,20 @@ def look_back(engine: "Engine", step: Step) -> None:
     if not step.finished:
         raise RuntimeError(f"step {engine.t} was left before step.done(): call privatize(), optimizer.step(), then done()")
 
+# %% ../nbs/1_start/06_engine.ipynb #engine-record-final
+def record_final(engine: "Engine") -> None:
+    "Let the ledger recognise the model as it is now, should a later run start from it; @sec-provenance."
+    account = engine.account
+    if account.shared or account.charges:
+        engine.processes.first(lambda: record_weights(account.ledger, engine.store.run, model_fingerprint(engine.model)))
+
+
 def close_account(engine: "Engine") -> None:
     "Nothing more is drawn or charged."
     if engine.prefix is not None:
         engine.prefix.clear()
     engine.account.finish()
+    record_final(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-warn
 def warn_of_noise(plan: Plan, entries: int) -> None:
@@ -340,6 +352,7 @@ class Engine:
         self.account = account_of(self, str(content["data"]))
         self.charges = self.account.charges            # whether the run answers for what it releases
         self.releases = Releases(self.account, self.keystream, self.processes, given.secure_mode)
+        look_at_start(self, partial(model_fingerprint, model))
         start_method(self)
 
     def refresh(self) -> None:

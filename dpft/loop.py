@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
 from .datasets import Task
-from .engine import Engine, close_account
+from .engine import Engine, close_account, record_final
 from .evaluation import Evaluation, checked_evaluation, make_evaluation
 from .gradients import full
 from .guarantee import Guarantee
@@ -40,6 +40,7 @@ from .method import Method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import speaks
+from .provenance import START, came_from
 from .saving import check_target, how_to_load, read_model, tokenizer_of_base, write_model
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
@@ -306,7 +307,8 @@ def load(
     if not (folder / "dpft.json").exists():
         raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a folder "
                          "that run.save(path) wrote")
-    return read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
+    model = read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
+    return came_from(model, folder)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")
@@ -323,7 +325,7 @@ def fine_tune(
     ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit,
                     collate_fn=settings.collate_fn)
     ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
-    start = f"the weights that training started from ({ready.origin})"
+    start = f"{START} ({ready.origin})"
     engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
                     assumed_public=[*ready.assumed_public, start])
     try:
@@ -504,6 +506,7 @@ class Loop:
             stop_early(self)
         if self.updates.average is not None:
             self.updates.average.put()
+            record_final(engine)
         score_the_end(self)
         self.callbacks.tell("on_train_end")
 

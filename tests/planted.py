@@ -232,6 +232,12 @@ BUGS = [
     Bug("a loss that depends on the padding, looked at in padded rows", rows_padded_already,
         partial(named_test, "test_boundary_gradients", "test_a_mean_over_all_positions_of_a_batch_is_called_by_its_name")),
 ]
+SAFELY = {"secure_mode": True}
+IN_SECURE_MODE = [
+    Bug("no clipping, secure mode", no_clipping, partial(the_claim_stands, **SAFELY)),
+    Bug("noise x 0.9, secure mode", a_tenth_less_noise, partial(the_claim_stands, **SAFELY)),
+    Bug("noise of one physical batch, secure mode", noise_of_one_physical_batch,
+        partial(the_claim_stands, physical_batch_size=1250, **SAFELY))]
 
 
 def table():

@@ -309,7 +309,7 @@ def test_all_methods_by_one_command(run, monkeypatch, tmp_path):
     experiment = replace(EXPERIMENTS["audits"], grid=lambda full: small_grid)
     monkeypatch.setitem(EXPERIMENTS, "audits", experiment)
     status, out, _ = run("audit", "--full", "--output", tmp_path)
-    assert status == 0 and "23 audits" in out and "| Full | 8.00 |" in out and "| LastLayer | 8.00 |" in out
+    assert status == 0 and "24 audits" in out and "| Full | 8.00 |" in out and "| LastLayer | 8.00 |" in out
     records = read_records(tmp_path / "audits.jsonl")
     assert len(records) == 2 and not records[0]["reduced"]
     with pytest.raises(ValueError, match="the claim of LastLayer is false"):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from planted import BUGS, table
+from planted import BUGS, IN_SECURE_MODE, table
 from test_training import engine
 
 import dpft
 from dpft.rapft import RapFT
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
+@pytest.mark.parametrize("bug", [*BUGS, *IN_SECURE_MODE], ids=[bug.name for bug in [*BUGS, *IN_SECURE_MODE]])
 def test_a_planted_bug_is_caught_and_the_honest_engine_is_not_accused(bug):
     bug.catch()
     assert bug.caught(), f"nobody noticed: {bug.name}"

@@ -1,94 +1,165 @@
-"""A record is stale when what computed it has changed, and not when anything else has."""
+"""A model that an earlier run has trained is recognised: as an object, from its folder, by the ledger; and what is then said or refused."""
 
+import copy
 import itertools
-import sys
+import math
 
 import pytest
+import torch
+from torch import nn
 
-from dpft.book import experiments, provenance
-from dpft.book.evidence import EXPERIMENTS
-from dpft.book.provenance import is_stale, modules_behind, roots_of, source_hash, why_stale
+import dpft
+from dpft import Full, LoRA
+from dpft.boundary import neighbours, toy_network, toy_pictures
+from dpft.datasets import Public
+from dpft.loop import load
+from dpft.provenance import START, notes_on, trained_in
+from dpft.verification import verify
 
-NUMBERS = itertools.count()
-LAZY = """
-from importlib import import_module
-def __getattr__(name):
-    if name != 'found':
-        raise AttributeError(name)
-    return import_module('PACKAGE.home').Found
-"""
-FILES = {"a.py": "from . import b\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import PACKAGE.idle\n"
-                 "def use():\n    'Of the text.'\n    from PACKAGE.late import value\n    return b.one + value\n",
-         "b.py": "one = 1\n", "late.py": "from PACKAGE import found\nvalue = 2\n", "idle.py": "three = 3\n",
-         "home.py": "class Found:\n    four = 4\n", "__init__.py": LAZY}
+DATA = toy_pictures()
+OTHER = neighbours(DATA)["another"]
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Write a package, with some of its files changed, and give its name; each under a name of its own."""
-    def made(**changed):
-        name = f"planted_{next(NUMBERS)}"
-        (tmp_path / name).mkdir()
-        for file, text in {**FILES, **{f"{key}.py": value for key, value in changed.items()}}.items():
-            (tmp_path / name / file).write_text(text.replace("PACKAGE", name))
-        return name
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield made
-    for name in [name for name in sys.modules if name.startswith("planted_")]:
-        del sys.modules[name]
+def made(model=None, data=DATA, method=None, epsilon=3.0, **knobs):
+    usual = dict(steps=2, batch_size=8, public_size=24, clip=0.5, accountant="rdp", progress=False)
+    return dpft.fine_tune(model or toy_network(), data, method or Full(), epsilon=epsilon, **{**usual, **knobs})
 
 
-def hashed(package, **changed):
-    name = package(**changed)
-    return source_hash(f"{name}.a", called=name)
+def said(run):
+    "What the guarantee says of the start: (under public facts, under what nobody paid for)."
+    found = run.guarantee
+    return tuple([one for one in where if one.startswith(START)] for where in (found.assumed_public, found.uncharged))
 
 
-def test_the_modules_behind_another_are_those_that_it_imports_when_it_runs(package):
-    name = package()
-    found = modules_behind(f"{name}.a")
-    late = {f"{name}.late", f"{name}.home"}                                      # within a function, and lazily from the package
-    assert set(found) == {name, f"{name}.a", f"{name}.b", *late}
-    assert modules_behind(f"{name}.b") == [f"{name}.b"]
+def same_weights(run):
+    "Fresh modules with a run's weights, which bear no trace of it."
+    model = toy_network()
+    model.load_state_dict(run.model.state_dict())
+    return model
 
 
-def test_only_code_that_is_used_makes_another_hash(package):
-    first = hashed(package)
-    assert hashed(package) == first
-    assert hashed(package, idle="three = 30\n") == first                          # imported for its types alone
-    assert hashed(package, b="# the number one\none = (1)\n") == first            # comments and brackets compute nothing
-    assert hashed(package, a=FILES["a.py"].replace("Of the text.", "Other words.")) == first
-    for name, text in {"b": "one = 7\n", "late": "from PACKAGE import found\nvalue = 7\n", "home": "class Found:\n    four = 7\n"}.items():
-        assert hashed(package, **{name: text}) != first, name
+def test_a_fresh_start_is_a_public_fact():
+    public, unpaid = said(made())
+    assert public == [f"{START} (Sequential)"] and not unpaid
 
 
-def test_training_is_behind_a_run_and_the_command_line_and_the_pictures_are_not():
-    behind = set(modules_behind("dpft.book.evidence.frost"))
-    assert {"dpft.engine", "dpft.step", "dpft.gradients", "dpft.privacy", "dpft.frost.selection"} <= behind
-    assert not {"dpft.cli.book", "dpft.book.drawings", "dpft.book.evidence", "dpft.rapft.perturbation", "dpft.auditing"} & behind
+def built_on(model):
+    return nn.Sequential(model[:4], nn.Tanh(), nn.Linear(8, 3))
 
 
-def test_the_methods_that_a_run_names_are_among_its_modules():
-    measure = EXPERIMENTS["frost-text"].measure
-    assert roots_of(measure, {"method": "Full", "options": {}}) == ("dpft.baselines", "dpft.book.evidence.frost", "dpft.book.experiments")
-    wrapped = {"method": "RapFT", "options": {"method": ["LayerFreeze", {}]}}
-    assert {"dpft.rapft.perturbation", "dpft.freezing.schedule"} <= set(roots_of(measure, wrapped))
-    assert roots_of(lambda settings: settings, {"method": "Untouched"})          # neither a method nor a module of the package
+@pytest.mark.parametrize("hand_on", [lambda model: model, copy.deepcopy, built_on], ids=["itself", "a copy", "a part of it"])
+def test_a_model_that_a_run_gave_out_is_no_public_start(hand_on):
+    first = made()
+    other = hand_on(copy.deepcopy(first.model))
+    public, unpaid = said(made(hand_on(first.model)))
+    assert not public and len(unpaid) == 1
+    assert first.guarantee.run in unpaid[0] and "at epsilon 3.00" in unpaid[0]
+    assert said(made(other, OTHER)) == (public, unpaid)     # whether the data are the same is private
 
 
-def test_other_packages_make_a_record_stale_and_other_files_do_not():
-    entry = provenance.provenance(("dpft.privacy",))
-    assert not is_stale(entry) and why_stale(entry) == []
-    changed = {**entry, "versions": {**entry["versions"], "torch": "0.1"}}
-    assert is_stale(changed) and why_stale(changed) == [f"torch {entry['versions']['torch']} in place of 0.1"]
-    assert not is_stale({**entry, "versions": {**entry["versions"], "dpft": "0.0.0"}})       # its modules are looked at themselves
-    series = ".".join(entry["versions"]["python"].split(".")[:2])
-    assert not is_stale({**entry, "versions": {**entry["versions"], "python": f"{series}.99"}})
-    assert why_stale({**entry, "source_hash": "0" * 16}) == ["the source of dpft.privacy, or of what it imports"]
-    assert is_stale({**entry, "modules": ["dpft.gone"]}) and is_stale({})
+def test_every_earlier_run_is_named():
+    first = made()
+    second = made(first.model)
+    _, unpaid = said(made(second.model))
+    assert [run.guarantee.run in one for run, one in zip((first, second), unpaid, strict=True)] == [True, True]
 
 
-def test_every_experiment_says_what_it_stands_on(tmp_path):
-    experiment = experiments.Experiment("?", lambda full: [{"data": "digits", "method": "LoRA", "seed": 0}],
-                                        lambda settings: {"metrics": {}}, "nothing")
-    (entry,) = experiments.run_experiment("e", experiment, tmp_path / "e.jsonl")
-    assert {"dpft.baselines", "dpft.book.experiments"} <= set(entry["modules"]) and not is_stale(entry)
+def test_a_start_without_noise_is_called_that():
+    first = made(epsilon=math.inf)
+    public, unpaid = said(made(copy.deepcopy(first.model)))
+    assert not public and "promises nothing" in unpaid[0]
+    assert said(made(first.model, epsilon=math.inf)) == ([f"{START} (Sequential)"], [])      # which promises nothing itself
+
+
+def test_public_data_leave_a_public_start():
+    first = made(data=Public(DATA, "made for this test"), epsilon=math.inf)
+    assert not list(notes_on(first.model)) and said(made(first.model))[0]
+
+
+def test_a_run_that_broke_off_leaves_its_trace_too():
+    from dpft.auditing import Stopped, stopping
+    model = toy_network()
+    with pytest.raises(Stopped):
+        made(model, optimizer=stopping(2))
+    assert "trained them at epsilon 3.00" in said(made(model))[1][0]
+
+
+def test_a_loop_by_hand_leaves_its_trace_and_finds_that_of_others():
+    model = toy_network()
+    usual = dict(epsilon=3.0, steps=2, batch_size=8, clip=0.5, accountant="rdp")
+    for number in range(2):
+        engine = dpft.Engine(model, None, Full(), DATA, **usual)
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        for step in engine:
+            step.take(optimizer)
+        assert len([one for one in engine.guarantee.uncharged if one.startswith(START)]) == number
+
+
+def test_a_saved_run_is_recognised_when_it_is_loaded(tmp_path):
+    first = made()
+    first.save(tmp_path / "saved")
+    public, unpaid = said(made(load(tmp_path / "saved", toy_network())))
+    assert not public and first.guarantee.run in unpaid[0] and "epsilon 3.00" in unpaid[0]
+
+
+def test_the_card_of_a_saved_run_says_so(tmp_path):
+    second = made(made().model)
+    second.save(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    unpaid = card.split("Looked at private data and not charged:")[1].split("Checked before")[0]
+    assert START in unpaid and START not in card.split("Assumed to be public:")[1].split("Assumed of the arithmetic")[0]
+    assert verify(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_a_ledger_knows_the_weights_again(tmp_path, average):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger, average=average)
+    model = same_weights(first)
+    assert not list(notes_on(model))
+    public, unpaid = said(made(model, ledger=ledger))
+    assert not public and first.guarantee.run in unpaid[0] and "at epsilon 3.00" in unpaid[0]
+
+
+@pytest.mark.parametrize("hand_on", [same_weights, lambda run: run.model], ids=["weights", "object"])
+def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path, hand_on):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger, epsilon=math.inf)
+    with pytest.raises(ValueError, match="on the same data without privacy.*start from the weights as they were before"):
+        made(hand_on(first), ledger=ledger)
+    assert not ledger.runs()
+
+
+def test_what_a_ledger_publishes_holds_no_digest_of_weights(tmp_path):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    run = made(ledger=ledger)
+    run.save(tmp_path / "saved")
+    from dpft.engine import model_fingerprint
+    fingerprint = model_fingerprint(run.model)
+    assert trained_in(ledger, fingerprint) == [run.guarantee.run]
+    with dpft.Ledger(tmp_path / "saved" / "ledger.sqlite", read_only=True) as published:
+        kinds = {kind for kind, in published.chain.file.query("SELECT kind FROM ledger")}
+    assert kinds == {"begin", "spend", "finish", "seal"}
+
+
+def test_a_frozen_trunk_stays_as_public_as_it_was():
+    model = toy_network()
+    made(model, method=LoRA(targets=("1",)))
+    notes = [name for name, module in model.named_modules() if module.__dict__.get("_trained_by")]
+    assert notes and all(name == "1" or name.startswith("1.") or name == "6" for name in notes)
+
+
+def test_a_note_on_a_model_tells_nobody_which_data_it_was():
+    def facts(run):
+        return [{name: value for name, value in note.items() if name != "run"} for note in notes_on(run.model)]
+    assert facts(made(public_size=24)) == facts(made(data=OTHER, public_size=24))
+
+
+def test_two_runs_that_finish_at_once_are_two(tmp_path):
+    "The same weights may be left by two runs; both are named."
+    ledger, numbers = dpft.Ledger(tmp_path / "ledger.sqlite"), itertools.count()
+    from dpft.provenance import record_weights
+    names = [made(ledger=ledger, seed=next(numbers)).guarantee.run for _ in range(2)]
+    for name in names * 2:
+        record_weights(ledger, name, "weights")
+    assert trained_in(ledger, "weights") == names
