@@ -106,8 +106,7 @@ rendered:
 
 # One process for each notebook, so nothing leaks from one into the next; cells marked gpu or slow are left out.
 executed:
-	@printf '%s\n' $(NOTEBOOKS) | $(ONE_CORE) PYTHONPATH="$(SALTED)$$PYTHONPATH" xargs -P $(WORKERS) -I{} bash -c \
-	  'log=$$($(BIN)/python nbs/_book.py test {} 2>&1) || { echo "$$log"; exit 1; }; echo "{} $$SECONDS s"'
+	@$(ONE_CORE) PYTHONPATH="$(SALTED)$$PYTHONPATH" $(BIN)/python nbs/_book.py test $(WORKERS) $(NOTEBOOKS)
 
 # The package is built and installed as a user has it, not editable, and stands before the checkout on the path.
 tested:
