@@ -163,6 +163,7 @@ def test_angles_are_looked_at_before_and_after_freezing_without_touching_the_run
         assert look["clipped_after"] <= look["clipped_before"] <= 16
         for layer in look["before"]:
             assert look["after"][layer]["strength"] >= 0
+    assert looked["aligned_with"] == "the full gradient"                         # of the batch's own sum random gradients pass as well
     json.dumps(looked, allow_nan=True)
     monkeypatch.setattr(freezing, "_look", lambda *_: {})
     assert freezing.angle_entry(settings)["metrics"] == looked["metrics"]        # the diagnostics change nothing

@@ -192,16 +192,24 @@ def test_each_variant_runs_and_states_what_it_spends(variant, small_world, monke
     monkeypatch.setitem(language.BASES, "Adapter", {"width": 4})
     language.public_windows.cache_clear()
     language.development_pairs.cache_clear()
-    drawn = {"relevance_rate": 0.5} if "private" in variant or "published" in variant else {}
+    drawn = {"relevance_rate": 0.5} if "private" in variant or "published" in variant or "nothing" in variant else {}
     entry = language.rap_entry({**small_world, "beams": 0, "steps": 4}, "Adapter", 3.0, variant, warmup_steps=2, **drawn)
     found = language.language_run(entry)
     assert found["metrics"]["perplexity"] > 1 and found["trainable"] > 100
-    if variant == "as published":
+    if variant in ("as published", "relevance for nothing"):
         assert found["epsilon"] == "inf"                     # the mask was taken from private data and not paid for
     elif entry.get("accounting") == "paper":
         assert 0 < found["epsilon"] < 2
     else:
         assert 2.5 < found["epsilon"] <= 3 and len(found["mechanisms"]) == 1 + (variant == "private relevance")
+
+
+def test_as_published_is_as_published():
+    from dpft.rapft.mask import AS_PUBLISHED
+    entry = language.rap_entry(language.rap_settings(False), "BiTFiT", 3.0, "as published")
+    assert AS_PUBLISHED.items() <= entry["options"].items() and entry["options"]["relevance_data"] == "paper"
+    assert entry["options"]["method"] == ["BiTFiT", {"reinitialise": "random"}] and entry["accounting"] == "paper"
+    assert language.rap_entry(language.rap_settings(False), "BiTFiT", 3.0, "tight")["options"]["method"] == ["BiTFiT", {}]
 
 
 LANGUAGE = ("e2e-methods", "rap-tables", "rap-beta", "rap-cost")

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from dpft.book.evidence import EXPERIMENTS, protocol
 from dpft.book.experiments import arguments_of, check_known, write_records
-from dpft.book.evidence.protocol import STUDIES, Study, Way, entry, holm, p_value, study_grid, tuning_grid, verdict
+from dpft.book.evidence.protocol import (
+    STUDIES, Comparison, Study, Way, compared, compared_once, counted, entry, holm, judged, p_value, study_grid, timed, tuning_grid,
+    untrained, untuned, verdict)
 from dpft.registry import method_from
 
 SMALL = Study({"data": "digits", "model": "mlp", "steps": 40, "batch_size": 64, "optimizer": "adamw"},
@@ -98,3 +100,56 @@ def test_holm_lies_between_bonferroni_and_no_correction(values):
 
 def test_a_p_value_needs_two_seeds_and_a_spread():
     assert p_value([0.1]) == 1.0 and p_value([0.1, 0.1]) == 0.0 and p_value([0.1, 0.1], 0.1) == 1.0 and p_value([0.1, -0.1]) == 1.0
+
+
+AHEAD = [0.02, 0.03, 0.025, 0.02, 0.03]
+
+
+def test_one_rule_serves_both_directions():
+    ahead, behind, open_ = compared(AHEAD), compared([-value for value in AHEAD]), compared([0.02, -0.03, 0.01, 0.02, -0.02])
+    assert judged([ahead] * 3) == ("held", "3 of 3 ahead, 0 behind")
+    assert judged([behind] * 3) == ("did not hold", "0 of 3 ahead, 3 behind")
+    assert judged([ahead, behind])[0] == "held in part"
+    assert judged([ahead, open_]) == ("undecided", "1 of 2 ahead, 0 behind")
+    for sure in (ahead, behind):                                                 # whatever lacks, lacks in either direction
+        assert judged([sure, None]) == ("undecided", f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run")
+        assert judged([Comparison(sure.mean, sure.p, 4)])[0] == "undecided" and "4 of 5 seeds" in judged([Comparison(sure.mean, sure.p, 4)])[1]
+        assert judged([sure], lacks="never tuned")[0] == "undecided" and judged([sure], untestable="too small a model")[0] == "not testable here"
+    assert judged([])[0] == judged([None, None])[0] == "undecided"
+
+
+def test_equality_is_judged_against_its_margin_and_several_comparisons_by_holm():
+    slightly = [-0.004, -0.005, -0.006, -0.004, -0.005]
+    assert judged([compared(slightly, -0.01)], -0.01) == ("held", "1 of 1 level, 0 behind")
+    assert judged([compared(slightly)])[0] == "did not hold" and judged([compared([v * 4 for v in slightly], -0.01)], -0.01)[0] == "did not hold"
+    weak = Comparison(0.02, 0.04, 5)                                             # sure alone, and not among three
+    assert judged([weak])[0] == "held" and judged([weak] * 3)[0] == "undecided"
+    assert compared([]) is None and compared([0.1]).p == 1.0
+    assert compared_once(0.02, 0.01, 5).p == pytest.approx(0.0455, abs=1e-4) and compared_once(0.0, 0.0, 5).p == 1.0
+
+
+def test_what_is_seen_along_runs_and_costs():
+    assert [counted(right, 20, "seen", 5)[0] for right in (20, 18, 10, 2, 0)] == ["held", "held", "held in part", "did not hold", "did not hold"]
+    for right in (0, 20):
+        assert counted(right, 20, "seen", 4) == ("undecided", f"seen at {right} of 20; 4 of 5 runs")
+        assert counted(right, 20, "seen", 5, "one look")[0] == "undecided" and counted(right, 20, "seen", None)[0] != "undecided"
+    assert counted(0, 0, "seen", 5)[0] == timed([], 1.0, 5)[0] == "undecided"
+    inside, outside, both = (0.9, 1.0), (1.1, 1.2), (0.9, 1.2)
+    assert [timed(its, 1.05, 5)[0] for its in ([inside], [outside], [inside, outside], [inside, both])] == [
+        "held", "did not hold", "held in part", "undecided"]
+    assert timed([inside], 1.05, 4)[0] == timed([outside], 1.05, 4)[0] == "undecided"
+
+
+def test_tuning_and_training_are_read_from_records():
+    def run(method, rate, score, **more):
+        return {"method": method, "learning_rate": rate, "clip": 1.0, "metrics": {"accuracy": score}, **more}
+    rates = [3.0**power for power in range(5)]
+    whole = [run("Full", rate, -abs(rate - 9), clip=clip) for rate in rates for clip in (0.1, 1.0)]
+    whole += [run("Full", 9.0, 0.0, clipping="automatic")]
+    assert untuned(whole, ["Full"]) == ""
+    assert untuned(whole, ["Full", "LoRA"]) == "never tuned: LoRA"
+    assert "at 4 of 5 rates" in untuned([its for its in whole if its["learning_rate"] > 1], ["Full"])
+    assert untuned([its for its in whole if its["learning_rate"] <= 9], ["Full"]).endswith("best at an edge: Full")
+    assert "tuned at 1 of 3 clip bounds" in untuned([run("Full", rate, -abs(rate - 9)) for rate in rates], ["Full"])
+    assert "edge" in untuned(whole, ["Full"], sign=-1)                           # of perplexity less is more
+    assert untrained({"a": [0.6, 0.7], "b": [0.5, 0.4]}, 0.5) == "no better than untouched: b" and untrained({"a": [0.6]}, 0.5) == ""

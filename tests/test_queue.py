@@ -1,11 +1,9 @@
 """Runs from a queue: order, time, processes, interruption, and what is said."""
 
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import pytest
@@ -134,27 +132,29 @@ def test_a_grid_that_stands_on_other_records_waits_for_them(tmp_path):
         queue.run_queue(queue.Source({"second": after}, tmp_path), 1)
 
 
-def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp_path, monkeypatch):
+def stopped_at_its_fifth_step(settings, folder):
+    "A run in a process of its own, told to end when its fifth step is done."
+    from dpft.step import Step
+    experiments.keep_unfinished(folder)
+    done, count = Step.done, itertools.count(1)
+
+    def counted(self):
+        if next(count) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return done(self)
+
+    Step.done = counted
+    measured_run(settings)
+
+
+def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp_path):
     settings = {**TINY, "steps": 12, "seed": 3, "checkpoint_every": 1}
     experiments.keep_unfinished(None)
     whole = measured_run(settings)
-    code = f"""
-        import os, signal
-        from pathlib import Path
-        from dpft.book import experiments
-        from dpft.step import Step
-        experiments.keep_unfinished(Path({str(tmp_path)!r}))
-        done, count = Step.done, [0]
-        def counted(self):
-            count[0] += 1
-            if count[0] == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return done(self)
-        Step.done = counted
-        experiments.measured_run({settings!r})
-    """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    process = queue.worker_context().Process(target=stopped_at_its_fifth_step, args=(settings, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
     assert len(list(tmp_path.iterdir())) == 1
     experiments.keep_unfinished(tmp_path)
     try:

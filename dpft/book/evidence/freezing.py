@@ -285,7 +285,8 @@ def angle_entry(settings: Settings) -> Settings:
                   3000 + settings["seed"]):
         if t % settings["every"] == 0:
             series.append(_look(settings, model, task, found[half:], after + t))
-    return {**_scored(settings, model, task, settings["steps"]), "series": series}
+    return {**_scored(settings, model, task, settings["steps"]), "series": series,
+            "aligned_with": "the full gradient"}
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles-clips
 CLIPS = (0.1, 1.0, 5.0, 10.0)

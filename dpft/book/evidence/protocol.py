@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'IMAGE_WAYS', 'TEXT_WAYS', 'LANGUAGE_WAYS', 'PICTURES', 'STUDIES',
-           'QUESTIONS', 'EXPERIMENTS', 'Way', 'Study', 'entry', 'short', 'tuning_grid', 'study_grid', 'weight',
-           'believed', 'split', 'prepared', 'measured', 'language_prepared', 'language_measured', 'experiments_of',
-           'planned_hours', 'holm', 'p_value', 'verdict']
+           'QUESTIONS', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'entry', 'short',
+           'tuning_grid', 'study_grid', 'weight', 'believed', 'split', 'prepared', 'measured', 'language_prepared',
+           'language_measured', 'experiments_of', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared',
+           'compared_once', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -265,7 +267,7 @@ def holm(
         decided[name] = going
     return decided
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-verdict
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-p
 def p_value(differences: list[float], margin: float = 0.0) -> float:
     "Two-sided, of a mean difference equal to the margin; 1 where there are fewer than two."
     from scipy.stats import ttest_1samp
@@ -275,6 +277,29 @@ def p_value(differences: list[float], margin: float = 0.0) -> float:
         return float(differences[0] == margin)
     return float(ttest_1samp(differences, margin).pvalue)
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-comparison
+SEEDS, LEVEL, ROUNDS = 5, 0.01, 5  # that a verdict takes; margin of equality
+
+@dataclass(frozen=True)
+class Comparison:
+    "One method less another, the one that is claimed to be better first."
+    mean: float
+    p: float    # two-sided, of a difference equal to the margin
+    seeds: int  # that both have
+
+def compared(differences: list[float], margin: float = 0.0) -> Comparison | None:
+    "Paired differences over seeds; None where nothing was run."
+    if not differences:
+        return None
+    return Comparison(sum(differences) / len(differences), p_value(differences, margin),
+                      len(differences))
+
+def compared_once(gap: float, error: float, seeds: int, margin: float = 0.0) -> Comparison:
+    "A difference with its standard error, by the normal distribution."
+    far = abs(gap - margin)
+    return Comparison(gap, math.erfc(far / error / 2**0.5) if error else float(far == 0), seeds)
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-verdict
 def verdict(
     differences: list[float],  # claimed better minus the other, one for each seed
     margin: float = 0.0,       # stated with the claim
@@ -284,8 +309,104 @@ def verdict(
     "What may be said of a claim; @sec-protocol-verdicts."
     if not trained:
         return "not testable here (training does not beat the untouched model)"
-    if len(differences) < 5:
-        return f"undecided ({5 - len(differences)} more seeds)"
+    if len(differences) < SEEDS:
+        return f"undecided ({SEEDS - len(differences)} more seeds)"
     if p_value(differences, margin) > 0.05 or not decided:
         return "undecided (the interval lies on both sides of the margin)"
     return "held" if sum(differences) / len(differences) > margin else "did not hold"
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-judged
+Verdict = tuple[str, str]  # and what it stands on
+
+def sides(known: list[Comparison], margin: float) -> tuple[int, int]:
+    "How many comparisons lie on the claimed side of the margin, and how many on the other, by Holm."
+    sure = holm({str(number): its.p for number, its in enumerate(known)})
+    above = [its.mean > margin for number, its in enumerate(known) if sure[str(number)]]
+    return sum(above), len(above) - sum(above)
+
+def judged(
+    comparisons: list[Comparison | None],  # None: not run
+    margin: float = 0.0,   # that they were made with
+    lacks: str = "",       # of tuning or measurement; empty: nothing
+    untestable: str = "",  # why nothing here can show it; empty: it can
+) -> Verdict:
+    "The verdict on a claim that takes several comparisons; @sec-protocol-verdicts."
+    known = [its for its in comparisons if its is not None]
+    right, wrong = sides(known, margin)
+    said = (f"{right} of {len(known)} {'level' if margin < 0 else 'ahead'}, {wrong} behind"
+            if known else "nothing was run")
+    if untestable:
+        return "not testable here", f"{untestable}; {said}"
+    missing = missing_of(comparisons) + [lacks] * bool(lacks)
+    if missing or right + wrong < len(known):
+        return "undecided", "; ".join([said, *missing])
+    return ("held" if not wrong else "held in part" if right else "did not hold"), said
+
+def missing_of(comparisons: list[Comparison | None]) -> list[str]:
+    "Which runs a verdict lacks."
+    known = [its.seeds for its in comparisons if its is not None]
+    absent, least = len(comparisons) - len(known), min(known, default=SEEDS)
+    return ([f"{absent} not run"] * bool(known and absent) + ["no comparison"] * (not known)
+            + [f"{least} of {SEEDS} seeds"] * (least < SEEDS))
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-counted
+def counted(
+    right: int,
+    looks: int,
+    said: str,          # of those that are right
+    runs: int | None,   # that were looked at; None: nothing was drawn, as of bytes
+    lacks: str = "",
+) -> Verdict:
+    "Nine tenths of what was seen, or a tenth at most, in enough runs."
+    if not looks:
+        return "undecided", "nothing was run"
+    told, few = f"{said} at {right} of {looks}", runs is not None and runs < SEEDS
+    missing = [f"{runs} of {SEEDS} runs"] * few + [lacks] * bool(lacks)
+    if missing:
+        return "undecided", "; ".join([told, *missing])
+    share = right / looks
+    return ("held" if share >= 0.9 else "did not hold" if share <= 0.1
+            else "held in part"), told
+
+def timed(
+    intervals: list[tuple[float, float]],  # of each ratio of times
+    bound: float,                          # that the claim states
+    rounds: int,                           # of the one with the fewest
+) -> Verdict:
+    "Whether ratios of times lie within a bound, by their intervals."
+    within = sum(high <= bound for _, high in intervals)
+    beyond = sum(low > bound for low, _ in intervals)
+    said = f"{within} of {len(intervals)} within {bound:g}, {beyond} beyond"
+    if not intervals:
+        return "undecided", "nothing was run"
+    if rounds < ROUNDS or within + beyond < len(intervals):
+        return "undecided", said + f"; {rounds} of {ROUNDS} rounds" * (rounds < ROUNDS)
+    return ("held" if not beyond else "held in part" if within else "did not hold"), said
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-untuned
+def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
+            sign: int = 1) -> str:
+    "What the tuning of these methods lacks; empty where it lacks nothing."
+    rates, clips, edge, absent = 5, len(CLIPS), list[str](), list[str]()
+    for method in methods:
+        tried: dict[float, list[float]] = {}
+        its = [run for run in records if method in (run.get("label"), run["method"])]
+        for run in its:
+            tried.setdefault(run["learning_rate"], []).append(sign * run["metrics"][metric])
+        if not tried:
+            absent.append(method)
+            continue
+        best = max(tried, key=lambda rate: max(tried[rate]))
+        edge += [method] * (best in (min(tried), max(tried)))
+        rates = min(rates, len(tried))
+        clips = min(clips, len({(run["clip"], run.get("clipping")) for run in its}))
+    return "; ".join(
+        [f"never tuned: {', '.join(absent)}"] * bool(absent)
+        + [f"tuned at {clips} of {len(CLIPS)} clip bounds"] * (clips < len(CLIPS))
+        + [f"at {rates} of 5 rates"] * (rates < 5)
+        + [f"best at an edge: {', '.join(edge)}"] * bool(edge))
+
+def untrained(scores: dict[str, list[float]], untouched: float) -> str:
+    "Which methods do not beat the untouched model in the mean; empty where all do."
+    low = [name for name, its in scores.items() if sum(its) / len(its) <= untouched]
+    return f"no better than untouched: {', '.join(low)}" if low else ""
