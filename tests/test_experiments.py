@@ -11,7 +11,7 @@ from dpft.book import experiments, figures
 
 @pytest.fixture(scope="module")
 def records():
-    return list(experiments.quickstart(epsilons=[4.0, math.inf], seeds=[0], epochs=0.5))
+    return list(experiments.quickstart(epsilons=[4.0, math.inf], seeds=[0], epochs=0.25))
 
 
 def test_a_record_says_all_that_is_needed(records, tmp_path):
@@ -53,7 +53,7 @@ def test_full_records_stand_in_place_of_reduced_ones(tmp_path, monkeypatch):
 
 
 def test_the_same_seed_gives_the_same_record(records):
-    again = next(iter(experiments.quickstart(epsilons=[4.0], seeds=[0], epochs=0.5)))
+    again = next(iter(experiments.quickstart(epsilons=[4.0], seeds=[0], epochs=0.25)))
     drop = {"seconds"}
     assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in records[0].items() if k not in drop}
 
