@@ -113,15 +113,18 @@ def test_one_rule_serves_both_directions():
     assert judged([ahead, open_]) == ("undecided", "1 of 2 ahead, 0 behind")
     for sure in (ahead, behind):                                                 # whatever lacks, lacks in either direction
         assert judged([sure, None]) == ("undecided", f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run")
-        assert judged([Comparison(sure.mean, sure.p, 4)])[0] == "undecided" and "4 of 5 seeds" in judged([Comparison(sure.mean, sure.p, 4)])[1]
-        assert judged([sure], lacks="never tuned")[0] == "undecided" and judged([sure], untestable="too small a model")[0] == "not testable here"
+        few = judged([Comparison(sure.mean, sure.p, 4)])
+        assert few[0] == "undecided" and "4 of 5 seeds" in few[1]
+        assert judged([sure], lacks="never tuned")[0] == "undecided"
+        assert judged([sure], untestable="too small a model")[0] == "not testable here"
     assert judged([])[0] == judged([None, None])[0] == "undecided"
 
 
 def test_equality_is_judged_against_its_margin_and_several_comparisons_by_holm():
     slightly = [-0.004, -0.005, -0.006, -0.004, -0.005]
     assert judged([compared(slightly, -0.01)], -0.01) == ("held", "1 of 1 level, 0 behind")
-    assert judged([compared(slightly)])[0] == "did not hold" and judged([compared([v * 4 for v in slightly], -0.01)], -0.01)[0] == "did not hold"
+    assert judged([compared(slightly)])[0] == "did not hold"
+    assert judged([compared([value * 4 for value in slightly], -0.01)], -0.01)[0] == "did not hold"
     weak = Comparison(0.02, 0.04, 5)                                             # sure alone, and not among three
     assert judged([weak])[0] == "held" and judged([weak] * 3)[0] == "undecided"
     assert compared([]) is None and compared([0.1]).p == 1.0
@@ -129,7 +132,8 @@ def test_equality_is_judged_against_its_margin_and_several_comparisons_by_holm()
 
 
 def test_what_is_seen_along_runs_and_costs():
-    assert [counted(right, 20, "seen", 5)[0] for right in (20, 18, 10, 2, 0)] == ["held", "held", "held in part", "did not hold", "did not hold"]
+    assert [counted(right, 20, "seen", 5)[0] for right in (20, 18, 10, 2, 0)] == [
+        "held", "held", "held in part", "did not hold", "did not hold"]
     for right in (0, 20):
         assert counted(right, 20, "seen", 4) == ("undecided", f"seen at {right} of 20; 4 of 5 runs")
         assert counted(right, 20, "seen", 5, "one look")[0] == "undecided" and counted(right, 20, "seen", None)[0] != "undecided"

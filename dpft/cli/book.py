@@ -99,6 +99,7 @@ def list_experiments() -> None:
     for known, its in EXPERIMENTS.items():
         print(f"{known:20s} {its.question} In full: {its.needs}.")
 
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
 def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,
                 output: Path | None, resume: bool) -> Any:
     "The queue's source for these experiments; ValueError where there is no such run."
@@ -122,6 +123,7 @@ def chosen_runs(names: list[str], full: bool, data: str | None, method: str | No
                             "--data and --method")
     return source
 
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-cores
 def cores() -> int:
     "How many processes can run beside each other; one where a GPU does the work."
     import torch
@@ -380,6 +382,8 @@ def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
                    **{name: value for name, value in given.items()
                       if value not in (None, ())})
 
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-parts
+#| code-fold: true
 def parts_asked(parts: str | None, lists: dict[str, str | None]) -> list[str]:
     "The parts that are named; else those whose sizes are given; else all."
     from dpft.book import bench as room

@@ -59,6 +59,7 @@ def paired(
     return [found[first][seed] - found[second][seed]
             for seed in sorted(found[first].keys() & found[second].keys())]
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-beaten
 def beaten(differences: list[float]) -> bool:
     "Whether the 95 % interval over seeds lies above 0, which takes two seeds."
     centre, half = interval(differences) if len(differences) > 1 else (0.0, 0.0)
@@ -81,6 +82,7 @@ OTHER_RATES = {"LoRA": (1e-2, 3e-3), "Adapter": (1e-2, 3e-3), "NormOnly": (1e-2,
                "RandomPartitions": (3e-3, 1e-3),
                "LargestWeights": (3e-3, 1e-3)}
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-options
 def other_options(method: str, full: bool, seed: int) -> Settings:
     "The size of what is added, or DP-FROST's own ratio; a random choice is another one for each seed."
     if method in ("RandomPartitions", "LargestWeights"):
@@ -88,6 +90,7 @@ def other_options(method: str, full: bool, seed: int) -> Settings:
         return ratio | {"seed": seed} if method == "RandomPartitions" else ratio
     return {"LoRA": {"rank": 8}, "Adapter": {"width": 64}}.get(method, {})
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-others-tuning
 def others_tuning(full: bool) -> Iterator[Settings]:
     "The learning rates of those methods that frost-tuning lacks, under its protocol."
     for method in OTHERS:
@@ -104,6 +107,7 @@ def settings_of(method: str, full: bool, seed: int) -> Settings:
     found = tuned(full, "methods-tuning", (method,))[method]
     return found | {"options": other_options(method, full, seed)}
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-others-grid
 def others_grid(full: bool) -> list[Settings]:
     "What frost-text has for its four methods, for the other five; without privacy once."
     runs = []
@@ -118,6 +122,7 @@ def others_grid(full: bool) -> list[Settings]:
                              "target_epsilon": epsilon, "seed": seed})
     return slowest_last(runs)
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-headline-grid
 def headline_grid(full: bool) -> list[Settings]:
     "All nine at epsilon 2, with the seeds that the tables lack: ten together, or twenty in full."
     return slowest_last({**text_run(full), "method": method,
@@ -142,6 +147,7 @@ def two_phases(first: str, second: str, rates: dict[str, float], steps: int,
             "second": [second, own.get(second, {})], "steps": steps,
             "rate": rates[second] / rates[first]}
 
+# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-images-grid
 def images_grid(full: bool) -> Iterator[Settings]:
     "From CIFAR-100 to CIFAR-10: 0, 1/3, 2/3 and all of the steps train everything, then the biases; a transformer and a CNN."
     kept = ("data", "public", "public_epochs", "public_limit", "accountant", "steps",
