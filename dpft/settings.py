@@ -78,7 +78,7 @@ class Settings:
     overwrite: bool = knob(False, "whether a run that is saved there may be replaced", "loop", identifies="")
     statement: Any = knob(None, "a Statement: what only people know, for the model card", identifies="")
     seed: int | None = knob(None, "reproducible run; None: the operating system's entropy", identifies="")
-    show_loss: bool = knob(False, "show and record the loss and the share of clipped gradients, which nothing pays for", "loop", identifies="")
+    show_loss: bool = knob(False, "show and record the loss and the share of clipped gradients, uncharged", "loop", identifies="")
     progress: bool = knob(True, "progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
