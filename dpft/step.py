@@ -6,7 +6,7 @@
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'Drawn', 'taken', 'Population', 'Draws', 'groups_of', 'unasked',
            'padded', 'again', 'batches_of', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'Share',
            'set_modes', 'perturbed', 'perturbed_on_grid', 'Releases', 'write_gradients', 'Kept', 'Tally', 'mean_loss',
-           'clipped_share', 'zero_sums', 'summed', 'released', 'Step']
+           'clipped_share', 'Counted', 'zero_sums', 'summed', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -356,6 +356,38 @@ def clipped_share(tally: Tally) -> float:
                          "fine_tune, or Engine(..., settings=Settings(show_loss=True, ...))")
     return tally.clipped / max(tally.units, 1)
 
+# %% ../nbs/1_start/05_step.ipynb #engine-counted
+class Counted:
+    "What a step has counted, and shows to whoever asks."
+
+    def __init__(self, engine: Any):
+        self.engine, shows = engine, engine.settings.show_loss
+        self.tally = Tally([block.clip for block in engine.blocks] if shows else None)
+
+    @property
+    def examples(self) -> int:
+        "How many were drawn so far: private, as the draw is."
+        return self.tally.examples
+
+    @property
+    def loss(self) -> float:
+        "Mean loss of the draw so far: an access to private data that nothing pays for, and that the guarantee names."
+        self.engine.note_uncharged("the training loss")
+        return mean_loss(self.tally)
+
+    @property
+    def not_finite(self) -> int:
+        "How many units contributed nothing; an access that nothing pays for, named in the guarantee."
+        self.engine.note_uncharged("the number of gradients that were not finite")
+        return self.tally.not_finite
+
+    @property
+    def clipped(self) -> float:
+        "Share of the units that were longer than their bound, counted with `show_loss=True`; named in the guarantee."
+        share = clipped_share(self.tally)
+        self.engine.note_uncharged("the share of gradients that were clipped")
+        return share
+
 # %% ../nbs/1_start/05_step.ipynb #engine-summed
 def zero_sums(engine: Any) -> dict[str, Tensor]:
     "A sum for each parameter that trains; float64 in secure mode."
@@ -378,14 +410,12 @@ def released(step: "Step") -> None:
     step.sums, step.tally.counts, engine.stops = {}, found[:-1], found[-1] > 0
 
 # %% ../nbs/1_start/05_step.ipynb #engine-step
-class Step:
+class Step(Counted):
     "One logical step: iterate over its batches, `add` each, `privatize`, your optimizer, `done`."
 
     def __init__(self, engine: Any):  # the engine of @sec-engine
-        self.engine, self.t, self.kept = engine, engine.t, Kept(engine)
-        shows = engine.settings.show_loss
-        self.tally = Tally([block.clip for block in engine.blocks] if shows else None)
-        self.sums, self.batch_number = zero_sums(engine), 0
+        super().__init__(engine)
+        self.t, self.kept, self.sums, self.batch_number = engine.t, Kept(engine), zero_sums(engine), 0
         self.drawn = self.privatized = self.finished = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -427,27 +457,3 @@ class Step:
         if optimizer is not None:
             optimizer.step()
         self.done()
-
-    @property
-    def examples(self) -> int:
-        "How many were drawn so far: private, as the draw is."
-        return self.tally.examples
-
-    @property
-    def loss(self) -> float:
-        "Mean loss of the draw so far: an access to private data that nothing pays for, and that the guarantee names."
-        self.engine.note_uncharged("the training loss")
-        return mean_loss(self.tally)
-
-    @property
-    def not_finite(self) -> int:
-        "How many units contributed nothing; an access that nothing pays for, named in the guarantee."
-        self.engine.note_uncharged("the number of gradients that were not finite")
-        return self.tally.not_finite
-
-    @property
-    def clipped(self) -> float:
-        "Share of the units that were longer than their bound, counted with `show_loss=True`; named in the guarantee."
-        share = clipped_share(self.tally)
-        self.engine.note_uncharged("the share of gradients that were clipped")
-        return share
