@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from . import __version__
-from .account import Account
+from .account import Account, Told
 from .gradients import Batch, Block, Coupling, LossFunction, full, members, reuse_memory, trainable
 from .guarantee import Guarantee, Statement
 from .identity import fingerprint
@@ -256,8 +256,11 @@ def look_back(engine: "Engine", step: Step) -> None:
 def record_final(engine: "Engine") -> None:
     "Let the ledger recognise the model as it is now, should a later run start from it; @sec-provenance."
     account = engine.account
+    def record() -> Told:
+        record_weights(account.ledger, engine.store.run, model_fingerprint(engine.model))
+        return account.now() if account.charges else account.told
     if account.shared or account.charges:
-        engine.processes.first(lambda: record_weights(account.ledger, engine.store.run, model_fingerprint(engine.model)))
+        account.told = engine.processes.first(record)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-close-account
 def close_account(engine: "Engine") -> None:
