@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['HEAD_SHARE', 'STEEPNESS', 'SHARE', 'GUESSED', 'MOVE', 'BOTH', 'METHODS', 'VARIANTS', 'IN_FULL', 'SLOW', 'ACCUSED',
-           'guess_p_value', 'guess_bound', 'gaussian_epsilon', 'clopper_pearson', 'mu_of_rates', 'epsilon_of_rates',
-           'separation_bound', 'CanaryTable', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of',
-           'best_threshold', 'right_guesses', 'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping',
-           'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
+           'CanaryTable', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of', 'best_threshold', 'right_guesses',
+           'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping', 'method_to_audit', 'audit_grid',
+           'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
 
 # %% ../nbs/3_found/42_auditing.ipynb #auditing-imports
 import copy
@@ -28,108 +27,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attacks import Rate
 from .datasets import TensorData
 from .loop import Run, fine_tune
+from dpft.lower_bounds import (
+    clopper_pearson, epsilon_of_rates, gaussian_epsilon, guess_bound, mu_of_rates,
+    separation_bound)
 from .method import Method
 from .privacy import SampledGaussian
 from .registry import Known, known_methods, method_from, method_type
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-guess-code
-def guess_p_value(
-    correct: int,    # v, how many guesses were right
-    guesses: int,    # r, how many were made
-    canaries: int,   # m, how many coins were thrown
-    epsilon: float,  # of the claim
-    delta: float,
-) -> float:  # probability of so many right guesses, at most, if the claim is true
-    "Chance that an (epsilon, delta)-private mechanism lets so many guesses be right; @lem-guesses."
-    from scipy.stats import binom
-    chance = 1 / (1 + math.exp(-epsilon))
-    missing = np.arange(1, correct + 1)                                   # k
-    costs = missing * binom.pmf(correct - missing, guesses, chance)
-    # of the mean of Z, before each k
-    left = canaries * delta * (1 - chance) - np.cumsum(costs) + costs
-    return min(1.0, float(binom.sf(correct - 1, guesses, chance)
-                          + (np.clip(left, 0, costs) / missing).sum()))
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-guess-bound
-def guess_bound(correct: int, guesses: int, canaries: int, delta: float,
-                error: float = 0.05) -> float:
-    "The largest epsilon that so many right guesses refute, wrongly with probability at most `error`; 0 when they refute none."
-    from scipy.optimize import brentq
-    def excess(epsilon: float) -> float:
-        return guess_p_value(correct, guesses, canaries, epsilon, delta) - error
-    refuted = [epsilon for epsilon in np.linspace(0, 30, 121) if excess(epsilon) < 0]
-    return (brentq(excess, refuted[-1], refuted[-1] + 0.25) if refuted
-            and refuted[-1] < 30 else 30.0 if refuted else 0.0)
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-gaussian
-def gaussian_epsilon(
-    mu: float,     # sensitivity over standard deviation, of the whole run
-    delta: float,
-) -> float:
-    "Epsilon of the Gaussian mechanism, exactly; @lem-exact-gaussian."
-    from scipy.optimize import brentq
-    from scipy.stats import norm
-    def excess(epsilon: float) -> float:
-        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(min(epsilon + norm.logcdf(-mu / 2 - epsilon / mu), 0.0)) - delta
-    if not mu < 1e6:
-        return math.inf
-    return (brentq(excess, 0.0, mu * mu / 2 + 40 * mu) if mu > 1e-9 and excess(0.0) > 0
-            else 0.0)
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-rates
-def clopper_pearson(
-    inside: np.ndarray,   # (n1,) scores of canaries that were in
-    outside: np.ndarray,  # (n0,) and of the others
-    threshold: float,     # chosen without them
-    error: float = 0.05,  # that either bound is wrong
-) -> tuple[float, float]:
-    "A lower bound on the true-positive rate and an upper bound on the false-positive rate; part (a) of @lem-mu-bounds."
-    hits, alarms = (Rate(int((scores > threshold).sum()), len(scores))
-                    for scores in (inside, outside))
-    return hits.interval(error)[0], alarms.interval(error)[1]
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-mu-of-rates
-def mu_of_rates(true: float, false: float) -> float:
-    "The least mu that allows these rates."
-    from scipy.stats import norm
-    return max(0.0, float(norm.ppf(true) - norm.ppf(false)))
-
-def epsilon_of_rates(true: float, false: float, delta: float) -> float:
-    "The least epsilon that allows these rates at this delta; the converse of @lem-tradeoff."
-    ratios = ((true - delta) / false, (1 - false - delta) / (1 - true) if true < 1
-              else math.inf)
-    return math.log(max(1.0, *ratios))
-
-# %% ../nbs/3_found/42_auditing.ipynb #auditing-separation
-def separation_bound(
-    inside: np.ndarray,
-    outside: np.ndarray,
-    error: float = 0.05,
-) -> float:               # on mu
-    "Lower bound on the distance of two normal laws of one variance, in standard deviations; part (b) of @lem-mu-bounds."
-    from scipy.optimize import brentq
-    from scipy.stats import nct
-    count, scale = (len(inside)
-                    + len(outside), math.sqrt(1 / len(inside) + 1 / len(outside)))
-    squares = ((inside - inside.mean()) ** 2).sum() + ((outside - outside.mean()) ** 2).sum()
-    difference, spread = float(inside.mean() - outside.mean()), math.sqrt(squares / (count - 2))
-    if difference <= 0 or difference < 1e-12 * spread:
-        return 0.0
-    observed = (difference / (spread * scale) if spread > 1e-12 * difference
-                else math.inf)
-    if observed > 1e7:
-        return math.inf  # no noise to speak of
-    def excess(noncentrality: float) -> float:
-        return float(nct.sf(observed, count - 2, noncentrality)) - error
-    return scale * brentq(excess, 0.0, 1.5 * observed + 10) if excess(0.0) < 0 else 0.0
 
 # %% ../nbs/3_found/42_auditing.ipynb #auditing-models
 # how much the head of `CanaryLayers` adds, so that it hides nothing of what lies below
 HEAD_SHARE = 0.1
 
+# %% ../nbs/3_found/42_auditing.ipynb #auditing-table-model
 class CanaryTable(nn.Module):
     "One entry for each canary: a linear model. Its picture is one pixel, the canary's number."
 
@@ -197,6 +108,7 @@ def canary_losses(model: nn.Module, pictures: Callable[[Tensor], Tensor], canari
 SHARE = 0.25   # of the canaries that choose the threshold
 GUESSED = 0.05 # of the canaries that are guessed
 
+# %% ../nbs/3_found/42_auditing.ipynb #auditing-part-of
 def part_of(
     scores: np.ndarray,  # (m,)
     coins: np.ndarray,   # (m,)
@@ -434,6 +346,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # label -> method, what dif
     "q = 1/4": ("Full", {"table": True, "steps": 20, "sample_rate": 0.25}),
     "q = 1/20": ("Full", {"table": True, "steps": 100, "sample_rate": 0.05}),
 }
+
+# %% ../nbs/3_found/42_auditing.ipynb #auditing-in-full
 IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # besides, at full size
     "secure mode": ("Full", {"secure_mode": True}),
     "one step, secure mode": ("Full", {"table": True, "steps": 1, "secure_mode": True}),

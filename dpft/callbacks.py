@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'UNCALLED', 'shown_settings', 'Arguments', 'arguments_of', 'has_own', 'checked_callbacks', 'noisy_norm',
-           'Callbacks', 'call', 'first_state', 'tell_scores', 'states_of', 'put_states']
+           'Callbacks', 'call', 'left_out', 'first_state', 'tell_scores', 'states_of', 'put_states']
 
 # %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-imports
 import json
@@ -90,7 +90,7 @@ EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evalua
 UNCALLED = ("on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step",
             "on_pre_optimizer_step")
 
-
+# %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-has-own
 def has_own(
     callback: Any,
     event: str, # name of a method
@@ -100,7 +100,7 @@ def has_own(
     method = getattr(type(callback), event, None)
     return callable(method) and method is not getattr(TrainerCallback, event, None)
 
-
+# %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-checked
 def checked_callbacks(
     given: Iterable[Any] | None, # objects, or classes that need no arguments
 ) -> list[Any]:
@@ -154,10 +154,7 @@ class Callbacks:
             except Exception as error:
                 if event == "on_train_begin":
                     raise
-                self.heard.remove(one)
-                warnings.warn(f"callbacks: {type(one).__name__}.{event} failed "
-                              f"({type(error).__name__}: {error}); the run goes on "
-                              "without it", stacklevel=2)
+                left_out(self, one, event, error)
 
     def log(self, **logs: Any) -> None:
         "Tell what may be logged."
@@ -183,7 +180,17 @@ def call(callbacks: Callbacks, one: Any, event: str, more: Mapping[str, Any]) ->
     return method(callbacks.args, callbacks.state, callbacks.control,
                   **callbacks.shown, **more)
 
+# %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-left-out
+#| code-fold: true
+def left_out(callbacks: Callbacks, one: Any, event: str, error: Exception) -> None:
+    "Go on without a callback that failed, and say so."
+    callbacks.heard.remove(one)
+    warnings.warn(f"callbacks: {type(one).__name__}.{event} failed "
+                  f"({type(error).__name__}: {error}); the run goes on without it",
+                  stacklevel=3)
 
+# %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-state-first
+#| code-fold: true
 def first_state(engine: Engine) -> Any: # a TrainerState
     "What callbacks know of a run at its start."
     from transformers import TrainerState
@@ -221,7 +228,7 @@ def states_of(callbacks: Callbacks) -> str:
             for one in callbacks.made]
     return json.dumps({"best": callbacks.state.best_metric, "attributes": kept})
 
-
+# %% ../nbs/5_notes/78_callbacks.ipynb #callbacks-put-states
 def put_states(
     callbacks: Callbacks,
     text: str, # as `states_of` wrote it

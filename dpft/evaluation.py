@@ -33,7 +33,7 @@ def is_due(
     "Whether a score is taken after step t, before the end."
     return every is not None and t % every == 0 and t < steps
 
-
+# %% ../nbs/5_notes/79_evaluation.ipynb #evaluation-number
 def number_of_scores(
     steps: int,
     every: int | None,
@@ -103,7 +103,7 @@ def scored(
     measure = measure_for(model, data)
     return {measure.name: measure(model, data)}
 
-
+# %% ../nbs/5_notes/79_evaluation.ipynb #evaluation-private
 def private_score(
     model: nn.Module,
     data: Any,             # as the model reads it
@@ -199,7 +199,7 @@ def make_evaluation(
     return Evaluation(engine, given, data, sigma,
                       guarantee_of_scores(given, sigma, times, engine))
 
-
+# %% ../nbs/5_notes/79_evaluation.ipynb #evaluation-higher
 def more_is_better(model: nn.Module, data: Any) -> bool:
     "Whether the task's measure rises as a model improves."
     try:

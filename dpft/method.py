@@ -105,6 +105,7 @@ def given_to(method: Method) -> Iterator[tuple[str, Any, Any]]:  # name, value, 
                             f"write self.{name} = {name} in its __init__")
         yield name, getattr(method, name), parameter.kind
 
+# %% ../nbs/1_start/12_method.ipynb #method-arguments-of
 def arguments_of(method: Method) -> Iterator[str]:  # "name=value" for each argument of the constructor
     "The constructor's arguments as they were given."
     for name, value, kind in given_to(method):
@@ -189,6 +190,7 @@ def drawn_for(allowance: Allowance, access: Access, sample_rate: float) -> Itera
     raise ValueError(f"no request with sample_rate={sample_rate} is left; "
                      "ask for it in requests(context)")
 
+# %% ../nbs/1_start/12_method.ipynb #method-released
 def released_from(allowance: Allowance, access: Access, total: Tensor, sensitivity: float) -> Tensor:
     "Release the sum over the open draw, and close it."
     number = allowance.open
@@ -206,6 +208,7 @@ def body_of(model: nn.Module) -> list[nn.Parameter]:
     head = {id(parameter) for parameter in fresh_head(model)}
     return [parameter for parameter in model.parameters() if id(parameter) not in head]
 
+# %% ../nbs/1_start/12_method.ipynb #method-train-only
 def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     "Only these parameters train from now on; ValueError when there are none."
     chosen = {id(parameter) for parameter in parameters}
@@ -213,6 +216,7 @@ def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(id(parameter) in chosen)
     trainable(model)
 
+# %% ../nbs/1_start/12_method.ipynb #method-freeze
 def freeze(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     "These train no more; ValueError when nothing is left that trains."
     for parameter in parameters:

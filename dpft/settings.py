@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHOICES', 'HEAP', 'LIBRARIES', 'Parts', 'PLAIN', 'knob', 'Settings', 'range_checks', 'parameters_of',
            'takes_settings', 'settings_from', 'package_of', 'is_own', 'Reading', 'parts_of', 'names_in', 'source_of',
-           'constants_of', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity']
+           'constants_of', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'turned']
 
 # %% ../nbs/5_notes/54_settings.ipynb #settings-imports
 import hashlib
@@ -78,7 +78,7 @@ class Settings:
     overwrite: bool = knob(False, "whether a run that is saved there may be replaced", "loop", identifies="")
     statement: Any = knob(None, "a Statement: what only people know, for the model card", identifies="")
     seed: int | None = knob(None, "reproducible run; None: the operating system's entropy", identifies="")
-    show_loss: bool = knob(False, "show and record the training loss, an uncharged access", "loop", identifies="")
+    show_loss: bool = knob(False, "show and record the loss and the share of clipped gradients, uncharged", "loop", identifies="")
     progress: bool = knob(True, "progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
@@ -338,6 +338,7 @@ class Identity(NamedTuple):
     run: dict[str, str]    # of those that only a continued run must agree with
     complete: bool         # whether they hold all that changes a sum
 
+# %% ../nbs/5_notes/54_settings.ipynb #settings-identity-function
 def identity(
     settings: Settings,
     readers: tuple[str, ...] = ("engine", "loop"),  # whose knobs
@@ -355,3 +356,21 @@ def identity(
             found[kind][one.name], sure = name(getattr(settings, one.name))
             complete = complete and (sure or kind != "sum")
     return Identity(found["sum"], found["run"], complete)
+
+# %% ../nbs/5_notes/54_settings.ipynb #settings-known
+def known_of(
+    settings: Settings,
+    own_loop: bool,     # whether the loop around the engine is not that of `fine_tune`
+    loop: str | None,   # what such a loop does, in words
+) -> Identity:
+    "What knobs and loop say of who a run is."
+    found = identity(settings, ("engine",) if own_loop else ("engine", "loop"))
+    complete = found.complete and (loop is not None or not own_loop)
+    return found._replace(sums=found.sums | {"loop": str(loop)}, complete=complete)
+
+# %% ../nbs/5_notes/54_settings.ipynb #settings-turned
+def turned(known: Identity) -> dict[str, str]:
+    "The knobs that change a sum and were turned from their defaults."
+    usual = identity(Settings()).sums
+    return {name: value for name, value in known.sums.items()
+            if name in usual and value != usual[name]}

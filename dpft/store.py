@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CheckpointError', 'sync_folder', 'write_whole', 'write_identity', 'read_identity', 'write_state', 'read_state',
-           'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'Store']
+           'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'found_in', 'Store']
 
 # %% ../nbs/5_notes/56_store.ipynb #store-imports
 import hashlib
@@ -25,6 +25,8 @@ from .noise import Keystream
 class CheckpointError(ValueError):
     "A checkpoint cannot be written, read or continued."
 
+# %% ../nbs/5_notes/56_store.ipynb #store-sync-folder
+#| code-fold: true
 def sync_folder(folder: Path) -> None:
     "Until then a new name may be lost with the power."
     number = os.open(folder, os.O_RDONLY)
@@ -54,6 +56,7 @@ def write_identity(path: Path, facts: dict[str, Any]) -> None:
     "Write down who the run is, with a hash of it."
     write_whole(path, json.dumps(facts | {"hash": content_digest(facts)}).encode())
 
+# %% ../nbs/5_notes/56_store.ipynb #store-read-identity
 def read_identity(path: Path) -> dict[str, Any]:
     "Who the run is, if the file is as it was written."
     try:
@@ -75,6 +78,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
     content = buffer.getvalue()
     write_whole(path, hashlib.sha256(content).digest() + content)
 
+# %% ../nbs/5_notes/56_store.ipynb #store-read-state
 def read_state(path: Path) -> dict[str, Any]:
     "The last state, if the file is as it was written."
     content = path.read_bytes()
@@ -89,10 +93,12 @@ def canonical(value: Any) -> str:
     "JSON in one form, so that equal content has equal text."
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
+# %% ../nbs/5_notes/56_store.ipynb #store-keyed
 def keyed(stream: Keystream, private: dict[str, Any]) -> dict[str, str]:
     "Digests of the data under the run's secret: they tell one data set from another to its owner alone."
     return {name: stream.key("data", name, canonical(value)).hex() for name, value in private.items()}
 
+# %% ../nbs/5_notes/56_store.ipynb #store-secret-of
 def secret_of(
     seed: int | None,           # None: from the operating system
     identity: dict[str, Any],   # public facts of the run, JSON
@@ -122,6 +128,7 @@ def lock(folder: Path) -> None:
                               "or choose another folder") from error
     _HELD[path] = number
 
+# %% ../nbs/5_notes/56_store.ipynb #store-unlock
 def unlock(folder: Path) -> None:
     "Let another process have the folder."
     number = _HELD.pop(folder.resolve(), None)
@@ -147,12 +154,26 @@ class Facts:
         "All that a checkpoint must agree with, the data under the run's secret."
         return {**self.identity, **self.further, **keyed(Keystream(secret), self.private)}
 
+# %% ../nbs/5_notes/56_store.ipynb #store-check-same
 def check_same(folder: Path, facts: Facts, recorded: dict[str, Any]) -> None:
     "CheckpointError when a folder belongs to another run, naming what differs."
     for name, value in facts.under(bytes.fromhex(recorded["secret"])).items():
         if recorded["identity"].get(name) != value:
             raise CheckpointError(f"checkpoint {folder} belongs to another {name}; continue with "
                                   f"the {name} it was made with, or choose an empty folder")
+
+# %% ../nbs/5_notes/56_store.ipynb #store-found
+def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
+    "The run that a folder has, and its last state; nothing where there is none. From now on the folder is locked."
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock(folder)
+    known, state = folder / "run.json", folder / "state.pt"
+    if not known.exists():
+        state.unlink(missing_ok=True)    # of a run whose secret is gone
+        return {}, {}
+    recorded = read_identity(known)
+    check_same(folder, facts, recorded)
+    return recorded, read_state(state) if state.exists() else {}
 
 # %% ../nbs/5_notes/56_store.ipynb #store-class
 class Store:
@@ -178,17 +199,11 @@ class Store:
 
     def _open(self, folder: Path) -> None:
         "Continue the run in the folder, or begin one there."
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock(folder)
-        known, state = folder / "run.json", folder / "state.pt"
-        if not known.exists():
-            state.unlink(missing_ok=True)    # of a run whose secret is gone
+        recorded, self.state = found_in(folder, self.facts)
+        if not recorded:
             return self._remember()
-        recorded = read_identity(known)
-        check_same(folder, self.facts, recorded)
         self.run, self.secret = recorded["run"], bytes.fromhex(recorded["secret"])
         self.begun, self.portable = recorded["begun"], recorded["portable"]
-        self.state = read_state(state) if state.exists() else {}
 
     def _remember(self) -> None:
         if self.folder is not None:

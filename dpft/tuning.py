@@ -43,9 +43,8 @@ __all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_gri
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",
           "accountant", "public_size", "unit", "unit_cap")
-HELD = ("model", "train", "evaluate", "ledger", "checkpoint", "checkpoint_every",
-        "seed",
-        "progress")
+HELD = ("model", "train", "evaluate", "evaluate_every", "ledger", "checkpoint",
+        "checkpoint_every", "output", "overwrite", "callbacks", "seed", "progress")
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-trial
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ def check_setting(
         raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary "
                          "it; dpft plan helps to choose it and spends nothing")
     if name in HELD:
-        raise ValueError(f"{name!r} belongs to the search, not to a trial; give it to "
-                         "tune, or leave it out")
+        raise ValueError(f"{name!r} belongs to the search, not to a trial; see what "
+                         "tune itself takes, or leave it out")
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
 def settings_grid(

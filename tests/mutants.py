@@ -51,6 +51,8 @@ MODULES = {  # each with the files of the tests that try it, fast ones only
     "engine": ["training"],
     "store": ["training"],
     "loop": ["training"],
+    "account": ["training"],
+    "updates": ["training"],
 }
 WARM = ["torch", "transformers", "zoo", "opacus.accountants", "scipy.stats", "hypothesis", "safetensors.torch", "tqdm.auto", "peft"]
 SLOWEST, ENOUGH = 1.5, 20.0    # seconds of the processor: of one test, and of all that try one mutant

@@ -25,19 +25,21 @@ from dpft.auditing import (
     audit_grid,
     audit_settings,
     audit_table,
+    method_to_audit,
+    refuted,
+)
+from dpft.book.evidence import EXPERIMENTS
+from dpft.book.experiments import read_records
+from dpft.curve import best_true_positive_rate
+from dpft.lower_bounds import (
     clopper_pearson,
     epsilon_of_rates,
     gaussian_epsilon,
     guess_bound,
     guess_p_value,
-    method_to_audit,
     mu_of_rates,
-    refuted,
     separation_bound,
 )
-from dpft.book.evidence import EXPERIMENTS
-from dpft.book.experiments import read_records
-from dpft.curve import best_true_positive_rate
 from dpft.privacy import SampledGaussian
 
 QUICK = {"accountant": "rdp", "cache": 0.0}

@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import dpft
 from dpft.datasets import Public
 from dpft.ledger import Ledger
-from dpft.loop import make_schedule
+from dpft.updates import make_schedule
 from dpft.scores import NoisyAccuracy, noisy_accuracy
 from dpft.noise import Keystream
 

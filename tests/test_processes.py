@@ -609,8 +609,8 @@ KILLING = """
             if self.count == 4 and os.environ["RANK"] == os.environ.get("DIES"):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(closure)
-    import dpft.loop
-    dpft.loop.OPTIMIZERS["adamw"] = Killing
+    import dpft.updates
+    dpft.updates.OPTIMIZERS["adamw"] = Killing
     from dpft.cli import main
     main()
 """

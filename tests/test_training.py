@@ -30,15 +30,17 @@ from dpft.datasets import TableData, TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.ledger import Ledger, LedgerError
 from dpft.privacy import Request, SampledGaussian, epsilon
-from dpft.loop import Average, make_optimizer, make_schedule, progress_is_due
+from dpft.loop import progress_is_due
 from dpft.losses import perplexity
 from dpft.method import Context, Method
 from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, holds_texts, prepare
+from dpft.settings import Settings
 from dpft.sources import load_data
 from dpft.step import Share, Step, set_modes
 from dpft.store import CheckpointError, Store
+from dpft.updates import Average, make_optimizer, make_schedule
 
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
 
@@ -147,6 +149,48 @@ def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
     assert torch.isfinite(sums[0]).all() and torch.allclose(*sums, atol=1e-6)
     run = dpft.fine_tune(net(), data, dpft.Full(), epsilon=3.0, steps=2, batch_size=60, accountant="rdp", show_loss=True)
     assert [entry["not_finite"] for entry in run.history] == [1, 1] and "not finite" in run.report()
+
+
+def norms_of(model, data):
+    "Norms of the examples' gradients by the slow oracle."
+    found = per_example_gradients(model, zoo.image_loss, data.batch(range(len(data))))
+    return torch.cat([value.flatten(1) for value in found.values()], 1).norm(dim=1)
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_the_share_of_clipped_examples_is_kept_where_the_loss_is_shown(clipping):
+    norms = norms_of(net(), toy()).sort().values
+    clip = ((norms[len(norms) // 2 - 1] + norms[len(norms) // 2]) / 2).item()    # half of them are longer
+    run = tune(steps=2, batch_size=len(norms), clip=clip, clipping=clipping, show_loss=True, learning_rate=1e-9)
+    assert [entry["clipped"] for entry in run.history] == [0.5, 0.5]
+    assert "the share of gradients that were clipped" in run.guarantee.uncharged and "were clipped" in run.report()
+    assert [entry["clipped"] for entry in tune(steps=2, clip=1e6, show_loss=True).history] == [0.0, 0.0]
+    assert [entry["clipped"] for entry in tune(steps=2, epsilon=math.inf, show_loss=True).history] == [0.0, 0.0]
+
+
+def test_an_example_that_is_not_finite_is_not_among_the_clipped():
+    data = toy()
+    data.images[7] = 1e38                                    # its norm overflows
+    size = len(data)
+    run = tune(data=data, steps=1, batch_size=size, clip=1e-6, show_loss=True)
+    assert run.history[0]["not_finite"] == 1 and run.history[0]["clipped"] == pytest.approx((size - 1) / size)
+
+
+def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
+    run = tune()
+    assert all("clipped" not in entry for entry in run.history) and "were clipped" not in run.report()
+    e = engine()
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    with pytest.raises(ValueError, match="show_loss=True"):
+        assert step.clipped
+    assert not any("clipped" in what for what in e.guarantee.uncharged)
+    shown = dpft.Engine(net(), zoo.image_loss, dpft.Full(), toy(), settings=Settings(
+        epsilon=2.0, batch_size=20, steps=4, clip=1e-6, seed=0, accountant="rdp", show_loss=True))
+    step = next(iter(shown))
+    step.take()
+    assert step.clipped == 1.0 and "the share of gradients that were clipped" in shown.guarantee.uncharged
 
 
 def test_labels_outside_the_models_classes_are_refused():

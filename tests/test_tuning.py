@@ -460,6 +460,8 @@ class Greedy(BiTFiT):
     ({"choices": {"batch_size": [8, 16]}}, "dpft plan"), ({"choices": {"learning_rte": [1]}}, "did you mean learning_rate"),
     ({"choices": {"learning_rate": 0.1}}, "must be a list"), ({"choices": {"learning_rate": []}}, "nothing to try"),
     ({"choices": [{}]}, "nothing to try"), ({"choices": {"seed": [1, 2]}}, "belongs to the search"),
+    ({"callbacks": []}, "'callbacks' cannot be given to every trial"), ({"evaluate_every": 1}, "'evaluate_every'"),
+    ({"output": "folder"}, "'output'"), ({"choices": [{"callbacks": []}]}, "'callbacks' belongs to the search"),
     ({"checkpoint": "folder"}, "'checkpoint'"), ({"noise_multiplier": 1.0}, "'noise_multiplier'"), ({"clipp": 1.0}, "did you mean clip"),
     ({"unit": "person"}, "no column 'person'"), ({"choices": lambda done: {}, "charge": "selection"}, "depend on each other"),
     ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"choices": {"method": [Chain(LoRA(), Greedy())]}}, "Chain may spend"),

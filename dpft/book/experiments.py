@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'write_records', 'read_records', 'recorded', 'Experiment',
            'results_file', 'records_of', 'run_experiment', 'is_among', 'make_record', 'measured_run', 'check_known',
-           'arguments_of', 'clip_shares', 'seen_in', 'keep_unfinished', 'kept_in', 'unfinished', 'answers_and_scores',
-           'answered', 'packed', 'unpacked', 'prepared_task', 'cache_folder', 'with_fresh_head', 'quickstart',
+           'arguments_of', 'seen_in', 'keep_unfinished', 'kept_in', 'unfinished', 'answers_and_scores', 'answered',
+           'packed', 'unpacked', 'prepared_task', 'cache_folder', 'with_fresh_head', 'quickstart',
            'printed_digits_network']
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-imports
@@ -34,7 +34,6 @@ from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
 from .provenance import forget_peak, machine, provenance, roots_of, source_hash
 from ..datasets import Public, Task
-from ..gradients import Gradients
 from ..guarantee import json_number
 from ..identity import fingerprint
 from ..loop import Run, fine_tune
@@ -43,7 +42,6 @@ from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
 from ..sources import load_data
-from ..step import Step
 from ..tasks import font_digits
 from ..texts import encode
 
@@ -190,11 +188,11 @@ def measured_run(
             return score(trained, task)
         scores, kept["answers"] = answers_and_scores(trained, task)
         return scores
-    with clip_shares() as clipped, unfinished(settings) as state:
+    with unfinished(settings) as state:
         run = fine_tune(model, replace(task, dev=None), method, evaluate=evaluate,
                         progress=False, show_loss=True, checkpoint=state,
                         **arguments_of(settings))
-    return {**outcome(run), **seen_in(run, clipped), **kept, **look(run, method)}
+    return {**outcome(run), **seen_in(run), **kept, **look(run, method)}
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-settings
 def check_known(settings: Settings) -> None:
@@ -220,39 +218,11 @@ def _named(settings: Settings) -> tuple[nn.Module, Task]:
     return _start(settings, task), task
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-seen
-@contextmanager
-def clip_shares() -> Iterator[list[float]]:  # of each step that is done
-    "While it is open, note which share of the examples of each step was clipped in some block."
-    shares, counts = list[float](), [0, 0]
-    clipped_sum, add, done, within = Gradients.clipped_sum, Step.add, Step.done, [False]
-    def counting(self: Any, blocks: Any, *given: Any, **named: Any) -> Any:
-        sums, norms = clipped_sum(self, blocks, *given, **named)
-        if within[0]:
-            bounds = torch.tensor([block.clip for block in blocks], dtype=norms.dtype)
-            counts[0] += int((norms.detach().cpu() > bounds).any(1).sum())
-            counts[1] += len(norms)
-        return sums, norms
-    def adding(self: Any, batch: Any) -> None:
-        within[0] = True
-        try:
-            add(self, batch)
-        finally:
-            within[0] = False
-    def ending(self: Any, *given: Any) -> Any:
-        shares.append(round(counts[0] / max(counts[1], 1), 4))
-        counts[:] = [0, 0]
-        return done(self, *given)
-    Gradients.clipped_sum, Step.add, Step.done = counting, adding, ending  # type: ignore[method-assign]
-    try:
-        yield shares
-    finally:
-        Gradients.clipped_sum, Step.add, Step.done = clipped_sum, add, done  # type: ignore[method-assign]
-
-def seen_in(run: Run, clipped: list[float]) -> Settings:
-    "Loss and clipped share of each step; of steps before a run was resumed the shares are unknown."
-    losses = [round(entry["loss"], 4) for entry in run.history if "loss" in entry]
-    before: list[float | None] = [None] * (len(losses) - len(clipped))
-    return {"steps_seen": {"loss": losses, "clipped": [*before, *clipped]}}
+def seen_in(run: Run) -> Settings:
+    "Loss and clipped share of each step."
+    steps = [entry for entry in run.history if "loss" in entry]
+    return {"steps_seen": {name: [round(entry[name], 4) for entry in steps]
+                           for name in ("loss", "clipped")}}
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-unfinished
 _KEPT: list[Path] = []  # the folder for unfinished runs, while there is one
