@@ -94,13 +94,13 @@ ADDED = {f"{name}, BiTFiT-Add": name for name, method in REFUSED if method == "B
 
 @lru_cache(maxsize=1)
 def made_once(name):
-    """A model in float64 with statistics of its own frozen, a batch of two different examples, and all their gradients, by autograd."""
+    """A model in float64 with its statistics frozen, a batch of two different examples, and all their gradients, by autograd."""
     torch.manual_seed(0)
     model = ALL[name]()
     if name == "Mixtral":
         model.set_experts_implementation("eager")                                # the grouped kernel knows no float64
     generator = torch.Generator().manual_seed(1)
-    ids = torch.stack([torch.randperm(37, generator=generator)[:5] + 3 for _ in range(2)])  # no token twice: positions pass for tokens
+    ids = torch.stack([torch.randperm(37, generator=generator)[:4] + 3 for _ in range(2)])  # no token twice: positions pass for tokens
     pixels, sounds = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in ((3, 16, 16), (4, 16)))
     if name == "ResNet":
         with torch.no_grad():
