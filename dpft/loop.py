@@ -34,7 +34,8 @@ from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import speaks
 from .provenance import START, came_from
-from .saving import check_target, how_to_load, read_model, tokenizer_of_base, write_model
+from .saving import (
+    check_target, how_to_load, nothing_left, read_model, tokenizer_of_base, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .updates import Updates
@@ -132,20 +133,21 @@ def fine_tune(
 ) -> Run:
     "Fine-tune a model under differential privacy: plan, select, draw, bound, perturb, step; @sec-fine-tune."
     given = settings_from("fine_tune", ("engine", "loop"), {"epsilon": epsilon, **knobs})
-    settings, callbacks = checked_before(given, train)
-    ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit,
-                    collate_fn=settings.collate_fn)
-    ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
-    start = f"{START} ({ready.origin})"
-    engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
-                    assumed_public=[*ready.assumed_public, start])
-    try:
-        evaluation = make_evaluation(engine, settings.evaluate, ready)
-        loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
-        loop.run()
-    except BaseException:
-        engine.store.close()         # another process may go on from the folder
-        raise
+    with nothing_left(given.output, given.ledger):
+        settings, callbacks = checked_before(given, train)
+        ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit,
+                        collate_fn=settings.collate_fn)
+        ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
+        start = f"{START} ({ready.origin})"
+        engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
+                        assumed_public=[*ready.assumed_public, start])
+        try:
+            evaluation = make_evaluation(engine, settings.evaluate, ready)
+            loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
+            loop.run()
+        except BaseException:
+            engine.store.close()         # another process may go on from the folder
+            raise
     return kept(loop, ready)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-before

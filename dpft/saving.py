@@ -6,7 +6,8 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'KEPT', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'check_target', 'free_room', 'tokenizer_of_base', 'how_to_load', 'read_model']
+           'check_target', 'free_room', 'nothing_left', 'remove_empty', 'tokenizer_of_base', 'how_to_load',
+           'read_model']
 
 # %% ../nbs/5_notes/77_saving.ipynb #saving-imports
 import copy
@@ -15,7 +16,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 
 from .gradients import full
 from .models import BUILT, load_model, load_pretrained, mean_pooled_classifier, minilm_folder
+from .rows import LedgerFile
 
 # %% ../nbs/5_notes/77_saving.ipynb #saving-additions
 RESTORERS: dict[str, Callable[..., Any]] = {}  # "module:name" -> a function that adds parameters to a model again
@@ -329,6 +332,33 @@ def free_room(folder: Path) -> int:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a "
                          "place where you may write") from error
+
+# %% ../nbs/5_notes/77_saving.ipynb #saving-nothing-left
+@contextmanager
+def nothing_left(*places: Any) -> Iterator[None]:
+    "Where a call fails, remove the empty folders and the empty ledger among its new places."
+    paths = [Path(place) for place in places if isinstance(place, str | Path)]
+    new = [one for path in paths for one in (path, *path.parents) if not one.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            with suppress(OSError, ValueError):    # it holds something by now
+                remove_empty(path)
+        raise
+
+
+def remove_empty(path: Path) -> None:
+    "Remove an empty folder, or a ledger without a row; OSError or ValueError for any other."
+    if not path.is_file():
+        return path.rmdir()
+    ledger = LedgerFile(path, timeout=0)
+    try:
+        with ledger.writing():
+            if not ledger.query("SELECT 1 FROM ledger LIMIT 1"):
+                path.unlink()
+    finally:
+        ledger.connection.close()
 
 # %% ../nbs/5_notes/77_saving.ipynb #saving-card
 def tokenizer_of_base(

@@ -351,11 +351,32 @@ def overview() -> str:
     return "\n".join([*lines, ""])
 
 
+def architectures() -> str:
+    "Which models train by which methods: the table that tests/test_table.py tries pair by pair."
+    table = json.loads((ROOT / "nbs" / "results" / "models.json").read_text(encoding="utf-8"))
+    methods, said = table["methods"], {(one["model"], one["method"]): one["sentence"] for one in table["refused"]}
+    pairs = len(methods) * len(table["models"])
+    lines = ["# Models and methods {#sec-ref-architectures .unnumbered}", "", "> Which architectures train by which methods.", "",
+             f"Of {pairs} pairs, {pairs - len(said)} work and {len(said)} are refused by a sentence that names the way out.",
+             "Each pair is tried on a small model of the class with its default loss: the sum of clipped gradients agrees with one",
+             "backward pass for each example to a part in 100,000 of the bound, and private steps are taken.", "",
+             f"| model | class | {' | '.join(methods)} |", f"|:---|:---|{':---|' * len(methods)}"]
+    for name, kind in table["models"].items():
+        cells = ["refused" if (name, method) in said else "yes" for method in methods]
+        lines.append(f"| {name}{' (slow)' if name in table['slow'] else ''} | `{kind}` | {' | '.join(cells)} |")
+    lines += ["", "Slow: for some of its parameters no fast rule gives the gradients' lengths, so their per-example gradients are",
+              "written out, and a warning names them.", "", "## What is refused, and how {.unnumbered}", "",
+              "| model | method | sentence |", "|:---|:---|:-----------|"]
+    lines += [f"| {name} | {method} | {_code(sentence)} |" for (name, method), sentence in said.items()]
+    return "\n".join([*lines, ""])
+
+
 def write() -> None:
     "All pages, under reference/."
     FOLDER.mkdir(exist_ok=True)
     first = {module.stem: frozenset(entry.name for _, entry in offered() if entry.module is module) for module in modules()}
-    pages = {"overview": overview(), **{module.stem: page(module, first[module.stem]) for module in modules()}}
+    pages = {"overview": overview(), "architectures": architectures()}
+    pages |= {module.stem: page(module, first[module.stem]) for module in modules()}
     for stem, text in pages.items():
         (FOLDER / f"{stem}.qmd").write_text(FRONT + text, encoding="utf-8")
     for path in FOLDER.glob("*.qmd"):

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from test_processes import Ranks
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import dpft
@@ -413,3 +414,53 @@ def test_tensorboard_itself_reads_what_was_logged(tmp_path, monkeypatch):
     found.Reload()
     assert {"train/learning_rate", "train/epsilon", "eval/accuracy"} <= set(found.Tags()["scalars"])
     assert [event.step for event in found.Scalars("train/epsilon")] == list(range(1, 7))
+
+
+# ---- several processes
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
+    yield ranks
+    ranks.close()
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+def stopped_by_the_second():
+    """Only the second process's callback wants to stop."""
+    seen = Recorder(2 if rank() == 1 else None)
+    run = tuned(callbacks=[seen], seed=0)
+    return [event for event in seen.events if event[0] != "step begins"], [m.steps for m in run.guarantee.spent], run.epsilon
+
+
+def test_a_stop_that_one_process_wants_ends_all_after_the_same_step(two):
+    events, spent, promised = zip(*two(stopped_by_the_second), strict=True)
+    assert events[0] == events[1] == [("begin", 0), ("step", 1), ("step", 2), ("end", 2)] and spent == ([2], [2])
+    assert promised[0] == promised[1] == pytest.approx(tuned().epsilon, rel=1e-9)         # the whole plan's
+
+
+def paid_by_two():
+    seen = Recorder()
+    run = tuned(epsilon=3.0, evaluate=NoisyAccuracy(OTHER), evaluate_every=2, callbacks=[seen])
+    (mechanism,) = run.score_guarantee.mechanisms
+    return [metrics["eval_accuracy"] for metrics in seen.metrics], mechanism.steps, run.score_guarantee.epsilon(), run.scores
+
+
+def test_a_paid_score_is_drawn_once_and_told_to_all(two):
+    scores, times, promised, last = zip(*two(paid_by_two), strict=True)
+    assert scores[0] == scores[1] and len(scores[0]) == 3 and last[0] == last[1] == {"accuracy": scores[0][-1]}
+    assert times == (3, 3) and promised[0] == promised[1] <= 3.0
+
+
+def only_the_first(where):
+    tuned(callbacks=[Recorder()] if rank() == 0 else None, seed=0, ledger=where)
+
+
+def test_callbacks_of_one_process_alone_are_refused_before_anything_is_charged(two, tmp_path):
+    for sentence in two.errors(only_the_first, where=str(tmp_path / "book.sqlite")):
+        assert "process 1 has another settings than process 0; give every process the same" in sentence
+    assert not (tmp_path / "book.sqlite").exists()

@@ -240,6 +240,28 @@ def test_a_new_knob_is_an_option_at_once(monkeypatch):
 # What is refused before anything is read or spent
 
 
+@pytest.mark.parametrize("words, said", [
+    (["train", "--epsilon", "two"], "Invalid value for '--epsilon'"), (["train", "--epsilonn", "3"], "No such option: --epsilonn"),
+    (["train"], "Missing option '--data'"), (["trian"], "No such command 'trian'"), (["account"], "Missing argument"),
+    (["train", "--data"], "--data' requires an argument")])
+def test_what_is_typed_wrongly_ends_in_one_sentence_that_names_the_help(run, words, said):
+    status, out, err = run(*words)
+    assert status == 2 and out == "" and err.startswith("dpft: ") and err.count("\n") == 1 and said.strip("'") in err
+    assert err.rstrip().endswith(" --help") and "; see " in err
+
+
+def test_nothing_typed_shows_the_help(run):
+    status, out, err = run()
+    assert "train" in out + err and "dpft: " not in err and status in (0, 2)
+
+
+def test_a_status_of_a_command_is_that_of_the_program(run, monkeypatch):
+    def audit(*words, **more):
+        raise cli.core.typer.Exit(3)
+    monkeypatch.setattr(core, "check_positive", audit)
+    assert run("plan", "--epsilon", "2", "--size", "10", "--trainable", "5")[0] == 3
+
+
 @pytest.mark.parametrize("words, message", [
     (["--batch-size", "0"], "batch_size=0"), (["--learning-rate", "0"], "learning_rate=0"), (["--steps", "0"], "steps=0"),
     (["--epochs", "0"], "epochs=0"), (["--physical-batch-size", "0"], "physical_batch_size=0"), (["--public-size", "0"], "public_size=0"),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FEW', 'KEEPERS', 'IN_PLACE', 'Initialisation', 'check_kept', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams',
-           'counted', 'shifts', 'initial_relevance', 'Seeded', 'relevance_loss', 'check_started', 'check_map',
-           'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'by_single_examples', 'clipped_groups',
-           'clipped_maps', 'clipped_relevance']
+           'counted', 'shifts', 'initial_relevance', 'Seeded', 'starting_scores', 'relevance_loss', 'check_started',
+           'check_map', 'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'by_single_examples',
+           'clipped_groups', 'clipped_maps', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from dpft.gradients import (
     Partition, Rows,
     batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
 )
-from ..losses import logits
+from ..losses import ASK, logits
 from .propagation import relevance_rules
 from .rules import Rules, per_row
 
@@ -193,6 +193,15 @@ class Seeded(torch.autograd.Function):
         seed, ctx.seed = ctx.seed, None
         return seed.mul_(per_row(modified, seed)), None
 
+# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-scores
+def starting_scores(model: nn.Module, batch: Batch) -> Tensor:
+    "The scores that relevance starts from; ValueError for a model that gives none."
+    try:
+        return logits(model, batch)
+    except ValueError as error:
+        way_out = "for relevance to start from; train it without RapFT"
+        raise ValueError(str(error).replace(f"; {ASK}", f" {way_out}")) from error
+
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-loss
 @cache
 def relevance_loss(
@@ -206,7 +215,7 @@ def relevance_loss(
     Its modified gradients are the relevance maps divided by the parameters.
     """
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        scores = logits(model, batch)
+        scores = starting_scores(model, batch)
         seed = initial_relevance(scores, counted(batch, scores, shifts(model))
                                  if scores.ndim == 3
                                  else None, how)
