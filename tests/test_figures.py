@@ -160,8 +160,9 @@ def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
 
 def test_few_methods_have_their_names_at_their_lines(results):
     figure, axis = plt.subplots(figsize=(4, 3))
-    axis.set(ylim=(0, 1))
+    axis.set(xlim=(0, 3), ylim=(0, 1))
     figures.names_at_lines(axis, {"Full (3)": (2.0, 0.50), "BiTFiT (3)": (2.1, 0.51), "LoRA (1)": (2.0, 0.9)})
+    figure.canvas.draw()
     texts = {text.get_text(): text for text in axis.texts}
     assert set(texts) == {"Full (3)", "BiTFiT (3)", "LoRA (1)"} and same_color(texts["LoRA (1)"].get_color(), COLOURS["LoRA"])
     boxes = sorted((text.get_window_extent() for text in texts.values()), key=lambda box: box.y0)
