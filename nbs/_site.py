@@ -1,12 +1,16 @@
 """The site as Quarto leaves it, finished (`finish`) and looked over (`check`).
 
 `finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored as
-HTML), gives each figure its caption as alternative text where it has none, keeps a full stop beside the formula before it and the bars of
-a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away in the
-sidebar, and leaves the search index one spelling of each formula.
+HTML), gives each figure the size that it was drawn in and, where it has no alternative text, its caption for one, gives the controls of the
+frame the names and roles that a screen reader needs, keeps a full stop beside the formula before it and the bars of a norm as low as their
+line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away in the sidebar, and leaves the
+search index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
-Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px."""
+Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px.
+
+`axe path/to/axe.min.js [page …]` asks axe-core, which this repository does not hold (`npm install axe-core` fetches it), what keeps people
+from using the pages, in the light and in the dark theme; it fails on what axe calls critical or serious."""
 
 import html
 import json
@@ -27,6 +31,10 @@ from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
 
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
+INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
+LOOKED_AT = ("index.html", "nbs/1_start/01_first.html", "nbs/1_start/03_clipping.html", "nbs/1_start/05_step.html",
+             "nbs/2_methods/15_frost_magnitude.html", "nbs/3_found/31_papers.html", "nbs/3_found/37_cost.html", "reference/engine.html",
+             "nbs/6_appendices/90_errata.html", "nbs/6_appendices/92_glossary.html")  # what axe looks at where no page is named
 
 SCRIPTS = re.compile(r"""<script\b[^>]*\bsrc=["'](?:https?:)?//[^>]*>\s*</script>\s*"""
                      r"""|<script[^>]*>define\('jquery'.*?</script>\s*""", re.DOTALL)
@@ -72,6 +80,38 @@ def with_alt(page: str) -> str:
         return IMAGE.sub(image, match[0])
 
     return FIGURE.sub(figure, page)
+
+
+def inches(picture: Path) -> float | None:
+    "How wide a PNG was drawn, where it says how many pixels make a metre."
+    head = picture.read_bytes()[:4096] if picture.suffix == ".png" and picture.exists() else b""
+    density = head.find(b"pHYs")
+    if density < 0 or head[density + 12] != 1:                                     # 1: the unit is the metre
+        return None
+    pixels, metre = (int.from_bytes(head[at : at + 4], "big") for at in (16, density + 4))
+    return pixels / (metre * 0.0254) if metre else None
+
+
+def with_sizes(page: str, folder: Path) -> str:
+    "Letters are as large in a narrow figure as in a wide one: each is as wide as it was drawn, or as its column."
+
+    def sized(tag: re.Match) -> str:
+        source = re.search(r'\bsrc="([^":]+)"', tag[0])
+        width = inches(folder / unquote(source[1])) if source and "figure-img" in tag[0] and "style=" not in tag[0] else None
+        return tag[0].replace("<img", f'<img style="width:{round(width * INCH)}px"', 1) if width else tag[0]
+
+    return IMAGE.sub(sized, page)
+
+
+def with_named_controls(page: str) -> str:
+    "The frame as a screen reader tells it: links are called what they show, what folds is a button, each landmark has its own name."
+    page = re.sub(r'(<a\b[^>]*class="pagination-link") aria-label="[^"]*"', r"\1", page)
+    page = re.sub(r'<a\b[^>]*role="navigation"', lambda tag: tag[0].replace('role="navigation"', 'role="button"'), page)
+    names = {r'(<a\b[^>]*class="sidebar-logo-link")>': "First page", r'(<nav id="quarto-sidebar"[^>]*)>': "Chapters",
+             r'(<nav class="page-navigation")>': "Before and after", r'(<nav class="quarto-secondary-nav")>': "This page"}
+    for pattern, name in names.items():
+        page = re.sub(pattern, rf'\1 aria-label="{name}">', page)
+    return re.sub(r'(quarto-title-breadcrumbs[^>]*aria-label="breadcrumb)"', r'\1 of the title"', page)
 
 
 def with_stops(page: str) -> str:
@@ -180,7 +220,8 @@ def finish(folder: Path = SITE) -> list[str]:
     for name, page in pages.items():
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
-        done = with_reference_folded(with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited))
+        done = with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited)
+        done = with_sizes(with_named_controls(with_reference_folded(done)), (folder / name).parent)
         (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
     return []
 
@@ -252,18 +293,28 @@ def page_problems(name: str, page: Page, pages: dict[str, Page], folder: Path) -
     yield from (f"{name}: {found} did not resolve" for found in sorted(unresolved))
 
 
-MEASURE = """<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre><script>
+DRIVER = """<!DOCTYPE html><meta charset="utf-8"><pre id="found"></pre>AXE<script>
 const pages = PAGES, width = WIDTH, found = [];
 const frame = document.createElement("iframe");
 frame.style = `width:${width}px;height:1200px;border:0;position:absolute;left:0;top:0`;
 document.body.append(frame);
+const pause = (time) => new Promise((done) => setTimeout(done, time));
+LOOK
+(async () => {
+  for (const name of pages) {
+    await new Promise((done) => { frame.onload = done; frame.src = name; });
+    await look(name, frame.contentDocument);
+  }
+  document.getElementById("found").textContent = "done" + JSON.stringify(found);
+})();
+</script>"""
+
+MEASURE = """
 const wider = (one, block) => one && one.scrollWidth > block.clientWidth + 1;
 const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length &&
   (wider(block, block) || wider(block.querySelector("code"), block))).map((block) => block.textContent.trim().slice(0, 50));
-const look = async (name) => {
-  await new Promise((done) => { frame.onload = done; frame.src = name; });
-  const page = frame.contentDocument;
-  await new Promise((done) => setTimeout(done, 60));
+const look = async (name, page) => {
+  await pause(60);
   if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
   const across = page.documentElement.scrollWidth;
   if (across > width + 1) {
@@ -271,19 +322,35 @@ const look = async (name) => {
     const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1).at(-1);
     found.push([name, "across", `${across} px: ${wide ? wide.tagName.toLowerCase() + " " + wide.textContent.trim().slice(0, 40) : ""}`]);
   }
-};
-(async () => {
-  for (const name of pages) await look(name);
-  document.getElementById("found").textContent = "done" + JSON.stringify(found);
-})();
-</script>"""
+};"""
+
+ASK_AXE = """
+const look = async (name, page) => {
+  const script = page.createElement("script");
+  script.textContent = document.getElementById("axe").textContent;
+  const still = page.createElement("style");
+  still.textContent = "* { transition: none !important }"; // a colour on its way is no colour of the page
+  page.head.append(script, still);
+  for (const theme of ["light", "dark"]) {
+    if (theme === "dark") {
+      if (!frame.contentWindow.quartoToggleColorScheme) break;
+      frame.contentWindow.quartoToggleColorScheme();
+    }
+    await pause(700);
+    for (const fault of (await frame.contentWindow.axe.run(page, {resultTypes: ["violations"]})).violations)
+      found.push([name, fault.impact,
+        `${theme}, ${fault.help} (${fault.id}, ${fault.nodes.length} times), first at ${fault.nodes[0].target}`]);
+  }
+};"""
 
 
-def measured(folder: Path, names: list[str], width: int, chromium: str) -> list[list[str]]:
+def measured(folder: Path, names: list[str], width: int, chromium: str, look: str = MEASURE, axe: str = "") -> list[list[str]]:
     "What Chromium sees at one width: page, kind, words. All pages load, one after the other, in a frame of that width."
     with tempfile.TemporaryDirectory() as aside:
         driver, addresses = Path(aside, "measure.html"), [(folder / name).resolve().as_uri() for name in names]
-        driver.write_text(MEASURE.replace("PAGES", json.dumps(addresses)).replace("WIDTH", str(width)), encoding="utf-8")
+        held = f'<script id="axe" type="text/plain">{axe}</script>' if axe else ""
+        page = DRIVER.replace("PAGES", json.dumps(addresses)).replace("WIDTH", str(width)).replace("LOOK", look).replace("AXE", held, 1)
+        driver.write_text(page, encoding="utf-8")
         command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-extensions",
                    "--disable-background-networking", "--disable-component-update", "--disable-sync", f"--user-data-dir={aside}/profile",
                    "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", f"--window-size={width + 20},1200",
@@ -296,9 +363,28 @@ def measured(folder: Path, names: list[str], width: int, chromium: str) -> list[
     return [[named[address], kind, words] for address, kind, words in json.loads(html.unescape(told[1]))]
 
 
+def browser() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def axe(script: str, *names: str, folder: Path = SITE) -> list[str]:
+    "What axe-core finds on some pages, one sentence each: the critical and the serious are problems, the others are only printed."
+    chromium = browser()
+    if not chromium:
+        return ["axe needs a Chromium to look with"]
+    pages = [name for name in names or LOOKED_AT if names or (folder / name).exists()]
+    found = measured(folder, pages, WIDE, chromium, ASK_AXE, Path(script).read_text(encoding="utf-8"))
+    grave = [f"{name}: {impact}: {words}" for name, impact, words in found if impact in ("critical", "serious")]
+    for name, impact, words in found:
+        if impact not in ("critical", "serious"):
+            print(f"{name}: {impact}: {words}")
+    print(f"axe looked at {len(pages)} pages: {len(grave)} critical or serious, {len(found) - len(grave)} lesser")
+    return grave
+
+
 def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:
     "What only shows when it is drawn; it is said when there is nothing to draw with."
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = browser()
     if not chromium:
         print("skipped, for want of Chromium: code that is cut off, pages that scroll sideways")
         return
@@ -321,6 +407,6 @@ def check(folder: Path = SITE) -> list[str]:
 
 
 if __name__ == "__main__":
-    told = {"finish": finish, "check": check}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    told = axe(*sys.argv[2:]) if sys.argv[1] == "axe" else {"finish": finish, "check": check}[sys.argv[1]](*map(Path, sys.argv[2:]))
     print(*told, sep="\n", file=sys.stderr)
     sys.exit(1 if told else 0)

@@ -1,5 +1,6 @@
 """Figures as pure functions of records: the same files twice, one look for a method, and what happens when records are missing."""
 
+import itertools
 import json
 import math
 
@@ -154,6 +155,18 @@ def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.5", "2", "8", "∞"] and "accuracy" in axis.get_ylabel()
     figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
     assert sum("degrees" in axis.get_ylabel() for axis in figure.axes) == 3 and "2 seeds" in figure.legends[0].get_title().get_text()
+    plt.close("all")
+
+
+def test_few_methods_have_their_names_at_their_lines(results):
+    figure, axis = plt.subplots(figsize=(4, 3))
+    axis.set(xlim=(0, 3), ylim=(0, 1))
+    figures.names_at_lines(axis, {"Full (3)": (2.0, 0.50), "BiTFiT (3)": (2.1, 0.51), "LoRA (1)": (2.0, 0.9)})
+    figure.canvas.draw()
+    texts = {text.get_text(): text for text in axis.texts}
+    assert set(texts) == {"Full (3)", "BiTFiT (3)", "LoRA (1)"} and same_color(texts["LoRA (1)"].get_color(), COLOURS["LoRA"])
+    boxes = sorted((text.get_window_extent() for text in texts.values()), key=lambda box: box.y0)
+    assert all(below.y0 + 11 * figure.dpi / 72 <= above.y0 + 1 for below, above in itertools.pairwise(boxes))
     plt.close("all")
 
 

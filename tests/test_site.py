@@ -43,6 +43,31 @@ def test_a_caption_stands_for_missing_words(site):
     assert site.with_alt(empty).startswith('<figure><img alt="B" src="a.png">')
 
 
+def test_a_narrow_figure_is_not_blown_up(site, tmp_path):
+    head = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big") + b"IHDR" + (800).to_bytes(4, "big") + (600).to_bytes(4, "big") + bytes(9)
+    density = (9).to_bytes(4, "big") + b"pHYs" + 2 * (7874).to_bytes(4, "big")     # 200 pixels an inch
+    (tmp_path / "four.png").write_bytes(head + density + b"\x01")
+    (tmp_path / "ratio.png").write_bytes(head + density + b"\x00")                 # an aspect ratio, and no length
+    (tmp_path / "plain.png").write_bytes(head)
+    image = '<img src="{}" class="figure-img">'
+    assert site.with_sizes(image.format("four.png"), tmp_path) == '<img style="width:448px" src="four.png" class="figure-img">'
+    others = ("ratio.png", "plain.png", "none.png", "https://a.example/four.png", "drawn.svg")
+    for kept in (*map(image.format, others), '<img src="four.png">'):
+        assert site.with_sizes(kept, tmp_path) == kept
+
+
+def test_the_controls_of_the_frame_have_names_and_roles(site):
+    page = ('<nav class="quarto-secondary-nav"><a class="flex-grow-1" role="navigation" aria-label="Toggle sidebar navigation"></a></nav>'
+            '<nav id="quarto-sidebar" class="sidebar"><a href="i.html" class="sidebar-logo-link"><img alt=""></a>'
+            '<a class="sidebar-item-toggle" role="navigation" aria-label="Toggle section"></a></nav>'
+            '<nav class="page-navigation"><a href="b.html" class="pagination-link" aria-label="B">2 B</a></nav>')
+    done = site.with_named_controls(page)
+    assert 'role="navigation"' not in done and done.count('role="button"') == 2
+    assert '<a href="b.html" class="pagination-link">2 B</a>' in done and 'class="sidebar-logo-link" aria-label="First page">' in done
+    landmarks = re.findall(r"<nav [^>]*>", done)
+    assert len({re.search('aria-label="([^"]*)"', tag)[1] for tag in landmarks}) == len(landmarks) == 3
+
+
 def test_a_stop_stays_beside_its_formula(site):
     math = '<math display="inline"><mi>x</mi></math>'
     assert site.with_stops(f"<p>{math}, and {math} so {math}).</p>") == (
@@ -157,6 +182,17 @@ def test_what_is_cut_or_too_wide_is_seen(site, tmp_path):
     (tmp_path / "wide.html").write_text(f'{head}<table style="width:600px"><tr><td>wide</td></tr></table>')
     found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html"]))
     assert [sentence.split(":")[0] for sentence in found] == ["cut.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
+def test_what_axe_says_is_told_by_gravity(site, tmp_path, capsys):
+    stub = """window.axe = {run: async (page) => ({violations: [...page.querySelectorAll("main i")].map((one) => (
+        {impact: one.className, help: one.textContent, id: "rule", nodes: [{target: ["main i"]}]}))})};"""
+    (tmp_path / "axe.js").write_text(stub)
+    (tmp_path / "a.html").write_text('<body><main><i class="serious">No name</i><i class="minor">Small</i></main></body>')
+    found = site.axe(str(tmp_path / "axe.js"), "a.html", folder=tmp_path)
+    assert found == ["a.html: serious: light, No name (rule, 1 times), first at main i"]
+    assert "a.html: minor: light, Small" in capsys.readouterr().out
 
 
 # ---- the stages of make test

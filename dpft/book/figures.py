@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'T_QUANTILES', 'EXAMPLES', 'NAMES', 'ENDINGS', 'style', 'interval',
            'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log', 'counted', 'draw_tradeoff',
-           'place_of_budget', 'budget_axis', 'tradeoff', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff',
-           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table']
+           'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'text_tradeoff', 'image_tradeoff',
+           'language_tradeoff', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, sqrt
@@ -123,11 +123,12 @@ def draw_tradeoff(
     records: Records,
     metric: str = "accuracy",
     examples: int = 0,  # of the test file; 0: intervals over seeds alone
+    named: bool = False,  # names at the lines in place of a legend, for few methods
 ) -> None:
     "A metric over epsilon, or over the methods when there is one epsilon; bars are 95 % intervals of the mean, numbers are seeds."
     table = by_method(records, metric)
     budgets = sorted({epsilon for row in table.values() for epsilon in row})
-    alone = len(budgets) == 1
+    alone, ends = len(budgets) == 1, {}
     for number, (label, row) in enumerate(table.items()):
         # so that bars do not hide each other
         shift = 1.05 ** (number - (len(table) - 1) / 2)
@@ -139,8 +140,28 @@ def draw_tradeoff(
         if private:
             axis.plot(*zip(*private, strict=True), color=look(label)["color"],
                       linewidth=1.2)
+            ends[f"{label} ({counted(map(len, row.values()))})"] = private[-1]
     axis.set_ylabel(metric.replace("_", " "))
     budget_axis(axis, budgets) if not alone else _method_axis(axis, axis.get_legend_handles_labels()[1])
+    if named and not alone:
+        names_at_lines(axis, ends)
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-names-at-lines
+def names_at_lines(
+    axis: "Axes",
+    ends: Mapping[str, tuple[float, float]],  # name -> the last point of its line
+    apart: float = 11.0,                      # points from one name to the next, at least
+) -> None:
+    "Each line's name, in its colour, at the height of its last point."
+    high = axis.get_position().height * axis.figure.get_figheight() * 72
+    low, top = axis.get_ylim()
+    height = {name: (y - low) / (top - low) * high for name, (_, y) in ends.items()}
+    right, below = max((x for x, _ in ends.values()), default=0.0), -inf
+    for name in sorted(ends, key=lambda name: height[name]):
+        below = max(height[name], below + apart)
+        axis.annotate(name, (right, ends[name][1]), (9, below - height[name]), va="center",
+                      color=look(name.split(" (")[0])["color"],
+                      textcoords="offset points")
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-place-of-budget
 def place_of_budget(epsilon: float, budgets: Sequence[float]) -> float:
@@ -173,9 +194,12 @@ def tradeoff(
     "One metric over epsilon for each method."
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(7.0, 3.8), layout="constrained")
-    draw_tradeoff(axis, records, metric, examples)
-    legend_beside(figure)
+    records = list(records)
+    few = len({label_of(entry) for entry in records}) <= 4
+    figure, axis = plt.subplots(figsize=(6.2 if few else 7.0, 3.6), layout="constrained")
+    draw_tradeoff(axis, records, metric, examples, named=few)
+    if not few or not axis.texts:
+        legend_beside(figure)
     return figure
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images
