@@ -137,7 +137,7 @@ def fine_tune(
         settings, callbacks = checked_before(given, train)
         ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit,
                         collate_fn=settings.collate_fn)
-        ready.recipe = ready.recipe or getattr(ready.model, "recipe", None)
+        ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
         start = f"{START} ({ready.origin})"
         engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
                         assumed_public=[*ready.assumed_public, start])

@@ -44,7 +44,7 @@ class Prepared:
         if self.recipe:
             return self.recipe["name"]
         named = getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        return getattr(self.model, "origin", None) or named or type(self.model).__name__
+        return getattr(self.model, "_origin", None) or named or type(self.model).__name__
 
     def __repr__(self) -> str:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"

@@ -484,7 +484,7 @@ def test_the_ledger_has_one_row_for_each_step_and_all_know_what_was_spent(two, t
     assert first == second == 4 and one == other and finished is True and "only the first process" in refused
     with Ledger(tmp_path / "book") as ledger:
         rows = ledger.chain.file.query("SELECT kind, step FROM ledger ORDER BY number")
-    assert rows == [("begin", 0), *[("spend", t) for t in range(4)], ("finish", 0)]
+    assert rows == [("begin", 0), *[("spend", t) for t in range(4)], ("finish", 0), ("weights", 0)]
 
 
 def replayed():

@@ -25,7 +25,7 @@ from test_boundary import made
 from test_training import engine, interrupted, net, run_all, tune
 
 import dpft
-from dpft import Full, guarantee, ledger, loop, sampling, store, verification
+from dpft import Full, charges, guarantee, ledger, loop, sampling, store, verification
 from dpft.boundary import differing, given_out, neighbours, toy_pictures
 from dpft.engine import Engine
 from dpft.frost.magnitude import sensitivity
@@ -246,7 +246,7 @@ def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path):
     (tmp_path / "ledger.sqlite").unlink()
     with dpft.Ledger(tmp_path / "ledger.sqlite") as early:      # as it was before the first step
         with early.chain.file.writing():
-            early._connection.execute("UPDATE secret SET key = ?", (key,))
+            early.chain.file.connection.execute("UPDATE secret SET key = ?", (key,))
         early.begin(run, json.loads(plan[0]), draws=plan[1])
     with pytest.raises(ledger.LedgerError, match="the checkpoint is at step . but its ledger has only 0 steps"):
         tune(checkpoint=tmp_path, learning_rate=0.05)
@@ -255,7 +255,7 @@ def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path):
 def test_the_ledger_waits_for_the_disk(tmp_path):
     "What was charged is on disk before anything is released: 2 is FULL, 3 EXTRA; a power cut cannot be had in a test."
     with dpft.Ledger(tmp_path / "ledger.sqlite") as held:
-        assert held._connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
+        assert held.chain.file.connection.execute("PRAGMA synchronous").fetchone()[0] >= 2
 
 
 def test_secure_mode_adds_the_noise_of_the_grid_to_every_block():
@@ -315,7 +315,7 @@ def every_release_by_itself():
     def alone(releases):
         return [SampledGaussian(one.mechanism.noise_multiplier, one.mechanism.sample_rate, 1, one.mechanism.name) for one in releases]
 
-    return patch.object(ledger, "by_draw", alone)
+    return patch.object(charges, "by_draw", alone)
 
 
 def all_rows_published():

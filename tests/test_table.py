@@ -89,7 +89,8 @@ CHOOSE = {"DPFrost": lambda: dpft.DPFrost(0.25, rounds=1), "LayerFreeze": lambda
           "RapFT": lambda: dpft.RapFT(dpft.Full(), relevance_data="private", share=0.05, relevance_rate=1.0)}
 REFUSED |= {("wide ResNet", "LoRA"): "has no linear layer"}                      # beside the table, as DeBERTa and BERT's tags are
 PAIRS = [(name, method) for name in ALL for method in METHODS]
-ADDED = {f"{name}, BiTFiT-Add": name for name, method in REFUSED if method == "BiTFiT" and name in ALL}  # the way out that its sentence names
+# the way out that its sentence names
+ADDED = {f"{name}, BiTFiT-Add": name for name, method in REFUSED if method == "BiTFiT" and name in ALL}
 
 
 @lru_cache(maxsize=1)

@@ -153,7 +153,7 @@ def names_at_lines(
     apart: float = 11.0,                      # points from one name to the next, at least
 ) -> None:
     "Each line's name, in its colour, at the height of its last point."
-    high = axis.get_position().height * axis.figure.get_figheight() * 72
+    high = axis.get_window_extent().height * 72 / axis.figure.dpi
     low, top = axis.get_ylim()
     height = {name: (y - low) / (top - low) * high for name, (_, y) in ends.items()}
     right, below = max((x for x, _ in ends.values()), default=0.0), -inf

@@ -256,7 +256,7 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
     if knobs["ledger"] is not None:
         knobs["ledger"] = Ledger(knobs["ledger"], who=job.who) if first else None
     tokenizer = recipe.pop("tokenizer")
-    model.recipe = recipe
+    model._recipe = recipe  # type: ignore[assignment]
     run = fine_tune(model, task, method, tokenizer=tokenizer,
                     evaluate=scored_part(task, job.score), **knobs)
     if first:
@@ -378,7 +378,7 @@ def prepared_model(
         raise ValueError(f"--model {name} reads texts and {task.name} holds pictures; "
                          "choose cnn, vit-small or another model of pictures")
     model = model.to(device)
-    model.origin = name  # type: ignore[assignment]
+    model._origin = name  # type: ignore[assignment]
     if pretrain:
         pretrained(model, task, pretrain)
     tokenizer = None if task.kind == "image" else models.load_tokenizer(name)
