@@ -195,6 +195,7 @@ def test_biases_that_are_added_are_exact(case):
 @pytest.mark.parametrize("name", ALL)
 def test_one_private_step_runs_and_moves_what_trains(name):
     model, batch = built(name)
+    assert type(model).__name__ == SHOWN["models"].get(name, type(model).__name__)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     run = dpft.fine_tune(model, rows_of(batch), dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=3, accountant="rdp", delta=0.01,
                          seed=0, progress=False, dropout=False)
@@ -207,9 +208,9 @@ def test_one_private_step_runs_and_moves_what_trains(name):
 
 def opened(name, method):
     model, batch = built(name)
-    times = 6 if name == "T5" else 3   # as many rows as its 6 tokens would pass for examples to RapFT, and come out right
-    engine = dpft.Engine(model, None, method(), as_dataset(rows_of(batch, times)), epsilon=50.0, delta=0.01, steps=3, batch_size=3, clip=0.01,
-                         accountant="rdp", seed=0, dropout=False, cache=0.0)
+    times = 6 if name == "T5" else 3             # with six rows its six tokens pass for examples, rightly, and RapFT works
+    engine = dpft.Engine(model, None, method(), as_dataset(rows_of(batch, times)), epsilon=50.0, delta=0.01, steps=3, batch_size=3,
+                         clip=0.01, accountant="rdp", seed=0, dropout=False, cache=0.0)
     return engine, batch
 
 
@@ -274,6 +275,5 @@ def test_the_reference_shows_the_table(monkeypatch):
 def test_the_table_has_the_rows_that_it_should():
     shown, tried = SHOWN["models"], set(ALL) | {"CLIP, contrastive"}
     assert len(shown) == 26 and set(shown) <= tried and SHOWN["methods"] == [*METHODS, *CHOOSE] and set(SHOWN["slow"]) <= set(shown)
-    assert all(type(made_once(name)[0]).__name__ == kind for name, kind in shown.items() if name in ALL)
     assert 6 * len(shown) - len(SHOWN["refused"]) >= 140
     assert all(one["model"] in shown and one["method"] in SHOWN["methods"] for one in SHOWN["refused"])
