@@ -233,7 +233,12 @@ class LargestWeights(Method):
     ):
         check_ratio(ratio)
         self.ratio = ratio
-        self.masks: dict[nn.Parameter, Tensor] = {}  # which entries train, of those with any
+        self._masks: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def masks(self) -> dict[nn.Parameter, Tensor]:
+        "Which entries train, of the parameters that have any."
+        return self._masks
 
     def choose(
         self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -243,8 +248,8 @@ class LargestWeights(Method):
         room = admitted(self.ratio, sum(parameter.numel() for parameter in parameters))
         if not room:
             raise ValueError(f"ratio={self.ratio:g} lets no entry train; raise it")
-        self.masks = largest_entries(parameters, room)
-        return list(self.masks)
+        self._masks = largest_entries(parameters, room)
+        return list(self._masks)
 
     def blocks(self, context: Context) -> list[Block]:
         "One bound over the chosen entries and all else that trains, whole."

@@ -104,9 +104,9 @@ def meaning(guarantee: Guarantee) -> str:
 # %% ../nbs/5_notes/62_card.ipynb #guarantee-worth
 def _worth(guarantee: Guarantee) -> str:
     unit, value, delta = guarantee.unit, guarantee.epsilon(), guarantee.target_delta
-    factor = f"at most a factor of {math.exp(value):.3g}"
-    if value > math.log(FACTOR_CAP):
-        factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
+    factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
+    if value <= math.log(FACTOR_CAP):
+        factor = f"at most a factor of {math.exp(value):.3g}"
     return (
         f"What it means: take any one {unit} and train twice, once with it and once "
         "without. Whatever anybody then does with the model, the probability of every "

@@ -23,7 +23,7 @@ from dpft.datasets import (
 )
 from dpft.identity import check_disjoint_rows, fingerprint, shared_rows
 from dpft.noise import Keystream
-from dpft.sampling import Augmentation, gather, physical_batches, poisson_draw
+from dpft.sampling import Augmentation, gather, physical_batches, poisson_draw, chosen_views
 from dpft.sources import load_data
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
 from dpft.texts import EncodedData, collate_for, encode
@@ -630,13 +630,13 @@ def test_every_view_is_a_window_and_depends_on_its_row_and_the_key_alone(copies,
 
 
 def test_views_are_drawn_evenly_and_anew_for_each_key():
-    augment, rows = Augmentation(copies=50, crop=2), torch.arange(100)
-    down, right, mirrored = augment._choices(rows, b"a")
+    rows = torch.arange(100)
+    down, right, mirrored = chosen_views(rows, b"a", 50, 2, True)
     for values, options in ((down, 5), (right, 5), (mirrored, 2)):
         counts = torch.bincount(values - values.min(), minlength=options)
         assert len(counts) == options and ((counts - 5000 / options).abs() < 5 * (5000 / options) ** 0.5).all()
     assert (down, right)[0].min() == -2 and right.max() == 2 and mirrored.max() == 1
-    other = augment._choices(rows, b"b")[0]
+    other = chosen_views(rows, b"b", 50, 2, True)[0]
     assert abs((down == other).float().mean() - 0.2) < 0.04
 
 

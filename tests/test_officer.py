@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 import pytest
 
 from dpft import guarantee as guarantees
+from dpft.card import CAUTION, FACTOR_CAP, QUESTIONS
 from dpft.curve import privacy_curve
-from dpft.guarantee import CAUTION, FACTOR_CAP, QUESTIONS, Guarantee, Statement
+from dpft.guarantee import Guarantee, Statement
 from dpft.privacy import SampledGaussian
 
 PLAN = [SampledGaussian(1.0, 0.01, 300, "train")]

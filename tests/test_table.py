@@ -89,8 +89,7 @@ CHOOSE = {"DPFrost": lambda: dpft.DPFrost(0.25, rounds=1), "LayerFreeze": lambda
           "RapFT": lambda: dpft.RapFT(dpft.Full(), relevance_data="private", share=0.05, relevance_rate=1.0)}
 REFUSED |= {("wide ResNet", "LoRA"): "has no linear layer"}                      # beside the table, as DeBERTa and BERT's tags are
 PAIRS = [(name, method) for name in ALL for method in METHODS]
-# the way out that its sentence names
-ADDED = {f"{name}, BiTFiT-Add": name for name, method in REFUSED if method == "BiTFiT" and name in ALL}
+ADDED = {f"{name}, BiTFiT-Add": name for name, method in REFUSED if method == "BiTFiT" and name in ALL}  # the way out it names
 
 
 @lru_cache(maxsize=1)
@@ -101,7 +100,7 @@ def made_once(name):
     if name == "Mixtral":
         model.set_experts_implementation("eager")                                # the grouped kernel knows no float64
     generator = torch.Generator().manual_seed(1)
-    ids = torch.stack([torch.randperm(37, generator=generator)[:4] + 3 for _ in range(2)])  # no token twice: positions pass for tokens
+    ids = torch.stack([torch.randperm(37, generator=generator)[:6] + 3 for _ in range(2)])  # no token twice: positions pass for tokens
     pixels, sounds = (torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in ((3, 16, 16), (4, 16)))
     if name == "ResNet":
         with torch.no_grad():
@@ -127,11 +126,11 @@ def built(name):
     return copy.deepcopy(model), batch
 
 
-def rows_of(batch):
-    """The examples of a batch, three times each."""
+def rows_of(batch, times=3):
+    """The examples of a batch, several times each."""
     if isinstance(batch, tuple):
-        return list(zip(*batch, strict=True)) * 3
-    return [{key: values[row] for key, values in batch.items()} for row in range(2)] * 3
+        return list(zip(*batch, strict=True)) * times
+    return [{key: values[row] for key, values in batch.items()} for row in range(2)] * times
 
 
 def refused(name, method, call):
@@ -196,6 +195,7 @@ def test_biases_that_are_added_are_exact(case):
 @pytest.mark.parametrize("name", ALL)
 def test_one_private_step_runs_and_moves_what_trains(name):
     model, batch = built(name)
+    assert type(model).__name__ == SHOWN["models"].get(name, type(model).__name__)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     run = dpft.fine_tune(model, rows_of(batch), dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=3, accountant="rdp", delta=0.01,
                          seed=0, progress=False, dropout=False)
@@ -208,8 +208,9 @@ def test_one_private_step_runs_and_moves_what_trains(name):
 
 def opened(name, method):
     model, batch = built(name)
-    engine = dpft.Engine(model, None, method(), as_dataset(rows_of(batch)), epsilon=50.0, delta=0.01, steps=3, batch_size=3, clip=0.01,
-                         accountant="rdp", seed=0, dropout=False, cache=0.0)
+    times = 6 if name == "T5" else 3             # with six rows its six tokens pass for examples, rightly, and RapFT works
+    engine = dpft.Engine(model, None, method(), as_dataset(rows_of(batch, times)), epsilon=50.0, delta=0.01, steps=3, batch_size=3,
+                         clip=0.01, accountant="rdp", seed=0, dropout=False, cache=0.0)
     return engine, batch
 
 
@@ -274,6 +275,5 @@ def test_the_reference_shows_the_table(monkeypatch):
 def test_the_table_has_the_rows_that_it_should():
     shown, tried = SHOWN["models"], set(ALL) | {"CLIP, contrastive"}
     assert len(shown) == 26 and set(shown) <= tried and SHOWN["methods"] == [*METHODS, *CHOOSE] and set(SHOWN["slow"]) <= set(shown)
-    assert all(type(made_once(name)[0]).__name__ == kind for name, kind in shown.items() if name in ALL)
     assert 6 * len(shown) - len(SHOWN["refused"]) >= 140
     assert all(one["model"] in shown and one["method"] in SHOWN["methods"] for one in SHOWN["refused"])
