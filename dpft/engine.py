@@ -242,8 +242,8 @@ def look_again(engine: "Engine") -> None:
         engine.method.step(engine.context, engine.t)
     if changes:
         engine.refresh()
+        mark_trained(engine)
     mind_the_prefix(engine)
-    mark_trained(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-back
 def look_back(engine: "Engine", step: Step) -> None:
@@ -363,6 +363,8 @@ class Engine:
 
     def remaining(self) -> Iterator[Step]:
         "The steps that remain; after the last the ledger is closed, and the secret stays until `remove_secrets`."
+        if not self.method.changes:
+            mark_trained(self)
         while self.t < self.plan.steps:
             look_again(self)
             step = Step(self)

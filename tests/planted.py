@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
@@ -172,13 +174,13 @@ def the_claim_stands(**settings):
     assert chance > 1e-3, f"claimed {found.claim:.2f}, audited {least:.2f}, p {'<' if chance < 1e-11 else '='} {max(chance, 1e-12):.1g}"
 
 
-def named_test(file, name, *arguments):
-    "A test of another file, as a function."
+def named_test(file, name, /, *arguments, **knobs):
+    "A test of another file as a function, with a folder or a patch where it wants one."
     test = getattr(importlib.import_module(file), name)
-    if "monkeypatch" not in signature(test).parameters:
-        return test(*arguments)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return test(monkeypatch)
+    wants = signature(test).parameters
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        own = {"tmp_path": Path(folder), "monkeypatch": monkeypatch}
+        return test(*arguments, **{one: own[one] for one in wants if one in own}, **knobs)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from test_gradients import noise, wave
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -23,17 +24,6 @@ class With(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.below(x)) if x.is_floating_point() else x
         return self.read(self.layer, x)
-
-
-def wave(model, batch):
-    "A loss with a gradient of its own for each output."
-    values = model(batch[0]).flatten(1)
-    weights = torch.linspace(0.5, 2.0, values.shape[1], dtype=values.dtype)
-    return (torch.sin(values * weights) + 0.1 * values.square()).sum(1)
-
-
-def noise(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def first(layer, x):

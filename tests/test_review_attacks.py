@@ -5,8 +5,6 @@ changes to the kernel that no test had noticed. The numbers are those of the rev
 
 import ast
 import hashlib
-import importlib
-import inspect
 import math
 import json
 import sqlite3
@@ -20,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from planted import Bug, buffers_left_as_they_are, raw_gradients_in_the_loss, rows_padded_already
+from planted import Bug, buffers_left_as_they_are, named_test, raw_gradients_in_the_loss, rows_padded_already
 from test_boundary import made
 from test_training import engine, interrupted, net, run_all, tune
 
@@ -282,18 +280,6 @@ def test_an_example_that_is_not_finite_in_one_block_is_silent_in_all(bad):
 # each kind of leak, planted --------------------------------------------------------------------------------------------------------
 
 
-def test_in(file, test, *arguments, **knobs):
-    "A test of another file as a function, with a folder or a patch where it wants one."
-    called = getattr(importlib.import_module(file), test)
-    wants = inspect.signature(called).parameters
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        own = {"tmp_path": Path(folder), "monkeypatch": monkeypatch}
-        called(*arguments, **{one: own[one] for one in wants if one in own}, **knobs)
-
-
-test_in.__test__ = False
-
-
 def nothing_differs(neighbour="very large", **knobs):
     found = differing(given_out(lambda: made(DATA, **knobs)), given_out(lambda: made(neighbours(DATA)[neighbour], **knobs)))
     assert not found, ", ".join(found)
@@ -364,21 +350,21 @@ def losses_in_the_history():
 KINDS = [
     Bug("P1 a digest of the data", digest_in_the_folder, nothing_differs),
     Bug("P2 draws charged as if they were others", every_release_by_itself,
-        partial(test_in, "test_ledger", "test_four_runs_with_the_same_draws_cost_one_step_of_half_the_noise")),
+        partial(named_test, "test_ledger", "test_four_runs_with_the_same_draws_cost_one_step_of_half_the_noise")),
     Bug("P3 padding", rows_padded_already,
-        partial(test_in, "test_boundary_gradients", "test_a_mean_over_all_positions_of_a_batch_is_called_by_its_name")),
+        partial(named_test, "test_boundary_gradients", "test_a_mean_over_all_positions_of_a_batch_is_called_by_its_name")),
     Bug("P4 raw gradients", raw_gradients_in_the_loss,
-        partial(test_in, "test_boundary_gradients", "test_one_that_comes_later_is_refused_at_a_new_shape_and_never_gets_a_gradient")),
+        partial(named_test, "test_boundary_gradients", "test_one_that_comes_later_is_refused_at_a_new_shape_and_never_gets_a_gradient")),
     Bug("P5 buffers", buffers_left_as_they_are,
-        partial(test_in, "test_boundary", "test_a_buffer_that_the_forward_pass_writes_is_not_given_away")),
+        partial(named_test, "test_boundary", "test_a_buffer_that_the_forward_pass_writes_is_not_given_away")),
     Bug("P6 rows of other runs", all_rows_published,
-        partial(test_in, "test_ledger", "test_what_is_published_shows_the_runs_own_rows_and_nothing_else")),
+        partial(named_test, "test_ledger", "test_what_is_published_shows_the_runs_own_rows_and_nothing_else")),
     Bug("P7 secrets that stay", secrets_stay, test_a_loop_by_hand_leaves_no_secret),
     Bug("P8 any batch", any_batch, partial(test_a_step_takes_its_own_batches_each_once, None)),
     Bug("P9 people without names", people_without_names,
-        partial(test_in, "test_schema", "test_missing_people_in_tensors_and_frames_are_refused")),
+        partial(named_test, "test_schema", "test_missing_people_in_tensors_and_frames_are_refused")),
     Bug("P10 weights that nobody looks at", files_unread,
-        partial(test_in, "test_guarantee", "test_weights_card_and_claims_are_bound", name="model.safetensors", content=b"other weights",
+        partial(named_test, "test_guarantee", "test_weights_card_and_claims_are_bound", name="model.safetensors", content=b"other weights",
                 message="model.safetensors was changed")),
     Bug("P11 the price of what was spent", only_what_was_spent, test_a_run_that_is_stopped_states_its_plan),
     Bug("P12 losses that nobody asked for", losses_in_the_history, partial(nothing_differs, batch_size=24)),

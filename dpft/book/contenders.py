@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..bitfit import biases
-from .experiments import device_name
+from .provenance import device_name
 from ..gradients import Batch, LossFunction, by_example, clipped_sum, full, per_example_gradients, reuse_memory, trainable
 from ..guarantee import installed_versions
 from ..losses import example_losses

@@ -45,14 +45,6 @@ from ..sources import load_data
 from ..tasks import font_digits
 from ..texts import encode
 
-# %% ../../nbs/6_appendices/93_experiments.ipynb #moved-names
-def __getattr__(name: str) -> Any:
-    "What `dpft.book.provenance` has now."
-    if name in ("is_stale", "commit", "device_name"):
-        import dpft.book.provenance
-        return getattr(dpft.book.provenance, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(
     experiment: str,               # which grid it belongs to

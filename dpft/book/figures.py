@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from .experiments import is_stale, recorded, results_file
+from .experiments import recorded, results_file
+from .provenance import is_stale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
