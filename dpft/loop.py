@@ -301,8 +301,6 @@ def score_step(loop: Loop) -> bool:
     return bool(scores)
 
 
-
-
 def score_the_end(loop: Loop) -> None:
     "The score of the finished model, where one was asked for."
     if loop.evaluation.given is not None:
