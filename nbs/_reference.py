@@ -362,12 +362,11 @@ def architectures() -> str:
              "backward pass for each example to a part in 100,000 of the bound, and private steps are taken.", "",
              f"| model | class | {' | '.join(methods)} |", f"|:---|:---|{':---|' * len(methods)}"]
     for name, kind in table["models"].items():
-        cells = ["refused" if (name, method) in said else "yes" for method in methods]
+        cells = ["no" if (name, method) in said else "yes" for method in methods]
         lines.append(f"| {name}{' (slow)' if name in table['slow'] else ''} | `{kind}` | {' | '.join(cells)} |")
     lines += ["", "Slow: for some of its parameters no fast rule gives the gradients' lengths, so their per-example gradients are",
-              "written out, and a warning names them.", "", "## What is refused, and how {.unnumbered}", "",
-              "| model | method | sentence |", "|:---|:---|:-----------|"]
-    lines += [f"| {name} | {method} | {_code(sentence)} |" for (name, method), sentence in said.items()]
+              "written out, and a warning names them.", "", "## What is refused, and how {.unnumbered}", ""]
+    lines += [f"- {name}, {method}: {_code(sentence)}" for (name, method), sentence in said.items()]
     return "\n".join([*lines, ""])
 
 

@@ -12,6 +12,7 @@ from dpft.book import evidence, experiments
 from dpft.book.evidence import freezing, frost
 from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
+from dpft.book.provenance import is_stale
 from dpft.datasets import TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
@@ -50,7 +51,7 @@ def test_only_equal_settings_are_skipped(tmp_path):
 def test_a_record_tells_where_it_comes_from(tmp_path):
     entry = next(run_experiment("e", grid_of(1), tmp_path / "r.jsonl"))
     assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith("CPU") and entry["epsilon"] <= 8
-    assert not experiments.is_stale(entry) and experiments.is_stale({**entry, "source_hash": "0" * 16}) and experiments.is_stale({})
+    assert not is_stale(entry) and is_stale({**entry, "source_hash": "0" * 16}) and is_stale({})
     assert next(run_experiment("e", grid_of(1), tmp_path / "f.jsonl", full=True))["reduced"] is False
 
 
