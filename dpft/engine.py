@@ -399,7 +399,7 @@ class Engine:
         self,
         what: str,  # in words, for the report
     ) -> None:
-        "Name an access to private data that nothing pays for."
+        "Name an uncharged access to private data."
         noted(self.uncharged, what)
 
     def finish(self) -> None:

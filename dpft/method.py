@@ -238,7 +238,7 @@ def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     return access.batches_of(data)
 
 def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name: str) -> Iterator[Batch]:
-    "A whole draw that nothing pays for; ValueError unless the run promises nothing."
+    "A whole draw that is not charged; ValueError unless the run promises nothing."
     if not unpaid:
         raise ValueError("an unpaid access to private data: call context.forfeit(what) in "
                          "requests(context), and the run promises nothing")
@@ -261,7 +261,7 @@ class Context:
         self.rehearses = False                   # a start without values or draws
         self.access: Access | None = None        # lent by a run, once it has begun
         self.allowance = Allowance()
-        self.unpaid: list[str] = []              # accesses to private data that nothing pays for
+        self.unpaid: list[str] = []              # accesses to private data that are not charged
 
     def needs(self) -> Access:
         "What the run lends; NotRunning where there is none."
@@ -350,7 +350,7 @@ class Context:
         return public_batches(self.needs(), data)
 
     def forfeit(self, what: str) -> None:
-        "In requests(context): this access to private data is not paid for, so the run promises nothing."
+        "In requests(context): this access to private data is not charged, so the run promises nothing."
         noted(self.unpaid, what)
 
     def draw_unpaid(
@@ -358,7 +358,7 @@ class Context:
         sample_rate: float,
         name: str,  # what the draw is for: it keys the draw
     ) -> Iterator[Batch]:
-        "A whole draw of the private data that nothing pays for; only after `forfeit`."
+        "A whole draw of the private data that is not charged; only after `forfeit`."
         return unpaid_draw(self.unpaid, self.needs(), sample_rate, name)
 
     def first(

@@ -176,7 +176,7 @@ def combined_multiplier(
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-check-budget
 #| code-fold: true
-NOISE_CAP = 2.0**20 # more noise than this buys nothing that an accountant can see
+NOISE_CAP = 2.0**20 # more noise than this changes nothing that an accountant can see
 
 
 def _check_budget(
@@ -215,7 +215,7 @@ def noise_multiplier(
     delta: float,            # in (0, 1)
     sample_rate: float,      # q of the mechanism to solve for
     steps: int,              # T of the mechanism to solve for, at least 1
-    spent: SampledGaussian | Iterable[SampledGaussian] = (), # paid for before
+    spent: SampledGaussian | Iterable[SampledGaussian] = (), # accounted for before
     accountant: str = "prv",
     tolerance: float = 1e-3, # how far above the smallest sufficient one it may lie
 ) -> float:                  # sigma with epsilon(spent + it) <= target_epsilon

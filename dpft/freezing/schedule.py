@@ -108,7 +108,7 @@ def parameters_of(root: nn.Module, node: fx.Node) -> Piece:
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-trace
 def traced(root: nn.Module) -> list[Piece]:
-    "The parameters between the waists of the forward pass; @def-layer."
+    "The parameters between the bottlenecks of the forward pass; @def-layer."
     nodes = list(LayerTracer().trace(root).nodes)[:-1]  # without the output
     place = {node: number for number, node in enumerate(nodes)}
     carries: set[fx.Node] = set()  # values that depend on a parameter

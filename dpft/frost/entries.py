@@ -112,7 +112,7 @@ class EntrySelection(Masking):
     """Single entries of the largest noisy gradient magnitude train, and a fresh head.
 
     PARAM of DP-FROST's ablation, Section 5.2: one release of a vector as long as the
-    model, which `share` of epsilon buys; @lem-entries.
+    model, accounted for by `share` of epsilon; @lem-entries.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ def absolute_norms(taken: Gradients, name: str) -> Tensor:
     what need not be; @lem-absolute-norms."""
     uses = taken.uses[name]
     if (rows := only_rows(uses)) is not None:
-        return rows.right.abs().sum((1, 2))            # sum_r || sum_t g_t ||_1
+        return rows.right.abs().sum((1, 2))                    # sum_r || sum_t g_t ||_1
     if len(uses) == 1 and isinstance(uses[0], Outer) and uses[0].left.shape[2] == 1:
-        left, right = full(uses[0].left), full(uses[0].right)
-        return (left.abs().sum(3) * right.abs().sum(3)).sum((1, 2))  # ||g||_1 ||x||_1
+        return (full(uses[0].left).abs().sum(3)                # ||g||_1 ||x||_1
+                * full(uses[0].right).abs().sum(3)).sum((1, 2))
     return taken.absolute_norms(name)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-absolute
@@ -41,8 +41,9 @@ def absolute_sum(
     "Sum over examples of factor times |gradient| of one parameter."
     if (rows := only_rows(taken.uses[name])) is None:
         return taken.weighted_sum({name: factors}, absolute=True)[name]
-    values = rows.right.abs().masked_fill((factors == 0)[:, None, None], 0)
-    return Rows(rows.index, values, rows.shape).weighted(factors)
+    return Rows(rows.index,
+                rows.right.abs().masked_fill((factors == 0)[:, None, None], 0),
+                rows.shape).weighted(factors)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norm-table
 def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Tensor:
@@ -84,8 +85,8 @@ def threshold(
     C for kind mg, else C over the mean size to the power 1/order;
     @def-bounded-magnitudes.
     """
-    mean = sum(sizes) / len(sizes)
-    return clip if kind == "mg" else clip / mean ** (1 / order)     # C, else C-bar
+    return (clip if kind == "mg"                                            # C
+            else clip / (sum(sizes) / len(sizes)) ** (1 / order))           # C-bar
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-measure
 class Sums:
@@ -200,7 +201,7 @@ def exact_magnitudes(
     partitions: Sequence[Partition],
     order: int = 1,
 ) -> Tensor:  # (M,)
-    """The magnitudes of @def-magnitude, neither bounded nor hidden.
+    """The magnitudes of @def-magnitude, neither bounded nor perturbed.
 
     An oracle for public data and for experiments, never for a private run.
     """
@@ -230,6 +231,5 @@ def sensitivity(
         raise ValueError(
             f"sizes={sizes}: every partition needs at least one entry, and there "
             "must be one")
-    if kind == "mg":
-        return clip / min(sizes) ** (1 / order)      # Delta = C / min |P|^(1/alpha)
-    return threshold(sizes, clip, kind, order)       # Delta = C-bar
+    return (clip / min(sizes) ** (1 / order) if kind == "mg"  # C / min |P|^(1/alpha)
+            else threshold(sizes, clip, kind, order))         # C-bar
