@@ -261,7 +261,7 @@ class Context:
         self.rehearses = False                   # a start without values or draws
         self.access: Access | None = None        # lent by a run, once it has begun
         self.allowance = Allowance()
-        self.unpaid: list[str] = []              # accesses to private data that are not charged
+        self.unpaid: list[str] = []              # uncharged accesses to private data
 
     def needs(self) -> Access:
         "What the run lends; NotRunning where there is none."
@@ -350,7 +350,7 @@ class Context:
         return public_batches(self.needs(), data)
 
     def forfeit(self, what: str) -> None:
-        "In requests(context): this access to private data is not charged, so the run promises nothing."
+        "In requests(context): this access is not charged, so the run promises nothing."
         noted(self.unpaid, what)
 
     def draw_unpaid(

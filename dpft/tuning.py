@@ -212,7 +212,7 @@ def check_methods(
     steps: int,
     size: int,     # units
 ) -> None:
-    "Refuse a method with uncharged access to private data, or with a cost that cannot be computed."
+    "Refuse a method with uncharged access to private data, or of unknown cost."
     others = [setting["method"] for setting in search.grid if "method" in setting]
     for method in [search.method, *others]:
         if isinstance(search.model, nn.Module):

@@ -47,7 +47,7 @@ def absolute_sum(
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norm-table
 def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Tensor:
-    "Norms of the examples' gradients, || g_P(x) ||_alpha, partition by partition, (B, M)."
+    "Norms || g_P(x) || of the examples' gradients, partition by partition, (B, M)."
     if order == 2:
         return taken.norms(2, pieces)
     names = [[taken.names[id(p)] for p in piece.parameters if id(p) in taken.names]
@@ -139,8 +139,8 @@ def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
         raise ValueError(
             "there is no partition to measure; dpft.frost.partitions(model) lists "
             "those of a model")
-    sizes = [part.size for part in pieces]
-    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)  # |P|^(1/alpha)
+    sizes = [part.size for part in pieces]                        # |P|, |P|^(1/alpha)
+    return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-measuring
 def measuring(
@@ -155,8 +155,8 @@ def bounding_factors(
     bound: float,
 ) -> Tensor:        # (B,)
     "What each example is scaled by before the sum; 0 for one that is not finite."
-    whole = torch.linalg.vector_norm(norms, order, dim=1)    # || g(x) || or || g-bar(x) ||
-    return clip_factor(whole, bound) * whole.isfinite()      # c(x) = min(1, bound / whole)
+    whole = torch.linalg.vector_norm(norms, order, dim=1) # of g(x), or of g-bar(x)
+    return clip_factor(whole, bound) * whole.isfinite()   # c(x) = min(1, bound / whole)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-gradient-magnitudes
 Reduce = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -180,18 +180,18 @@ def gradient_magnitudes(
     Definitions 7 to 9 of DP-FROST; @def-bounded-magnitudes.
     """
     check_kind(kind, order, clip, clip_order)
-    sizes, roots = _sizes(partitions, order)                         # |P|, |P|^(1/alpha)
-    bound = threshold(sizes, clip, kind, order)                      # C or C-bar
+    sizes, roots = _sizes(partitions, order)                # |P|, |P|^(1/alpha)
+    bound = threshold(sizes, clip, kind, order)             # C or C-bar
     sums = Sums(partitions, order, absolute=kind == "mgna")
     with measuring(model, partitions):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
-            table = norm_table(taken, partitions, order)             # || g_P(x) ||
+            table = norm_table(taken, partitions, order)    # || g_P(x) ||
             divided = table if kind == "mg" else table / roots.to(table)
             factors = bounding_factors(divided, clip_order or order, bound)     # c(x)
-            sums.add(taken, table, factors)                          # + c(x) g(x)
+            sums.add(taken, table, factors)                 # + c(x) g(x)
     found = sums.norms(reduce)
-    return found / roots.to(found)                                   # mu_P
+    return found / roots.to(found)                          # mu_P
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-exact
 def exact_magnitudes(

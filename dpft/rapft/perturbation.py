@@ -318,7 +318,7 @@ class RapFT(Ranking):
         self,
         method: Method,                    # what trains
         *,
-        relevance_data: Public | str,      # Public(…), "private", or "paper": not charged
+        relevance_data: Public | str,      # Public(…), "private", "paper": not charged
         irrelevance: float = 0.7,          # beta, share of the entries called weak
         share: float | None = None,        # of epsilon, for private relevance
         allocation: str = "tight",         # "tight" | "paper" | "weighted"
