@@ -560,9 +560,11 @@ def patch_gradients(module: Convolution, left: Tensor, inputs: Tensor) -> Tensor
     shape, tokens = module.weight.shape, left.shape[2]
     each = module.groups * tokens * shape[1:].numel()                # numbers in the patches of an example
     step = max(1, (PATCHES if inputs.device.type == "cpu" else CHUNK) // each)
+    if step >= len(left):
+        return Outer(left, unfolded(module, inputs), shape).dense()
     found = left.new_empty(len(left), *shape)
-    for some, their, into in zip(left.split(step), inputs.split(step), found.split(step), strict=True):
-        Outer(some, full(unfolded(module, their)), shape).dense(into)
+    for part in map(slice, range(0, len(left), step), range(step, len(left) + step, step)):
+        Outer(left[part], unfolded(module, inputs[part]), shape).dense(found[part])
     return found
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-weight

@@ -183,6 +183,21 @@ def test_all_contenders_agree_with_the_oracle(setting, trains):
         assert not reason and error < 1e-4, name
 
 
+@pytest.mark.parametrize("setting", bench.plan_peers(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}")
+def test_whole_steps_move_the_model_and_are_timed_beside_a_plain_one(setting):
+    setting = replace(setting, who=("plain-step", "dpft-step", "opacus-step"), repeats=1)
+    entries = {entry["who"]: entry for entry in bench.measure(setting, CPU)}
+    tied = setting.model == "gpt2" and setting.trains == "full"
+    assert bool(entries["opacus-step"]["cannot"]) == tied
+    assert not entries["plain-step"]["cannot"] and not entries["dpft-step"]["cannot"]
+    assert entries["plain-step"]["time_ratio"] == 1 and entries["dpft-step"]["seconds"] > 0
+    model, batch = setting.build(CPU), setting.batch(3, CPU)
+    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    contenders.dpft_step(model, WatchedLoss()).step(batch)
+    now = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert not any(map(torch.equal, before, now))             # of a sum of zero, too: noise moves it
+
+
 def test_what_a_peer_cannot_do_is_said():
     found = taking_part(replace(TEXT, model="gpt2"))
     assert "Parameter tying is not supported" in found["opacus-ghost"][2] and found["opacus"][2].startswith("RuntimeError")

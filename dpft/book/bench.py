@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PARTS', 'SIZED', 'TRAINS', 'QUICK', 'FULL_MARKS', 'COLOURS', 'MARKERS', 'AXES', 'watched', 'measure', 'described',
            'timed', 'weighed', 'measure_largest', 'largest_of', 'run_bench', 'Sizes', 'plan_bench', 'plan_marks',
-           'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged', 'marks_table', 'panels', 'cost_figure',
-           'batch_figure', 'model_figure', 'write_bench', 'bench_report']
+           'plan_peers', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'judged', 'marks_table', 'panels',
+           'cost_figure', 'batch_figure', 'model_figure', 'write_bench', 'bench_report']
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-imports
 import math
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .contenders import (
-    CONTENDERS, MIB, Contender, Memory, Setting, WatchedLoss, enter, interleaved,
+    CONTENDERS, MIB, WHOLE, Contender, Memory, Setting, WatchedLoss, enter, interleaved,
     largest_batch, matrix_rate, measure_memory, median_interval, operations,
     provenance, weight_bytes)
 from .experiments import write_records
@@ -46,15 +46,18 @@ def measure(setting: Setting, device: torch.device, rate: float | None = None) -
     model, batch = setting.build(device), setting.batch(setting.rows, device)
     entered = list(enter(setting, model, loss, device))
     able = {name: contender for name, contender, _, reason in entered if not reason}
+    for contender in able.values():
+        contender.step(batch)  # what is made once is no part of a step
     memory = {name: measure_memory(contender, loss, batch, device)
               for name, contender in able.items()}
     seconds = interleaved(able, batch, setting.repeats)
-    work = operations(able["plain"], batch) if rate else 0
+    base = setting.who[0]
+    work = operations(able[base], batch) if rate else 0
     for name, _, error, reason in entered:
         entry = described(setting, name, model, error, reason) | provenance(device)
         if name in able:
-            entry |= (timed(seconds[name], seconds["plain"], setting)
-                      | weighed(memory[name], memory["plain"]))
+            entry |= (timed(seconds[name], seconds[base], setting)
+                      | weighed(memory[name], memory[base]))
         if name in able and rate:
             entry |= {"matrix_rate": rate,
                       "share_of_rate": work / entry["seconds"] / rate}
@@ -130,12 +133,12 @@ def run_bench(
     "Measure all settings, the freed memory kept for all contenders alike; who is not installed gets one record that says so."
     reuse_memory()
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = list(settings)
+    settings, known = list(settings), CONTENDERS | WHOLE
     absent = {name for setting in settings for name in setting.who
-              if find_spec(CONTENDERS[name][1]) is None}
+              if find_spec(known[name][1]) is None}
     for name in sorted(absent):
         missing = {"experiment": "cost", "part": "absent", "who": name,
-                   "cannot": f"{CONTENDERS[name][1]} is not installed"}
+                   "cannot": f"{known[name][1]} is not installed"}
         yield missing | provenance(device)
     rates: dict[str | None, float] = {}
     for setting in settings:
@@ -232,6 +235,22 @@ def plan_marks(
     return [*(setting(widths[0], size, count, "biases", "opacus") for size in lengths
               for count in rows),
             *(setting(width, lengths[0], rows[0], "full") for width in widths)]
+
+# %% ../../nbs/3_found/37_cost.ipynb #cost-plan-peers
+def plan_peers(
+    tiny: bool = False,  # the same questions of models that are done in seconds
+    repeats: int = 9,
+) -> list[Setting]:
+    "Whole steps of all libraries; those that are not installed are named."
+    who = ("plain-step", "dpft", *(name for name in WHOLE if name != "plain-step"))
+    shapes = [("encoder", 384, 4, 128, 8), ("encoder", 768, 2, 128, 8),
+              ("encoder", 384, 4, 256, 8), ("encoder", 768, 2, 64, 32),
+              ("gpt2", 384, 2, 128, 8), ("tanh convolutions", 16, 2, 28, 2048)]
+    if tiny:
+        shapes = [("encoder", 32, 1, 16, 4), ("gpt2", 32, 1, 16, 4),
+                  ("tanh convolutions", 16, 2, 28, 16)]
+    return [Setting("peers", *shape, which, who, 2 if tiny else repeats)
+            for shape in shapes for which in TRAINS]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-plan-gpu
 def plan_gpu(
@@ -435,7 +454,7 @@ def write_bench(
 # %% ../../nbs/3_found/37_cost.ipynb #cost-bench-report
 def bench_report(found: list[dict[str, Any]]) -> str:
     "All that the records can say as text."
-    tables = {"text images models depths limits marks gpu": cost_table,
+    tables = {"text images models depths limits marks gpu peers": cost_table,
               "batches": batch_table, "gpu": rate_table, "marks": marks_table}
     shown = [table(found) for parts, table in tables.items()
              if any(entry["part"] in parts.split() for entry in found)]
