@@ -27,7 +27,7 @@ from .contenders import (
     largest_batch, matrix_rate, measure_memory, median_interval, operations,
     provenance, weight_bytes)
 from .experiments import write_records
-from .figures import names_at_lines, plain_log
+from .figures import names_at_lines, plain_log, save_figure, style
 from ..gradients import reuse_memory, tensors
 from ..losses import example_losses
 from ..step import Lowered
@@ -250,7 +250,7 @@ def plan_gpu(
 # %% ../../nbs/3_found/37_cost.ipynb #cost-table
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: one row for each setting and contender, with the reason where it has no numbers."
-    lines = ["| model | size | rows | trains | | time / plain | 95 % interval | peak "
+    lines = ["| model | size | rows | trains | step | time / plain | 95 % interval | peak "
              "/ plain | held / plain | after, MiB |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     for e in found:
@@ -269,7 +269,7 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
 # %% ../../nbs/3_found/37_cost.ipynb #cost-table-batch-table
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
-    lines = ["| model | size | memory, MiB | trains | | largest batch | examples / s |",
+    lines = ["| model | size | memory, MiB | trains | step | largest batch | examples / s |",
              "|---|---|---|---|---|---|---|"]
     for e in found:
         if e["part"] == "batches":
@@ -283,7 +283,7 @@ def batch_table(found: Iterable[dict[str, Any]]) -> str:
 # %% ../../nbs/3_found/37_cost.ipynb #cost-rate-table
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: throughput, share of the device's matrix rate, and peak memory, weights included."
-    lines = ["| model | trains | | examples / s | tokens / s | share of matrix rate | "
+    lines = ["| model | trains | step | examples / s | tokens / s | share of matrix rate | "
              "weights and peak, MiB | peak / plain |",
              "|---|---|---|---|---|---|---|---|"]
     for e in found:
@@ -324,7 +324,7 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
 # %% ../../nbs/3_found/37_cost.ipynb #cost-marks-table-function
 def marks_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown."
-    lines = ["| mark | value | bound | |", "|---|---|---|---|"]
+    lines = ["| promise | value | bound | in these records |", "|:--|--:|--:|:--|"]
     return "\n".join([*lines,
                       *(f"| {name} | {value:.3f} | {bound:.3f} | "
                         f"{'met' if met else 'missed'} |"
@@ -340,6 +340,7 @@ AXES = {"text": "tokens in a text", "images": "pixels along an image's side",
         "batches": "width of the encoder"}
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-panels
+@style()
 def panels(
     found: Iterable[dict[str, Any]],
     columns: Iterable[tuple[str, str]],      # (part, field along the horizontal axis)
@@ -359,10 +360,10 @@ def panels(
     for column, (part, along, which) in enumerate(across):
         own = [e for e in entries if e["part"] == part and e["trains"] == which]
         for axis, (field, label) in zip(grid[:, column], rows, strict=True):
-            axis.set_title(f"{label}, {TRAINED[which]}", fontsize=9)
+            axis.set_title(f"{label}, {TRAINED[which]}")
             _lines(axis, own, along, field)
             axis.set_xticks(sizes[part, along], [f"{size:g}" for size in sizes[part, along]])
-        grid[-1, column].set_xlabel(AXES[part], fontsize=9)
+        grid[-1, column].set_xlabel(AXES[part])
     return figure
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-lines
@@ -401,8 +402,6 @@ def _ratio_axis(axis: Any, *limits: float) -> None:
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_ylim(low, high)
     axis.minorticks_off()
-    axis.tick_params(labelsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-figure-cost-figure
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
@@ -410,7 +409,6 @@ def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     return panels(found, [("text", "size"), ("images", "size")],
                   [("time_ratio", "time / plain"), ("peak_ratio", "peak / plain")])
 
-# %% ../../nbs/3_found/37_cost.ipynb #cost-figure-batch-figure
 def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
     "All but the contender, and but the batch where that is what was looked for."
     names = ("part", "model", "width", "layers", "size", "trains")
@@ -437,6 +435,7 @@ def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
                    ("rate_ratio", "examples a second / plain")])
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-model-figure
+@style()
 def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure":
     "One contender's time beside the plain step's, over what the plain step takes; each point is a model and a size."
     from matplotlib import pyplot as plt
@@ -458,6 +457,7 @@ def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure"
     axis.set(xlabel="time of the plain step, in ms", ylabel=f"time of {WORDS[who]} / plain")
     plain_log(axis.xaxis)
     _ratio_axis(axis, 0.7, 4)
+    axis.set_xlim(right=1.1 * max((x for x, _ in ends.values()), default=1.0))
     names_at_lines(axis, ends, colours)
     return figure
 
@@ -470,8 +470,6 @@ def write_bench(
 ) -> list[dict[str, Any]]:
     "Measure, write each record as it comes, and draw what can be drawn; returns the records."
     from tqdm import tqdm
-
-    from dpft.book.figures import save_figure
 
     settings = list(settings)
     output.mkdir(parents=True, exist_ok=True)
