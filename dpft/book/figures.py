@@ -6,8 +6,8 @@
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'T_QUANTILES', 'EXAMPLES', 'NAMES', 'LEAST', 'Panels', 'ENDINGS',
            'style', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log', 'counted',
            'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'leads', 'draw_leads',
-           'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff', 'save_figure', 'Drawing',
-           'redraw', 'standing_on', 'described', 'made_by', 'text_table']
+           'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff',
+           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 from collections import defaultdict
@@ -227,7 +227,7 @@ def draw_leads(
     axis: "Axes",
     rows: Mapping[str, str],                 # method -> its name with its seeds, from the top down
     found: Mapping[str, Sequence[float]],    # method -> differences, one for each seed
-    reach: float = inf,                      # how far the panel goes to either side
+    limits: tuple[float, float],             # of the panel
 ) -> None:
     "Differences of methods as rows: seeds, means, Student's intervals, and a line at none."
     axis.axvline(0, color="0.4", linewidth=0.9, linestyle=":")
@@ -237,26 +237,35 @@ def draw_leads(
         if label not in found:
             continue
         centre, half = interval(list(found[label]))
-        if abs(centre) > reach:
-            _beyond(axis, place, centre, reach, look(label)["color"])
+        if not limits[0] <= centre <= limits[1]:
+            _beyond(axis, place, centre, limits, look(label)["color"])
             continue
         axis.plot(found[label], [place + 0.27] * len(found[label]), ".", markersize=4,
                   color=look(label)["color"], alpha=0.6)
         axis.errorbar(centre, place, xerr=half, linestyle="none", markersize=5.5,
                       capsize=2.5, linewidth=1.3, **look(label), label=name)
-    axis.set(yticks=range(len(rows)), yticklabels=rows.values(),
+    axis.set(yticks=range(len(rows)), yticklabels=rows.values(), xlim=limits,
              ylim=(len(rows) - 0.4, -0.6))
     axis.tick_params("y", length=0)
     axis.spines["left"].set_visible(False)
-    if reach < inf:
-        axis.set_xlim(-reach, reach)
 
-def _beyond(axis: "Axes", place: int, value: float, reach: float, colour: str) -> None:
+def _beyond(axis: "Axes", place: int, value: float, limits: tuple[float, float],
+            colour: str) -> None:
     side = 1 if value > 0 else -1
-    axis.annotate(f"{value:+.2g}", (side * reach, place), (-18 * side, 0),
-                  textcoords="offset points", color=colour, va="center",
+    axis.annotate(f"{value:+.2g}".replace("-", "−"), (limits[side > 0], place),
+                  (-18 * side, 0), textcoords="offset points", color=colour, va="center",
                   ha="right" if side > 0 else "left",
                   arrowprops={"arrowstyle": "->", "color": colour})
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-limits
+def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
+                reach: float = inf) -> tuple[float, float]:
+    "The least and the greatest end of the intervals whose means lie within reach, with some room, and none beyond reach."
+    known = [interval(list(its)) for own in found for its in own.values()]
+    ends = [0.0, *(centre + side * half for centre, half in known
+                   if abs(centre) <= reach for side in (-1, 1))]
+    room = 0.05 * (max(ends) - min(ends)) or 1.0
+    return max(min(ends) - room, -reach), min(max(ends) + room, reach)
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-figure
 Panels = Mapping[str, Sequence[dict[str, Any]]]  # title -> records
@@ -279,8 +288,9 @@ def lead_figure(
                                 squeeze=False,
                                 figsize=(7.4, 0.23 * len(rows) + 1.15),
                                 layout="constrained")
+    limits = lead_limits(found.values(), reach)
     for axis, (title, own) in zip(axes[0], found.items(), strict=False):
-        draw_leads(axis, rows, own, reach)
+        draw_leads(axis, rows, own, limits)
         plain, _ = interval([100 * e["metrics"][metric] for e in panels[title]
                              if label_of(e) == base])
         axis.set_title(f"{title}\n{base}: {plain:.1f} %")
