@@ -325,13 +325,16 @@ def image_tradeoff(records: Records) -> "Figure":
     "All methods on images beside full fine-tuning, a panel for each data set and model, at their common budget."
     panels: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for entry in records:
-        panels[entry["data"], entry["model"].partition(",")[0]].append(entry)
-    common = set.intersection(*({float(e["target_epsilon"]) for e in own} - {inf}
-                                for own in panels.values()))
-    budget = min(common, default=inf)
-    return lead_figure({f"{NAMES[data]}\n{model}, ε = {budget:g}":
-                        [e for e in own if float(e["target_epsilon"]) == budget]
-                        for (data, model), own in panels.items()}, reach=8)
+        if float(entry["target_epsilon"]) < inf:
+            panels[entry["data"], entry["model"].partition(",")[0]].append(entry)
+    budgets = {key: {float(e["target_epsilon"]) for e in own} for key, own in panels.items()}
+    common = set.intersection(*budgets.values()) if budgets else set()
+    shown = {}
+    for (data, model), own in panels.items():
+        budget = min(common or budgets[data, model])
+        shown[f"{NAMES[data]}\n{model}, ε = {budget:g}"] = [
+            entry for entry in own if float(entry["target_epsilon"]) == budget]
+    return lead_figure(shown, reach=8)
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-language-tradeoff
 def language_tradeoff(records: Records) -> "Figure":
