@@ -359,9 +359,23 @@ def test_the_command_writes_records_a_table_and_figures(small_run):
 def test_figures_are_functions_of_records(small_run):
     found = [json.loads(line) for line in (small_run[2] / "costs.jsonl").read_text().splitlines()]
     figure = bench.cost_figure(found)
-    lines = figure.axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["plain", "opacus", "opacus-ghost", "dpft"]
-    expected = sorted((e["size"], e["seconds"]) for e in found
-                      if e["part"] == "text" and (e["trains"], e["who"]) == ("biases", "plain"))
-    assert list(zip(*lines[0].get_data(), strict=True)) == expected
-    bench.cost_figure([entry for entry in found if entry["part"] != "images"])  # nothing measured there: empty panels, no error
+    plain, *lines = figure.axes[0].get_lines()
+    assert set(plain.get_ydata()) == {1} and [line.get_label() for line in lines] == ["opacus", "opacus-ghost", "dpft"]
+    expected = sorted((e["size"], e["time_ratio"]) for e in found
+                      if e["part"] == "text" and (e["trains"], e["who"]) == ("biases", "dpft"))
+    assert list(zip(*lines[-1].get_data(), strict=True)) == expected
+    names = {text.get_text() for text in figure.axes[0].texts}
+    assert names == {"plain", "Opacus", "ghost clipping", "dpft"}
+    bench.cost_figure([entry for entry in found if entry["part"] != "images"])  # nothing measured there: no panels, no error
+
+
+def batch(who, trains, rows, rate=1.0, cannot=""):
+    return {"part": "batches", "model": "encoder", "width": 32, "layers": 2, "size": 8, "trains": trains, "who": who, "rows": rows,
+            "cannot": cannot, "examples_per_second": rate}
+
+
+def test_largest_batches_stand_beside_the_plain_one_of_their_shape():
+    found = [batch("plain", "biases", 50, 10.0), batch("dpft", "biases", 60, 5.0), batch("opacus", "biases", 0, 0.0, "not even one"),
+             batch("dpft", "full", 3)]                                            # no plain step to compare it with
+    ratios = [(e["who"], e["rows_ratio"], e["rate_ratio"]) for e in bench.beside_plain(found)]
+    assert ratios == [("plain", 1.0, 1.0), ("dpft", 1.2, 0.5), ("opacus", 0.0, 0.0)]
