@@ -184,7 +184,8 @@ def test_the_noise_of_a_round_has_the_stated_deviation():
         draws += [values / (sigma * past.sensitivity) for past in method.selection.rounds
                   for values in past.noisy[~past.noisy.isnan()].tolist()]
     draws, n = torch.tensor(draws), len(draws)                                   # standard normal numbers
-    assert n >= 1600 and abs(draws.std() - 1) < 5.5 / math.sqrt(2 * n) and abs(draws.mean()) < 5.5 / math.sqrt(n)   # 5.5 standard errors: 4e-8 each
+    assert n >= 1600
+    assert abs(draws.std() - 1) < 5.5 / math.sqrt(2 * n) and abs(draws.mean()) < 5.5 / math.sqrt(n)   # 5.5 standard errors: 4e-8 each
 
 
 def test_empty_draws_give_noise_and_no_crash():
