@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'MISSED', 'FINE', 'best_true_positive_rate', 'drawn_of_group', 'mixture_output', 'mixture_loss',
-           'step_loss', 'loss_grid', 'composed_loss', 'deltas_of', 'PrivacyCurve', 'privacy_curve', 'group_epsilon',
-           'sentence_units', 'Budget']
+           'step_loss', 'loss_grid', 'composed_loss', 'tail_masses', 'deltas_of', 'inverse_of', 'PrivacyCurve',
+           'privacy_curve', 'group_epsilon', 'sentence_units', 'Budget']
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-imports
 import math
@@ -156,17 +156,51 @@ def composed_loss(
         parts.append(one.self_compose(m.steps))
     return reduce(partial(pld_pmf.compose_pmfs, tail_mass_truncation=1e-15), parts)
 
+# %% ../nbs/5_notes/61_curve.ipynb #curve-tails
+def tail_masses(
+    loss: Any, # dp-accounting's PLDPmf
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # losses, and both masses of the largest k
+    "The losses above 0, rising, and the mass of the k largest under either data set."
+    pmf = loss.to_dense_pmf()
+    losses = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
+    first = np.searchsorted(losses, 0.0, side="right")
+    losses, probs = losses[first:], np.flip(np.asarray(pmf._probs)[first:])
+    here = np.cumsum(np.append(pmf._infinity_mass, probs))
+    there = np.cumsum(np.append(0.0, probs * np.exp(-np.flip(losses))))
+    return losses, here, there
+
 # %% ../nbs/5_notes/61_curve.ipynb #curve-deltas
 #| code-fold: true
-def deltas_of(loss: Any, missed: float, epsilon: np.ndarray | float) -> Any:
+def deltas_of(
+    loss: Any,                  # dp-accounting's PLDPmf
+    tails: tuple,               # of `tail_masses`
+    missed: float,              # what float64 may have lost
+    epsilon: np.ndarray | float # >= 0
+) -> Any:
     "Delta of one epsilon, or of many, from above."
     if np.ndim(epsilon) == 0:
         return min(loss.get_delta_for_epsilon(float(epsilon)) + missed, 1.0)
-    # e^710 is too large; a smaller epsilon has a larger delta
-    each, back = np.unique(np.minimum(epsilon, 700), return_inverse=True)
-    if len(each) < 256:
-        return np.array([deltas_of(loss, missed, one) for one in each])[back]
-    return np.clip(loss.get_delta_for_epsilon(each) + missed, 0, 1)[back]
+    losses, here, there = tails
+    each = np.minimum(epsilon, 700) # e^710 is too large; a smaller one has a larger delta
+    above = len(losses) - np.searchsorted(losses, each, side="right")
+    return np.clip(here[above] - np.exp(each) * there[above] + missed, 0, 1)
+
+# %% ../nbs/5_notes/61_curve.ipynb #curve-inverse
+#| code-fold: true
+def inverse_of(
+    loss: Any,    # dp-accounting's PLDPmf
+    tails: tuple, # of `tail_masses`
+    delta: float,
+) -> float:
+    "Smallest epsilon for a delta; infinite where the infinite loss has more mass."
+    losses, here, there = tails
+    if not len(losses) or losses[-1] > 700 or here[0] > delta:
+        return float(loss.get_epsilon_for_delta(delta))
+    enough = (here > delta) & (there > 0)
+    found = np.full(len(here), -np.inf)
+    found[enough] = np.log((here[enough] - delta) / there[enough])
+    fits = enough & (found >= np.append(np.flip(losses), -np.inf))
+    return max(float(found[np.argmax(fits)]), 0.0) # none fits: there is less mass
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-curve
 class PrivacyCurve:
@@ -183,6 +217,7 @@ class PrivacyCurve:
                              'groups ask for "remove" and "add"')
         plan = [m for m in mechanisms if m.steps]
         self._loss = composed_loss(plan, group, relation) if plan else None
+        self._tails = tail_masses(self._loss) if plan else ()
         self._missed = ROUNDING + MISSED * sum(m.steps for m in plan)
         self._inverted: dict[float, float] = {} # a report asks for one delta often
 
@@ -190,14 +225,14 @@ class PrivacyCurve:
         "Smallest delta for each epsilon >= 0; @def-privacy-loss."
         if self._loss is None:
             return np.zeros(np.shape(epsilon))
-        return deltas_of(self._loss, self._missed, epsilon)
+        return deltas_of(self._loss, self._tails, self._missed, epsilon)
 
     def epsilon(self, delta: float) -> float:
         "Smallest epsilon for a delta; infinite below what float64 resolves."
         if self._loss is None:
             return 0.0
         if delta not in self._inverted:
-            value = float(self._loss.get_epsilon_for_delta(delta - self._missed))
+            value = inverse_of(self._loss, self._tails, delta - self._missed)
             step = 1e-9
             while math.isfinite(value) and self.delta(value) > delta: # rounding
                 value, step = value + step, 2 * step

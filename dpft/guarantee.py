@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,15 +36,19 @@ def json_number(value: float) -> float | str:
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-installed
 #| code-fold: true
+@lru_cache # reading a package's metadata takes milliseconds
+def _installed(name: str) -> str:
+    "The version of a package, or that there is none."
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def installed_versions() -> dict[str, str]:
     "The packages that the numbers depend on."
-    found = {}
-    for name in ("dpft", "dp-accounting", "opacus", "scipy", "torch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    names = "dpft", "dp-accounting", "opacus", "scipy", "torch"
+    return {name: _installed(name) for name in names}
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-answered
 def _purpose(mechanism: SampledGaussian) -> str:

@@ -110,18 +110,28 @@ PRV_POINTS = 2**24 # finest grid for PRV: about 1 GB and 20 seconds
 PRV_DELTA = 1e-10  # below it float64 rounding shows in PRV's convolutions
 
 
+def _prv_reach(history: History, delta_error: float) -> float:
+    "How far from zero the grid of losses must reach; remark 5.6 of @gopi2021prv."
+    each = delta_error / (8 * sum(T for _, _, T in history))
+    ends = [_rdp_epsilon(((sigma, q, 1),), each) for sigma, q, _ in history]
+    return max(_rdp_epsilon(history, delta_error / 4), *ends, PRV_ERROR) + 3
+
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-prv-epsilon
 def _prv_epsilon(history: History, delta: float) -> float:
     "Upper value of epsilon from the composed privacy loss; @gopi2021prv."
-    from opacus.accountants import PRVAccountant
+    from opacus.accountants.analysis import prv
     _check(delta >= PRV_DELTA, f"delta={delta} is below {PRV_DELTA}")
-    steps, delta_error = sum(T for _, _, T in history), delta / 1000
-    span = 2 * (_rdp_epsilon(history, delta_error / 4) + 3)
-    points = span / PRV_ERROR * math.sqrt(steps * math.log(12 / delta_error) / 2)
+    counts, delta_error = [T for _, _, T in history], delta / 1000
+    reach = _prv_reach(history, delta_error)
+    width = PRV_ERROR / math.sqrt(sum(counts) * math.log(12 / delta_error) / 2)
+    points = 2 * reach / width
     _check(points <= PRV_POINTS, f"the grid would need {points:.1e} points")
-    accountant = PRVAccountant()
-    accountant.history = list(history)
-    return float(accountant.get_epsilon(
-        delta, eps_error=PRV_ERROR, delta_error=delta_error))
+    grid = prv.Domain.create_aligned(-reach, reach, width)
+    losses = [prv.discretize(prv.TruncatedPrivacyRandomVariable(
+        prv.PoissonSubsampledGaussianPRV(q, sigma), grid.t_min, grid.t_max), grid)
+        for sigma, q, _ in history]
+    whole = prv.compose_heterogeneous(losses, counts)
+    return float(whole.compute_epsilon(delta, delta_error, PRV_ERROR)[2])
 
 
 _ACCOUNTANTS: dict[str, Callable[[History, float], float]] = {

@@ -396,21 +396,30 @@ COMMAND = {"data": "digits", "model": "mlp", "method": "full", "noise-multiplier
            "accountant": "rdp", "device": "cpu", "score": "none"}
 
 
-def commanded(root: Path, size: int) -> dict[str, Any]:
+def program(words: list[str], size: int, said: Path) -> subprocess.Popen:
+    "`dpft` in a process of its own, or under torchrun in several; what it says goes into the file."
+    several = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m"] if size > 1 else []
+    with said.open("w") as file:
+        return subprocess.Popen([sys.executable, "-m", *several, "dpft", *words], stdout=subprocess.DEVNULL, stderr=file)
+
+
+def commanded(root: Path, size: int, start: Callable[..., Any] = program) -> dict[str, Any]:
     "SIGTERM reaches the program itself: `dpft train`, or torchrun with two of it; and the same command again."
     began, ledger = time.perf_counter(), root / "checkpoint" / "ledger.sqlite"
-    several = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m"] if size > 1 else []
-    command = [sys.executable, "-m", *several, "dpft", "train", "--no-progress", f"--output={root}/model",
-               f"--checkpoint={root}/checkpoint", *(f"--{name}={value}" for name, value in COMMAND.items())]
+    root.mkdir(exist_ok=True)
+    words = ["train", "--no-progress", f"--output={root}/model", f"--checkpoint={root}/checkpoint",
+             *(f"--{name}={value}" for name, value in COMMAND.items())]
     before: dict[str, int] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
-        while first.poll() is None and before.get("train", 0) < 2:
-            time.sleep(0.05)
-            with suppress(ValueError), Ledger(ledger, read_only=True) as book:
-                before = spent(book)
-        first.terminate()
-        said = [line for line in first.communicate(timeout=120)[1].splitlines() if line.startswith("dpft:")]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    first = start(words, size, root / "first.err")
+    while first.poll() is None and before.get("train", 0) < 2:
+        time.sleep(0.05)
+        with suppress(ValueError), Ledger(ledger, read_only=True) as book:
+            before = spent(book)
+    first.terminate()
+    first.wait(timeout=120)
+    said = [line for line in (root / "first.err").read_text().splitlines() if line.startswith("dpft:")]
+    again = start(words, size, root / "again.err")
+    again.wait(timeout=240)
     with Ledger(ledger, read_only=True) as book:
         after, ended = spent(book), all(map(book.finished, book.runs()))
     fits = first.returncode != 0 and len(said) == 1 and "told to stop; the state after step" in said[0] and again.returncode == 0

@@ -183,6 +183,21 @@ def test_all_contenders_agree_with_the_oracle(setting, trains):
         assert not reason and error < 1e-4, name
 
 
+@pytest.mark.parametrize("setting", bench.plan_peers(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}")
+def test_whole_steps_move_the_model_and_are_timed_beside_a_plain_one(setting):
+    setting = replace(setting, who=("plain-step", "dpft-step", "opacus-step"), repeats=1)
+    entries = {entry["who"]: entry for entry in bench.measure(setting, CPU)}
+    tied = setting.model == "gpt2" and setting.trains == "full"
+    assert bool(entries["opacus-step"]["cannot"]) == tied
+    assert not entries["plain-step"]["cannot"] and not entries["dpft-step"]["cannot"]
+    assert entries["plain-step"]["time_ratio"] == 1 and entries["dpft-step"]["seconds"] > 0
+    model, batch = setting.build(CPU), setting.batch(3, CPU)
+    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    contenders.dpft_step(model, WatchedLoss()).step(batch)
+    now = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert not any(map(torch.equal, before, now))             # of a sum of zero, too: noise moves it
+
+
 def test_what_a_peer_cannot_do_is_said():
     found = taking_part(replace(TEXT, model="gpt2"))
     assert "Parameter tying is not supported" in found["opacus-ghost"][2] and found["opacus"][2].startswith("RuntimeError")
@@ -344,9 +359,23 @@ def test_the_command_writes_records_a_table_and_figures(small_run):
 def test_figures_are_functions_of_records(small_run):
     found = [json.loads(line) for line in (small_run[2] / "costs.jsonl").read_text().splitlines()]
     figure = bench.cost_figure(found)
-    lines = figure.axes[0].get_lines()
-    assert [line.get_label() for line in lines] == ["plain", "opacus", "opacus-ghost", "dpft"]
-    expected = sorted((e["size"], e["seconds"]) for e in found
-                      if e["part"] == "text" and (e["trains"], e["who"]) == ("biases", "plain"))
-    assert list(zip(*lines[0].get_data(), strict=True)) == expected
-    bench.cost_figure([entry for entry in found if entry["part"] != "images"])  # nothing measured there: empty panels, no error
+    plain, *lines = figure.axes[0].get_lines()
+    assert set(plain.get_ydata()) == {1} and [line.get_label() for line in lines] == ["opacus", "opacus-ghost", "dpft"]
+    expected = sorted((e["size"], e["time_ratio"]) for e in found
+                      if e["part"] == "text" and (e["trains"], e["who"]) == ("biases", "dpft"))
+    assert list(zip(*lines[-1].get_data(), strict=True)) == expected
+    names = {text.get_text() for text in figure.axes[0].texts}
+    assert names == {"plain", "Opacus", "ghost clipping", "dpft"}
+    bench.cost_figure([entry for entry in found if entry["part"] != "images"])  # nothing measured there: no panels, no error
+
+
+def batch(who, trains, rows, rate=1.0, cannot=""):
+    return {"part": "batches", "model": "encoder", "width": 32, "layers": 2, "size": 8, "trains": trains, "who": who, "rows": rows,
+            "cannot": cannot, "examples_per_second": rate}
+
+
+def test_largest_batches_stand_beside_the_plain_one_of_their_shape():
+    found = [batch("plain", "biases", 50, 10.0), batch("dpft", "biases", 60, 5.0), batch("opacus", "biases", 0, 0.0, "not even one"),
+             batch("dpft", "full", 3)]                                            # no plain step to compare it with
+    ratios = [(e["who"], e["rows_ratio"], e["rate_ratio"]) for e in bench.beside_plain(found)]
+    assert ratios == [("plain", 1.0, 1.0), ("dpft", 1.2, 0.5), ("opacus", 0.0, 0.0)]

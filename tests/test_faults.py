@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import faults
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -23,9 +21,7 @@ from dpft.store import CheckpointError, Store
 def records(tmp_path_factory):
     """What the reduced run found; in a process of its own, because it forks, and torch cannot go backward on both sides of a fork."""
     output = tmp_path_factory.mktemp("faults") / "records.jsonl"
-    here = os.pathsep.join([str(Path(faults.__file__).parent), os.environ.get("PYTHONPATH", "")])  # its folder may not be on the path
-    done = subprocess.run([sys.executable, faults.__file__, "--output", output], capture_output=True, text=True, timeout=600,
-                          env=os.environ | {"PYTHONPATH": here})
+    done = fresh.run("import faults; faults.main()", "--output", output, said=output.with_name("said"), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in output.read_text().splitlines()]
 
@@ -100,7 +96,7 @@ def test_the_disk_knows_what_a_power_cut_takes(tmp_path):
 
 
 def test_the_program_leaves_with_a_checkpoint_when_it_is_told_to_stop(tmp_path):
-    record = faults.commanded(tmp_path, 1)
+    record = faults.commanded(tmp_path, 1, lambda words, size, said: fresh.Program("-m dpft", *words, said=said))
     assert record["wrong"] == [], record
 
 

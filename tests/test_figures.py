@@ -37,8 +37,10 @@ def relevance(variant, base, seed, target=3.0, score=0.0, **more):
 
 
 def selection():
-    round_ = {"values": [1e-3, None], "std": [1e-4, None]}
-    return {"partitions": [{"name": "embeddings"}, {"name": "output.LayerNorm"}], "chosen": [1], "rounds": [round_]}
+    names = ("bert.embeddings.word_embeddings", "bert.embeddings.LayerNorm", "bert.encoder.layer.0.attention.self.query",
+             "bert.encoder.layer.1.attention.self.query", "bert.encoder.layer.1.output.LayerNorm")
+    round_ = {"values": [1e-3, None, 2e-3, -1e-3, 5e-3], "std": [1e-4, None, 1e-4, 1e-4, 1e-4]}
+    return {"partitions": [{"name": name} for name in names], "chosen": [1, 4], "rounds": [round_]}
 
 
 def angles(step, frozen):
@@ -55,7 +57,8 @@ def attack(epsilon, seed):
 
 def cost(who, size, part="text", trains="biases"):
     return {"experiment": "cost", "part": part, "trains": trains, "who": who, "size": size, "width": size, "layers": size, "rows": 4,
-            "cannot": "", "seconds": 0.1 * size, "peak_mib": 2.0 * size, "examples_per_second": 3.0, "device": "CPU"}
+            "cannot": "", "seconds": 0.1 * size, "peak_mib": 2.0 * size, "examples_per_second": 3.0, "device": "CPU",
+            "time_ratio": 1.0 + (who != "plain"), "time_interval": [0.9, 2.5], "peak_ratio": 1.5}
 
 
 RECORDS = {
@@ -66,7 +69,7 @@ RECORDS = {
     "methods-images": grid("methods-images", ("Then",), (2.0,), data="cifar10", label="1/3+BiTFiT"),
     "e2e-methods": [*grid("e2e-methods", data="e2e"), entry("e2e-methods", "Untouched", 0.0, 0, data="e2e")],
     "methods-cost": [{"experiment": "methods-cost", "method": "all", "reduced": True,
-                      "costs": {label: {"step_seconds": 2.0, "peak_mib": 30.0} for label in ("Full", "LoRA")}}],
+                      "costs": {label: {"step_seconds": 2.0, "peak_mib": 30.0} for label in ("Full", "LoRA", "BiTFiT")}}],
     "methods-headline": grid("methods-headline", budgets=(2.0,)),
     "lf-pwcca": [entry("lf-pwcca", "Full", 1, seed, data="fashion_mnist", distances={
         str(step): {"0": 0.1 / step, "2": 0.2 / step} for step in (1, 20, 3)}) for seed in range(2)],
@@ -134,7 +137,7 @@ def test_every_method_has_a_look_of_its_own():
 
 
 def test_a_method_has_the_same_colour_in_every_figure(results):
-    "In whatever figure a method has a place in the legend, its marker has the method's colour and shape."
+    "In whatever figure a method has a place, its marker has the method's colour and shape."
     seen = {}
     for name in ("quickstart", "tradeoff-text", "tradeoff-images", "tradeoff-language", "price", "attacks"):
         figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
@@ -144,17 +147,53 @@ def test_a_method_has_the_same_colour_in_every_figure(results):
             assert same_color(bars.lines[0].get_color(), COLOURS[kind]) and bars.lines[0].get_marker() == MARKERS[kind]
             seen.setdefault(label, set()).add(name)
     plt.close("all")
-    assert len(seen["Full"]) == 6 and "1/3+BiTFiT" in seen and "LoRA" in seen
+    assert len(seen["BiTFiT"]) == 5 and len(seen["Full"]) == 3 and "1/3+BiTFiT" in seen and "LoRA" in seen  # Full is the zero of the others
 
 
-def test_legends_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
+def test_figures_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
     figure = FIGURES["tradeoff-text"].draw(standing_on(FIGURES["tradeoff-text"])[0])
-    (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} >= {"LoRA (3)", "DPFrost (3)"} and "seeds" in legend.get_title().get_text()
+    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert {"LoRA (3)", "DPFrost (3)"} <= set(names) and not any(name.startswith("Full") for name in names)
+    assert [axis.get_title().splitlines()[0] for axis in figure.axes] == ["ε = 0.5", "ε = 2", "ε = 8"]
+    assert all(axis.get_title().splitlines()[1] == "Full: 81.0 %" for axis in figure.axes)
+    assert figure.get_supxlabel() == "test accuracy less that of Full, in points"
+    figure = FIGURES["tradeoff-language"].draw(standing_on(FIGURES["tradeoff-language"])[0])
     axis = figure.axes[0]
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.5", "2", "8", "∞"] and "accuracy" in axis.get_ylabel()
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.5", "8", "∞"] and "perplexity" in axis.get_ylabel()
+    assert {"Full (3)", "BiTFiT (3)"} <= {text.get_text() for text in axis.texts}
     figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
-    assert sum("degrees" in axis.get_ylabel() for axis in figure.axes) == 3 and "2 seeds" in figure.legends[0].get_title().get_text()
+    assert sum("degrees" in axis.get_title() for axis in figure.axes) == 3 and "2 seeds" in figure.get_suptitle()
+    plt.close("all")
+
+
+def test_leads_are_paired_by_seed_and_take_three_of_them():
+    runs = [{**entry("x", method, 2.0, seed), "metrics": {"accuracy": score}}
+            for method, scores in (("Full", (0.5, 0.6, 0.9)), ("LoRA", (0.6, 0.7, 1.0)), ("BiTFiT", (0.1, 0.2)))
+            for seed, score in enumerate(scores)]
+    found = figures.leads(runs, "Full", "accuracy")
+    assert list(found) == ["LoRA"] and found["LoRA"] == pytest.approx([0.1] * 3)       # what a seed does to both cancels
+    other = [{**run, "seed": run["seed"] + (run["method"] == "LoRA")} for run in runs]
+    assert figures.leads(other, "Full", "accuracy") == {}                              # two seeds in common are too few
+    assert figures.leads(runs, "Adapter", "accuracy") == {}
+
+
+def test_a_mean_off_the_panel_is_an_arrow_with_its_number():
+    found = {"LoRA": [1.0, 2.0, 3.0], "BiTFiT": [-25.0, -24.0, -26.0]}
+    low, high = figures.lead_limits([found], reach=12)
+    assert -12 <= low < 2 - 4.30 / 3**0.5 and 2 + 4.30 / 3**0.5 < high <= 12
+    figure, axis = plt.subplots()
+    figures.draw_leads(axis, {"LoRA": "LoRA (3)", "BiTFiT": "BiTFiT (3)"}, found, (low, high))
+    assert [bars.get_label() for bars in axis.containers] == ["LoRA (3)"] and [text.get_text() for text in axis.texts] == ["−25"]
+    plt.close(figure)
+
+
+def test_a_partition_has_a_cell_by_its_name(results):
+    figure = FIGURES["selection"].draw(standing_on(FIGURES["selection"])[0])
+    outside, inside = figure.axes[:2]
+    assert [tick.get_text() for tick in outside.get_yticklabels()] == ["word", "norm"]
+    assert [tick.get_text() for tick in inside.get_yticklabels()] == ["query", "norm after feed-forward"]
+    assert [tick.get_text() for tick in inside.get_xticklabels()] == ["1", "2"] and "all 12 private runs" in inside.get_title()
+    assert sorted(text.get_text() for axis in (outside, inside) for text in axis.texts if text.get_text()) == ["●"]
     plt.close("all")
 
 
@@ -211,10 +250,22 @@ def test_shares_are_in_order_and_bounds_are_the_two_largest(results):
     figure, (points,) = drawn("irrelevance")
     assert sorted(x for x, _ in points) == [0.5, 0.5, 0.9, 0.9]
     means = next(line for line in figure.axes[0].lines if line.get_marker() == "None")
-    assert list(means.get_xdata()) == [0.5, 0.9]
+    assert list(means.get_xdata()) == [0.5, 0.9] and [text.get_text() for text in figure.axes[0].texts] == ["tight"]
     figure, _ = drawn("assumptions")
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
-        f"C = {bound}, {kind}" for bound in (5, 10) for kind in ("clipped", "unclipped")]
+    assert {text.get_text() for text in figure.axes[0].texts} == {
+        f"C = {bound}, {kind}" for bound in (5, 10) for kind in ("clipped", "unclipped")}
+
+
+def test_freezing_is_drawn_as_a_change_of_the_same_batch(results):
+    assert drawings.change({"before": {"5": {"strength": 0.2, "noise": 1.5}}, "after": {"5": {"strength": 0.3, "noise": 1.4}}},
+                           "5", "strength") == pytest.approx(1.5)
+    figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1 below head", "head"]
+    curves = [[line for line in axis.lines if len(line.get_xdata()) == 2 and set(line.get_xdata()) == {2, 8}] for axis in figure.axes]
+    assert all(len(its) == 2 for its in curves)
+    for axis, still in zip(curves, (1, 0, 0, 0), strict=True):                             # before and after are the same here
+        assert all(list(line.get_ydata()) == pytest.approx([still, still]) for line in axis)
+    plt.close("all")
 
 
 def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tmp_path):

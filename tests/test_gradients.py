@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn, tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+import dpft.gradients
 from dpft.clipping import clip_factor
 from dpft.gradients import (
     Block,
@@ -27,6 +28,7 @@ from dpft.gradients import (
     gradients,
     mapped_gradients,
     only_rows,
+    pair_squares,
     per_example_gradients,
     per_example_losses,
     per_example_norms,
@@ -139,6 +141,17 @@ def test_engine_agrees_with_the_oracle_under_every_freeze_set(name, record_prope
     assert max(worst.values()) <= 1e-9, worst
 
 
+def every_transition(names):
+    "A walk that goes from each to each other exactly once: a circuit of Hierholzer's."
+    left, stack, walk = {name: [other for other in names if other != name] for name in names}, [names[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_what_trains_may_change_at_any_step(name):
     "Every ordered transition between two freeze sets, on one model: no stale state, no broken bound, nothing left behind."
@@ -148,8 +161,8 @@ def test_what_trains_may_change_at_any_step(name):
         zoo.freeze(model, freeze_set)
         oracles[freeze_set] = flat(per_example_gradients(model, loss_fn, batch))
     one = {key: value[:1] for key, value in batch.items()} if isinstance(batch, dict) else tuple(value[:1] for value in batch)
-    walk = [step for pair in product(sets, sets) if pair[0] != pair[1] for step in pair]
-    assert {pair for pair in pairwise(walk) if pair[0] != pair[1]} >= {pair for pair in product(sets, sets) if pair[0] != pair[1]}
+    walk = every_transition(sets)
+    assert sorted(pairwise(walk)) == sorted(pair for pair in product(sets, sets) if pair[0] != pair[1])
     for freeze_set in walk:
         zoo.freeze(model, freeze_set)
         flags = {key: parameter.requires_grad for key, parameter in model.named_parameters()}
@@ -274,6 +287,9 @@ CONVOLUTIONS = [
     (nn.Conv2d, dict(kernel_size=6, padding="valid")),
     (nn.Conv3d, dict(kernel_size=2, stride=2)),
     (nn.Conv3d, dict(kernel_size=(1, 2, 3), padding=(0, 1, 2), groups=2, padding_mode="circular")),
+    (nn.Conv1d, dict(kernel_size=3, stride=2, groups=4)),                                    # of one channel each, and a rest
+    (nn.Conv2d, dict(kernel_size=(2, 3), stride=(3, 2), padding=1, dilation=(2, 1), groups=4)),
+    (nn.Conv3d, dict(kernel_size=2, padding=1, groups=4, padding_mode="circular")),
 ]
 
 
@@ -281,6 +297,48 @@ CONVOLUTIONS = [
 def test_convolutions(kind, options):
     space = {nn.Conv1d: (9,), nn.Conv2d: (6, 7), nn.Conv3d: (4, 3, 4)}[kind]
     exact(Chain(conv=kind(4, 8, **options), norm=nn.GroupNorm(4, 8), act=nn.SiLU(inplace=True)), wave, (noise(5, 4, *space),))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_patches_of_a_few_examples_at_a_time(channels, monkeypatch):
+    monkeypatch.setattr("dpft.gradients.PATCHES", 300)                                       # of 5 examples: two, two and one
+    exact(Chain(conv=nn.Conv2d(channels, 2, 3)), wave, (noise(5, channels, 6, 7),))
+
+
+def test_convolutions_with_more_channels_than_positions_keep_their_factors():
+    model = Chain(conv=nn.Conv2d(12, 16, 2, groups=2, stride=2), flatten=nn.Flatten(), head=nn.Linear(16, 2)).double()
+    batch = (noise(5, 12, 2, 2),)
+    found = gradients(model, wave, batch)
+    assert [*map(type, found.uses["conv.weight"])] == [Outer]
+    exact(model, wave, batch)
+
+
+class ThreeBranches(Net):
+    "Query, key and value of one input."
+
+    def forward(self, x):
+        return self.value(x) * torch.sigmoid(self.query(x) * self.key(x))
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_matrices_with_one_input_are_measured_as_one(tokens, monkeypatch):
+    model = ThreeBranches(query=nn.Linear(12, 16), key=nn.Linear(12, 16), value=nn.Linear(12, 16)).double()
+    batch, calls = (noise(5, tokens, 12),), []
+    exact(model, wave, batch)
+    found = gradients(model, wave, batch)
+    honest = dpft.gradients.token_products
+    monkeypatch.setattr("dpft.gradients.token_products", lambda *pair: (calls.append(1), honest(*pair))[1])
+    together = found.norms()
+    assert len(calls) == 2                                                                   # one of the input, one of all outputs
+    parts = [Partition(name, (parameter,)) for name, parameter in model.named_parameters()]
+    assert relative(found.norms(partitions=parts).square().sum(1).sqrt(), together) <= 1e-12
+    assert len(calls) == 2 + 3 * 2                                                           # apart, each has its own
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 131])
+def test_each_pair_of_tokens_is_multiplied_once(tokens):
+    left, right = noise(4, tokens, 5), noise(4, tokens, 7, seed=1)
+    assert relative(pair_squares(left, right), (left.mT @ right).square().sum((1, 2))) <= 1e-12
 
 
 def test_embedding_with_a_padding_row_and_repeated_tokens():

@@ -2,17 +2,14 @@
 
 import json
 import math
-import multiprocessing
 import os
 import re
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import fresh
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -341,15 +338,15 @@ def test_kill_does_not_unspend(tmp_path):
     """A process that releases after each row is killed at some point, three times; every release is in the ledger."""
     path, released = tmp_path / "l.db", -1
     for delay in (0.02, 0.1, 0.25):
-        child = subprocess.Popen([sys.executable, "-c", KILLED.format(plan=json.dumps(PLAN)), str(path), str(released + 1000)],
-                                 stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        first = int(child.stdout.readline())
+        child = fresh.Program(KILLED.format(plan=json.dumps(PLAN)), path, released + 1000, said=tmp_path / "said")
+        while "\n" not in child.stdout:
+            assert child.poll() is None, child.stderr
+            time.sleep(0.005)
         time.sleep(delay)
-        os.kill(child.pid, signal.SIGKILL)
-        rest = child.stdout.read().split("\n")[:-1]
+        child.process.kill()
         child.wait()
-        released = int(rest[-1]) if rest else first
+        first, *rest = map(int, child.stdout.split("\n")[:-1])
+        released = rest[-1] if rest else first
         with Ledger(path) as ledger:
             rows = {step for step, in ledger.chain.file.query("SELECT step FROM ledger WHERE kind = 'spend'")}
             assert set(range(first, released + 1)) <= rows
@@ -369,7 +366,7 @@ def test_two_processes_share_a_ledger(tmp_path):
     path = tmp_path / "l.db"
     with Ledger(path) as ledger:
         ledger.begin("shared", PLAN)
-    context = multiprocessing.get_context("spawn")
+    context = fresh.CONTEXT
     together = context.Barrier(2)
     writers = [context.Process(target=write_rows, args=(str(path), name, 40, together)) for name in ("one", "two")]
     for writer in writers:
@@ -552,7 +549,7 @@ def begin_together(path: str, name: str, together, results) -> None:
 
 def test_of_two_processes_that_start_at_once_one_is_refused(tmp_path):
     path = tmp_path / "l.db"
-    context = multiprocessing.get_context("spawn")
+    context = fresh.CONTEXT
     together, results = context.Barrier(2), context.Queue()
     with Ledger(path) as ledger:
         ledger.set_budget(TWO_RUNS, 1e-5)

@@ -4,10 +4,9 @@ import copy
 import math
 import os
 import stat
-import subprocess
-import sys
 import textwrap
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -564,7 +563,7 @@ def test_a_killed_process_leaves_nothing(tmp_path):
         shelf.put(b"key", [torch.ones(1, 100)])
         assert torch.equal(shelf.get(b"key")[0], torch.ones(1, 100))
         os.kill(os.getpid(), signal.SIGKILL)"""
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "cache")], check=False)
+    ended = fresh.run(textwrap.dedent(script), tmp_path / "cache", said=tmp_path / "it")
     assert ended.returncode == -9 and list((tmp_path / "cache").iterdir()) == []
 
 

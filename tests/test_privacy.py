@@ -364,16 +364,16 @@ def test_a_target_at_the_floor_is_met():
 
 
 def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
-    from opacus.accountants import PRVAccountant
+    from opacus.accountants.analysis.prv import Domain
 
     built = []
-    domain = PRVAccountant._get_domain
+    domain = Domain.create_aligned
 
-    def spy(self, *arguments, **settings):
-        built.append(domain(self, *arguments, **settings))
+    def spy(*arguments):
+        built.append(domain(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(PRVAccountant, "_get_domain", spy)
+    monkeypatch.setattr(Domain, "create_aligned", spy)
     history = ((2.0, 0.1, 30),)
     privacy._prv_epsilon(history, 1e-4)
     for size, refused in ((built[0].size / 1.1, True), (built[0].size * 1.1, False)):
@@ -383,3 +383,17 @@ def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
                 privacy._prv_epsilon(history, 1e-4)
         else:
             privacy._prv_epsilon(history, 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Opacus, where all are drawn
+@pytest.mark.parametrize("history, delta", [
+    (((0.88, 0.0152, 197),), 1e-5), (((2.0, 0.1, 30),), 1e-4), (((1.0, 0.3, 5), (3.0, 0.01, 100)), 1e-6), (((20.0, 1.0, 400),), 1e-5),
+    (((0.6, 0.1, 10), (1.0, 0.2, 3), (7.0, 0.01, 50)), 1e-3), (((0.5, 0.02, 1),), 1e-5)])
+def test_prv_is_opacus_own(history, delta):
+    """The grid reaches as far as Opacus' does, which asks all orders: a place less or more would show in the fifth digit."""
+    from opacus.accountants import PRVAccountant
+
+    accountant = PRVAccountant()
+    accountant.history = list(history)
+    wanted = accountant.get_epsilon(delta, eps_error=privacy.PRV_ERROR, delta_error=delta / 1000)
+    assert privacy._prv_epsilon(history, delta) == pytest.approx(wanted, rel=1e-9)

@@ -1,13 +1,14 @@
 """Several processes: real ones, over loopback, against one; agreement, order, faults, and a run that is killed and continued."""
 
 import math
-import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import traceback
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -100,7 +101,7 @@ class Ranks:
     "As many processes as one likes, each of which does the same task; what they return, in order."
 
     def __init__(self, size, meeting):
-        context = multiprocessing.get_context("spawn")
+        context = fresh.CONTEXT
         pipes = [context.Pipe() for _ in range(size)]
         self.processes = [context.Process(target=worker, args=(rank, size, meeting, pipes[rank][1]), daemon=True) for rank in range(size)]
         for process in self.processes:
@@ -618,13 +619,31 @@ COMMAND = dict(data="digits", model="mlp", method="full", noise_multiplier="1.1"
                device="cpu", score="none", schedule="linear")
 
 
-def torchrun(folder, dies=None, **options):
+def words_of(folder):
+    options = {**COMMAND, "checkpoint": str(folder / "checkpoint"), "output": str(folder / "output")}
+    return ["train", "--no-progress", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+
+
+def torchrun(folder, dies):
+    "The command under torchrun, where one process dies in its fourth step."
     (folder / "killing.py").write_text(textwrap.dedent(KILLING))
-    options = {**COMMAND, "checkpoint": str(folder / "checkpoint"), "output": str(folder / "output"), **options}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(folder / "killing.py"), "train",
-               "--no-progress", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(folder / "killing.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIES": str(dies)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *words_of(folder)], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def both(folder):
+    "The command again, as two processes with what torchrun tells each of them."
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "again"}
+    ranks = [fresh.Program(textwrap.dedent(KILLING), *words_of(folder), said=folder / f"rank{rank}",
+                           environment={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    for program in ranks:
+        program.wait(120)
+    return ranks
 
 
 def uninterrupted():
@@ -644,9 +663,9 @@ def test_a_killed_process_ends_all_with_one_sentence_and_the_same_command_contin
     assert "the same command with the same number of processes continues from the last checkpoint" in told[0]
     with Ledger(tmp_path / "checkpoint" / "ledger.sqlite") as ledger:
         assert 4 <= sum(m.steps for m in ledger.spent()) <= 5 and sum(m.steps for m in ledger.charged()) == 6
-    resumed = torchrun(tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.count("differentially private") == 1
+    resumed = both(tmp_path)
+    assert [program.returncode for program in resumed] == [0, 0], [program.stderr for program in resumed]
+    assert sum(program.stdout.count("differentially private") for program in resumed) == 1
     expected, guarantee = two(uninterrupted)[0]
     found = load_file(tmp_path / "output" / "model.safetensors")
     assert all(np.array_equal(found[name], value) for name, value in expected.items())

@@ -8,14 +8,13 @@ import hashlib
 import math
 import json
 import sqlite3
-import subprocess
-import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import fresh
 import pytest
 import torch
 from planted import Bug, buffers_left_as_they_are, named_test, raw_gradients_in_the_loss, rows_padded_already
@@ -191,8 +190,8 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
     "K6: one of two died with a sentence about room on the disk."
     code = ("import sys; from dpft.store import Store, CheckpointError\n"
             "try: Store(sys.argv[1], {}, {})\nexcept CheckpointError as error: print(error)")
-    first = Store(tmp_path, {}, {})
-    said = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True).stdout
+    first = Store(tmp_path / "state", {}, {})
+    said = fresh.run(code, tmp_path / "state", said=tmp_path / "it").stdout
     assert "another process is using checkpoint" in said and "choose another folder" in said
     first.close()
 

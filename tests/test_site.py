@@ -226,6 +226,14 @@ def test_a_failing_stage_hides_no_other_and_all_failures_are_named_last(staged):
                           "failed: lint executed tested"]
 
 
+def test_the_site_is_made_beside_the_others_and_what_it_says_comes_after_theirs(staged):
+    status, lines = staged(rendered=("183 pages: 1 problem\n", 1), tested=("9 passed in 3.00s\n", 0))
+    assert status == 1 and lines[-1] == "failed: rendered"
+    assert lines.index("183 pages: 1 problem") > lines.index("9 passed in 3.00s")
+    status, lines = staged(rendered=("183 pages: 0 problems\n", 0), tested=("9 passed in 3.00s\n", 0))
+    assert status == 0 and lines[-1] == "all of it holds: rendered tested"
+
+
 def test_when_all_holds_the_counts_stand_at_the_end(staged):
     status, lines = staged(lint=("", 0), tested=("...\n9 passed, 1 skipped in 3.00s\n", 0))
     assert status == 0 and lines[-2:] == ["9 passed, 1 skipped in 3.00s", "all of it holds: lint tested"]

@@ -7,12 +7,11 @@ import math
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import textwrap
 import types
 import warnings
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -511,9 +510,9 @@ def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
                 return super().step(closure)
         t.tune(checkpoint=sys.argv[1], checkpoint_every=3, optimizer=Killing, learning_rate=0.05)
     """)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])}
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True)
-    assert result.returncode == -9, result.stderr.decode()
+    (tmp_path / "said").mkdir()
+    result = fresh.run(script, tmp_path, said=tmp_path / "said" / "it")
+    assert result.returncode == -9, result.stderr
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         assert sum(m.steps for m in ledger.spent()) == 5 and sum(m.steps for m in ledger.charged()) == 6
     resumed = tune(checkpoint=tmp_path, checkpoint_every=3, learning_rate=0.05)

@@ -6,7 +6,7 @@
 __all__ = ['CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE', 'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED',
            'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY', 'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS',
            'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS', 'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU',
-           'FREEZING', 'quickstart', 'run_named', 'list_experiments', 'chosen_runs', 'cores', 'prepare',
+           'PEERS', 'FREEZING', 'quickstart', 'run_named', 'list_experiments', 'chosen_runs', 'cores', 'prepare',
            'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from',
            'parts_asked']
 
@@ -308,6 +308,10 @@ MARKS = typer.Option(
     "--marks", help="Only what this package promises: its marks, each met or missed.")
 GPU = typer.Option(
     "--gpu", help="Only RoBERTa-base and a Llama of 7 billion parameters, on a GPU.")
+PEERS = typer.Option(
+    "--peers",
+    help="Only whole steps, with noise, ledger and optimizer, of every library that "
+         "is installed (FastDP from its folder on PYTHONPATH).")
 FREEZING = typer.Option(
     "--freezing",
     help="Only steps and runs of convolutional networks before and after their "
@@ -315,7 +319,7 @@ FREEZING = typer.Option(
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-plan
 def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bool,
-                  marks: bool, gpu: bool) -> tuple[list[Any], str]:
+                  marks: bool, gpu: bool, peers: bool = False) -> tuple[list[Any], str]:
     "What is measured, and the name of its records; ValueError without the GPU that it takes."
     from dpft.book import bench as room
 
@@ -324,6 +328,8 @@ def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bo
             raise ValueError("there is no GPU here; --gpu --quick asks the same of "
                              "tiny models")
         return room.plan_gpu(tiny=quick), "costs-gpu"
+    if peers:
+        return room.plan_peers(tiny=quick), "costs-peers"
     if marks:
         small = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
         return room.plan_marks(*small) if quick else room.plan_marks(), "costs-marks"
@@ -347,6 +353,7 @@ def bench(
     memory: Annotated[int | None, MEMORY] = None,
     quick: Annotated[bool, QUICK] = False,
     marks: Annotated[bool, MARKS] = False,
+    peers: Annotated[bool, PEERS] = False,
     gpu: Annotated[bool, GPU] = False,
     freezing: Annotated[bool, FREEZING] = False,
 ) -> None:
@@ -361,7 +368,7 @@ def bench(
     numbers = {"lengths": lengths, "sides": sides, "widths": widths}
     sizes = sizes_from(quick, numbers, width, layers, rows, repeats, memory)
     settings, name = planned_bench(sizes, parts_asked(parts, numbers), who, trains, quick,
-                                   marks, gpu)
+                                   marks, gpu, peers)
     print(room.bench_report(room.write_bench(settings, output, name, rate=gpu)))
     print(f"\nThe records are in {output / name}.jsonl.")
 
