@@ -125,7 +125,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-rehearsal
 def rehearse(method: Method, context: Context) -> None:
-    "ValueError when a method could not begin in this run, before anything is paid for."
+    "ValueError when a method could not begin in this run, before anything is charged."
     view = copy.copy(context)
     view.model, view.access, view.rehearses = without_values(context.model), None, True
     quiet = suppress(NotRunning, RuntimeError)   # what wants a draw is trusted

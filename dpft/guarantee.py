@@ -124,7 +124,7 @@ class Facts:
     ledger_head: str = ""             # hash of the published ledger's last row
     versions: dict[str, str] = field(default_factory=installed_versions)
     private: bool | None = None       # None: whether there is a mechanism
-    unpaid: str = ""                  # looks that no noise hides: nothing is promised
+    unpaid: str = ""                  # uncharged, without noise: nothing is promised
     others: bool | None = None        # the ledger has charged more; None: unsaid
     statement: Statement = field(default_factory=Statement) # what only people know
     files: dict[str, str] = field(default_factory=dict) # beside it: SHA-256

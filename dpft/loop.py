@@ -50,7 +50,7 @@ class Run:
     prepared: Prepared              # the data and model as training had them
     trained: list[str]              # names of the parameters that trained
     ledger: Ledger | None = None    # what was charged, on the process that keeps it
-    score_guarantee: Guarantee | None = None # to the rows that scores are paid for
+    score_guarantee: Guarantee | None = None # to the rows of charged scores
 
     @property
     def epsilon(self) -> float:
@@ -104,7 +104,7 @@ def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-score-report
 def score_report(run: Run) -> str:
-    "What is promised to the rows that scores are paid for; empty where none are."
+    "What is promised to the rows of charged scores; empty where there are none."
     if run.score_guarantee is None:
         return ""
     return "## The development set\n\n" + run.score_guarantee.report()
@@ -200,7 +200,7 @@ def progress_is_due(t: int, steps: int) -> bool:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress-class
 class Progress:
-    "How far a run is: its epsilon so far, and a bar on the process that speaks."
+    "How far a run is: its epsilon so far, and a bar on the first process."
 
     def __init__(self, engine: Engine):
         from tqdm.auto import tqdm

@@ -102,9 +102,9 @@ class Tuning:
     best: dict[str, Any]            # the settings that scored best
     run: Run                        # its run, with the guarantee of the whole search
     trials: list[Trial]             # under selection the best only
-    charge: Charge                  # how the search was paid for
+    charge: Charge                  # how the search was accounted for
     price: Price | None  # at the trial's noise, both ways; None without noise
-    score_guarantee: Guarantee | None = None # of the development set, where paid for
+    score_guarantee: Guarantee | None = None # of the development set, where charged
 
     @property
     def guarantee(self) -> Guarantee:
@@ -126,7 +126,7 @@ class Tuning:
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-check-paid
 def check_paid(
-    unpaid: Sequence[str], # looks at private data that no noise hides
+    unpaid: Sequence[str], # accesses to private data without noise
     target: float,         # epsilon of the search
 ) -> None:
     "Refuse a trial that promises nothing where the search is to promise something."
@@ -141,7 +141,7 @@ def check_kind(
     trials: int,
     proposes: bool, # whether a function proposes settings
 ) -> None:
-    "Refuse a search of one trial, or whose trials depend on what must stay hidden."
+    "Refuse a search of one trial, or whose trials depend on what must stay secret."
     if trials < 2:
         raise ValueError(f"trials={trials}: a search has at least 2; for one, "
                          "call fine_tune")
@@ -168,7 +168,7 @@ def check_score(
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-search
 @dataclass
 class Search:
-    "What a search does, apart from its price: checks, draws, trials."
+    "What a search does, apart from its accounting: checks, draws, trials."
     model: nn.Module | str
     train: Any
     method: Method
@@ -212,7 +212,7 @@ def check_methods(
     steps: int,
     size: int,     # units
 ) -> None:
-    "Refuse a method that looks at private data unpaid, or spends what has no price."
+    "Refuse a method with uncharged access to private data, or of unknown cost."
     others = [setting["method"] for setting in search.grid if "method" in setting]
     for method in [search.method, *others]:
         if isinstance(search.model, nn.Module):
@@ -308,7 +308,7 @@ def run_trials(
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-what-scored
 def what_scored(
     score: Any,
-) -> tuple[str, bool]: # in words, and whether it is paid for or public
+) -> tuple[str, bool]: # in words, and whether it is charged or public
     "What the score looked at."
     if isinstance(score, Public):
         return f"the data that chose among the trials ({score.source})", True
@@ -334,7 +334,7 @@ def score_noise(
 def guarantee_of_scores(
     score: Any, paid: Charge, sigma: float | None, count: int, run: Run,
     reproducible: bool,
-) -> Guarantee | None: # None: no scores were paid for
+) -> Guarantee | None: # None: no scores were charged
     "What is promised to the units of a development set."
     if not isinstance(score, NoisyAccuracy):
         return None
@@ -364,7 +364,7 @@ def merged(
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-known
 def known_and_unpaid(base: Guarantee, search: Search) -> dict[str, Any]:
-    "What is assumed to be public, and what nobody paid for, of a whole search."
+    "What is assumed to be public, and what was not charged, of a whole search."
     looked, known = what_scored(search.score)
     public = [*base.assumed_public, *[looked] * known]
     if search.proposer is None:
@@ -404,7 +404,7 @@ def way_to_pay(
     law: str,
     common: dict[str, Any], # what all trials share
 ) -> tuple[Charge, Price | None]: # None: there is no noise
-    "How the search is paid for, and what it costs both ways."
+    "How the search is accounted for, and its cost both ways."
     if target == math.inf:
         return Charge("none", search.different, 0.0, None), None
     delta, accountant = common["delta"], common["accountant"]

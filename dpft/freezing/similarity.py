@@ -118,7 +118,7 @@ def cca(
 ) -> Tensor:   # (K,) in [0, 1], largest first
     """Canonical correlations, whatever invertible linear map either side went through.
 
-    Nothing pays for it: on private data it is a diagnostic for the curator's eyes;
+    Not charged: on private data it is a diagnostic for the curator alone;
     @def-cca, @lem-cca-invariance.
     """
     return directions(checked(x, "x"), checked(y, "y"))[0]
@@ -148,7 +148,7 @@ def pwcca(
 
     Invariant to translation of both and invertible linear maps of y; not to mixing the
     columns of x.
-    A diagnostic that nothing pays for, so on private data it is not for publication;
+    A diagnostic that is not charged, so on private data it is not for publication;
     @def-pwcca, @lem-projection-weights.
     """
     if order not in (1, 2):
@@ -182,7 +182,7 @@ def svcca(
 
     Invariant to rotations, scaling and translation of either side, not to all
     invertible maps: what holds little is dropped.
-    A diagnostic that nothing pays for.
+    A diagnostic that is not charged.
     """
     if not 0 < keep <= 1:
         raise ValueError(
@@ -307,7 +307,7 @@ def activations(
 
     The model is left as it was.
 
-    Activations of private data are as private as the data: nothing pays for them, so
+    Activations of private data are as private as the data and are not charged, so
     neither they nor what is computed from them
     is for publication, unless the data is public; @sec-layer-activations.
     """

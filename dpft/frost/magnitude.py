@@ -25,10 +25,10 @@ def absolute_norms(taken: Gradients, name: str) -> Tensor:
     what need not be; @lem-absolute-norms."""
     uses = taken.uses[name]
     if (rows := only_rows(uses)) is not None:
-        return rows.right.abs().sum((1, 2))
+        return rows.right.abs().sum((1, 2))                    # sum_r || sum_t g_t ||_1
     if len(uses) == 1 and isinstance(uses[0], Outer) and uses[0].left.shape[2] == 1:
-        return (full(uses[0].left).abs().sum(3) * full(uses[0].right).abs().sum(3)).sum(
-            (1, 2))
+        return (full(uses[0].left).abs().sum(3)                # ||g||_1 ||x||_1
+                * full(uses[0].right).abs().sum(3)).sum((1, 2))
     return taken.absolute_norms(name)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-absolute
@@ -47,7 +47,7 @@ def absolute_sum(
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norm-table
 def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Tensor:
-    "Norms of the examples' gradients, partition by partition, (B, M)."
+    "Norms || g_P(x) || of the examples' gradients, partition by partition, (B, M)."
     if order == 2:
         return taken.norms(2, pieces)
     names = [[taken.names[id(p)] for p in piece.parameters if id(p) in taken.names]
@@ -85,7 +85,8 @@ def threshold(
     C for kind mg, else C over the mean size to the power 1/order;
     @def-bounded-magnitudes.
     """
-    return clip if kind == "mg" else clip / (sum(sizes) / len(sizes)) ** (1 / order)
+    return (clip if kind == "mg"                                            # C
+            else clip / (sum(sizes) / len(sizes)) ** (1 / order))           # C-bar
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-measure
 class Sums:
@@ -97,8 +98,8 @@ class Sums:
         self.pieces, self.order, self.absolute = pieces, order, absolute
         first = full(pieces[0].parameters[0].detach())
         self.additive = absolute and order == 1 and not by_entry
-        self.table = first.new_zeros(len(pieces))
-        self.values = {} if self.additive else {
+        self.table = first.new_zeros(len(pieces))      # sum_x c(x) || g_P(x) ||_1
+        self.values = {} if self.additive else {       # sum_x c(x) g(x), or with |g(x)|
             f"{i}.{j}": torch.zeros_like(full(parameter.detach()))
             for i, piece in enumerate(pieces)
             for j, parameter in enumerate(piece.parameters)}
@@ -113,9 +114,8 @@ class Sums:
         for known_by, total in self.values.items():
             i, j = map(int, known_by.split("."))
             name = taken.names[id(self.pieces[i].parameters[j])]
-            total += absolute_sum(taken, name,
-                                  factors) if self.absolute else taken.weighted_sum(
-                                  {name: factors})[name]
+            total += (absolute_sum(taken, name, factors) if self.absolute
+                      else taken.weighted_sum({name: factors})[name])
 
     def norms(self, reduce: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Tensor:
         "Norm of each partition's sum, (M,)."
@@ -139,7 +139,7 @@ def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
         raise ValueError(
             "there is no partition to measure; dpft.frost.partitions(model) lists "
             "those of a model")
-    sizes = [part.size for part in pieces]
+    sizes = [part.size for part in pieces]                        # |P|, |P|^(1/alpha)
     return sizes, torch.tensor(sizes, dtype=torch.float64) ** (1 / order)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-measuring
@@ -155,8 +155,8 @@ def bounding_factors(
     bound: float,
 ) -> Tensor:        # (B,)
     "What each example is scaled by before the sum; 0 for one that is not finite."
-    whole = torch.linalg.vector_norm(norms, order, dim=1)
-    return clip_factor(whole, bound) * whole.isfinite()
+    whole = torch.linalg.vector_norm(norms, order, dim=1) # of g(x), or of g-bar(x)
+    return clip_factor(whole, bound) * whole.isfinite()   # c(x) = min(1, bound / whole)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-gradient-magnitudes
 Reduce = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -180,18 +180,18 @@ def gradient_magnitudes(
     Definitions 7 to 9 of DP-FROST; @def-bounded-magnitudes.
     """
     check_kind(kind, order, clip, clip_order)
-    sizes, roots = _sizes(partitions, order)
-    bound = threshold(sizes, clip, kind, order)
+    sizes, roots = _sizes(partitions, order)                # |P|, |P|^(1/alpha)
+    bound = threshold(sizes, clip, kind, order)             # C or C-bar
     sums = Sums(partitions, order, absolute=kind == "mgna")
     with measuring(model, partitions):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
-            table = norm_table(taken, partitions, order)
+            table = norm_table(taken, partitions, order)    # || g_P(x) ||
             divided = table if kind == "mg" else table / roots.to(table)
-            factors = bounding_factors(divided, clip_order or order, bound)
-            sums.add(taken, table, factors)
+            factors = bounding_factors(divided, clip_order or order, bound)     # c(x)
+            sums.add(taken, table, factors)                 # + c(x) g(x)
     found = sums.norms(reduce)
-    return found / roots.to(found)
+    return found / roots.to(found)                          # mu_P
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-exact
 def exact_magnitudes(
@@ -201,7 +201,7 @@ def exact_magnitudes(
     partitions: Sequence[Partition],
     order: int = 1,
 ) -> Tensor:  # (M,)
-    """The magnitudes of @def-magnitude, neither bounded nor hidden.
+    """The magnitudes of @def-magnitude, neither bounded nor perturbed.
 
     An oracle for public data and for experiments, never for a private run.
     """
@@ -231,5 +231,5 @@ def sensitivity(
         raise ValueError(
             f"sizes={sizes}: every partition needs at least one entry, and there "
             "must be one")
-    return clip / min(sizes) ** (1 / order) if kind == "mg" else threshold(sizes, clip,
-                                                                           kind, order)
+    return (clip / min(sizes) ** (1 / order) if kind == "mg"  # C / min |P|^(1/alpha)
+            else threshold(sizes, clip, kind, order))         # C-bar

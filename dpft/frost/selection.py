@@ -371,7 +371,7 @@ class Selecting(Method):
         return self._choices.record()
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
-        "Go on after the last selection; none is made, or paid for, again."
+        "Go on after the last selection; none is made, or charged, again."
         self._choices = choices_from(context.model, state, self.sample_rate)
         context.already_released(self.rounds * len(self._choices.selections))
         context.train_only([*self._choices.parameters(), *fresh_head(context.model)])
@@ -406,7 +406,7 @@ def check_reselect(reselect: int, steps: float = math.inf) -> None:
 class DPFrost(Selecting):
     """The partitions of the largest private gradient magnitudes train, and a fresh head.
 
-    Costs `rounds` releases for each selection, which `share` of epsilon buys.
+    Costs `rounds` releases for each selection, accounted for by `share` of epsilon.
     Raises ValueError when no partition is as small as `ratio` asks.
     Algorithm 1 of DP-FROST; @def-psel, @def-bounded-magnitudes.
     """

@@ -111,7 +111,7 @@ UNPAID = ("the relevance mask of Rap-FT, which was taken from private data witho
 
 def check_source(relevance_data: Any, share: float | None,
                  allow_non_private: bool) -> None:
-    "ValueError unless relevance is public, paid for, or unpaid on purpose."
+    "ValueError unless relevance is public, charged, or uncharged on purpose."
     public = isinstance(relevance_data, Public)
     private, paper = relevance_data == "private", relevance_data == "paper"
     if not (public or private or paper):
@@ -243,7 +243,7 @@ class TwoBlocks(Method):
                 "weak": mask_state(context.model, self._weak)}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
-        "Go on with the mask that was made; it is not made, nor paid for, again."
+        "Go on with the mask that was made; it is not made, nor charged, again."
         self.method.restore(self.inner(context), state["method"])
         self._weak = mask_from(context.model, state["weak"])
 
@@ -255,7 +255,7 @@ def check_warmup(warmup_steps: int, steps: int) -> None:
                          "for Rap-FT; choose fewer")
 
 def paid_release(sample_rate: float, share: float | None) -> list[Request]:
-    "One release for private relevance; none where no share of epsilon pays for it."
+    "One release for private relevance; none where it has no share of epsilon."
     return [] if share is None else [Request(sample_rate, 1, share, "relevance")]
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-ranking
@@ -267,12 +267,12 @@ class Ranking(TwoBlocks):
     warmup_steps: int
 
     def ranked(self, context: Context) -> dict[nn.Parameter, Tensor] | None:
-        "The mask, taken now; None where there is nothing to look at."
+        "The mask, taken now; None without data to take it from."
         raise NotImplementedError
 
     @property
     def may_spend(self) -> bool:
-        "Whether relevance is paid for, or the method may spend."
+        "Whether relevance is charged, or the method may spend."
         return self.share is not None or self.method.may_spend
 
     def requests(self, context: Context) -> list[Request]:
@@ -287,7 +287,7 @@ class Ranking(TwoBlocks):
         "The method starts, and the map is taken unless there is a warm-up."
         self._weak = None
         name_public(context, self.relevance_data)
-        attention_configs(context.model)      # refuses before anything is paid for
+        attention_configs(context.model)      # refuses before anything is charged
         self.method.start(self.inner(context))
         if not self.warmup_steps:
             self._weak = self.ranked(context)
@@ -318,7 +318,7 @@ class RapFT(Ranking):
         self,
         method: Method,                    # what trains
         *,
-        relevance_data: Public | str,      # Public(…), "private", or "paper": not paid for
+        relevance_data: Public | str,      # Public(…), "private", "paper": not charged
         irrelevance: float = 0.7,          # beta, share of the entries called weak
         share: float | None = None,        # of epsilon, for private relevance
         allocation: str = "tight",         # "tight" | "paper" | "weighted"
@@ -378,7 +378,7 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-looked
 def unpaid_map(context: Context, method: RapFT) -> dict[str, Tensor]:
-    "The map over public data, or over a draw from private data that nobody pays for."
+    "The map over public data, or over an uncharged draw from private data."
     def look() -> dict[str, Tensor]:
         data = method.relevance_data
         batches = (context.public_batches(data) if isinstance(data, Public) else

@@ -287,7 +287,7 @@ def relevance_map(
 
     Parameter times modified gradient; eq. (13).
 
-    Neither bounded nor hidden, so not private: @sec-private-relevance. Raises
+    Neither bounded nor perturbed, so not private: @sec-private-relevance. Raises
     ValueError for a map that ranks nothing.
     """
     check_started(model)

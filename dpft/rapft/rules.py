@@ -241,7 +241,7 @@ def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[i
 #| code-fold: true
 def held_root(rules: Rules, function: Callable, values: Tensor,
               **kwargs: Any) -> Tensor:
-    """The divisor of a norm that is written out.
+    """The divisor of a norm written with elementary operations.
 
     A reciprocal root, which is held constant.
     """
