@@ -134,7 +134,7 @@ def selection_figure(records: Records) -> "Figure":
     known = [value for value in values.values() if value]
     layers = sorted({number for _, number in values if number is not None})
     kinds = list(dict.fromkeys(kind for kind, number in values if number is not None))
-    blocks = [[[key] for key in values if key[1] is None],
+    blocks: list[list[list[Cell]]] = [[[key] for key in values if key[1] is None],
               [[(kind, layer) for layer in layers] for kind in kinds]]
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.1), layout="constrained",
                                 width_ratios=(1, max(len(layers), 1)))
@@ -388,8 +388,10 @@ def share_figure(records: Records) -> "Figure":
                            "hue": kinds, "palette": colours, "legend": False}
     figure, axis = plt.subplots(figsize=(6.2, 3.0), layout="constrained")
     sns.lineplot(**own, errorbar=None, linewidth=1, ax=axis)
-    lines = zip(colours, axis.lines, strict=True)
-    names_at_lines(axis, {kind: line.get_xydata()[-1] for kind, line in lines}, colours)
+    last = max(own["x"])
+    names_at_lines(axis, {kind: (last, mean(y for x, y, its in zip(own["x"], own["y"], kinds, strict=True)
+                                            if (x, its) == (last, kind)))
+                          for kind in colours}, colours)
     sns.scatterplot(**own, s=25, ax=axis)
     axis.set(xlabel=r"irrelevance ratio $\beta$", ylabel="perplexity per token")
     return figure
