@@ -6,10 +6,10 @@
 __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', 'RATES', 'FOR_NOTHING', 'VARIANTS',
            'INITIALISATIONS', 'EXPERIMENTS', 'Recipe', 'train_tokenizer', 'packed_windows', 'blank_gpt2',
            'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions', 'text_scores',
-           'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'with_public', 'public_windows',
-           'development_pairs', 'papers_noise', 'language_settings', 'method_entry', 'tuning_grid', 'methods_grid',
-           'rap_settings', 'rap_entry', 'rap_grid', 'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs',
-           'relevance_costs']
+           'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'language_prepared', 'study_model',
+           'language_measured', 'with_public', 'public_windows', 'development_pairs', 'papers_noise',
+           'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings', 'rap_entry', 'rap_grid',
+           'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs', 'relevance_costs']
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-imports
 import hashlib
@@ -30,6 +30,7 @@ from torch import nn
 from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
+from ..pretrained import smollm2
 from ...clipping import effective_noise_multiplier
 from ...datasets import Public, TableData, Task
 from ...tasks import public_text
@@ -293,6 +294,30 @@ def trained_entries(run: Run, method: Method) -> Settings:
     "How many numbers trained."
     named = dict(run.model.named_parameters())
     return {"trainable": sum(named[name].numel() for name in run.trained)}
+
+# %% ../../../nbs/3_found/35_language_evidence.ipynb #language-study
+def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
+    "SmolLM2 and E2E in its words."
+    folder = study_model(settings)
+    task = prepared_task(settings["data"], folder, settings.get("limit"),
+                         settings.get("held_out", 0), settings["max_length"])
+    return load_model(folder, kind="causal"), task
+
+def study_model(settings: Settings) -> str:
+    "The folder of a study's model."
+    return smollm2() if settings["model"] == "smollm2" else settings["model"]
+
+# %% ../../../nbs/3_found/35_language_evidence.ipynb #language-measured
+def language_measured(settings: Settings) -> Settings:
+    "One run of the language study."
+    own = {name: value for name, value in settings.items()
+           if name not in ("label", "every", "beams")}
+    def score(model: nn.Module, task: Task) -> dict[str, float]:
+        data, every = task.test or task.dev, settings["every"]
+        return generation_scores(model, load_tokenizer(study_model(settings)), data.table,
+                                 task.columns, 1 if "held_out" in settings else every,
+                                 settings["beams"], settings["max_length"])
+    return measured_run(own, trained_entries, score, language_prepared)
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-run-with-public
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
