@@ -6,9 +6,9 @@
 __all__ = ['CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE', 'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED',
            'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY', 'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS',
            'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS', 'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU',
-           'FREEZING', 'quickstart', 'run_named', 'list_experiments', 'chosen_runs', 'cores', 'prepare',
-           'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from',
-           'parts_asked']
+           'FREEZING', 'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs',
+           'cores', 'prepare', 'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench',
+           'sizes_from', 'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import os
@@ -73,6 +73,9 @@ def run_named(
         help="Processes of one thread each. (default: one for each core)")] = None,
     plan: Annotated[bool, typer.Option(
         "--plan", help="Only say what is left and how long it takes.")] = False,
+    recheck: Annotated[bool, typer.Option(
+        "--recheck", help="Instead: repeat the shortest stale run of each method, and say "
+                          "whether its records still hold.")] = False,
     quiet: Annotated[bool, typer.Option(
         "--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
@@ -82,12 +85,15 @@ def run_named(
         list_experiments()
         return
     check_positive(hours=hours, workers=workers)
+    say = (lambda line: None) if quiet else lambda line: print(line, flush=True)
+    if recheck:
+        recheck_runs(names, data, method, output, resume, hours, plan, say)
+        return
     source = chosen_runs(names, full, data, method, output, resume)
     if plan:
         print("\n".join(plan_lines(source)))
         return
-    made = run_queue(source, workers or cores(), hours,
-                     (lambda line: None) if quiet else lambda line: print(line, flush=True))
+    made = run_queue(source, workers or cores(), hours, say)
     if not quiet:
         files = ", ".join(str(source.file(name)) for name in names)
         print(f"{made.fresh} runs made, {made.there} there already, in {files}.")
@@ -99,10 +105,28 @@ def list_experiments() -> None:
     for known, its in EXPERIMENTS.items():
         print(f"{known:20s} {its.question} In full: {its.needs}.")
 
-# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
-def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,
-                output: Path | None, resume: bool) -> Any:
-    "The queue's source for these experiments; ValueError where there is no such run."
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-recheck
+def recheck_runs(names: list[str], data: str | None, method: str | None,
+                 output: Path | None, resume: bool, hours: float | None, plan: bool,
+                 say: Any) -> None:
+    "Repeat the shortest stale run of each way; ValueError where one gives another answer."
+    from dpft.book.queue import repeat_lines, run_rechecks
+    if not resume:
+        raise ValueError("--recheck compares with the records that are there, and --again "
+                         "would remove them; leave one of them out")
+    source = source_of(names, False, data, method, output)
+    lines = repeat_lines(source)
+    for line in lines if plan else lines[-1:]:
+        say(line)
+    if not plan:
+        made = run_rechecks(source, hours, say)
+        say(f"{made.fresh} runs are the same, {made.left} were not begun, in "
+            f"{source.file('rechecked')}.")
+
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-source-of
+def source_of(names: list[str], full: bool, data: str | None, method: str | None,
+              output: Path | None) -> Any:
+    "The queue's source for these experiments; ValueError for a name that nothing answers to."
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.queue import Source
     from dpft.datasets import did_you_mean
@@ -112,8 +136,15 @@ def chosen_runs(names: list[str], full: bool, data: str | None, method: str | No
                              f"{did_you_mean(name, EXPERIMENTS)}")
     def wanted(name: str, settings: dict[str, Any]) -> bool:
         its = settings["data"]
-        return (its == data if data else its not in EXPERIMENTS[name].elsewhere) and method in (None, settings["method"])
-    source = Source({name: EXPERIMENTS[name] for name in names}, output, full, wanted)
+        here = its == data if data else its not in EXPERIMENTS[name].elsewhere
+        return here and method in (None, settings["method"])
+    return Source({name: EXPERIMENTS[name] for name in names}, output, full, wanted)
+
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
+def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,
+                output: Path | None, resume: bool) -> Any:
+    "The source of the runs that are to be made; ValueError where there is none."
+    source = source_of(names, full, data, method, output)
     if not resume:
         for name in names:
             source.file(name).unlink(missing_ok=True)
