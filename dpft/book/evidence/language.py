@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', 'RATES', 'FOR_NOTHING', 'VARIANTS',
            'INITIALISATIONS', 'EXPERIMENTS', 'Recipe', 'train_tokenizer', 'packed_windows', 'blank_gpt2',
-           'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions', 'text_scores',
+           'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions',
            'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'language_prepared', 'study_model',
            'language_measured', 'with_public', 'public_windows', 'development_pairs', 'papers_noise',
            'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings', 'rap_entry', 'rap_grid',
@@ -31,6 +31,7 @@ from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
 from ..pretrained import smollm2
+from ..text_scores import text_scores
 from ...clipping import effective_noise_multiplier
 from ...datasets import Public, TableData, Task
 from ...tasks import public_text
@@ -226,22 +227,6 @@ def completions(
     return texts
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-scores-text-scores
-def text_scores(
-    texts: Sequence[str],
-    references: Sequence[Sequence[str]],  # of each, one or more
-) -> dict[str, float]:                    # 0 to 100
-    "BLEU of all texts together (sacrebleu's tokens), and the mean ROUGE-L, each against the reference that suits it best."
-    import sacrebleu
-    from rouge_score.rouge_scorer import RougeScorer
-
-    streams: Any = [[its[number] if number < len(its) else None for its in references]
-                    for number in range(max(map(len, references)))]
-    scorer = RougeScorer(["rougeL"])
-    rouge = [scorer.score_multi(list(its), text)["rougeL"].fmeasure
-             for text, its in zip(texts, references, strict=True)]
-    return {"bleu": sacrebleu.corpus_bleu(list(texts), streams).score,
-            "rouge_l": 100 * sum(rouge) / len(rouge)}
-
 def generation_scores(
     model: nn.Module,
     tokenizer: Any,
@@ -251,7 +236,7 @@ def generation_scores(
     beams: int = 1,              # 0: no texts, perplexity alone
     max_length: int = 192,
 ) -> dict[str, float]:
-    "Perplexity over the tokens of completions and their end, each token counted once; and BLEU and ROUGE-L of generated texts."
+    "Perplexity over the tokens of completions and their end, each token counted once; and the scores of generated texts."
     encoded = score_set(data, tokenizer, columns, every, max_length)
     scores = {"perplexity": perplexity(model, encoded)}
     if beams:
