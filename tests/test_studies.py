@@ -182,3 +182,19 @@ def test_records_of_a_study_come_to_a_verdict(name, world):
     assert study_verdict(name, study, labels[0], labels[1:]) == ("held", "1 of 1 ahead, 0 behind")
     assert study_verdict(name, study, labels[1], labels[:1]) == ("did not hold", "0 of 1 ahead, 1 behind")
     assert study_verdict(name, study, labels[0], [*labels[1:], "LoRA" if name != "language" else "Full"])[0] == "undecided"
+
+
+def test_the_language_model_is_shown_before_and_after_and_goes_on(world, run, tmp_path, monkeypatch):
+    from dpft import sources
+    monkeypatch.setattr(sources, "load_data", lambda name, source=None: facts(name))
+    words = ("llm", "--output", tmp_path / "llm", "--steps", "2", "--batch-size", "6", "--every", "3")
+    status, out, err = run(*words)
+    assert status == 0, err
+    assert "before: perplexity" in out and "after: perplexity" in out and "differentially private** with respect to" in out
+    assert out.count("people:") == 6 and all(name in out for name in ("bleu", "rouge_l", "nist", "meteor", "cider"))
+    assert (tmp_path / "llm" / "model" / "dpft.json").exists()
+    again = run(*words)
+    assert again[0] == 0 and again[1] == out                                     # nothing is trained anew
+    (tmp_path / "llm" / "after.json").unlink()
+    status, out, err = run(*words)
+    assert status == 0 and "after: perplexity" in out, err                       # the state is there, so no step is paid again
