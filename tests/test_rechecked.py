@@ -57,7 +57,8 @@ def test_one_run_of_each_way_vouches_for_its_records(world, tmp_path):
     made = queue.run_rechecks(source(tmp_path), None, said.append)
     assert (made.fresh, made.left, made.failed) == (2, 0, [])
     assert [(run["method"], run["seed"]) for run in world.MADE] == [("LastLayer", 2), ("BiTFiT", 2)]      # the shortest of three
-    assert not any(map(is_stale, stored(tmp_path))) and "100.00% of the answers for accuracy" in said[0] and "98 s before" in said[0]
+    assert not any(map(is_stale, stored(tmp_path)))
+    assert "100.00% of the answers for accuracy" in said[0] and "98 s before" in said[0]
     lines = read_records(tmp_path / "rechecked.jsonl")
     assert all(line["equal"] and line["unequal"] == [] and line["seconds_before"] == 98.0 and line["of_commit"] == "0ld" for line in lines)
     first = stored(tmp_path)[0]
@@ -73,7 +74,8 @@ def test_a_way_that_was_not_repeated_stays_stale(world, tmp_path):
 @pytest.mark.parametrize("changes", [{"options": {"init": "top-k"}}, {"clipping": "automatic"}, {"data": "sst2"}, {"label": "other"}])
 def test_another_way_is_not_vouched_for_and_other_numbers_are(changes, world, tmp_path):
     entry = next(entry for entry in stored(tmp_path) if entry["method"] == "LastLayer")
-    write_records(tmp_path / "planted.jsonl", [{"experiment": "planted", **changes, **{k: v for k, v in entry.items() if k not in changes}}])
+    rest = {name: value for name, value in entry.items() if name not in changes}
+    write_records(tmp_path / "planted.jsonl", [{"experiment": "planted", **changes, **rest}])
     queue.run_rechecks(source(tmp_path, method="LastLayer", data="digits", options={}, seed=2), None)
     *known, other = stored(tmp_path)
     assert is_stale(other) and not is_stale(entry) and way_of(other) != way_of(entry)
@@ -130,7 +132,8 @@ def test_the_last_recheck_counts(world, tmp_path, monkeypatch):
 
 
 def test_what_is_compared_and_what_is_not():
-    base = {"epsilon": 2.0, "metrics": {"perplexity": 20.0}, "trainable": 100, "kind": "a", "steps_seen": {"loss": [1.0, 0.5]}, "step_seconds": 3.0}
+    base = {"epsilon": 2.0, "metrics": {"perplexity": 20.0}, "trainable": 100, "kind": "a",
+            "steps_seen": {"loss": [1.0, 0.5]}, "step_seconds": 3.0}
     def told(**changes):
         return queue.differences(base, {**base, **changes})[0]
     assert told() == told(step_seconds=9.0) == told(new=1) == told(metrics={"perplexity": 20.03}) == []

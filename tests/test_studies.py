@@ -1,4 +1,4 @@
-"""Each way of each study goes from its tuning to its runs to a verdict, with stand-ins for data and models, before a night is spent on it."""
+"""Each way of each study goes from its tuning to its runs to a verdict, with stand-ins for data and models."""
 
 from dataclasses import replace
 
@@ -16,8 +16,9 @@ from dpft.book.evidence.language import language_measured
 from dpft.datasets import TableData, Task, TensorData
 from dpft.models import load_tokenizer
 
-TINY = {"steps": 8, "batch_size": 6, "physical_batch_size": 4, "accountant": "rdp"}      # so tuning runs have two steps; rdp, which is quick
-WORDS = "the film is good bad dull fine a very long short plot inn pub serves food near river".split()
+TINY = {"steps": 8, "batch_size": 6, "physical_batch_size": 4, "accountant": "rdp"}      # so tuning runs have two steps
+WORDS = ["the", "film", "is", "good", "bad", "dull", "fine", "a", "very", "long", "short", "plot", "inn", "pub", "serves", "food",
+         "near", "river"]
 
 
 def pictures(name, limit=None):
@@ -33,7 +34,8 @@ def phrases(first, count):
 
 
 def texts(name, limit=None):
-    parts = [TableData({"sentence": phrases(first, count), "label": [row % 2 for row in range(count)]}) for first, count in ((0, 30), (30, 8), (40, 8))]
+    parts = [TableData({"sentence": phrases(first, count), "label": [row % 2 for row in range(count)]})
+             for first, count in ((0, 30), (30, 8), (40, 8))]
     return Task(name, "text", *parts, classes=("no", "yes"), columns=("sentence", "label"))
 
 
@@ -46,7 +48,8 @@ def facts(name, limit=None):
 def stand_in_bert(folder):
     "A BERT of one narrow layer, with the vocabulary of MiniLM's tokenizer."
     tokenizer = load_tokenizer("minilm")
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=2)
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                        num_labels=2)
     pretrained.normalised_classifier()(config).save_pretrained(folder)
     return folder
 
@@ -99,7 +102,8 @@ def world(weights, tmp_path, monkeypatch):
 def small(name):
     "A study of eight steps on a few rows, otherwise as it is."
     study = STUDIES[name]
-    shared = {**study.shared, **TINY, **({"side": 32} if "side" in study.shared else {}), **({"limit": 26} if "limit" in study.shared else {})}
+    sizes = {name: value for name, value in (("side", 32), ("limit", 26)) if name in study.shared}
+    shared = {**study.shared, **TINY, **sizes}
     return replace(study, shared=shared, held_out=6)
 
 
@@ -122,9 +126,9 @@ def whole_way(name, label, study):
             assert entry["metrics"] and entry["epsilon"] <= study.epsilons[0] and len(entry["mechanisms"]) >= 1
         if not new:
             break
-        middle = study.ways[label].rate
-        write_records(file, [with_scores(run, 5 - sign * abs(run["learning_rate"] * (run["clip"] if name == "images-head" else 1) / middle - 1),
-                                         experiment=f"{name}-tuning") for run in new])
+        scores = [5 - sign * abs(run["learning_rate"] * (run["clip"] if name == "images-head" else 1) / study.ways[label].rate - 1)
+                  for run in new]
+        write_records(file, [with_scores(run, score, experiment=f"{name}-tuning") for run, score in zip(new, scores, strict=True)])
         done += new
     else:
         raise AssertionError(f"the tuning of {label} does not end")
@@ -145,7 +149,7 @@ def test_a_way_goes_from_its_tuning_to_its_runs(name, label, world):
         assert set(entry["answers"]) == set(entry["metrics"]) and len(entry["steps_seen"]["loss"]) == TINY["steps"]
 
 
-@pytest.mark.parametrize("name,label", [(name, label) for name in STUDIES for label in STUDIES[name].ways if STUDIES[name].ways[label].shares])
+@pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])
 def test_a_phase_has_steps_in_a_run_of_any_length(name, label):
     study = STUDIES[name]
     lengths = [study.shared["steps"], max(1, study.shared["steps"] // 4), 2]
@@ -178,7 +182,8 @@ def test_records_of_a_study_come_to_a_verdict(name, world):
                           [with_scores(run, 5 - sign * abs(run["learning_rate"] / its.ways[label].rate - 1), experiment="") for run in new])
         runs = [run for run in protocol.study_grid(name, its, True) if run["target_epsilon"] == study.epsilons[0]]
         more = [{**runs[0], "seed": seed} for seed in range(5)]
-        write_records(results_file(name), [with_scores(run, 5 - sign * rank + 1e-3 * ((run["seed"] * (rank + 2)) % 5), experiment="") for run in more])
+        write_records(results_file(name), [
+            with_scores(run, 5 - sign * rank + 1e-3 * ((run["seed"] * (rank + 2)) % 5), experiment="") for run in more])
     assert study_verdict(name, study, labels[0], labels[1:]) == ("held", "1 of 1 ahead, 0 behind")
     assert study_verdict(name, study, labels[1], labels[:1]) == ("did not hold", "0 of 1 ahead, 1 behind")
     assert study_verdict(name, study, labels[0], [*labels[1:], "LoRA" if name != "language" else "Full"])[0] == "undecided"
