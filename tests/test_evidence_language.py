@@ -9,8 +9,9 @@ import torch
 
 from dpft.book import evidence, experiments
 from dpft.book.evidence import language
-from dpft.book.evidence.language import Recipe, completions, generation_scores, text_scores
+from dpft.book.evidence.language import Recipe, completions, generation_scores
 from dpft.book.experiments import run_experiment
+from dpft.book.text_scores import SCORES, cider, meteor, nist, text_scores
 from dpft.datasets import Public, TableData, Task
 from dpft.texts import encode
 from dpft.losses import example_losses, perplexity
@@ -19,6 +20,7 @@ from dpft.privacy import SampledGaussian, epsilon
 
 WORDS = ["the", "inn", "by", "the", "river", "serves", "good", "food", "and", "the", "food", "is", "cheap", "while", "a", "pub", "near",
          "the", "city", "serves", "dear", "wine"]
+ALL = set(SCORES)
 MICRO = Recipe(layers=1, width=16, heads=2, vocabulary=290, context=48, batch_size=8, learning_rate=1e-2, epochs=2)
 
 
@@ -87,14 +89,53 @@ def test_windows_hold_the_texts_end_to_end(folder):
 
 
 def test_scores_of_texts_as_counted_by_hand():
-    assert text_scores(["the inn is by the river"], [["no", "the inn is by the river"]]) == pytest.approx({"bleu": 100, "rouge_l": 100})
+    def both(*given):
+        return {name: value for name, value in text_scores(*given).items() if name in ("bleu", "rouge_l")}
+    assert both(["the inn is by the river"], [["no", "the inn is by the river"]]) == pytest.approx({"bleu": 100, "rouge_l": 100})
     # five tokens against six: precisions 5/5, 4/4, 3/3, 2/2 and a brevity penalty of exp(1 - 6/5)
     found = text_scores(["a b c d e"], [["a b c d e f"]])
     assert found["bleu"] == pytest.approx(100 * math.exp(-0.2)) and found["rouge_l"] == pytest.approx(100 * 2 * (1 * 5 / 6) / (1 + 5 / 6))
     # the second has more references than the first, and the better one counts
-    found = text_scores(["a b c d", "w x y z"], [["a b c d"], ["q", "w x y z", "w x"]])
+    found = both(["a b c d", "w x y z"], [["a b c d"], ["q", "w x y z", "w x"]])
     assert found == pytest.approx({"bleu": 100, "rouge_l": 100})
     assert text_scores(["p q", "r s"], [["a b"], ["c d"]])["rouge_l"] == 0
+    assert set(text_scores(["a"], [["a"]])) == ALL
+
+
+def test_nist_as_counted_by_hand():
+    # four words, each once: log2(4 / 1) bits for each word; the pairs tell nothing more
+    assert nist(["a b", "c d"], [["a b"], ["c d"]]) == pytest.approx(2)
+    assert nist(["a x", "c y"], [["a b"], ["c d"]]) == pytest.approx(1) and nist(["x"], [["a b"]]) == 0
+    beta = math.log(0.5) / math.log(1.5) ** 2                                    # a text of a third of the length
+    assert nist(["a"], [["a b c"]]) == pytest.approx(math.log2(3) * math.exp(beta * math.log(1 / 3) ** 2))
+    assert nist(["", ""], [["a b"], ["c d"]]) == 0
+    assert nist(["A B.", "c d"], [["a b."], ["c d"]]) == nist(["a b .", "c d"], [["a b ."], ["c d"]])
+
+
+def test_meteor_as_counted_by_hand():
+    # all n words in one piece: 1 less half of a piece per word, cubed
+    assert meteor(["a b c d"], [["a b c d"]]) == pytest.approx(100 * (1 - 0.5 * (1 / 4) ** 3))
+    # three of four words, of six in the reference, in two pieces
+    precision, recall, penalty = 3 / 4, 3 / 6, 0.5 * (2 / 3) ** 3
+    f = precision * recall / (0.9 * precision + 0.1 * recall)
+    assert meteor(["a b x d"], [["a b c d e f"]]) == pytest.approx(100 * f * (1 - penalty))
+    assert meteor(["serving wines"], [["serves wine"]]) == pytest.approx(meteor(["serves wine"], [["serves wine"]]))   # stems
+    assert meteor(["cheap"], [["inexpensive"]]) == 0                             # a synonym, which is not looked for
+    assert meteor(["a b", "q"], [["x", "a b"], ["r"]]) == pytest.approx(50 * (1 - 0.5 * (1 / 2) ** 3))
+
+
+def test_cider_as_counted_by_hand():
+    # one word and one pair match whole, and there are no longer n-grams: (1 + 1 + 0 + 0) / 4, times ten
+    assert cider(["a b", "c d"], [["a b"], ["c d"]]) == pytest.approx(5)
+    # a word more: cosines 2 / sqrt(2 * 3) and 1 / sqrt(2), for a length that is one off
+    apart = math.exp(-1 / 72) * (2 / math.sqrt(6) + 1 / math.sqrt(2)) / 4 * 10
+    assert cider(["a b x", "c d"], [["a b"], ["c d"]]) == pytest.approx((apart + 5) / 2)
+    assert cider(["a b", "c d"], [["a b", "q r"], ["c d"]]) == pytest.approx((2.5 + 5) / 2)    # the mean over references
+    # "the" is there for both prompts, so it weighs nothing, and repeating a word is clipped
+    assert cider(["the", "the"], [["the"], ["the"]]) == 0
+    again = 10 / 4 * math.exp(-4 / 72) * 1 / 3 * 3                               # min(3, 1) * 1 over norms 3 and 1, for words alone
+    assert cider(["a a a", "b"], [["a"], ["b"]]) == pytest.approx((again / 3 + 2.5) / 2)
+    assert cider(["a"], [["a"]]) == 0 and cider(["", "b"], [["a"], ["b"]]) == pytest.approx(1.25)
 
 
 def test_completions_do_not_depend_on_who_else_is_asked(folder):
@@ -145,7 +186,7 @@ def test_perplexity_weighs_tokens_and_every_other_prompt_is_whole(folder):
         own = int((half[row]["labels"] != -100).sum())
         total, count = total + own * example_losses(model, half.batch([row])).item(), count + own
     assert found == {"perplexity": pytest.approx(math.exp(total / count), rel=1e-4)}
-    assert set(generation_scores(model, tokenizer, data, beams=1, max_length=48)) == {"perplexity", "bleu", "rouge_l"}
+    assert set(generation_scores(model, tokenizer, data, beams=1, max_length=48)) == {"perplexity", *ALL}
 
 
 def test_a_record_says_what_it_was_made_of_and_what_it_found(small_world, tmp_path):
@@ -154,7 +195,7 @@ def test_a_record_says_what_it_was_made_of_and_what_it_found(small_world, tmp_pa
     one, none = run_experiment("tiny", experiment, tmp_path / "r.jsonl")
     assert 0 < one["epsilon"] <= 3 and none["epsilon"] == 0.0 and one["trainable"] == 192 and none["trainable"] == 0
     for entry in (one, none):
-        assert set(entry["metrics"]) == {"perplexity", "bleu", "rouge_l"} and entry["reduced"] is True and entry["model"] == "micro"
+        assert set(entry["metrics"]) == {"perplexity", *ALL} and entry["reduced"] is True and entry["model"] == "micro"
         assert {"versions", "device", "seconds", "peak_memory_mib", "source_hash"} <= set(entry)
     assert {"data_hash", "mechanisms", "delta", "accountant"} <= set(one)
     assert one["metrics"]["perplexity"] != none["metrics"]["perplexity"]

@@ -6,9 +6,10 @@
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'READ_GGUF', 'WHEELS', 'Wheel', 'prepare_weights', 'weights_folder', 'fetch', 'convolution',
            'Bottleneck', 'EfficientNetLite0', 'folded', 'folded_weights', 'keep_lite', 'efficientnet_lite0', 'Enlarged',
            'enlarged', 'vectors', 'feature_task', 'head_alone', 'keep_smollm', 'smollm2', 'smollm2_cut',
-           'normalised_classifier', 'normalised_minilm']
+           'normalised_classifier', 'normalised_minilm', 'split', 'prepared', 'measured']
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-imports
+import copy
 import hashlib
 import os
 import shutil
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experiments import cache_folder
+from .experiments import Settings, cache_folder, measured_run, prepared_task
 from ..datasets import Task, TensorData
 from ..gradients import evaluating
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
@@ -321,6 +322,39 @@ def normalised_minilm(classes: int = 2, scale: float = 10.0) -> nn.Module:
     model.scale = scale
     nn.init.zeros_(model.classifier.weight)
     return model
+
+# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-split
+def split(task: Task, held_out: int, limit: int | None = None) -> Task:
+    "So many rows of the training data, fixed; with some of them to develop on instead."
+    order = torch.randperm(len(task.train),
+                           generator=torch.Generator().manual_seed(1))[:limit]
+    rest = order[held_out:].sort().values
+    if not held_out:
+        return task if limit is None else replace(task, train=task.train.subset(rest))
+    return replace(task, train=task.train.subset(rest), test=None,
+                   dev=task.train.subset(order[:held_out].sort().values))
+
+# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-prepared
+def prepared(settings: Settings) -> tuple[nn.Module, Task]:
+    "Model and data of a run; of pictures the test file is what is scored on."
+    held_out, limit = settings.get("held_out", 0), settings.get("limit")
+    data, side = settings["data"], settings.get("side", 64)
+    if settings["model"] == "head":
+        return head_alone(), split(feature_task(data, side), held_out, limit)
+    if settings["model"] == "efficientnet-lite0":
+        task = enlarged(load_data(data), side)
+        return copy.deepcopy(_lite()), split(task, held_out, limit)
+    task = prepared_task(data, "minilm", limit, held_out, settings.get("max_length", 128))
+    return copy.deepcopy(_minilm(settings.get("scale", 10.0))), task
+
+_lite = cache(lambda: efficientnet_lite0())
+_minilm = cache(lambda scale: normalised_minilm(2, scale))
+
+# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-measured
+def measured(settings: Settings) -> Settings:
+    "One run of a study on pictures or sentences."
+    own = {name: value for name, value in settings.items() if name != "label"}
+    return measured_run(own, prepare=prepared)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-table
 WHEELS = {

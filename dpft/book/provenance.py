@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'machine', 'versions', 'device_name', 'modules_behind', 'imported_by', 'source_hash', 'roots_of',
-           'provenance', 'is_stale', 'why_stale', 'commit', 'forget_peak']
+           'provenance', 'what_changed', 'settings_of', 'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale',
+           'freshness', 'commit', 'forget_peak']
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-imports
 import ast
@@ -200,13 +201,9 @@ def provenance(
     return {**machine(device), "peak_memory_mib": _peak_mib(), **commit(),
             "modules": list(modules), "source_hash": source_hash(*modules)}
 
-# %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-stale
-def is_stale(entry: dict[str, Any]) -> bool:
-    "Whether a record was made by other code, or with other packages, than these."
-    return bool(why_stale(entry))
-
-def why_stale(entry: dict[str, Any]) -> list[str]:  # empty: it is not
-    "What has changed since a record was made."
+# %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-changed
+def what_changed(entry: dict[str, Any]) -> list[str]:  # empty: nothing
+    "What differs between what made a record and what is here."
     roots = entry.get("modules") or ()
     same = (all(_source(name) or not name.startswith("dpft") for name in roots)
             and entry.get("source_hash") == source_hash(*roots))
@@ -219,6 +216,64 @@ def why_stale(entry: dict[str, Any]) -> list[str]:  # empty: it is not
 
 def _release(name: str, its: str) -> list[str]:
     return its.partition("+")[0].split(".")[:2 if name == "python" else None]
+
+# %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-way
+def settings_of(entry: dict[str, Any]) -> dict[str, Any]:
+    "The settings of the run that made a record: what stands before `reduced`."
+    names = list(entry)
+    ends = names.index("reduced") if "reduced" in entry else 0
+    return {name: entry[name] for name in names[:ends] if name != "experiment"}
+
+def way_of(entry: dict[str, Any]) -> dict[str, Any]:
+    "The experiment and the settings of a record without their numbers."
+    return {"experiment": entry.get("experiment"), **_without_numbers(settings_of(entry))}
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_numbers(its) for name, its in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_numbers(its) for its in value]
+    return 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+# %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-recheck
+def made_by(entry: dict[str, Any]) -> dict[str, Any]:
+    "The source and the packages that a record was made by."
+    return {name: entry.get(name) for name in ("source_hash", "versions")}
+
+def recheck_of(entry: dict[str, Any]) -> dict[str, Any] | None:
+    "The re-check that vouches for a record today, if there is one."
+    from dpft.book.experiments import results_file
+    file = results_file("rechecked")
+    if not file.exists():
+        return None
+    way, maker = way_of(entry), made_by(entry)
+    for line in reversed(_rechecks(file.resolve(), file.stat().st_mtime_ns)):
+        if line["way"] == way and line["of"] == maker and not what_changed(line):
+            return line if line["equal"] else None
+    return None
+
+@cache
+def _rechecks(file: Path, written: int) -> list[dict[str, Any]]:
+    from dpft.book.experiments import read_records
+    return read_records(file)
+
+# %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-stale
+def is_stale(entry: dict[str, Any]) -> bool:
+    "Whether other code or packages than these made a record, and no re-check vouches for it."
+    return bool(why_stale(entry))
+
+def why_stale(entry: dict[str, Any]) -> list[str]:  # empty: it is not
+    "What has changed since a record was made, or last re-checked."
+    return [] if not (changed := what_changed(entry)) or recheck_of(entry) else changed
+
+def freshness(entry: dict[str, Any]) -> str:
+    "Whether a record is current, and by what."
+    if not (changed := what_changed(entry)):
+        return "current"
+    if found := recheck_of(entry):
+        commits = entry.get("commit", "unknown"), found.get("commit", "unknown")
+        return "made by commit {}, re-checked at {}".format(*commits)
+    return f"stale: {'; '.join(changed)}"
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-commit
 #| code-fold: true

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', 'RATES', 'FOR_NOTHING', 'VARIANTS',
            'INITIALISATIONS', 'EXPERIMENTS', 'Recipe', 'train_tokenizer', 'packed_windows', 'blank_gpt2',
-           'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions', 'text_scores',
-           'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'with_public', 'public_windows',
-           'development_pairs', 'papers_noise', 'language_settings', 'method_entry', 'tuning_grid', 'methods_grid',
-           'rap_settings', 'rap_entry', 'rap_grid', 'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs',
-           'relevance_costs']
+           'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions',
+           'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'language_prepared', 'study_model',
+           'language_measured', 'with_public', 'public_windows', 'development_pairs', 'papers_noise',
+           'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings', 'rap_entry', 'rap_grid',
+           'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs', 'relevance_costs']
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-imports
 import hashlib
@@ -30,6 +30,8 @@ from torch import nn
 from ..freezing_costs import whole_steps
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
+from ..pretrained import smollm2
+from ..text_scores import text_scores
 from ...clipping import effective_noise_multiplier
 from ...datasets import Public, TableData, Task
 from ...tasks import public_text
@@ -225,22 +227,6 @@ def completions(
     return texts
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-scores-text-scores
-def text_scores(
-    texts: Sequence[str],
-    references: Sequence[Sequence[str]],  # of each, one or more
-) -> dict[str, float]:                    # 0 to 100
-    "BLEU of all texts together (sacrebleu's tokens), and the mean ROUGE-L, each against the reference that suits it best."
-    import sacrebleu
-    from rouge_score.rouge_scorer import RougeScorer
-
-    streams: Any = [[its[number] if number < len(its) else None for its in references]
-                    for number in range(max(map(len, references)))]
-    scorer = RougeScorer(["rougeL"])
-    rouge = [scorer.score_multi(list(its), text)["rougeL"].fmeasure
-             for text, its in zip(texts, references, strict=True)]
-    return {"bleu": sacrebleu.corpus_bleu(list(texts), streams).score,
-            "rouge_l": 100 * sum(rouge) / len(rouge)}
-
 def generation_scores(
     model: nn.Module,
     tokenizer: Any,
@@ -250,7 +236,7 @@ def generation_scores(
     beams: int = 1,              # 0: no texts, perplexity alone
     max_length: int = 192,
 ) -> dict[str, float]:
-    "Perplexity over the tokens of completions and their end, each token counted once; and BLEU and ROUGE-L of generated texts."
+    "Perplexity over the tokens of completions and their end, each token counted once; and the scores of generated texts."
     encoded = score_set(data, tokenizer, columns, every, max_length)
     scores = {"perplexity": perplexity(model, encoded)}
     if beams:
@@ -293,6 +279,30 @@ def trained_entries(run: Run, method: Method) -> Settings:
     "How many numbers trained."
     named = dict(run.model.named_parameters())
     return {"trainable": sum(named[name].numel() for name in run.trained)}
+
+# %% ../../../nbs/3_found/35_language_evidence.ipynb #language-study
+def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
+    "SmolLM2 and E2E in its words."
+    folder = study_model(settings)
+    task = prepared_task(settings["data"], folder, settings.get("limit"),
+                         settings.get("held_out", 0), settings["max_length"])
+    return load_model(folder, kind="causal"), task
+
+def study_model(settings: Settings) -> str:
+    "The folder of a study's model."
+    return smollm2() if settings["model"] == "smollm2" else settings["model"]
+
+# %% ../../../nbs/3_found/35_language_evidence.ipynb #language-measured
+def language_measured(settings: Settings) -> Settings:
+    "One run of the language study."
+    own = {name: value for name, value in settings.items()
+           if name not in ("label", "every", "beams")}
+    def score(model: nn.Module, task: Task) -> dict[str, float]:
+        data, every = task.test or task.dev, settings["every"]
+        return generation_scores(model, load_tokenizer(study_model(settings)), data.table,
+                                 task.columns, 1 if "held_out" in settings else every,
+                                 settings["beams"], settings["max_length"])
+    return measured_run(own, trained_entries, score, language_prepared)
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-run-with-public
 def with_public(options: Settings, model: str, max_length: int) -> Settings:

@@ -1,0 +1,205 @@
+"""Each way of each study goes from its tuning to its runs to a verdict, with stand-ins for data and models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dpft.book import experiments, pretrained
+from dpft.book.evidence import protocol
+from dpft.book.evidence.protocol import STUDIES, experiments_of, study_verdict
+from dpft.book.experiments import make_record, results_file, write_records
+from dpft.book.pretrained import EfficientNetLite0, measured
+from dpft.book.evidence.language import language_measured
+from dpft.datasets import TableData, Task, TensorData
+from dpft.models import load_tokenizer
+
+TINY = {"steps": 8, "batch_size": 6, "physical_batch_size": 4, "accountant": "rdp"}      # so tuning runs have two steps
+WORDS = ["the", "film", "is", "good", "bad", "dull", "fine", "a", "very", "long", "short", "plot", "inn", "pub", "serves", "food",
+         "near", "river"]
+
+
+def pictures(name, limit=None):
+    "Thirty pictures of ten things, which is what `load_data` gives for the name."
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (42, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    data = TensorData(images, torch.arange(42) % 10, 255.0)
+    return Task(name, "image", data.subset(range(30)), data.subset(range(30, 42)), classes=tuple("0123456789"))
+
+
+def phrases(first, count):
+    return [" ".join((WORDS * 4)[start * 5 % 17:][:4 + start % 5]) for start in range(first, first + count)]
+
+
+def texts(name, limit=None):
+    parts = [TableData({"sentence": phrases(first, count), "label": [row % 2 for row in range(count)]})
+             for first, count in ((0, 30), (30, 8), (40, 8))]
+    return Task(name, "text", *parts, classes=("no", "yes"), columns=("sentence", "label"))
+
+
+def facts(name, limit=None):
+    parts = [TableData({"mr": [f"name {number}" for number in range(first, first + count)], "ref": phrases(first, count)})
+             for first, count in ((0, 30), (30, 8), (40, 8))]
+    return Task(name, "causal", *parts, columns=("mr", "ref"))
+
+
+def stand_in_bert(folder):
+    "A BERT of one narrow layer, with the vocabulary of MiniLM's tokenizer."
+    tokenizer = load_tokenizer("minilm")
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                        num_labels=2)
+    pretrained.normalised_classifier()(config).save_pretrained(folder)
+    return folder
+
+
+def stand_in_llama(folder):
+    "A Llama of two narrow layers with a tied embedding, and a tokenizer of words."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[END]", "name", *map(str, range(60)), *WORDS])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[END]", bos_token="[END]", unk_token="[UNK]")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=6,
+                                 num_key_value_heads=2, max_position_embeddings=160, tie_word_embeddings=True, pad_token_id=0,
+                                 eos_token_id=2, bos_token_id=2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    "A cache with stand-ins in the place of the pre-trained weights; of the network on pictures, two of its seven stages."
+    folder = tmp_path_factory.mktemp("cache")
+    torch.manual_seed(0)
+    (folder / "efficientnet-lite0").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "STAGES", ((3, 1, 1, 8, 1), (5, 2, 6, 12, 2)))
+        save_file(EfficientNetLite0(1000).state_dict(), str(folder / "efficientnet-lite0" / "model.safetensors"))
+        stand_in_bert(folder / "minilm")
+        stand_in_llama(folder / "smollm2")
+        yield folder
+
+
+@pytest.fixture
+def world(weights, tmp_path, monkeypatch):
+    "Everything that the studies read, made small; no result of one test serves another."
+    kept = (experiments.prepared_task, pretrained.feature_task, pretrained._lite, pretrained._minilm)
+    for its in kept:
+        its.cache_clear()
+    monkeypatch.setenv("DPFT_CACHE", str(weights))
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    made = {"cifar10": pictures, "sst2": texts, "e2e": facts}
+    for module in (experiments, pretrained):
+        monkeypatch.setattr(module, "load_data", lambda name, limit=None: made[name](name))
+    monkeypatch.setattr(pretrained, "minilm_folder", lambda: weights / "minilm")
+    yield
+    for its in kept:
+        its.cache_clear()
+
+
+def small(name):
+    "A study of eight steps on a few rows, otherwise as it is."
+    study = STUDIES[name]
+    sizes = {name: value for name, value in (("side", 32), ("limit", 26)) if name in study.shared}
+    shared = {**study.shared, **TINY, **sizes}
+    return replace(study, shared=shared, held_out=6)
+
+
+def with_scores(run, score, **more):
+    "A record as a run of these settings would leave it."
+    name = "perplexity" if run["data"] == "e2e" else "test_accuracy" if run["data"] == "sst2" and "held_out" not in run else "accuracy"
+    return {**run, "reduced": False, "metrics": {name: score}, **more}
+
+
+def whole_way(name, label, study):
+    "One real run of the tuning and one of the study; the others get scores by their rates, so that the ladder ends."
+    study = replace(study, ways={label: study.ways[label]})
+    both = experiments_of(name, study, language_measured if name == "language" else measured, "?", "nothing")
+    file, done = results_file(f"{name}-tuning"), []
+    sign = -1 if name == "language" else 1
+    for round in range(9):
+        new = [run for run in both[f"{name}-tuning"].grid(True) if run not in done]
+        if not round:
+            entry = make_record(f"{name}-tuning", both[f"{name}-tuning"].measure, new[-1], True)
+            assert entry["metrics"] and entry["epsilon"] <= study.epsilons[0] and len(entry["mechanisms"]) >= 1
+        if not new:
+            break
+        scores = [5 - sign * abs(run["learning_rate"] * (run["clip"] if name == "images-head" else 1) / study.ways[label].rate - 1)
+                  for run in new]
+        write_records(file, [with_scores(run, score, experiment=f"{name}-tuning") for run, score in zip(new, scores, strict=True)])
+        done += new
+    else:
+        raise AssertionError(f"the tuning of {label} does not end")
+    runs = list(both[name].grid(True))
+    assert len({run["seed"] for run in runs if run["target_epsilon"] == study.epsilons[0]}) == study.headline
+    entry = make_record(name, both[name].measure, runs[0], True)
+    write_records(results_file(name), [with_scores(run, entry["metrics"][next(iter(with_scores(run, 0)["metrics"]))] + 1e-3 * run["seed"],
+                                                   experiment=name) for run in runs])
+    return entry
+
+
+@pytest.mark.parametrize("name,label", [(name, label) for name in STUDIES if name != "images" for label in STUDIES[name].ways])
+def test_a_way_goes_from_its_tuning_to_its_runs(name, label, world):
+    study = small(name)
+    entry = whole_way(name, label, study)
+    assert entry["epsilon"] <= study.epsilons[0] and entry["seconds"] > 0
+    if name != "language":
+        assert set(entry["answers"]) == set(entry["metrics"]) and len(entry["steps_seen"]["loss"]) == TINY["steps"]
+
+
+@pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])
+def test_a_phase_has_steps_in_a_run_of_any_length(name, label):
+    study = STUDIES[name]
+    lengths = [study.shared["steps"], max(1, study.shared["steps"] // 4), 2]
+    for steps in lengths:
+        options = protocol.options_at(study.ways[label], steps, 0)
+        assert all(1 <= options[its] < steps for its in study.ways[label].shares)
+        assert set(options) == set(study.ways[label].options) | set(study.ways[label].shares)
+    runs = [protocol.entry(its, label, "1", 1e-3, 2.0, 0)["options"] for its in (study, protocol.short(study))]
+    (share,) = study.ways[label].shares.items()
+    assert all(abs(options[share[0]] / steps - share[1]) <= 0.5 / steps for options, steps in zip(runs, lengths, strict=False))
+
+
+def test_a_random_choice_is_another_one_for_each_seed():
+    runs = [protocol.entry(STUDIES["text-full"], "RandomPartitions", "1", 1e-3, 2.0, seed)["options"]["seed"] for seed in range(3)]
+    assert runs == [0, 1, 2] and "seed" not in protocol.entry(STUDIES["text-full"], "Adapter", "1", 1e-3, 2.0, 1)["options"]
+
+
+@pytest.mark.parametrize("name", ["images-small", "language"])
+def test_records_of_a_study_come_to_a_verdict(name, world):
+    study = small(name)
+    labels = list(study.ways)[:2]
+    assert study_verdict(name, study, *labels[:1], labels[1:])[0] == "undecided"
+    for rank, label in enumerate(labels):
+        its = replace(study, ways={label: study.ways[label]})
+        sign = -1 if name == "language" else 1
+        for _ in range(9):
+            there = protocol._scores(f"{name}-tuning", True)
+            new = [run for run in protocol.tuning_grid(f"{name}-tuning", its, True) if protocol._key(run) not in there]
+            write_records(results_file(f"{name}-tuning"),
+                          [with_scores(run, 5 - sign * abs(run["learning_rate"] / its.ways[label].rate - 1), experiment="") for run in new])
+        runs = [run for run in protocol.study_grid(name, its, True) if run["target_epsilon"] == study.epsilons[0]]
+        more = [{**runs[0], "seed": seed} for seed in range(5)]
+        write_records(results_file(name), [
+            with_scores(run, 5 - sign * rank + 1e-3 * ((run["seed"] * (rank + 2)) % 5), experiment="") for run in more])
+    assert study_verdict(name, study, labels[0], labels[1:]) == ("held", "1 of 1 ahead, 0 behind")
+    assert study_verdict(name, study, labels[1], labels[:1]) == ("did not hold", "0 of 1 ahead, 1 behind")
+    assert study_verdict(name, study, labels[0], [*labels[1:], "LoRA" if name != "language" else "Full"])[0] == "undecided"
+
+
+def test_the_language_model_is_shown_before_and_after_and_goes_on(world, run, tmp_path, monkeypatch):
+    from dpft import sources
+    monkeypatch.setattr(sources, "load_data", lambda name, source=None: facts(name))
+    words = ("llm", "--output", tmp_path / "llm", "--steps", "2", "--batch-size", "6", "--every", "3")
+    status, out, err = run(*words)
+    assert status == 0, err
+    assert "before: perplexity" in out and "after: perplexity" in out and "differentially private** with respect to" in out
+    assert out.count("people:") == 6 and all(name in out for name in ("bleu", "rouge_l", "nist", "meteor", "cider"))
+    assert (tmp_path / "llm" / "model" / "dpft.json").exists()
+    again = run(*words)
+    assert again[0] == 0 and again[1] == out                                     # nothing is trained anew
+    (tmp_path / "llm" / "after.json").unlink()
+    status, out, err = run(*words)
+    assert status == 0 and "after: perplexity" in out, err                       # the state is there, so no step is paid again
