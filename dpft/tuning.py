@@ -76,7 +76,8 @@ def check_setting(
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
 def settings_grid(
-    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # to combine; or ready
+    # values of each setting, to be combined; or ready settings
+    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     "Every combination to try."
     if isinstance(choices, Mapping):

@@ -141,8 +141,7 @@ class Angles:
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."
     parameters: dict[str, nn.Parameter]  # those that train, by name
-    # "unbiased", "biased", "private", and "true" if it was given
-    vectors: dict[str, Vector]
+    vectors: dict[str, Vector]  # "unbiased", "biased", "private"; "true" if given
 
     def pieces(
         self,
@@ -168,10 +167,7 @@ class Signals:
         second: str,                  # another
         layers: Sequence[Partition],  # M of them
     ) -> Tensor:
-        """(M,) angle between two signals in each layer, radians.
-
-        NaN with a warning where one of them is zero.
-        """
+        "(M,) radians between two signals; NaN with a warning where one is zero."
         return torch.stack(
             [angle(self.pieces(first, layer), self.pieces(second, layer),
                    f"{layer.name}, {first} to {second} signal").cpu()

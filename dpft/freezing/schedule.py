@@ -6,7 +6,7 @@
 __all__ = ['NORMS', 'Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'LAST_STEPS', 'PAPER', 'has_parameters', 'unwrapped', 'stacks',
            'is_encoder_decoder', 'block_lists', 'stacked', 'LayerTracer', 'parameters_of', 'traced', 'in_sequence',
            'pieces_of', 'why', 'is_vector', 'settled', 'layers', 'called', 'lower_half', 'whole_numbers', 'check_steps',
-           'check_count', 'ordered', 'stages', 'check_schedule', 'times_of', 'LayerFreeze', 'paper_settings']
+           'check_count', 'ordered', 'stages', 'check_schedule', 'times_of', 'staged', 'LayerFreeze', 'paper_settings']
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Iterable, Sequence
@@ -312,8 +312,8 @@ def ordered(
 def stages(
     model: nn.Module,
     counts: Sequence[int] | None,  # layers of each stage; None: the lower half
-    times: Sequence[int],                     # steps after which they freeze
-    order: Sequence[str | Sequence[str]] | None,
+    times: Sequence[int],          # steps after which they freeze
+    order: Sequence[str | Sequence[str]] | None,  # None: as `layers` finds them
     trains: Sequence[nn.Parameter],
 ) -> list[tuple[int, Piece]]:
     "When to freeze what; ValueError when that would leave nothing of what trains."
@@ -354,6 +354,20 @@ def times_of(after: int | Sequence[int] | None, steps: int) -> list[int]:
     late = [steps - LAST_STEPS]
     return late if after is None else whole_numbers("after", after, 0)
 
+# %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-fitted
+def staged(
+    method: "LayerFreeze",
+    context: Context,
+    trains: Sequence[nn.Parameter],  # of which something must be left
+) -> list[tuple[int, Piece]]:        # steps done, and what freezes then
+    "The stages of a method in a run; ValueError when its schedule does not fit."
+    times = times_of(method.after, context.steps)
+    if context.running or context.rehearses:
+        check_steps(times, context.steps)
+    counts = None if method.layers is None else whole_numbers(
+        "layers", method.layers, 1)
+    return stages(context.model, counts, times, method.order, trains)
+
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-method
 class LayerFreeze(Method):
     """DP-SGD-LF: after step t_f the first m_f layers train no more, and everything
@@ -381,32 +395,20 @@ class LayerFreeze(Method):
 
     def choose(self, context: Context,
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "All of it trains at first; ValueError when the schedule fits neither model nor run."
-        self._check(context, [*among, *fresh_head(context.model)])
+        "All of it trains at first; ValueError for a schedule that does not fit."
+        self._stages = None
+        staged(self, context, [*among, *fresh_head(context.model)])
         return list(among)
 
     def start(self, context: Context) -> None:
         "Everything trains at first."
-        everything = list(context.model.parameters())
-        self._check(context, everything)
-        context.train_only(everything)
+        context.train_only(self.choose(context, list(context.model.parameters())))
 
     def step(self, context: Context, t: int) -> None:
         "Freeze what is due by now; what another method has frozen stays frozen."
         if self._stages is None:   # not sooner: parameters may have been added since start
-            self._stages = self._staged(context, [*trainable(context.model).values()])
+            self._stages = staged(self, context, [*trainable(context.model).values()])
         context.freeze(p for time, lower in self._stages if t >= time for p in lower)
-
-    def _check(self, context: Context, trains: Sequence[nn.Parameter]) -> None:
-        self._stages = None
-        if context.running or context.rehearses:   # else there is no number of steps
-            check_steps(times_of(self.after, context.steps), context.steps)
-        self._staged(context, trains)
-
-    def _staged(self, context: Context, trains: Sequence[nn.Parameter]) -> list[tuple[int, Piece]]:
-        counts = None if self.layers is None else whole_numbers("layers", self.layers, 1)
-        times = times_of(self.after, context.steps)
-        return stages(context.model, counts, times, self.order, trains)
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-settings
 _CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15,
