@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dpft.privacy import (
-    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion, rdp_moment,
-    rdp_orders)
+from .privacy import (
+    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion,
+    rdp_moment, rdp_orders)
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(

@@ -20,8 +20,8 @@ from torch import nn
 
 from .datasets import did_you_mean
 from .gradients import Batch, batch_rows, clipped_sum
-from .method import Context, Method
 from .losses import default_loss
+from .method import Context, Method
 from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
 from .plan import check_sizes
 from .privacy import BudgetError, noise_multiplier

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpft.datasets import (
-    Task, as_dataset, check_labels, column, column_names, has_batch_protocol, is_chat,
-    names_a_row)
+from .datasets import (
+    Task, as_dataset, check_labels, column, column_names, has_batch_protocol,
+    is_chat, names_a_row)
 from .models import load_model, load_tokenizer
 from .schema import Schema, kinds_of, read_labels, read_schema
 from .sources import class_names, stack_images

@@ -146,7 +146,7 @@ def test_only_the_weights_that_a_run_leaves_are_recorded(tmp_path, knobs):
 def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path, hand_on):
     ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
     first = made(ledger=ledger, epsilon=math.inf)
-    with pytest.raises(ValueError, match="on the same data without privacy.*start from the weights as they were before"):
+    with pytest.raises(ValueError, match=r"on the same data without privacy.*start from the weights as they were before"):
         made(hand_on(first), ledger=ledger)
     assert not ledger.runs()
 

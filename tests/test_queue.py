@@ -68,7 +68,7 @@ def test_several_processes_make_each_run_once_with_one_thread_and_no_two_of_a_gr
     assert sorted(entry["seed"] for entry in records) == list(range(6)) and {entry["threads"] for entry in records} == {1}
     assert os.getpid() not in {entry["process"] for entry in records}
     spans = sorted(tuple(entry["span"]) for entry in records if entry["seed"] % 2)
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
 def spanning(settings):

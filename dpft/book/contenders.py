@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..bitfit import biases
-from .provenance import device_name
 from ..gradients import Batch, LossFunction, by_example, clipped_sum, full, per_example_gradients, reuse_memory, trainable
 from ..guarantee import installed_versions
 from ..losses import example_losses
+from .provenance import device_name
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
 def heads(width: int) -> int:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from .angles import Vector, angle, length
-from dpft.gradients import (
+from ..gradients import (
     Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses,
-    tensors, trainable,
-)
+    tensors, trainable)
+from .angles import Vector, angle, length
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-batches
 Batches = Batch | Iterable[Batch]

@@ -10,15 +10,16 @@ __all__ = ['NORMS', 'Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'LAST_STEPS', 
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..sampling import Augmentation
 from ..gradients import Partition, trainable
-from ..models import fresh_head
 from ..method import Context, Method
+from ..models import fresh_head
+from ..sampling import Augmentation
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-find-root
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _NormBase)
@@ -115,8 +116,8 @@ def traced(root: nn.Module) -> list[Piece]:
     last_source = -1  # the last module with parameters that sees the input alone
     for node in nodes:
         depends = not carries.isdisjoint(node.all_input_nodes)
-        side = node.target in SIDE or node.target is getattr and node.args[1] in SIDE
-        if parameters_of(root, node) or depends and not side:
+        side = (node.args[1] if node.target is getattr else node.target) in SIDE
+        if parameters_of(root, node) or (depends and not side):
             carries.add(node)
         if node.op == "call_module" and node in carries and not depends:
             last_source = place[node]
@@ -173,8 +174,8 @@ def why(root: nn.Module, error: Exception) -> str:
 def is_vector(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a vector, as a bias or a scale is, perhaps stretched to
     (C, 1, 1)."""
-    return parameter.ndim < 2 or parameter.ndim > 2 and sum(
-        size > 1 for size in parameter.shape) < 2
+    wide = sum(size > 1 for size in parameter.shape)
+    return parameter.ndim < 2 or (parameter.ndim > 2 and wide < 2)
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-settled-code
 def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
@@ -247,7 +248,7 @@ def whole_numbers(
             f"{name}={value!r} must be a whole number or a list of them, fixed "
             "before the run: looking at private data to choose it has a "
             "privacy cost, which dpft.tuning.tune accounts for")
-    rising = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(numbers))
     if min(numbers) < least or not rising:
         raise ValueError(
             f"{name}={value!r} must be {least} or more, and each number of a "
@@ -406,7 +407,7 @@ class LayerFreeze(Method):
 
     def step(self, context: Context, t: int) -> None:
         "Freeze what is due by now; what another method has frozen stays frozen."
-        if self._stages is None:   # not sooner: parameters may have been added since start
+        if self._stages is None:   # not sooner: parameters may have come since start
             self._stages = staged(self, context, [*trainable(context.model).values()])
         context.freeze(p for time, lower in self._stages if t >= time for p in lower)
 

@@ -21,21 +21,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..experiments import Experiment, Settings, kept_in, prepared_task
-from ..provenance import source_hash
 from ...datasets import Task
-from ...identity import fingerprint
 from ...engine import Engine
-from dpft.freezing.distortion import (
-    ClipGroups, StatusChanges, clip_groups, freezing_effect, status_changes,
-    true_gradient)
+from ...freezing.distortion import (
+    ClipGroups, StatusChanges, clip_groups, freezing_effect,
+    status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
-from ...method import Context, Method
+from ...identity import fingerprint
 from ...losses import accuracy, default_loss
+from ...method import Context, Method
 from ...models import load_model
 from ...privacy import SampledGaussian, epsilon
+from ..experiments import Experiment, Settings, kept_in, prepared_task
+from ..provenance import source_hash
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-walk
 class Kept(Method):
@@ -303,13 +303,12 @@ def angle_entry(settings: Settings) -> Settings:
     upper = {id(p) for layer in kept for p in layer.parameters}
     everything = [name for name, _ in model.named_parameters()]
     stays = [name for name, p in model.named_parameters() if id(p) in upper]
-    series = []
-    for names, before, steps, own in (
-            (everything, 0, after, seed),
-            (stays, after, settings["steps"] - after, 3000 + seed)):
-        for t in walk(model, task, names, settings, steps, own):
-            if t % settings["every"] == 0:
-                series.append(_look(settings, model, task, kept, before + t))
+    walks = ((everything, 0, after, seed),
+             (stays, after, settings["steps"] - after, 3000 + seed))
+    series = [_look(settings, model, task, kept, before + t)
+              for names, before, steps, own in walks
+              for t in walk(model, task, names, settings, steps, own)
+              if t % settings["every"] == 0]
     return {**_scored(settings, model, task, settings["steps"]), "series": series,
             "aligned_with": "the full gradient"}
 

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .language import generation_scores, trained_entries
+from ...datasets import Task
+from ...models import load_model, load_tokenizer
+from ...sources import load_data
 from ..experiments import (
     Experiment, Settings, measured_run, prepared_task, recorded, results_file)
 from ..pretrained import (
     efficientnet_lite0, enlarged, feature_task, head_alone, normalised_minilm, smollm2)
-from ...datasets import Task
-from ...models import load_model, load_tokenizer
-from ...sources import load_data
+from .language import generation_scores, trained_entries
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
 @dataclass(frozen=True)
