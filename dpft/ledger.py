@@ -16,7 +16,7 @@ from typing import Any
 from .charges import (
     Account, Asked, Budgets, Records, planned_mechanisms, set_budget)
 from .curve import Budget
-from .privacy import BudgetError, SampledGaussian, _check
+from .privacy import BudgetError, SampledGaussian, check
 from .rows import (
     Chain, Key, LedgerError, LedgerFile, canonical, copy_without_key)
 
@@ -421,7 +421,7 @@ class Ledger(LedgerReader):
         reason: str, # recorded and shown
     ) -> None:
         "From now on nothing is refused; the removal is a row like any other."
-        _check(bool(reason), "to remove a budget, give a reason, which is recorded")
+        check(bool(reason), "to remove a budget, give a reason, which is recorded")
         with self.chain.file.writing():
             self._budgets.append(epsilon=None, reason=reason, who=self.who)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -75,6 +76,18 @@ def spanning(settings):
     began = time.time()
     time.sleep(0.2)
     return {**noted(settings), "span": [began, time.time()], "threads": torch.get_num_threads()}
+
+
+def parental(settings):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join()
+    return {**noted(settings), "exitcode": child.exitcode}
+
+
+def test_a_run_may_start_processes_of_its_own(tmp_path):
+    made = queue.run_queue(queue.Source({"e": many(2, parental)}, tmp_path), 2)
+    assert made.fresh == 2 and {entry["exitcode"] for entry in read_records(tmp_path / "e.jsonl")} == {0}
 
 
 def test_runs_of_one_group_wait_for_each_other_and_others_pass_them(tmp_path):
