@@ -361,14 +361,15 @@ class Engine:
         validate(self.model, self.settings.dropout)
         set_modes(self.model, self.settings.dropout)
 
-    def remaining(self, at_end: Callable[[], object] = lambda: None) -> Iterator[Step]:
+    def remaining(
+        self, at_end: Callable[[], object] = lambda: None,  # makes the final weights of the last, such as an average
+    ) -> Iterator[Step]:
         "The steps that remain; then `at_end()`, and the ledger is closed, and the secret stays until `remove_secrets`."
         if not self.method.changes:
             mark_trained(self)
         while self.t < self.plan.steps:
             look_again(self)
-            step = Step(self)
-            yield step
+            yield (step := Step(self))
             look_back(self, step)
         at_end()
         close_account(self)
