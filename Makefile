@@ -28,7 +28,7 @@ ELSEWHERE ?= MKL_CBWR=COMPATIBLE MKL_CBWR=SSE4_2 MKL_CBWR=AVX2 MKL_CBWR=AVX512 \
   THREADS=1 THREADS=2,WORKERS=1
 UNDER = MAKE="$(MAKE)" NOTEBOOKS="$(NOTEBOOKS)" TESTS="$(TESTS)" .ci/under
 
-.PHONY: help run llm test $(STAGES) salted elsewhere export notebooks site preview bench fuzz mutants faults clean
+.PHONY: help run llm test $(STAGES) salted elsewhere ranges export notebooks site preview bench fuzz mutants faults clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/make \1 @\2/' | column -t -s @
@@ -49,6 +49,9 @@ salted: $(READY) ## notebooks and tests with other random streams (SALTS="1 2 3 
 
 elsewhere: $(READY) ## notebooks and tests without this processor's features (ELSEWHERE="MKL_CBWR=AVX2 ..."); a line for each in build/elsewhere.txt
 	+@$(UNDER) build/elsewhere.txt $(ELSEWHERE)
+
+ranges: ## the lowest and the highest versions that settings.ini allows, each in an environment of its own (FLAGS="--ends lowest")
+	@$(ONE_CORE) $(PYTHON) tests/ranges.py $(FLAGS)
 
 export: $(READY) ## notebooks to package, then clean the notebooks
 	@$(BIN)/python nbs/_book.py export

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dpft.privacy import Request, SampledGaussian, epsilon, noise_multiplier
     from dpft.rapft import RapFT
     from dpft.sampling import Augmentation
-    from dpft.selection import price
     from dpft.scores import NoisyAccuracy
+    from dpft.selection import price
     from dpft.settings import Settings
     from dpft.sources import load_data
     from dpft.tuning import Tuning, tune

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from .curve import PrivacyCurve
+from .gradients import LossFunction, evaluating
+from .guarantee import Guarantee
 from .identity import shared_rows
+from .losses import example_losses, summed_losses, to_device
 from .sampling import gather
 from .texts import EncodedData
-from .gradients import LossFunction, evaluating
-from .curve import PrivacyCurve
-from .guarantee import Guarantee
-from .losses import example_losses, summed_losses, to_device
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-rate
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from .datasets import TensorData
 from .loop import Run, fine_tune
-from dpft.lower_bounds import (
-    clopper_pearson, epsilon_of_rates, gaussian_epsilon, guess_bound, mu_of_rates,
-    separation_bound)
+from .lower_bounds import (
+    clopper_pearson, epsilon_of_rates, gaussian_epsilon, guess_bound,
+    mu_of_rates, separation_bound)
 from .method import Method
 from .privacy import SampledGaussian
 from .registry import Known, known_methods, method_from, method_type
@@ -419,11 +419,9 @@ def audit_table(records: Sequence[dict[str, Any]]) -> str:
                          "more than it allows")
     lines = ["| | claimed | cost of the plan | audited | share | probability |",
              "|---|---|---|---|---|---|"]
-    for entry in records:
-        lines.append(f"| {entry['label']} | {entry['epsilon']:.2f} | "
-                     f"{entry['claim']:.2f} | {entry['audited']:.2f} | "
-                     f"{entry['audited'] / entry['claim']:.0%} | "
-                     f"{entry['p_value']:.2f} |")
+    lines += [f"| {entry['label']} | {entry['epsilon']:.2f} | {entry['claim']:.2f} | "
+              f"{entry['audited']:.2f} | {entry['audited'] / entry['claim']:.0%} | "
+              f"{entry['p_value']:.2f} |" for entry in records]
     return "\n".join(lines)
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-processes

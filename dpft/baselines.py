@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .gradients import Block, Partition, trainable
+from .method import Context, Method
 from .models import fresh_head
 from .saving import additions, note_addition, restores
-from .method import Context, Method
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-full
 class Full(Method):

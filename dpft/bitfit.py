@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .method import Context, Method
 from .models import fresh_head, output_layer
 from .saving import additions, note_addition, restores
-from .method import Context, Method
 
 # %% ../nbs/2_methods/14_bitfit.ipynb #bitfit-biases
 ADDED = re.compile(r"bias(_[ih]h(_l\d+)?(_reverse)?)?")  # an LSTM's are longer
@@ -73,7 +73,7 @@ def takes_bias(
         return False
     inside = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     plain = isinstance(layer, PLAIN) and not inside      # attention never calls it
-    return plain or norms and type(layer).__name__.endswith("RMSNorm")
+    return plain or (norms and type(layer).__name__.endswith("RMSNorm"))
 
 # %% ../nbs/2_methods/14_bitfit.ipynb #bitfit-layers-without
 def layers_without(

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from .baselines import Full, LastLayer, Trainable, masked_block
 from .gradients import Block, members, trainable
+from .method import Context, Method, NotRunning
 from .models import fresh_head
 from .privacy import Request
-from .method import Context, Method, NotRunning
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-parts
 class Several(Method):
@@ -80,7 +80,7 @@ def refusal(
     if own_blocks and not part.adds and not part.selects:
         return (f"{name} holds other methods or cuts what trains into blocks of its "
                 f"own; put the chain into it: {name}(Chain(…), …)")
-    alone = isinstance(part, (Full, Trainable)) or not part.adds and not part.selects
+    alone = isinstance(part, (Full, Trainable)) or not (part.adds or part.selects)
     if before and alone:
         return (f"{name} says by itself what trains, which undoes "
                 f"{type(before[-1]).__name__}; it can only come first")

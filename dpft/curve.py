@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dpft.privacy import (
-    BudgetError, SampledGaussian, _check, epsilon, rdp_conversion, rdp_moment,
-    rdp_orders)
+from .privacy import (
+    BudgetError, SampledGaussian, check, epsilon, rdp_conversion,
+    rdp_moment, rdp_orders)
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(
@@ -329,17 +329,17 @@ class Budget:
     reason: str = ""    # why it was set, for the ledger
 
     def __post_init__(self) -> None:
-        _check(0 < self.epsilon < math.inf,
-               f"budget epsilon={self.epsilon}: it must be positive and finite")
-        _check(0 < self.delta < 1,
-               f"budget delta={self.delta}: it must lie strictly between 0 and 1")
+        check(0 < self.epsilon < math.inf,
+              f"budget epsilon={self.epsilon}: it must be positive and finite")
+        check(0 < self.delta < 1,
+              f"budget delta={self.delta}: it must lie strictly between 0 and 1")
         known = rdp_orders()
-        _check(not self.order or self.order in known,
-               f"budget order={self.order}: choose one of Opacus' orders, 1.1 to 63")
+        check(not self.order or self.order in known,
+              f"budget order={self.order}: choose one of Opacus' orders, 1.1 to 63")
         floor = rdp_conversion(self.order or known[-1], self.delta)
-        _check(self.epsilon > floor,
-               f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent "
-               f"before the first run; ask for more than {floor:.3f}, or another order")
+        check(self.epsilon > floor,
+              f"a budget of epsilon={self.epsilon:g} at delta={self.delta:g} is spent "
+              f"before the first run; ask for more than {floor:.3f}, or another order")
 
     def share(self, mechanisms: Iterable[SampledGaussian]) -> float:
         "The part of the budget that these mechanisms cost; 1 is the whole."

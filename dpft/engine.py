@@ -13,10 +13,10 @@ __all__ = ['CHECKED', 'Losses', 'named_apart', 'asked', 'planned', 'check_secure
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count
 from typing import Any
 
@@ -28,7 +28,7 @@ from .account import Account, Told
 from .gradients import Batch, Block, Coupling, LossFunction, full, members, reuse_memory, trainable
 from .guarantee import Guarantee, Statement
 from .identity import fingerprint
-from .ledger import Ledger
+from .ledger import Ledger, record_weights
 from .losses import default_loss
 from .method import Access, Context, Method, noted
 from .models import frozen_statistics, validate
@@ -37,7 +37,7 @@ from .plan import Plan, make_plan, noise_spread, scaled_blocks, secured_blocks, 
 from .prefix import Prefix, worth_it
 from .privacy import Request, SampledGaussian
 from .processes import Processes, check_whole, form
-from .provenance import look_at_start, mark_trained, record_weights
+from .provenance import look_at_start, mark_trained
 from .settings import Settings, known_of, name_of_code, settings_from, takes_settings, turned
 from .step import SAME_CHOICE, SAME_INPUT, Draws, Population, Releases, Share, Step, batches_of, groups_of
 from .step import set_modes, unasked, with_precision
@@ -116,24 +116,24 @@ def content_of(population: Population) -> dict[str, Any]:
             "units": None if units is None else hashlib.sha256(units.index.numpy().tobytes()).hexdigest()}
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-store
-def facts_of(engine: "Engine") -> tuple[dict[str, Any], bool]:
+def facts_of(engine: "Engine", start: Callable[[], str]) -> tuple[dict[str, Any], bool]:
     "Who a run is, and whether this holds all that changes a sum; nothing where nobody compares it."
     given = engine.settings
     if given.seed is None and given.checkpoint is None:
         return {}, False
     code, code_known = name_of_code(engine.method)
     structure, structure_known = name_of_code(engine.model)
-    facts = {**engine.known.sums, "model": model_fingerprint(engine.model), "model's structure": structure,
+    facts = {**engine.known.sums, "model": start(), "model's structure": structure,
              "method": repr(engine.method), "method's code": code, "plan": asdict(engine.plan),
              "number of processes": engine.processes.size, "device": engine.device.type}
     return facts, engine.known.complete and code_known and structure_known
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened
-def opened(engine: "Engine", content: dict[str, Any]) -> tuple[Store, Keystream]:
+def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) -> tuple[Store, Keystream]:
     "The store of a run and its randomness, on all processes; the first alone has the folder."
     given = engine.settings
     def open_store() -> Store:
-        facts, complete = facts_of(engine)
+        facts, complete = facts_of(engine, start)
         return Store(given.checkpoint, facts, content, given.seed, complete=complete,
                      further=engine.known.run, version=__version__)
     store: Store = engine.processes.first(open_store)
@@ -339,15 +339,15 @@ class Engine:
         self.loss_fn, self.prefix, self.unit = self.losses.fn, self.losses.prefix, self.population.unit
         self.context = asked(model, self.loss_fn, given, self.population.size)
         self.requests = named_apart(method.requests(self.context))
-        content = content_of(self.population)
+        content, start = content_of(self.population), cache(partial(model_fingerprint, model))
         self.plan = planned(self, content)
         self.assumed_public = public_facts(self, assumed_public)
-        self.store, self.keystream = opened(self, content)
+        self.store, self.keystream = opened(self, content, start)
         self.draws = Draws(self.population, self.keystream, self.processes, self.device)
         self.account = account_of(self, str(content["data"]))
         self.charges = self.account.charges            # whether the run answers for what it releases
         self.releases = Releases(self.account, self.keystream, self.processes, given.secure_mode)
-        look_at_start(self, partial(model_fingerprint, model))
+        look_at_start(self, start)
         start_method(self)
 
     def refresh(self) -> None:
@@ -361,15 +361,17 @@ class Engine:
         validate(self.model, self.settings.dropout)
         set_modes(self.model, self.settings.dropout)
 
-    def remaining(self) -> Iterator[Step]:
-        "The steps that remain; after the last the ledger is closed, and the secret stays until `remove_secrets`."
+    def remaining(
+        self, at_end: Callable[[], object] = lambda: None,  # makes the final weights of the last, such as an average
+    ) -> Iterator[Step]:
+        "The steps that remain; then `at_end()`, and the ledger is closed, and the secret stays until `remove_secrets`."
         if not self.method.changes:
             mark_trained(self)
         while self.t < self.plan.steps:
             look_again(self)
-            step = Step(self)
-            yield step
+            yield (step := Step(self))
             look_back(self, step)
+        at_end()
         close_account(self)
 
     def __iter__(self) -> Iterator[Step]:

@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['PUBLISHED', 'check_data', 'check_rates', 'check_same', 'has_row', 'known_release', 'reserved', 'first_digest',
-           'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader', 'Ledger']
+           'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader', 'Ledger',
+           'record_weights', 'trained_in']
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-imports
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .charges import (
     Account, Asked, Budgets, Records, planned_mechanisms, set_budget)
 from .curve import Budget
-from .privacy import BudgetError, SampledGaussian, _check
+from .privacy import BudgetError, SampledGaussian, check
 from .rows import (
     Chain, Key, LedgerError, LedgerFile, canonical, copy_without_key)
 
@@ -420,7 +421,7 @@ class Ledger(LedgerReader):
         reason: str, # recorded and shown
     ) -> None:
         "From now on nothing is refused; the removal is a row like any other."
-        _check(bool(reason), "to remove a budget, give a reason, which is recorded")
+        check(bool(reason), "to remove a budget, give a reason, which is recorded")
         with self.chain.file.writing():
             self._budgets.append(epsilon=None, reason=reason, who=self.who)
 
@@ -457,3 +458,33 @@ class Ledger(LedgerReader):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+# %% ../nbs/5_notes/60_ledger.ipynb #ledger-record-weights
+def _weights(ledger: Ledger, fingerprint: str) -> str:
+    return ledger.mac(f"final weights {fingerprint}")
+
+
+def record_weights(
+    ledger: Ledger,
+    run: str,         # its name
+    fingerprint: str, # of the model that it leaves
+) -> None:
+    "Write down, under the ledger's key, which weights a run has left; once."
+    digest, file = _weights(ledger, fingerprint), ledger.chain.file
+    with file.writing():
+        if not file.query("SELECT 1 FROM ledger WHERE kind = 'weights' AND run = ? AND "
+                          "digest = ?", run, digest):
+            ledger.chain.append("weights", run, digest=digest)
+
+# %% ../nbs/5_notes/60_ledger.ipynb #ledger-trained-in
+def trained_in(
+    ledger: Ledger,
+    fingerprint: Callable[[], str], # of a start
+) -> list[str]:                     # names of runs, in order
+    "The runs of a ledger that left exactly these weights."
+    query = ledger.chain.file.query
+    if not query("SELECT 1 FROM ledger WHERE kind = 'weights' LIMIT 1"):
+        return []
+    return [run for run, in query(
+        "SELECT run FROM ledger WHERE kind = 'weights' AND digest = ? ORDER BY number",
+        _weights(ledger, fingerprint()))]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Run', 'write_run', 'score_report', 'load', 'fine_tune', 'checked_before', 'kept', 'keep', 'progress_is_due',
-           'Progress', 'Loop', 'walk', 'after_step', 'score_step', 'score_the_end', 'save_state', 'put_back',
-           'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
+           'Progress', 'Loop', 'walk', 'put_average', 'after_step', 'score_step', 'score_the_end', 'save_state',
+           'put_back', 'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-imports
 import json
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
 from .datasets import Task
-from .engine import Engine, close_account, record_final
+from .engine import Engine, close_account
 from .evaluation import Evaluation, checked_evaluation, make_evaluation
 from .guarantee import Guarantee
 from .ledger import Ledger
@@ -83,10 +84,10 @@ class Run:
     def save(
         self,
         path: str | Path,            # a folder without another saved run in it
-        whole: bool | None = None,   # all weights, or only what trained; None: that, where the base can be found again
+        whole: bool | None = None,   # all weights; None: only if the base is unknown
         overwrite: bool = False,     # whether a run that is there may be replaced
     ) -> None:
-        "Write weights (safetensors), the guarantee and a model card into a folder; @sec-saving."
+        "Write weights, guarantee and model card into a folder; @sec-saving."
         write_run(self, check_target(path, overwrite), whole)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-write-run
@@ -112,13 +113,17 @@ def score_report(run: Run) -> str:
 # %% ../nbs/1_start/07_loop.ipynb #loop-load
 def load(
     path: str | Path,                # a folder that `Run.save` wrote
-    model: nn.Module | None = None,  # the architecture, for a module of one's own; the base, where only what trained was saved
+    model: nn.Module | None = None,  # an architecture of one's own, or the base
 ) -> nn.Module:
-    "A saved model; ValueError when the folder is no saved run, names no architecture and none is given, or stands on another base."
+    """A saved model.
+
+    ValueError for a folder that is no saved run, that names no architecture while
+    none is given, or that stands on another base.
+    """
     folder = Path(path)
     if not (folder / "dpft.json").exists():
-        raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a folder "
-                         "that run.save(path) wrote")
+        raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a "
+                         "folder that run.save(path) wrote")
     model = read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
     return came_from(model, folder)
 
@@ -131,16 +136,18 @@ def fine_tune(
     epsilon: float | None = None,  # target; inf: the non-private reference
     **knobs: Any,
 ) -> Run:
-    "Fine-tune a model under differential privacy: plan, select, draw, bound, perturb, step; @sec-fine-tune."
-    given = settings_from("fine_tune", ("engine", "loop"), {"epsilon": epsilon, **knobs})
+    "Fine-tune under differential privacy: draw, bound, perturb, step; @sec-fine-tune."
+    groups = ("engine", "loop")
+    given = settings_from("fine_tune", groups, {"epsilon": epsilon, **knobs})
     with nothing_left(given.output, given.ledger):
         settings, callbacks = checked_before(given, train)
-        ready = prepare(model, train, settings.tokenizer, settings.columns, settings.unit,
-                        collate_fn=settings.collate_fn)
+        ready = prepare(model, train, settings.tokenizer, settings.columns,
+                        settings.unit, collate_fn=settings.collate_fn)
         ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
         start = f"{START} ({ready.origin})"
-        engine = Engine(ready.model, settings.loss_fn, method, ready.train, settings=settings,
-                        assumed_public=[*ready.assumed_public, start])
+        engine = Engine(ready.model, settings.loss_fn, method, ready.train,
+                        assumed_public=[*ready.assumed_public, start],
+                        settings=settings)
         try:
             evaluation = make_evaluation(engine, settings.evaluate, ready)
             loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
@@ -154,7 +161,7 @@ def fine_tune(
 def checked_before(
     settings: Settings,
     train: Any, # as it was given
-) -> tuple[Settings, list[Any]]: # with the rows that score as they may be used; callbacks
+) -> tuple[Settings, list[Any]]: # with the rows that score as they may; callbacks
     "The settings of a run and its callbacks; ValueError for what no run can have."
     if settings.output is not None:
         check_target(settings.output, settings.overwrite)
@@ -176,7 +183,7 @@ def kept(loop: "Loop", ready: Prepared) -> Run:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-keep
 def keep(run: Run, engine: Engine) -> None:
-    "Save a run where it was asked to be saved; when that fails, say what is kept, and where."
+    "Save a run where it was asked for; when that fails, say what is kept, and where."
     given, secrets = engine.settings, run.guarantee.secrets
     left = engine.secrets if given.keep_secrets else []
     run.guarantee = replace(run.guarantee, secrets=left)
@@ -190,12 +197,12 @@ def keep(run: Run, engine: Engine) -> None:
                           "and call run.save(path)", stacklevel=4)
             return
         raise ValueError(f"the run is complete, but {failed}; its last state is in "
-                         f"{engine.store.folder}, and the same command saves it without "
-                         "spending more") from error
+                         f"{engine.store.folder}, and the same command saves it "
+                         "without spending more") from error
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress
 def progress_is_due(t: int, steps: int) -> bool:
-    "Whether to recompute epsilon after step t: at the start, at the end, and twenty times between."
+    "Whether to recompute epsilon after step t: at both ends, and twenty times between."
     return t == 1 or t == steps or t % max(1, steps // 20) == 0
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress-class
@@ -227,7 +234,7 @@ class Progress:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-class
 class Loop:
-    "The thin loop of `fine_tune` over an engine: steps, scores, checkpoints, and who is told."
+    "The thin loop of `fine_tune`: steps, scores, checkpoints, and who is told."
 
     def __init__(
         self,
@@ -243,7 +250,7 @@ class Loop:
             "optimizer": self.updates.optimizer, "lr_scheduler": self.updates.schedule})
         self.every = engine.settings.checkpoint_every or max(1, engine.plan.steps // 10)
         self.history: list[dict[str, Any]] = []
-        self.saved, self.stopped = 0, False    # step of the last checkpoint; by a callback
+        self.saved, self.stopped = 0, False # step of the last checkpoint; by a callback
         if state := engine.resume(self.updates.optimizer, self.updates.schedule):
             put_back(self, state)
 
@@ -255,9 +262,6 @@ class Loop:
             walk(self, progress)
         if self.stopped:
             stop_early(self)
-        if self.updates.average is not None:
-            self.updates.average.put()
-            record_final(self.engine)
         score_the_end(self)
         self.callbacks.tell("on_train_end")
 
@@ -272,7 +276,8 @@ def walk(loop: Loop, progress: Progress) -> None:
     "The steps that remain, or those until a callback stops the run."
     if loop.engine.t and not loop.stopped:
         loop.stopped = tell_step(loop, progress)    # the checkpoint's, again
-    for step in () if loop.stopped else loop.engine.remaining():
+    at_end = partial(put_average, loop)
+    for step in () if loop.stopped else loop.engine.remaining(at_end):
         loop.callbacks.tell("on_step_begin")
         loop.updates.take(step)
         loop.history.append(entry_of(loop, step))
@@ -282,9 +287,15 @@ def walk(loop: Loop, progress: Progress) -> None:
             loop.stopped = True
             break
 
+# %% ../nbs/1_start/07_loop.ipynb #loop-put-average
+def put_average(loop: Loop) -> None:
+    "The average of the iterates in place of the last one, where one is kept."
+    if loop.updates.average is not None:
+        loop.updates.average.put()
+
 # %% ../nbs/1_start/07_loop.ipynb #loop-after
 def after_step(loop: Loop) -> None:
-    "The score and the checkpoint of a step, where they are due; then the end, if told to stop."
+    "The score and the checkpoint of a step, where due; the end, if told to stop."
     engine, evaluation = loop.engine, loop.evaluation
     paid = evaluation.due() and score_step(loop) and evaluation.paid
     last = engine.t == engine.plan.steps
@@ -357,24 +368,27 @@ def tell_step(loop: Loop, progress: Progress) -> bool:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-stop-early
 def stop_early(loop: Loop) -> None:
-    "Close a run that a callback ended; its guarantee states the whole plan, @lem-stopped."
+    "Close a run that a callback ended; it states the whole plan, @lem-stopped."
     engine, steps = loop.engine, loop.engine.plan.steps
     engine.touched |= {id(parameter) for parameter in engine.parameters()}
     if engine.t < steps and (loop.evaluation.uncharged or engine.settings.show_loss):
-        engine.note_uncharged(f"when training stopped, after step {engine.t} of {steps}, "
-                              "which callbacks chose that saw what is named here")
+        engine.note_uncharged("when training stopped, after step "
+                              f"{engine.t} of {steps}, which callbacks chose that saw "
+                              "what is named here")
     save_state(loop)
+    put_average(loop)
     close_account(engine)      # the secret stays until the model is kept
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-stop
 @contextmanager
 def stopping_politely(engine: Engine) -> Iterator[None]:
-    "While it is open, the first SIGTERM or SIGINT asks the engine to stop after a step."
+    "While it is open, the first SIGTERM or SIGINT asks for a stop after a step."
     keeps = engine.processes.first(lambda: engine.store.folder is not None)
     if not keeps or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = {number: signal.getsignal(number) for number in numbers}
     def told(number: int, frame: Any) -> None:
         engine.told = number
         for each, handler in before.items():

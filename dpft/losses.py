@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .sampling import gather
 from .gradients import evaluating, full
+from .sampling import gather
 
 # %% auto #0
 __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL', 'NUMBERS', 'TOKENS', 'LOSSES', 'Collate',

@@ -20,12 +20,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .datasets import Public, did_you_mean, has_batch_protocol
-from .sampling import gather
-from .texts import collate_for
 from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
 from .networks import cnn, mlp, tempered_cnn, tempered_cnn_5, vit_small, wide_resnet
+from .sampling import gather
+from .texts import collate_for
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
@@ -44,7 +44,8 @@ def mean_pooled_classifier() -> Any:
     class MeanPooledClassifier(BertPreTrainedModel):
         "BERT, the mean of its token vectors, and a linear head; no dropout; @sbert."
         config_class = BertConfig
-        _keys_to_ignore_on_load_unexpected = [r"pooler\.", r"position_ids"]
+        _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012, as Transformers has it
+            r"pooler\.", r"position_ids"]
 
         def __init__(self, config: Any):
             config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0

@@ -20,8 +20,8 @@ from torch import nn
 
 from .datasets import did_you_mean
 from .gradients import Batch, batch_rows, clipped_sum
-from .method import Context, Method
 from .losses import default_loss
+from .method import Context, Method
 from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
 from .plan import check_sizes
 from .privacy import BudgetError, noise_multiplier
@@ -137,14 +137,16 @@ def plan_text(
 def plan_figure(
     cells: Sequence[Cell],
 ) -> Figure:
-    "Heat map of the accumulated ratio over batch size and steps, with the noise multiplier in each cell."
+    "Heat map of the accumulated ratio over batch size and steps."
     from matplotlib import pyplot as plt
     from matplotlib.patches import Rectangle
 
-    sizes, steps = sorted({cell.batch_size for cell in cells}), sorted({cell.steps for cell in cells})
+    sizes = sorted({cell.batch_size for cell in cells})
+    steps = sorted({cell.steps for cell in cells})
     values = np.full((len(steps), len(sizes)), np.nan)
     best = recommended(cells)
-    figure, axes = plt.subplots(figsize=(1.6 + 0.75 * len(sizes), 1.2 + 0.5 * len(steps)), layout="constrained")
+    size = 1.6 + 0.75 * len(sizes), 1.2 + 0.5 * len(steps)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
     for cell in cells:
         values[steps.index(cell.steps), sizes.index(cell.batch_size)] = cell.ratio
     picture = axes.imshow(values, cmap="cividis", origin="lower", aspect="auto", vmin=0)
@@ -155,7 +157,8 @@ def plan_figure(
         text += "" if cell.seconds is None else f"\n{duration(cell.seconds)}"
         axes.text(*place, text, ha="center", va="center", fontsize=7,
                   color="white" if cell.ratio < 0.6 * best.ratio else "black")
-    axes.add_patch(Rectangle((sizes.index(best.batch_size) - 0.5, steps.index(best.steps) - 0.5), 1, 1, fill=False, edgecolor="#D55E00",
+    corner = sizes.index(best.batch_size) - 0.5, steps.index(best.steps) - 0.5
+    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#D55E00",
                              linewidth=2.5, clip_on=False, zorder=3))
     axes.set_xticks(range(len(sizes)), [f"{size}" for size in sizes])
     axes.set_yticks(range(len(steps)), [f"{count}" for count in steps])
@@ -194,10 +197,11 @@ DATA_SHAPES = {
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-data-shape
 def data_shape(name: str) -> DataShape:
-    "What is published about a data set of this book; for any other, its size is given by hand."
+    "What is published about a data set of this book; ValueError for any other."
     if name not in DATA_SHAPES:
         raise ValueError(f"the size of {name!r} is not published here; "
-                         f"{did_you_mean(name, DATA_SHAPES)} (or give the size instead)")
+                         f"{did_you_mean(name, DATA_SHAPES)} "
+                         "(or give the size instead)")
     return DATA_SHAPES[name]
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
@@ -252,13 +256,13 @@ def made_up_batch(
     tokens: int = 32, # of each text
 ) -> Batch:           # random pictures or tokens of the right shape
     "Something to measure time on that nobody owns."
+    zeros = torch.zeros(rows, dtype=torch.long)
     if data.kind == "image":
-        return torch.rand(rows, *(data.image_shape or ())), torch.zeros(rows, dtype=torch.long)
+        return torch.rand(rows, *(data.image_shape or ())), zeros
     config: Any = model.config
     ids = torch.randint(config.vocab_size, (rows, tokens))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-            "labels": ids if data.kind == "causal"
-            else torch.zeros(rows, dtype=torch.long)}
+            "labels": ids if data.kind == "causal" else zeros}
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-seconds
 def probe_seconds(

@@ -799,7 +799,8 @@ class Lookup:
         "The losses from stored rows, or None when they cannot be had that way."
         counts = counted(self.model, self.loss_fn, plan, batch)
         keys = row_keys(batch, self._secret, counts)
-        if keys is None or self.shelf.full and not any(key in self.shelf for key in keys):
+        known = keys is not None and any(key in self.shelf for key in keys)
+        if keys is None or (self.shelf.full and not known):
             self.misses += batch_rows(batch)
             return None
         fresh = self._fresh(plan, batch, keys, counts)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpft.datasets import (
-    Task, as_dataset, check_labels, column, column_names, has_batch_protocol, is_chat,
-    names_a_row)
+from .datasets import (
+    Task, as_dataset, check_labels, column, column_names, has_batch_protocol,
+    is_chat, names_a_row)
 from .models import load_model, load_tokenizer
 from .schema import Schema, kinds_of, read_labels, read_schema
 from .sources import class_names, stack_images
@@ -44,7 +44,8 @@ class Prepared:
         if self.recipe:
             return self.recipe["name"]
         named = getattr(getattr(self.model, "config", None), "_name_or_path", None)
-        return getattr(self.model, "_origin", None) or named or type(self.model).__name__
+        origin = getattr(self.model, "_origin", None)
+        return origin or named or type(self.model).__name__
 
     def __repr__(self) -> str:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"
@@ -160,7 +161,7 @@ def prepare(
     columns: Sequence[str] | None = None,  # texts, then the label; None: as found
     unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # None: the model's, or the data's
-    collate_fn: Any = None,                # the user's own, which gets items as they are
+    collate_fn: Any = None,                # one's own, which gets items as they are
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
     known = classes or getattr(model, "num_labels", None)

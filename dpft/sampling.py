@@ -153,7 +153,7 @@ def units_of(
     cap: int | None = None,  # most rows that a unit brings to a draw
 ) -> Units | None:
     "The units of a data set; refuses a missing column, missing ids and one row each."
-    if unit is None or isinstance(unit, str) and unit == "example":
+    if unit is None or (isinstance(unit, str) and unit == "example"):
         if cap is not None:
             raise ValueError(f"unit_cap={cap} needs a unit with several rows; "
                              "name its column with unit=")

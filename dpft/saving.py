@@ -375,7 +375,8 @@ def how_to_load(
 ) -> str:                         # Markdown
     "The end of a model card: what the folder holds, and how to load it."
     part, base, kind = description["part"], description["base"], description["class"]
-    alone = base["name"] if part else description["recipe"] or "transformers" in sys.modules and class_named(kind)  # its models loaded it
+    theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
+    alone = base["name"] if part else description["recipe"] or theirs
     lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
     if part:
         where = f" from `{base['name']}`" if base["name"] else ", which has to be given"

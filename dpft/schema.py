@@ -71,7 +71,8 @@ def kind_of(
         return "chat"
     if isinstance(value, (int, float, np.number)):
         return "number"
-    picture = hasattr(value, "getbands") or isinstance(value, dict) and "bytes" in value
+    stored = isinstance(value, dict) and "bytes" in value
+    picture = stored or hasattr(value, "getbands")
     return "picture" if picture else "other"
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-kinds-of
@@ -214,7 +215,7 @@ def read_labels(
     labels = torch.tensor(numbers).long()
     if not known:
         check_stray(labels)
-    outputs = map(str, range(max(numbers + [1]) + 1))
+    outputs = map(str, range(max([*numbers, 1]) + 1))
     return Labels(labels, tuple(known or outputs), not known)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-labels-kinds
@@ -236,7 +237,7 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
 def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
     "(N, K) zeros and ones, for examples that may belong to several classes."
     sizes = {len(value) for value in values}
-    if len(sizes) > 1 or known and sizes != {len(known)}:
+    if len(sizes) > 1 or (known and sizes != {len(known)}):
         raise ValueError(f"column {name!r} holds lists that are not as long as there "
                          "are classes; for labels of tokens, tokenise the data first")
     return torch.stack([torch.as_tensor(value).float() for value in values])
@@ -255,9 +256,9 @@ def _fractions(values: Sequence[Any], name: str,
         raise ValueError(f"the label of row {row} is not finite; drop such rows")
     logical = all(isinstance(value, (bool, np.bool_)) for value in values)
     whole = bool((found == found.round()).all())
-    if len(known) == 1 or not known and not whole:
+    if len(known) == 1 or not (known or whole):
         return found
-    if logical or known and whole:
+    if logical or (known and whole):
         return None
     kind = "fractions" if known else "whole numbers stored as floats"
     raise ValueError(f"column {name!r} holds {kind}; make them integers for classes, "

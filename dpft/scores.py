@@ -84,7 +84,7 @@ def apart(
     unit: str | Sequence[Hashable] | Tensor | None, # whom training protects
 ) -> NoisyAccuracy:                                 # by the same unit
     "A development set whose people are not trained on, or ValueError."
-    if unit is None or isinstance(unit, str) and unit == "example":
+    if unit is None or (isinstance(unit, str) and unit == "example"):
         return score
     if score.unit is None:
         if not isinstance(unit, str):

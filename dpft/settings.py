@@ -93,7 +93,7 @@ CHOICES = {"accountant": ("prv", "rdp"), "clipping": ("flat", "automatic"),
 def range_checks(settings: Settings) -> list[tuple[bool, str]]:  # (holds, message)
     "What must hold of each knob by itself."
     own = callable(settings.schedule) or hasattr(settings.schedule, "get_last_lr")
-    checks = [(name == "schedule" and own or getattr(settings, name) in allowed,
+    checks = [((name == "schedule" and own) or getattr(settings, name) in allowed,
                f"{name}={getattr(settings, name)!r}: choose one of {', '.join(map(repr, allowed))}")
               for name, allowed in CHOICES.items()]
     rate, decay, average = settings.learning_rate, settings.weight_decay, settings.average

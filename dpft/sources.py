@@ -286,7 +286,7 @@ def load_data(
 def _is_own(name: str) -> bool:
     "Whether a name is that of a file, a folder or a data set of the hub."
     known = name == "digits" or name in HUB
-    return name.startswith("hub:") or not known and Path(name).exists()
+    return name.startswith("hub:") or (not known and Path(name).exists())
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-named
 def _named_task(name: str, root: str | Path | None, source: str | None) -> Task | None:

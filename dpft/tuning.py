@@ -17,20 +17,20 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .scores import NoisyAccuracy, apart, scorer
 from torch import nn
 
 from .datasets import Public, Task, did_you_mean
-from .identity import check_disjoint_rows
-from .sampling import units_of
 from .guarantee import Guarantee
+from .identity import check_disjoint_rows
+from .ledger import Ledger
 from .loop import Run, fine_tune
-from .method import Context, Method
 from .losses import default_loss
+from .method import Context, Method
 from .noise import Keystream
 from .plan import check_sizes
-from .ledger import Ledger
 from .privacy import BudgetError, SampledGaussian
+from .sampling import units_of
+from .scores import NoisyAccuracy, apart, scorer
 from .selection import (
     CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
 
@@ -76,7 +76,8 @@ def check_setting(
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
 def settings_grid(
-    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]], # to combine; or ready
+    # values of each setting, to be combined; or ready settings
+    choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     "Every combination to try."
     if isinstance(choices, Mapping):

@@ -185,7 +185,7 @@ def _bare(function: ast.FunctionDef) -> Iterator[str]:
     "The arguments of a call, without their types."
     a = function.args
     for argument, default in _arguments(function):
-        if argument is a.vararg or a.kwonlyargs and argument is a.kwonlyargs[0] and not a.vararg:
+        if argument is a.vararg or (a.kwonlyargs and argument is a.kwonlyargs[0] and not a.vararg):
             yield f"*{argument.arg}" if argument is a.vararg else "*"
         if argument is not a.vararg:
             yield f"**{argument.arg}" if argument is a.kwarg else _with_default(argument.arg, ast.unparse(default) if default else "")

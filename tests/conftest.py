@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 SALT = os.environ.get("DPFT_SALT", "")
 SALTED = Path(__file__).parent / "salted"
 

@@ -210,7 +210,7 @@ class Place:
                 found, status = os.waitpid(number, os.WNOHANG)
                 if found:
                     statuses[number] = os.waitstatus_to_exitcode(status)
-            if time.monotonic() - begun > seconds or any(statuses.values()) and not self.log.exists() and time.monotonic() - begun > 1:
+            if time.monotonic() - begun > seconds or (any(statuses.values()) and not self.log.exists() and time.monotonic() - begun > 1):
                 for number in set(numbers) - set(statuses):
                     os.kill(number, signal.SIGKILL)          # it waits for one that never came
             time.sleep(0.002)
@@ -384,7 +384,7 @@ def told_to_stop(root: Path, moment: int, size: int, wanted: dict[str, Any]) -> 
     said, state = place.said.read_text(), place.folder / "state.pt"
     before, broken = place.spent(), len(place.events)
     late, once = statuses == [0] * size, said.count("dpft: told to stop; the state after step") == 1
-    fits = late or statuses == [128 + signal.SIGTERM] * size and once and state.exists()
+    fits = late or (statuses == [128 + signal.SIGTERM] * size and once and state.exists())
     if not late:
         place.go(size)
     record = judged(place, wanted, before, broken, kind="SIGTERM", where=f"after {moment} events", processes=size, in_time=not late,

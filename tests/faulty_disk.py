@@ -35,7 +35,7 @@ class Disk:
         if self.mode == "full":
             return FULL if number >= self.at >= 0 and kind in ("write", "open") else whole()
         for mode, work in (("before", None), ("half", half), ("after", whole)):
-            result = work() if work and (mode != "half" or self.keep or self.mode == "half" and number == self.at) else None
+            result = work() if work and (mode != "half" or self.keep or (self.mode == "half" and number == self.at)) else None
             if mode == "after":
                 self._note(kind, name, target)
             self._point(number, mode)
@@ -66,7 +66,7 @@ class Disk:
             self.named[target] = self.named.pop(name)
         elif kind == "unlink":
             self.named.pop(name, None)
-        if kind == "sync" and (name == "." or name.endswith("-journal")) or kind == "unlink" and name.endswith("-journal"):
+        if (kind == "sync" and (name == "." or name.endswith("-journal"))) or (kind == "unlink" and name.endswith("-journal")):
             self.certain = dict(self.named)
 
     def name(self, path: Any) -> str | None:
@@ -125,7 +125,7 @@ def watch_files(disk: Disk) -> None:
 
     def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         name = disk.name(path)
-        if name is None or not flags & os.O_CREAT and name != ".":
+        if name is None or (not flags & os.O_CREAT and name != "."):
             return own["open"](path, flags, *rest, **named)
         number = own["open"](path, flags, *rest, **named) if name == "." else \
             raised(disk.operation("open", name, lambda: own["open"](path, flags, *rest, **named)))

@@ -100,8 +100,8 @@ class Changes(cst.CSTVisitor):
         alias = isinstance(node, cst.Assign) and not self.scope and re.match(r"__all__|[A-Z]+[a-z]\w* =", code)
         if docstring or alias or (isinstance(node, cst.FunctionDef) and node.name.value == "__repr__"):
             return False
-        if isinstance(node, cst.Call) and (says := re.match(r"_check\(|warnings\.warn\(", code)):
-            self.prose.add(id(node.args[1 if says[0] == "_check(" else 0]))
+        if isinstance(node, cst.Call) and (says := re.match(r"check\(|warnings\.warn\(", code)):
+            self.prose.add(id(node.args[1 if says[0] == "check(" else 0]))
             return True
         for kind, operator in mutation_operators:
             for new in operator(node) if isinstance(node, kind) else ():

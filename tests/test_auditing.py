@@ -319,6 +319,6 @@ def test_all_methods_by_one_command(run, monkeypatch, tmp_path):
 
 
 def test_every_flag_has_help(run):
-    status, out, _ = run("audit", "--help")
+    status, *_ = run("audit", "--help")
     options = [hint for name, hint in get_type_hints(cli.audit, include_extras=True).items() if name != "return"]
     assert status == 0 and all(option.__metadata__[0].help for option in options)

@@ -15,16 +15,30 @@ from torch import nn
 from transformers import BertConfig
 
 from dpft import load
-from dpft.baselines import Adapted, Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, admitted, linear_layers
-from dpft.baselines import Trainable, merge_lora, partitions, remove_adapters
+from dpft.baselines import (
+    Adapted,
+    Adapter,
+    Full,
+    LargestWeights,
+    LastLayer,
+    LoRA,
+    NormOnly,
+    RandomPartitions,
+    Trainable,
+    admitted,
+    linear_layers,
+    merge_lora,
+    partitions,
+    remove_adapters,
+)
 from dpft.composition import Chain, Then
+from dpft.engine import Engine
 from dpft.gradients import gradients, per_example_gradients
+from dpft.loop import fine_tune
 from dpft.losses import logits
+from dpft.method import Context
 from dpft.models import BUILT, fresh_head, load_model, mean_pooled_classifier
 from dpft.saving import additions
-from dpft.engine import Engine
-from dpft.loop import fine_tune
-from dpft.method import Context
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 HEAD = {"roberta": "classifier.", "bert": "classifier.", "gpt2": "score.", "llama": "lm_head.", "vit": "classifier.",
@@ -61,7 +75,7 @@ def test_the_probe_moves_the_head_alone(name):
 
 def test_an_output_layer_that_is_the_embedding_is_no_last_layer():
     model, loss_fn, _ = zoo.build("gpt2-lm")
-    with pytest.raises(ValueError, match="GPT2LMHeadModel shares its output layer between lm_head and transformer.*BiTFiT"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel shares its output layer between lm_head and transformer.*BiTFiT"):
         LastLayer().start(Context(model, loss_fn, 1, 1, 1))
 
 
@@ -87,7 +101,7 @@ def test_the_probe_of_a_built_model_is_its_last_linear_layer(name):
 
 
 def test_a_model_without_a_head_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="has no head.*'classifier'"):
+    with pytest.raises(ValueError, match=r"has no head.*'classifier'"):
         LastLayer().start(Context(nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), zoo.image_loss, 1, 1, 1))
 
 
@@ -323,7 +337,7 @@ def test_selectors_choose_among_what_is_there():
     among = [p for key, p in model.named_parameters() if "lora_" in key]
     chosen = {id(p) for p in RandomPartitions(0.5).choose(context, among)}
     assert len(chosen) == 4 and chosen < {id(p) for p in among}                  # two pairs of four
-    with pytest.raises(ValueError, match="lora_A.default.weight is not pre-trained"):
+    with pytest.raises(ValueError, match=r"lora_A.default.weight is not pre-trained"):
         LargestWeights(0.5).choose(context, among)
     biases = [p for key, p in model.named_parameters() if key.endswith("bias") and not key.startswith("classifier")]
     method = LargestWeights(0.5)
@@ -477,7 +491,7 @@ def test_a_frozen_head_stays_frozen_and_nothing_to_train_is_refused():
 def test_trainable_comes_first_or_not_at_all():
     with pytest.raises(ValueError, match="Trainable says by itself what trains"):
         Chain(NormOnly(), Trainable())
-    with pytest.raises(ValueError, match="Trainable.*first phase"):
+    with pytest.raises(ValueError, match=r"Trainable.*first phase"):
         Then(Full(), 1, Trainable())
 
 
@@ -501,9 +515,9 @@ def test_targets_that_do_not_exist_are_answered_with_those_that_do():
     assert "'keys'" in str(error.value) and "'query'" not in str(error.value)
     assert "targets can be attention.output.dense, attention.self.key, attention.self.query, attention.self.value" in str(error.value)
     assert names_of(model) == {key for key, _ in model.named_parameters()} and not any("lora" in key for key in names_of(model))
-    with pytest.raises(ValueError, match="'classifier'.*targets can be"):        # the head trains anyway
+    with pytest.raises(ValueError, match=r"'classifier'.*targets can be"):        # the head trains anyway
         LoRA(targets="classifier").start(Context(model, unseen, 1, 1, 1))
-    with pytest.raises(ValueError, match="usual name.*targets can be 1, 3"):
+    with pytest.raises(ValueError, match=r"usual name.*targets can be 1, 3"):
         LoRA().start(Context(load_model("mlp", 10), unseen, 1, 1, 1))
     with pytest.raises(ValueError, match="nothing: it has no linear layers there"):
         LoRA().start(Context(load_model("cnn", 10), unseen, 1, 1, 1))
@@ -582,7 +596,7 @@ def test_half_a_block_is_not_guessed():
             super().__init__()
             self.attention = nn.ModuleDict({"o_proj": nn.Linear(2, 2)})
             self.mixing, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="not both ends.*after="):
+    with pytest.raises(ValueError, match=r"not both ends.*after="):
         Adapter().start(Context(Attention(), unseen, 1, 1, 1))
 
 

@@ -16,13 +16,13 @@ from dpft.auditing import Stopped, stopping
 from dpft.baselines import Full, LastLayer
 from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
 from dpft.clipping import clip_factor
-from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
-from dpft.losses import logits
-from dpft.models import fresh_head, freeze_batchnorm, replace_batchnorm
-from dpft.ledger import Ledger
 from dpft.engine import Engine
+from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
+from dpft.ledger import Ledger
 from dpft.loop import fine_tune
+from dpft.losses import logits
 from dpft.method import Context
+from dpft.models import freeze_batchnorm, fresh_head, replace_batchnorm
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 SWIN = dict(image_size=16, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=2)
@@ -415,7 +415,7 @@ def test_biases_are_set_anew_and_nothing_else(values):
     for name, value in model.state_dict().items():
         anew = name.endswith("bias") and not name.startswith("classifier")
         assert torch.equal(value, before[name]) != anew, name
-        assert not anew or (value == 0).all() == (values == "zero") and value.abs().max() < 0.2
+        assert not anew or ((value == 0).all() == (values == "zero") and value.abs().max() < 0.2)
 
 
 def test_a_run_with_added_biases_moves_them_and_the_head_only():

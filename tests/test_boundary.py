@@ -9,8 +9,21 @@ import torch
 from torch import nn
 
 import dpft
-from dpft import Adapter, BiTFiT, Chain, DPFrost, Full, LargestWeights, LastLayer, LayerFreeze, LoRA
-from dpft import NormOnly, RandomPartitions, RapFT, Then
+from dpft import (
+    Adapter,
+    BiTFiT,
+    Chain,
+    DPFrost,
+    Full,
+    LargestWeights,
+    LastLayer,
+    LayerFreeze,
+    LoRA,
+    NormOnly,
+    RandomPartitions,
+    RapFT,
+    Then,
+)
 from dpft.boundary import SETTINGS, audit_boundary, given_out, leaks, neighbours, toy_network, toy_pictures
 from dpft.datasets import Public, TensorData
 from dpft.engine import Engine

@@ -191,7 +191,7 @@ def pooled(model, batch):
 def test_a_loss_that_depends_on_the_padding_is_refused(loss, pool, dropout):
     texts, model = Texts(3, 5, 9, 9), Reader(dropout, pool).train()
     gradients(model, loss, texts.batch([0, 1, 2, 3]))  # rows that are padded already cannot show it
-    with pytest.raises(ValueError, match="length of its batch.*own tokens") as error:
+    with pytest.raises(ValueError, match=r"length of its batch.*own tokens") as error:
         Coupling(model, loss).look(texts.batch([0, 1, 2, 3]), texts.batch)
     with torch.no_grad():
         shown = per_example_losses(model.eval(), loss, texts.batch([0, 1, 2, 3]))

@@ -8,16 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from test_processes import Ranks
+from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import dpft
 from dpft.datasets import Public
 from dpft.ledger import Ledger
-from dpft.updates import make_schedule
-from dpft.scores import NoisyAccuracy, noisy_accuracy
 from dpft.noise import Keystream
+from dpft.scores import NoisyAccuracy, noisy_accuracy
+from dpft.updates import make_schedule
 
 
 def rows(count, seed):
@@ -200,7 +200,7 @@ def test_a_callback_that_fails_is_named_and_left_out():
 
 
 def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(tmp_path):
-    with pytest.raises(AssertionError, match="eval_strategy|IntervalStrategy"):
+    with pytest.raises(AssertionError, match=r"eval_strategy|IntervalStrategy"):
         tuned(callbacks=[EarlyStoppingCallback(1)], ledger=tmp_path / "book")
     with Ledger(tmp_path / "book") as ledger:
         assert all(not ledger.spent(name) for name in ledger.runs())
@@ -208,7 +208,7 @@ def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(t
 
 @pytest.mark.parametrize("wrong", ["tensorboard", 3, [object()], [TrainerCallback], [nn.Linear(1, 1)]])
 def test_what_is_no_callback_is_refused(wrong):
-    with pytest.raises(ValueError, match="^callbacks"):
+    with pytest.raises(ValueError, match=r"^callbacks"):
         tuned(callbacks=wrong)
 
 

@@ -16,11 +16,11 @@ import pytest
 import dpft as dpft_package
 from dpft import cli
 from dpft.cli import core
-from dpft.tasks import LOCAL, sst2
-from dpft.models import load_tokenizer
 from dpft.ledger import Ledger
+from dpft.models import load_tokenizer
 from dpft.registry import method_named
 from dpft.settings import Settings
+from dpft.tasks import LOCAL, sst2
 
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
 

@@ -16,15 +16,15 @@ import dpft
 from dpft.auditing import Stopped, stopping
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
 from dpft.composition import Chain, Then
+from dpft.engine import Engine, named_apart
 from dpft.freezing import LayerFreeze
 from dpft.frost import DPFrost, EntrySelection
 from dpft.gradients import gradients, per_example_gradients
-from dpft.models import load_model
 from dpft.ledger import Ledger
-from dpft.privacy import Request, SampledGaussian, epsilon
-from dpft.engine import Engine, named_apart
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
+from dpft.models import load_model
+from dpft.privacy import Request, SampledGaussian, epsilon
 
 
 def net(seed=0):

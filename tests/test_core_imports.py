@@ -1,9 +1,13 @@
 """What a private run needs to be installed, and what only the book needs."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import dpft
 
 BLOCK = '''
 import sys
@@ -56,3 +60,41 @@ def test_a_command_that_needs_the_book_says_so_in_a_sentence(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith("dpft: this needs matplotlib")
     assert "Traceback" not in done.stderr
+
+
+def place(statement: ast.Import | ast.ImportFrom) -> tuple[int, bool, int, str]:
+    "Where isort puts it: the future, the standard library, others, dpft from afar to near; `import` before `from`, then by name."
+    name = (statement.module or "") if isinstance(statement, ast.ImportFrom) else statement.names[0].name
+    level = getattr(statement, "level", 0)
+    own = level > 0 or name.partition(".")[0] == "dpft"
+    section = 2 if own else name.partition(".")[0] not in sys.stdlib_module_names
+    return -1 if name == "__future__" else section, isinstance(statement, ast.ImportFrom), -level, name.lower()
+
+
+def kind(name: str) -> tuple[int, str]:
+    "Where isort puts a name: constants, classes, functions."
+    return 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2, name.lower()
+
+
+def misplaced(tree: ast.Module) -> list[str]:
+    "The imports of a module that do not stand where isort puts them, among those that follow each other."
+    found, before = [], None
+    for statement in tree.body:
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            before = None
+            continue
+        names = [alias.name for alias in statement.names]
+        if names != sorted(names, key=kind) or (before is not None and before > place(statement)):
+            found.append(ast.unparse(statement))
+        before = place(statement)
+    return found
+
+
+def test_imports_are_in_order():
+    "As ruff's I001 has it, but for its layout: the chapters wrap at 88 characters, with several names to a line."
+    package = Path(dpft.__file__).parent
+    texts = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    found = {name: misplaced(ast.parse(text)) for name, text in texts.items() if "isort: skip" not in text}
+    assert {name: imports for name, imports in found.items() if imports} == {}
+    assert misplaced(ast.parse("import os\nfrom math import pi, cos, Inf\nimport torch\nfrom .a import b\nfrom ..c import d\n")) \
+        == ["from math import pi, cos, Inf", "from ..c import d"]

@@ -23,7 +23,7 @@ from dpft.datasets import (
 )
 from dpft.identity import check_disjoint_rows, fingerprint, shared_rows
 from dpft.noise import Keystream
-from dpft.sampling import Augmentation, gather, physical_batches, poisson_draw, chosen_views
+from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
 from dpft.sources import load_data
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
 from dpft.texts import EncodedData, collate_for, encode
@@ -247,7 +247,7 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cifar10_train_0.webp does not exist; give root=, or set DPFT_DATA"):
         load_data("cifar10", root=tmp_path)
     monkeypatch.setenv("DPFT_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match="e2e_nlg_train.parquet does not exist"):
+    with pytest.raises(ValueError, match=r"e2e_nlg_train.parquet does not exist"):
         load_data("e2e")
 
 
@@ -354,7 +354,7 @@ def test_hub_text_layout(hub_cache, tokenizer):
     assert (len(task.train), len(task.dev), len(task.test)) == (5, 4, 3)
     encoded = encode(task.dev, tokenizer, task.columns, classes=task.classes)
     assert encoded.lengths.tolist() == [4, 5, 4, 5] and encoded.labels.tolist() == [0, 1, 0, 1]
-    with pytest.raises(ValueError, match="no column 'stars'.*'sentence', 'label', 'idx'"):
+    with pytest.raises(ValueError, match=r"no column 'stars'.*'sentence', 'label', 'idx'"):
         load_data(str(hub_cache), columns=("sentence", "stars"))
 
 
@@ -588,7 +588,7 @@ def test_encoded_texts_compare_with_encoded_texts_only(tokenizer):
     other = TableData({"text": ["d", "a b", "e f"], "label": [0, 1, 0]})
     first, second = (encode(data, tokenizer, ("text", "label")) for data in (table, other))
     assert shared_rows(first, second) == [1, 2] == shared_rows(as_items(first), second)
-    with pytest.raises(ValueError, match="texts cannot be compared with tokens; .* before they are tokenised"):
+    with pytest.raises(ValueError, match=r"texts cannot be compared with tokens; .* before they are tokenised"):
         shared_rows(table, second)
     with pytest.raises(ValueError, match="images cannot be compared with numbers"):
         shared_rows(images(), as_items(images()))

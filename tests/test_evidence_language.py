@@ -13,10 +13,10 @@ from dpft.book.evidence.language import Recipe, completions, generation_scores
 from dpft.book.experiments import run_experiment
 from dpft.book.text_scores import SCORES, cider, meteor, nist, text_scores
 from dpft.datasets import Public, TableData, Task
-from dpft.texts import encode
 from dpft.losses import example_losses, perplexity
 from dpft.models import load_model, load_tokenizer
 from dpft.privacy import SampledGaussian, epsilon
+from dpft.texts import encode
 
 WORDS = ["the", "inn", "by", "the", "river", "serves", "good", "food", "and", "the", "food", "is", "cheap", "while", "a", "pub", "near",
          "the", "city", "serves", "dear", "wine"]

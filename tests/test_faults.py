@@ -183,7 +183,7 @@ def test_a_run_that_promises_nothing_shows_in_a_shared_ledger(tmp_path, run):
 def test_a_ledger_with_a_budget_refuses_a_run_that_promises_nothing(tmp_path):
     with Ledger(tmp_path / "team.sqlite") as ledger:
         ledger.set_budget(2.0, 1e-5)
-        with pytest.raises(BudgetError, match="holds its data set to epsilon=2, and this run promises nothing .epsilon is infinite."):
+        with pytest.raises(BudgetError, match=r"holds its data set to epsilon=2, and this run promises nothing .epsilon is infinite."):
             tune(epsilon=math.inf, ledger=ledger)
         assert ledger.unpaid() == {} and ledger.head
 
@@ -203,5 +203,5 @@ def test_an_index_that_hides_a_charge_is_damage(tmp_path):
     with pytest.raises(LedgerError, match="damaged"):
         Ledger(path)
     path.write_bytes(faults.flipped(whole, table))
-    with pytest.raises(LedgerError, match="damaged|row 2 was changed"):
+    with pytest.raises(LedgerError, match=r"damaged|row 2 was changed"):
         Ledger(path)

@@ -1,6 +1,7 @@
 """Layer freezing: what a layer is, what freezes when, that the account does not notice, and that the cache sees what remains."""
 
 import copy
+import itertools
 import json
 import math
 
@@ -14,19 +15,19 @@ from zoo import toy
 
 import dpft
 import dpft.prefix
-from dpft.book import freezing_costs
 from dpft.auditing import Stopped, stopping
+from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
 from dpft.datasets import TensorData
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients, trainable
-from dpft.models import load_model
-from dpft.prefix import Prefix
 from dpft.ledger import Ledger
-from dpft.privacy import SampledGaussian, epsilon
 from dpft.method import Context, Method
-from dpft.step import set_modes
+from dpft.models import load_model
 from dpft.planning import count_trainable
+from dpft.prefix import Prefix
+from dpft.privacy import SampledGaussian, epsilon
+from dpft.step import set_modes
 
 
 class Counted(nn.Linear):
@@ -104,7 +105,7 @@ class ResNet(nn.Module):
     def __init__(self, widths):
         super().__init__()
         self.head = nn.Linear(widths[-1], 3)
-        self.blocks = nn.Sequential(*(Block2(before, after) for before, after in zip(widths, widths[1:], strict=False)))
+        self.blocks = nn.Sequential(*(Block2(before, after) for before, after in itertools.pairwise(widths)))
         self.stem = nn.Conv2d(1, widths[0], 3, padding=1)
 
     def forward(self, x):
@@ -492,7 +493,7 @@ def test_a_schedule_that_does_not_fit_is_refused_before_anything_is_spent(method
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), nn.Bilinear(2, 2, 2)])
 def test_a_model_of_one_layer_is_refused(model):
-    with pytest.raises(ValueError, match="cannot be put in order .*order="):
+    with pytest.raises(ValueError, match=r"cannot be put in order .*order="):
         layers(model)
 
 
@@ -515,7 +516,7 @@ def wide(seed=0):
     "As `net`, of layers that count and are worth storing."
     torch.manual_seed(seed)
     sizes = [16, 24, 24, 24, 24, 3]
-    parts = [part for a, b in zip(sizes, sizes[1:], strict=False) for part in (Counted(a, b), nn.Tanh())]
+    parts = [part for a, b in itertools.pairwise(sizes) for part in (Counted(a, b), nn.Tanh())]
     return nn.Sequential(nn.Flatten(), *parts[:-1])
 
 

@@ -1,5 +1,6 @@
 """The estimate of several noisy rounds: monotone, stationary, right on average, as uncertain as it says."""
 
+import itertools
 import math
 
 import pytest
@@ -34,7 +35,7 @@ def test_no_sweep_raises_the_misfit(case):
     noisy, deltas, _, _ = simulate(*case)
     runs = [estimate(list(noisy), deltas, 1.0, iterations=n) for n in (1, 2, 3, 5, 9, 20, 60)]
     course = [misfit(noisy, deltas, run.scales, run.values.nan_to_num()).item() for run in runs]
-    assert all(later <= earlier + 1e-9 * course[0] + 1e-18 for earlier, later in zip(course, course[1:], strict=False))
+    assert all(later <= earlier + 1e-9 * course[0] + 1e-18 for earlier, later in itertools.pairwise(course))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,16 +14,16 @@ from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import toy
 
-from dpft.sources import load_data
+from dpft.baselines import admitted
+from dpft.engine import Engine
 from dpft.frost import DPFrost, EntrySelection, paper_settings, partitions, select, sensitivity
 from dpft.frost.entries import entry_magnitudes
-from dpft.baselines import admitted
 from dpft.frost.selection import check_fits, freezing_threshold, released, take
 from dpft.gradients import Partition, per_example_gradients
-from dpft.models import load_model
-from dpft.engine import Engine
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
+from dpft.models import load_model
+from dpft.sources import load_data
 
 
 def invented(sizes):
@@ -256,7 +256,7 @@ def test_a_model_with_a_single_partition():
     method = DPFrost(1.0, sample_rate=0.5)
     tune(method, model)
     assert [part.name for part in method.selection.chosen] == ["1"]
-    with pytest.raises(ValueError, match="no partition is that small; these would fit: 1 .85 entries. from ratio=1 on"):
+    with pytest.raises(ValueError, match=r"no partition is that small; these would fit: 1 .85 entries. from ratio=1 on"):
         engine(DPFrost(0.5), nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Linear(5, 3)))
     with pytest.raises(ValueError, match="no partition outside its head; choose LastLayer"):
         engine(DPFrost(0.5), nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
@@ -281,7 +281,7 @@ def test_a_small_ratio_says_what_fits_and_what_ratio_admits_more():
             warnings.simplefilter("error")
             check_fits(pieces, ratio)
     smallest = min(part.size for part in pieces)
-    with pytest.raises(ValueError, match="token_type_embeddings .768 entries. from ratio=7e-06"):
+    with pytest.raises(ValueError, match=r"token_type_embeddings .768 entries. from ratio=7e-06"):
         check_fits(pieces, (smallest - 1) / 124_055_040)
     check_fits(pieces, 1.0)
 

@@ -24,8 +24,8 @@ from torch import nn
 
 import dpft
 from dpft.gradients import Block, Groups, batch_rows, clipped_sum, gradients, members, select_rows
-from dpft.noise import Keystream
 from dpft.method import Method
+from dpft.noise import Keystream
 
 # what was tried --------------------------------------------------------------------------------------------------------------------
 
@@ -540,7 +540,7 @@ def test_a_state_that_is_no_plain_data_is_refused(tmp_path):
     torch.save({"step": 0, "method": Program()}, buffer)
     content = buffer.getvalue()
     (tmp_path / "run" / "state.pt").write_bytes(hashlib.sha256(content).digest() + content)   # as whole as any other
-    with pytest.raises(Exception, match="[Ww]eights.only"):
+    with pytest.raises(Exception, match=r"[Ww]eights.only"):
         tune(checkpoint=tmp_path / "run", optimizer=torch.optim.SGD)
     assert not (tmp_path / "ran").exists()
 

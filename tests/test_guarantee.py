@@ -480,7 +480,7 @@ def test_bad_places(tmp_path):
     with pytest.raises(VerificationError, match="does not exist"):
         verify(tmp_path / "none")
     saved(tmp_path)
-    with pytest.raises(VerificationError, match="no ledger at .*none"):
+    with pytest.raises(VerificationError, match=r"no ledger at .*none"):
         verify(tmp_path, tmp_path / "none")
     assert not (tmp_path / "none").exists()  # looking does not make one
     with Ledger(tmp_path / "another.sqlite") as ledger:
@@ -725,7 +725,7 @@ def test_a_run_without_privacy_is_published_without_a_ledger(tmp_path):
     Guarantee([], target_delta=1e-4).publish(tmp_path)
     assert not (tmp_path / "ledger.sqlite").exists() and "promises nothing" in verify(tmp_path)[0]
     (tmp_path / "README.md").write_text("(0.1, 1e-9)-differentially private")
-    with pytest.raises(VerificationError, match="README.md was changed"):
+    with pytest.raises(VerificationError, match=r"README.md was changed"):
         verify(tmp_path)
 
 

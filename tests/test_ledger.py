@@ -152,7 +152,7 @@ def test_unknown_names():
             with pytest.raises(LedgerError, match='run "a" is not in the ledger'):
                 call()
         ledger.begin("a", PLAN)
-        with pytest.raises(LedgerError, match="no mechanism \"relevance\".*'train', 'select'"):
+        with pytest.raises(LedgerError, match=r"""no mechanism "relevance".*'train', 'select'"""):
             ledger.spend("a", "relevance", 0, "x")
 
 
@@ -171,7 +171,7 @@ def check_refused(content: bytes, path: Path, *statements: str) -> None:
     path.write_bytes(content)
     Ledger(path).close()
     change(path, *statements)
-    with pytest.raises(LedgerError, match="removed|moved"):
+    with pytest.raises(LedgerError, match=r"removed|moved"):
         Ledger(path)
 
 
@@ -262,7 +262,7 @@ def test_only_the_owner_may_read_it(tmp_path):
 def test_another_file_is_left_alone(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(LedgerError, match="notes.txt"):
+    with pytest.raises(LedgerError, match=r"notes.txt"):
         Ledger(path)
     assert path.read_bytes() == content
 
@@ -295,7 +295,7 @@ def test_a_locked_ledger_says_so(tmp_path):
     with Ledger(path, timeout=0.1) as ledger:
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(LedgerError, match="another process has locked it for more than 0.1 s; wait"):
+        with pytest.raises(LedgerError, match=r"another process has locked it for more than 0.1 s; wait"):
             ledger.spend("a", "train", 5, "x")
         other.execute("ROLLBACK")
         assert ledger.spend("a", "train", 5, "x")
@@ -464,7 +464,7 @@ def test_a_budget_is_loosened_only_with_a_reason_and_never_silently(tmp_path):
         ledger.set_budget(2.0, 1e-5)
         ledger.set_budget(1.5, 1e-5)  # tighter: no reason needed
         for looser in ((3.0, 1e-5), (1.5, 1e-4), (1.0, 1e-5, 12.0)):
-            with pytest.raises(BudgetError, match="epsilon=1.5 at delta=1e-05.*give a reason"):
+            with pytest.raises(BudgetError, match=r"epsilon=1.5 at delta=1e-05.*give a reason"):
                 ledger.set_budget(*looser)
         with pytest.raises(ValueError, match="give a reason"):
             ledger.remove_budget("")
@@ -508,7 +508,7 @@ def test_a_run_that_promises_nothing_is_noted_once_with_its_reason(tmp_path):
             ledger.set_budget(2.0, 1e-5)
     with Ledger(tmp_path / "another") as ledger:
         ledger.set_budget(2.0, 1e-5)
-        with pytest.raises(BudgetError, match="this run promises nothing .epsilon=inf"):
+        with pytest.raises(BudgetError, match=r"this run promises nothing .epsilon=inf"):
             ledger.note_unpaid("anna", "epsilon=inf")
         assert ledger.unpaid() == {}
 
@@ -524,7 +524,7 @@ def test_budgets_that_cannot_be(arguments, message):
 def test_a_ledger_of_another_data_set_is_refused(tmp_path):
     with Ledger(tmp_path / "l.db") as ledger:
         ledger.begin("one", RUN)
-        with pytest.raises(LedgerError, match='l.db belongs to another data set: run "one" recorded abababababab….*a ledger of its own'):
+        with pytest.raises(LedgerError, match=r'l.db belongs to another data set: run "one" recorded abababababab….*a ledger of its own'):
             ledger.begin("two", RUN | {"data": "cd" * 32})
         assert ledger.runs() == ["one"]
 
@@ -665,7 +665,7 @@ def test_shared_draws_keep_their_rate_and_their_name():
     with Ledger() as ledger:
         ledger.begin("a", EQUAL, draws="s")
         other = {"mechanisms": [EQUAL["mechanisms"][0] | {"sample_rate": 0.03}]}
-        with pytest.raises(LedgerError, match='"b" shares its batches with run "a", but draws "train" at rate 0.03 instead of 0.02'):
+        with pytest.raises(LedgerError, match=r'"b" shares its batches with run "a", but draws "train" at rate 0.03 instead of 0.02'):
             ledger.begin("b", other, draws="s")
         ledger.begin("b", other)
         ledger.begin("a", EQUAL, draws="s")

@@ -13,9 +13,8 @@ from torch import nn, tensor
 
 import dpft.models as models
 from dpft.datasets import Public, TensorData
-from dpft.identity import fingerprint
-from dpft.tasks import digits, font_digits
 from dpft.gradients import Groups, gradients, per_example_gradients
+from dpft.identity import fingerprint
 from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
 from dpft.models import (
     BUILT,
@@ -28,6 +27,7 @@ from dpft.models import (
     validate,
 )
 from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, wide_resnet
+from dpft.tasks import digits, font_digits
 
 SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8),
           "wrn-16-4": (1, 8, 8)}
@@ -304,7 +304,7 @@ def test_head_is_found_by_name_before_position():
     assert head_parameters(model) == list(model["classifier"].parameters())
     model = nn.ModuleDict({"classifier": nn.Identity(), "late": nn.Linear(4, 4), "end": nn.ReLU()})
     assert head_parameters(model) == list(model["late"].parameters())
-    with pytest.raises(ValueError, match="ReLU has no head.*name the last layer 'classifier'"):
+    with pytest.raises(ValueError, match=r"ReLU has no head.*name the last layer 'classifier'"):
         head_parameters(nn.ReLU())
 
 
@@ -504,7 +504,7 @@ def test_a_norm_with_a_forward_of_its_own_keeps_it_and_is_exact():
 
 
 def test_what_cannot_be_frozen_is_refused_and_what_has_measured_nothing_is_told():
-    with pytest.raises(ValueError, match="1 keeps no statistics.*replace_batchnorm"):
+    with pytest.raises(ValueError, match=r"1 keeps no statistics.*replace_batchnorm"):
         freeze_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
     with pytest.warns(UserWarning, match="BatchNorm2d has measured nothing yet"):
         freeze_batchnorm(nn.BatchNorm2d(3))
@@ -556,7 +556,7 @@ def test_perplexity_weighs_tokens_not_texts():
 def test_pretrain_refuses_what_is_not_public():
     task = digits()
     for data in (task.train, [task.train[0]]):
-        with pytest.raises(ValueError, match="pretrain takes public data only; if this .* is public, say so"):
+        with pytest.raises(ValueError, match=r"pretrain takes public data only; if this .* is public, say so"):
             pretrain(mlp(), data)
     with pytest.raises(ValueError, match="epochs must be at least 1"):
         pretrain(mlp(), font_digits(100), epochs=0)
@@ -780,7 +780,8 @@ def test_transformers_own_loss_is_refused_because_it_couples():
 
 @pytest.mark.parametrize("columns", [("mr", "ref"), ("prompt", "completion"), "messages"])
 def test_prompts_with_completions_and_conversations_train_a_language_model(columns):
-    from tokenizers import Tokenizer, models as token_models, pre_tokenizers
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as token_models
     from transformers import PreTrainedTokenizerFast
 
     import dpft

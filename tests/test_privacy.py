@@ -101,7 +101,7 @@ def test_gdp_is_refused_because_it_underestimates():
     assert epsilon(plan, SST2_DELTA) == pytest.approx(2.646, abs=2e-3)
     assert epsilon(plan, SST2_DELTA, "rdp") == pytest.approx(3.264, abs=2e-3)
     assert pld_epsilon([(0.8, SST2_RATE, 198)], SST2_DELTA) == pytest.approx(2.636, abs=2e-3)
-    with pytest.raises(ValueError, match="gdp.*underestimates"):
+    with pytest.raises(ValueError, match=r"gdp.*underestimates"):
         epsilon(plan, SST2_DELTA, "gdp")
 
 
@@ -155,7 +155,7 @@ def test_unknown_accountant():
 
 @pytest.mark.parametrize("plan, delta", [(SampledGaussian(0.05, 0.5, 1000), 1e-5), (SampledGaussian(1.0, 0.01, 100), 1e-12)])
 def test_prv_names_rdp_where_it_cannot_be_trusted(plan, delta):
-    with pytest.raises(BudgetError, match='prv accountant cannot price.*use accountant="rdp"'):
+    with pytest.raises(BudgetError, match=r'prv accountant cannot price.*use accountant="rdp"'):
         epsilon(plan, delta)
     assert math.isfinite(epsilon(plan, delta, "rdp"))
 

@@ -20,9 +20,9 @@ from torch import nn
 import dpft
 from dpft.datasets import TensorData
 from dpft.ledger import Ledger, LedgerError
+from dpft.method import Method
 from dpft.privacy import Request, epsilon
 from dpft.processes import HOW_TO_GO_ON, ProcessError, Processes, check_whole, form, launched, own_device, reached, speaks, told_to_stop
-from dpft.method import Method
 from dpft.step import Step
 from dpft.store import CheckpointError, unlock
 
@@ -685,7 +685,7 @@ def test_the_survivor_of_a_lost_process_says_how_to_go_on(tmp_path):
     ranks = Ranks(2, tmp_path / "meeting")
     ranks.pipes[1].send((lost, {}))
     ranks.pipes[0].send((lost, {}))
-    error, trace = ranks.pipes[0].recv()
+    error, _trace = ranks.pipes[0].recv()
     ranks.close()
     assert error.startswith("ProcessError: another process of this run has ended") and "last checkpoint" in error and "\n" not in error
 
@@ -747,7 +747,7 @@ def test_sums_of_several_types_and_their_counters_are_added_in_one_go(two):
 
 def test_models_that_exchange_gradients_themselves_are_refused():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
-    with pytest.raises(ValueError, match="model.module"):
+    with pytest.raises(ValueError, match=r"model.module"):
         check_whole(wrapped)
     sharded = nn.Linear(2, 2)
     sharded.weight.placements = ()
@@ -768,7 +768,7 @@ def test_a_process_that_is_told_to_stop_says_so_and_undoes_what_is_half_done(cap
 
 
 def test_an_unreachable_process_is_one_sentence():
-    with pytest.raises(ProcessError, match="cannot be reached .Connection closed by peer") as caught, reached():
+    with pytest.raises(ProcessError, match=r"cannot be reached .Connection closed by peer") as caught, reached():
         raise RuntimeError("[/pytorch/gloo/pair.cc:1] Connection closed by peer\nmore")
     assert "\n" not in str(caught.value)
     with pytest.raises(LedgerError), reached():

@@ -7,10 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpft.book.evidence import EXPERIMENTS, protocol
-from dpft.book.experiments import arguments_of, check_known, write_records
 from dpft.book.evidence.protocol import (
-    STUDIES, Comparison, Study, Way, compared, compared_once, counted, entry, holm, judged, p_value, study_grid, timed, tuning_grid,
-    untrained, untuned, verdict)
+    STUDIES,
+    Comparison,
+    Study,
+    Way,
+    compared,
+    compared_once,
+    counted,
+    entry,
+    holm,
+    judged,
+    p_value,
+    study_grid,
+    timed,
+    tuning_grid,
+    untrained,
+    untuned,
+    verdict,
+)
+from dpft.book.experiments import arguments_of, check_known, write_records
 from dpft.registry import method_from
 
 SMALL = Study({"data": "digits", "model": "mlp", "steps": 40, "batch_size": 64, "optimizer": "adamw"},
@@ -57,7 +73,7 @@ def test_a_best_rate_at_the_edge_extends_the_ladder(tmp_path, monkeypatch):
 
 def test_runs_wait_for_their_tuning(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    with pytest.raises(ValueError, match="dpft run small-tuning$"):
+    with pytest.raises(ValueError, match=r"dpft run small-tuning$"):
         study_grid("small", SMALL, False)
 
 

@@ -7,13 +7,16 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 import dpft
 from dpft import Full, LoRA
 from dpft.boundary import neighbours, toy_network, toy_pictures
 from dpft.datasets import Public
+from dpft.engine import model_fingerprint
+from dpft.ledger import record_weights, trained_in
 from dpft.loop import load
-from dpft.provenance import START, notes_on, trained_in
+from dpft.provenance import START, notes_on
 from dpft.verification import verify
 
 DATA = toy_pictures()
@@ -23,6 +26,15 @@ OTHER = neighbours(DATA)["another"]
 def made(model=None, data=DATA, method=None, epsilon=3.0, **knobs):
     usual = dict(steps=2, batch_size=8, public_size=24, clip=0.5, accountant="rdp", progress=False)
     return dpft.fine_tune(model or toy_network(), data, method or Full(), epsilon=epsilon, **{**usual, **knobs})
+
+
+class StopsAfter(TrainerCallback):
+    "Ends a run after so many steps."
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **more):
+        control.should_training_stop = state.global_step == self.steps
 
 
 def said(run):
@@ -121,11 +133,20 @@ def test_a_ledger_knows_the_weights_again(tmp_path, average):
     assert not public and first.guarantee.run in unpaid[0] and "at epsilon 3.00" in unpaid[0]
 
 
+@pytest.mark.parametrize("knobs", [{}, {"average": 0.9}, {"callbacks": [StopsAfter(1)], "average": 0.9}],
+                         ids=["last", "average", "stopped"])
+def test_only_the_weights_that_a_run_leaves_are_recorded(tmp_path, knobs):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    run = made(ledger=ledger, **knobs)
+    assert len(ledger.chain.file.query("SELECT 1 FROM ledger WHERE kind = 'weights'")) == 1
+    assert trained_in(ledger, lambda: model_fingerprint(run.model)) == [run.guarantee.run]
+
+
 @pytest.mark.parametrize("hand_on", [same_weights, lambda run: run.model], ids=["weights", "object"])
 def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path, hand_on):
     ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
     first = made(ledger=ledger, epsilon=math.inf)
-    with pytest.raises(ValueError, match="on the same data without privacy.*start from the weights as they were before"):
+    with pytest.raises(ValueError, match=r"on the same data without privacy.*start from the weights as they were before"):
         made(hand_on(first), ledger=ledger)
     assert not ledger.runs()
 
@@ -134,7 +155,6 @@ def test_what_a_ledger_publishes_holds_no_digest_of_weights(tmp_path):
     ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
     run = made(ledger=ledger)
     run.save(tmp_path / "saved")
-    from dpft.engine import model_fingerprint
     fingerprint = model_fingerprint(run.model)
     assert trained_in(ledger, lambda: fingerprint) == [run.guarantee.run]
     with dpft.Ledger(tmp_path / "saved" / "ledger.sqlite", read_only=True) as published:
@@ -158,7 +178,6 @@ def test_a_note_on_a_model_tells_nobody_which_data_it_was():
 def test_two_runs_that_finish_at_once_are_two(tmp_path):
     "The same weights may be left by two runs; both are named."
     ledger, numbers = dpft.Ledger(tmp_path / "ledger.sqlite"), itertools.count()
-    from dpft.provenance import record_weights
     names = [made(ledger=ledger, seed=next(numbers)).guarantee.run for _ in range(2)]
     for name in names * 2:
         record_weights(ledger, name, "weights")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -68,13 +69,25 @@ def test_several_processes_make_each_run_once_with_one_thread_and_no_two_of_a_gr
     assert sorted(entry["seed"] for entry in records) == list(range(6)) and {entry["threads"] for entry in records} == {1}
     assert os.getpid() not in {entry["process"] for entry in records}
     spans = sorted(tuple(entry["span"]) for entry in records if entry["seed"] % 2)
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
 def spanning(settings):
     began = time.time()
     time.sleep(0.2)
     return {**noted(settings), "span": [began, time.time()], "threads": torch.get_num_threads()}
+
+
+def parental(settings):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join()
+    return {**noted(settings), "exitcode": child.exitcode}
+
+
+def test_a_run_may_start_processes_of_its_own(tmp_path):
+    made = queue.run_queue(queue.Source({"e": many(2, parental)}, tmp_path), 2)
+    assert made.fresh == 2 and {entry["exitcode"] for entry in read_records(tmp_path / "e.jsonl")} == {0}
 
 
 def test_runs_of_one_group_wait_for_each_other_and_others_pass_them(tmp_path):

@@ -40,7 +40,7 @@ def test_exactly_so_many_are_weak_and_none_of_them_outranks_a_strong_one(rows, s
     relevance = {str(i): torch.tensor(row) for i, row in enumerate(rows)}
     size = sum(map(len, rows))
     if not 0 < round(share * size) < size or not any(map(any, rows)):
-        with pytest.raises(ValueError, match="block empty|every relevance is exactly zero"):
+        with pytest.raises(ValueError, match=r"block empty|every relevance is exactly zero"):
             relevance_mask(relevance, share, ranking=ranking)
         return
     weak = relevance_mask(relevance, share, ranking=ranking)
@@ -95,9 +95,9 @@ def test_entries_that_do_not_train_are_neither_counted_nor_weak():
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, math.nan])
 def test_a_ratio_out_of_range_is_refused_everywhere(beta):
-    with pytest.raises(ValueError, match="irrelevance=.* strictly between 0 and 1"):
+    with pytest.raises(ValueError, match=r"irrelevance=.* strictly between 0 and 1"):
         relevance_mask({"a": torch.tensor([1.0, 2.0])}, beta)
-    with pytest.raises(ValueError, match="irrelevance=.* strictly between 0 and 1"):
+    with pytest.raises(ValueError, match=r"irrelevance=.* strictly between 0 and 1"):
         RapFT(Full(), relevance_data="private", share=0.1, irrelevance=beta)
 
 
@@ -203,7 +203,7 @@ def test_a_block_that_has_frozen_leaves_the_other_alone_and_a_stranger_is_refuse
     assert len(relevance_blocks(Block([a, b]), weak)) == 2
     alone, = relevance_blocks(Block([b]), weak, "weighted", 9.0)
     assert (alone.clip, list(alone.parameters)) == (1.0, [b])
-    with pytest.raises(ValueError, match="shape .7,. trains that had no relevance"):
+    with pytest.raises(ValueError, match=r"shape .7,. trains that had no relevance"):
         relevance_blocks(Block([a, nn.Parameter(torch.zeros(7))]), weak)
 
 
@@ -445,7 +445,7 @@ def test_bad_settings_are_refused_when_it_is_made(bad, told):
 def test_what_it_cannot_wrap_is_refused():
     public = Public([1], "here")
     for method in (BiTFiT, "bitfit", RapFT(BiTFiT(), relevance_data=public), Then(Full(), 1, BiTFiT()), DPFrost(0.5, reselect=2)):
-        with pytest.raises(ValueError, match="wraps a method|wrap each phase"):
+        with pytest.raises(ValueError, match=r"wraps a method|wrap each phase"):
             RapFT(method, relevance_data=public)
     with pytest.raises(ValueError, match="'parameter' unless it is private"):
         RapFT(BiTFiT(), relevance_data=public, level="group")

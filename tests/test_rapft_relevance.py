@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dpft.baselines import insert_adapters, partitions
-from dpft.book.contenders import LiveBytes
 from dpft.bitfit import biases
+from dpft.book.contenders import LiveBytes
 from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
 from dpft.losses import logits
 from dpft.networks import TemperedSigmoid
@@ -28,7 +28,6 @@ from dpft.rapft import relevance
 from dpft.rapft.propagation import relevance_rules
 from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map
 from dpft.rapft.rules import TINY, Rules
-
 
 
 def drawn(*shape, seed=0):
@@ -695,7 +694,7 @@ def test_of_an_encoder_decoder_every_labelled_position_begins():
 
 def test_attention_without_a_hook_is_refused_with_what_is_missing():
     config = transformers.XLNetConfig(**SMALL, n_layer=1, n_head=2, d_inner=24)
-    with pytest.raises(ValueError, match="no attention hook and is written with torch.einsum"), \
+    with pytest.raises(ValueError, match=r"no attention hook and is written with torch.einsum"), \
             relevance_rules(transformers.XLNetForSequenceClassification(config)):
         pass
     with pytest.raises(ValueError, match="MultiheadAttention"), relevance_rules(nn.TransformerEncoderLayer(4, 2, 4)):

@@ -5,8 +5,8 @@ changes to the kernel that no test had noticed. The numbers are those of the rev
 
 import ast
 import hashlib
-import math
 import json
+import math
 import sqlite3
 import tempfile
 from contextlib import contextmanager, nullcontext
@@ -245,7 +245,7 @@ def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path):
         with early.chain.file.writing():
             early.chain.file.connection.execute("UPDATE secret SET key = ?", (key,))
         early.begin(run, json.loads(plan[0]), draws=plan[1])
-    with pytest.raises(ledger.LedgerError, match="the checkpoint is at step . but its ledger has only 0 steps"):
+    with pytest.raises(ledger.LedgerError, match=r"the checkpoint is at step . but its ledger has only 0 steps"):
         tune(checkpoint=tmp_path, learning_rate=0.05)
 
 

@@ -96,7 +96,7 @@ def test_every_run_comes_back_bit_for_bit(bases, tmp_path, name, whole):
     base, method = METHODS[name]
     run = tuned(pretrained(bases, base), method(), base)
     run.save(tmp_path, whole)
-    part = whole is not True and name != "full" or whole is False
+    part = (whole is not True and name != "full") or whole is False
     assert json.loads((tmp_path / "dpft.json").read_text())["part"] == part
     assert (not list(tmp_path.glob("model*.safetensors"))) == part
     assert same(dpft.load(tmp_path), run.model)
@@ -356,7 +356,7 @@ def test_a_place_is_checked_before_anything_is_paid_for(tmp_path):
         check_target(tmp_path / "file", overwrite=True)
     with pytest.raises(ValueError, match="cannot be written"):
         check_target(tmp_path / "file" / "run")
-    with pytest.raises(ValueError, match="has room for .* and the run needs"):
+    with pytest.raises(ValueError, match=r"has room for .* and the run needs"):
         check_target(tmp_path / "big", room=2**62)
     assert (tmp_path / "file").read_text() == "notes"
 

@@ -304,8 +304,7 @@ def test_padding_and_gaps_in_the_attention_mask(tokenizer):
 
 @pytest.mark.parametrize("kind", ["padding", "tokens", "seq2seq", "default"])
 def test_collators_of_transformers(kind, tokenizer):
-    from transformers import (
-        DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator)
+    from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator
 
     collate = {"padding": DataCollatorWithPadding(tokenizer), "tokens": DataCollatorForTokenClassification(tokenizer),
                "seq2seq": DataCollatorForSeq2Seq(tokenizer), "default": default_data_collator}[kind]
@@ -359,7 +358,7 @@ def test_an_evaluation_set_is_read_as_the_training_data_was(tokenizer):
     ready = prepare(model, pd.DataFrame({"text": ["a b", "c"] * 4, "label": [0, 1] * 4, "user": [1, 2] * 4}), tokenizer, unit="user")
     dev = ready.encoded([{"text": "d", "label": 1}])
     assert dev.batch([0])["input_ids"].tolist() == [[5]] and dev.labels.tolist() == [1]
-    with pytest.raises(ValueError, match="the label of row 0 is outside the 3 classes|the label of row 0 is outside the 2 classes"):
+    with pytest.raises(ValueError, match=r"the label of row 0 is outside the 3 classes|the label of row 0 is outside the 2 classes"):
         ready.encoded([{"text": "d", "label": 5}])
 
 

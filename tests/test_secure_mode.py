@@ -15,12 +15,12 @@ from test_processes import Ranks, engine, net, run_all, tune, weights
 import dpft
 import dpft.step as step_module
 from dpft.auditing import Stopped, stopping
+from dpft.engine import check_secure
 from dpft.guarantee import Guarantee, assumptions
-from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, secure_std
 from dpft.ledger import Ledger
+from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, secure_std
 from dpft.privacy import SampledGaussian
 from dpft.step import Releases
-from dpft.engine import check_secure
 from dpft.store import CheckpointError
 from dpft.verification import verify
 
@@ -94,7 +94,7 @@ def test_half_of_four_draws_is_standard_normal_and_each_draw_counts():
 @pytest.mark.parametrize("method", ["Full", "Half"])
 def test_a_step_has_the_stated_noise_where_there_is_any(method):
     "Over many seeds of one step: each block's noise, in units of its own deviation, passes a chi-square at 1e-6."
-    from test_training import Half                                       # not at the top, for the processes below begin with this file
+    from test_training import Half  # not at the top, for the processes below begin with this file
 
     found = []
     for seed in range(10):

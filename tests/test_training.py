@@ -17,24 +17,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from streams import one_stream
 from torch import nn, tensor
 from zoo import toy
 
 import dpft
-from streams import one_stream
-
-from dpft import engine as engine_room, loop
+from dpft import engine as engine_room
+from dpft import loop
 from dpft.auditing import Stopped, stopping
 from dpft.datasets import TableData, TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.ledger import Ledger, LedgerError
-from dpft.privacy import Request, SampledGaussian, epsilon
 from dpft.loop import progress_is_due
 from dpft.losses import perplexity
 from dpft.method import Context, Method
 from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, holds_texts, prepare
+from dpft.privacy import Request, SampledGaussian, epsilon
 from dpft.settings import Settings
 from dpft.sources import load_data
 from dpft.step import Share, Step, set_modes
@@ -557,7 +557,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left on device.*last good"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*last good"):
         store.save({"step": 2})
     monkeypatch.setattr(os, "fsync", real)
     assert Store(tmp_path, {"model": "m"}, {}).step == 1

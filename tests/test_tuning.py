@@ -20,15 +20,14 @@ from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.datasets import Public, TensorData
-from dpft.sources import load_data
 from dpft.guarantee import Guarantee
-from dpft.method import Method
+from dpft.ledger import Ledger
 from dpft.losses import accuracy
+from dpft.method import Method
 from dpft.models import load_model
 from dpft.noise import Keystream
 from dpft.plan import make_plan
 from dpft.planning import count_trainable, data_shape, model_shape, plan_figure, plan_table, plan_text, probe_seconds, recommended
-from dpft.ledger import Ledger
 from dpft.privacy import BudgetError, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.rapft import RapFT
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
@@ -47,6 +46,7 @@ from dpft.selection import (
     trial_leaks,
     trial_noise,
 )
+from dpft.sources import load_data
 from dpft.tuning import tune
 from dpft.verification import verify
 
@@ -481,7 +481,7 @@ def test_a_method_that_looks_unpaid_is_refused_by_its_name_and_searched_without_
     unpaid = RapFT(BiTFiT(), relevance_data="paper", allow_non_private=True)
     model = load_model("mlp", 10, "image") if model == "module" else model
     with Ledger(tmp_path / "l.sqlite") as ledger:
-        with pytest.raises(ValueError, match="no noise hides the relevance mask of Rap-FT.*epsilon=math.inf"):
+        with pytest.raises(ValueError, match=r"no noise hides the relevance mask of Rap-FT.*epsilon=math.inf"):
             search(digits, charge, method=unpaid, model=model, ledger=ledger)
         assert not ledger.runs()
     assert search(digits, charge, method=unpaid, model=model, epsilon=math.inf, score=lambda model: 0.0).run.guarantee.unpaid
@@ -602,7 +602,7 @@ def test_plans_that_cannot_be():
 def test_table_and_picture_say_the_same():
     cells = plan_table(1000, 400, 2.0, batch_sizes=[50, 200], steps=[10, 40], seconds_per_example=1.0)
     text, best = plan_text(cells), recommended(cells)
-    assert text.count("*") == 2 and f"{best.noise_multiplier:.3f}" in [line for line in text.splitlines() if "*" in line][0]
+    assert text.count("*") == 2 and f"{best.noise_multiplier:.3f}" in next(line for line in text.splitlines() if "*" in line)
     axes = plan_figure(cells).axes[0]
     assert {label.get_text() for label in axes.get_xticklabels()} == {"50", "200"}
     written = {text.get_text() for text in axes.texts}

@@ -13,11 +13,11 @@ from test_training import engine, net, run_all, toy, weights
 import dpft
 from dpft.datasets import TableData, TensorData
 from dpft.gradients import gradients, per_example_gradients
+from dpft.method import Method
 from dpft.privacy import Request
 from dpft.sampling import Units, units_of
-from dpft.texts import encode
-from dpft.method import Method
 from dpft.store import CheckpointError
+from dpft.texts import encode
 
 
 def owners(size=60, people=17, seed=1):
@@ -164,7 +164,7 @@ def test_a_method_that_draws_must_ask_for_the_units():
             context.release(total, 1.0)
 
     engine(method=Looks(True), data=toy(), unit=owners(), batch_size=5)
-    with pytest.raises(ValueError, match="context.groups"):
+    with pytest.raises(ValueError, match=r"context.groups"):
         engine(method=Looks(False), data=toy(), unit=owners(), batch_size=5)
     engine(method=Looks(False), data=toy(), batch_size=5)
 

@@ -324,8 +324,8 @@ def _branch(entry: dict[str, Any], kind: str) -> int | None:
     "Where a run stands in a panel, if it belongs there; the lower half, frozen, belongs into two."
     first, last = entry["kept"][0], entry["kept"][-1]
     if kind == "when":
-        return (entry["last"] if entry["kind"] == kind or entry["kind"] == "upper"
-                and first == (last + 2) // 2 else None)
+        half = entry["kind"] == "upper" and first == (last + 2) // 2
+        return entry["last"] if entry["kind"] == kind or half else None
     return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-paired-layers

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
-from .provenance import forget_peak, machine, provenance, roots_of, source_hash
 from ..datasets import Public, Task
 from ..guarantee import json_number
 from ..identity import fingerprint
@@ -44,6 +43,7 @@ from ..registry import method_from
 from ..sources import load_data
 from ..tasks import font_digits
 from ..texts import encode
+from .provenance import forget_peak, machine, provenance, roots_of, source_hash
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(

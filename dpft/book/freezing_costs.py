@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import Full
-from .contenders import Contender, interleaved, median_interval, provenance
-from .experiments import write_records
 from ..datasets import TensorData
 from ..engine import Engine
 from ..freezing.schedule import LayerFreeze
 from ..gradients import Batch
 from ..method import Method
 from ..models import load_model
+from .contenders import Contender, interleaved, median_interval, provenance
+from .experiments import write_records
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing
 FREEZING = ("tempered-cnn", "tempered-cnn-5")

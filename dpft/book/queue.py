@@ -158,7 +158,8 @@ class Worker:
     def _start(self) -> None:
         context = worker_context()
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=work, args=(other,), daemon=True)
+        # no daemon, which could have no children: a run may start processes of its own
+        self.process = context.Process(target=work, args=(other,))
         self.process.start()
         other.close()
 

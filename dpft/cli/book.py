@@ -23,8 +23,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .core import AS_JSON, METHOD, app, check_positive, print_json, whole_numbers
 from ..registry import method_named
+from .core import AS_JSON, METHOD, app, check_positive, print_json, whole_numbers
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-quickstart
 @app.command()

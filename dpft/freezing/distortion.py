@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from .angles import Vector, angle, length
-from dpft.gradients import (
+from ..gradients import (
     Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses,
-    tensors, trainable,
-)
+    tensors, trainable)
+from .angles import Vector, angle, length
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-batches
 Batches = Batch | Iterable[Batch]
@@ -141,8 +140,7 @@ class Angles:
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."
     parameters: dict[str, nn.Parameter]  # those that train, by name
-    # "unbiased", "biased", "private", and "true" if it was given
-    vectors: dict[str, Vector]
+    vectors: dict[str, Vector]  # "unbiased", "biased", "private"; "true" if given
 
     def pieces(
         self,
@@ -168,10 +166,7 @@ class Signals:
         second: str,                  # another
         layers: Sequence[Partition],  # M of them
     ) -> Tensor:
-        """(M,) angle between two signals in each layer, radians.
-
-        NaN with a warning where one of them is zero.
-        """
+        "(M,) radians between two signals; NaN with a warning where one is zero."
         return torch.stack(
             [angle(self.pieces(first, layer), self.pieces(second, layer),
                    f"{layer.name}, {first} to {second} signal").cpu()

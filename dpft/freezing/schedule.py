@@ -6,19 +6,20 @@
 __all__ = ['NORMS', 'Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'LAST_STEPS', 'PAPER', 'has_parameters', 'unwrapped', 'stacks',
            'is_encoder_decoder', 'block_lists', 'stacked', 'LayerTracer', 'parameters_of', 'traced', 'in_sequence',
            'pieces_of', 'why', 'is_vector', 'settled', 'layers', 'called', 'lower_half', 'whole_numbers', 'check_steps',
-           'check_count', 'ordered', 'stages', 'check_schedule', 'times_of', 'LayerFreeze', 'paper_settings']
+           'check_count', 'ordered', 'stages', 'check_schedule', 'times_of', 'staged', 'LayerFreeze', 'paper_settings']
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..sampling import Augmentation
 from ..gradients import Partition, trainable
-from ..models import fresh_head
 from ..method import Context, Method
+from ..models import fresh_head
+from ..sampling import Augmentation
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-find-root
 NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, _NormBase)
@@ -115,8 +116,8 @@ def traced(root: nn.Module) -> list[Piece]:
     last_source = -1  # the last module with parameters that sees the input alone
     for node in nodes:
         depends = not carries.isdisjoint(node.all_input_nodes)
-        side = node.target in SIDE or node.target is getattr and node.args[1] in SIDE
-        if parameters_of(root, node) or depends and not side:
+        side = (node.args[1] if node.target is getattr else node.target) in SIDE
+        if parameters_of(root, node) or (depends and not side):
             carries.add(node)
         if node.op == "call_module" and node in carries and not depends:
             last_source = place[node]
@@ -173,8 +174,8 @@ def why(root: nn.Module, error: Exception) -> str:
 def is_vector(parameter: nn.Parameter) -> bool:
     """Whether a parameter is a vector, as a bias or a scale is, perhaps stretched to
     (C, 1, 1)."""
-    return parameter.ndim < 2 or parameter.ndim > 2 and sum(
-        size > 1 for size in parameter.shape) < 2
+    wide = sum(size > 1 for size in parameter.shape)
+    return parameter.ndim < 2 or (parameter.ndim > 2 and wide < 2)
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-settled-code
 def settled(root: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
@@ -247,7 +248,7 @@ def whole_numbers(
             f"{name}={value!r} must be a whole number or a list of them, fixed "
             "before the run: looking at private data to choose it has a "
             "privacy cost, which dpft.tuning.tune accounts for")
-    rising = all(a < b for a, b in zip(numbers, numbers[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(numbers))
     if min(numbers) < least or not rising:
         raise ValueError(
             f"{name}={value!r} must be {least} or more, and each number of a "
@@ -312,8 +313,8 @@ def ordered(
 def stages(
     model: nn.Module,
     counts: Sequence[int] | None,  # layers of each stage; None: the lower half
-    times: Sequence[int],                     # steps after which they freeze
-    order: Sequence[str | Sequence[str]] | None,
+    times: Sequence[int],          # steps after which they freeze
+    order: Sequence[str | Sequence[str]] | None,  # None: as `layers` finds them
     trains: Sequence[nn.Parameter],
 ) -> list[tuple[int, Piece]]:
     "When to freeze what; ValueError when that would leave nothing of what trains."
@@ -354,6 +355,20 @@ def times_of(after: int | Sequence[int] | None, steps: int) -> list[int]:
     late = [steps - LAST_STEPS]
     return late if after is None else whole_numbers("after", after, 0)
 
+# %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-fitted
+def staged(
+    method: "LayerFreeze",
+    context: Context,
+    trains: Sequence[nn.Parameter],  # of which something must be left
+) -> list[tuple[int, Piece]]:        # steps done, and what freezes then
+    "The stages of a method in a run; ValueError when its schedule does not fit."
+    times = times_of(method.after, context.steps)
+    if context.running or context.rehearses:
+        check_steps(times, context.steps)
+    counts = None if method.layers is None else whole_numbers(
+        "layers", method.layers, 1)
+    return stages(context.model, counts, times, method.order, trains)
+
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-method
 class LayerFreeze(Method):
     """DP-SGD-LF: after step t_f the first m_f layers train no more, and everything
@@ -381,32 +396,20 @@ class LayerFreeze(Method):
 
     def choose(self, context: Context,
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "All of it trains at first; ValueError when the schedule fits neither model nor run."
-        self._check(context, [*among, *fresh_head(context.model)])
+        "All of it trains at first; ValueError for a schedule that does not fit."
+        self._stages = None
+        staged(self, context, [*among, *fresh_head(context.model)])
         return list(among)
 
     def start(self, context: Context) -> None:
         "Everything trains at first."
-        everything = list(context.model.parameters())
-        self._check(context, everything)
-        context.train_only(everything)
+        context.train_only(self.choose(context, list(context.model.parameters())))
 
     def step(self, context: Context, t: int) -> None:
         "Freeze what is due by now; what another method has frozen stays frozen."
-        if self._stages is None:   # not sooner: parameters may have been added since start
-            self._stages = self._staged(context, [*trainable(context.model).values()])
+        if self._stages is None:   # not sooner: parameters may have come since start
+            self._stages = staged(self, context, [*trainable(context.model).values()])
         context.freeze(p for time, lower in self._stages if t >= time for p in lower)
-
-    def _check(self, context: Context, trains: Sequence[nn.Parameter]) -> None:
-        self._stages = None
-        if context.running or context.rehearses:   # else there is no number of steps
-            check_steps(times_of(self.after, context.steps), context.steps)
-        self._staged(context, trains)
-
-    def _staged(self, context: Context, trains: Sequence[nn.Parameter]) -> list[tuple[int, Piece]]:
-        counts = None if self.layers is None else whole_numbers("layers", self.layers, 1)
-        times = times_of(self.after, context.steps)
-        return stages(context.model, counts, times, self.order, trains)
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-settings
 _CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15,

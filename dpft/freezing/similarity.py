@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..sampling import gather
 from ..gradients import Batch, batch_rows, evaluating
 from ..losses import logits, to_device
+from ..sampling import gather
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-checked
 #| code-fold: true

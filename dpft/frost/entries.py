@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, masked_block, offered
-from dpft.frost.magnitude import (
-    Reduce, Sums, bounding_factors, check_kind, measuring, norm_table,
-)
 from ..gradients import GroupsOf
-from .selection import check_settings, released
-from dpft.gradients import (
-    Batch, Block, LossFunction, Partition, evaluating, gradients,
-)
+from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients
 from ..method import Context, Method
 from ..models import fresh_head
 from ..privacy import Request
+from .magnitude import (
+    Reduce, Sums, bounding_factors, check_kind, measuring, norm_table)
+from .selection import check_settings, released
 
 # %% ../../nbs/2_methods/18_frost_entries.ipynb #entries-magnitudes
 def entry_magnitudes(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from dpft.gradients import (
+from ..gradients import (
     Batch, Gradients, GroupsOf, LossFunction, Outer, Partition, Rows, full, gradients,
-    only_rows, only_training,
-)
+    only_rows, only_training)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norms
 def absolute_norms(taken: Gradients, name: str) -> Tensor:

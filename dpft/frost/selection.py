@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, offered
-from .estimation import Estimate, estimate
-from .magnitude import Reduce, check_kind, gradient_magnitudes, sensitivity
 from ..gradients import Batch, Partition, evaluating
 from ..method import Context, Method
 from ..models import fresh_head
 from ..privacy import Request
+from .estimation import Estimate, estimate
+from .magnitude import Reduce, check_kind, gradient_magnitudes, sensitivity
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-round
 @dataclass

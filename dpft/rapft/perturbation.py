@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from ..baselines import offered
 from ..composition import Then
 from ..datasets import Public
-from ..gradients import Block, batch_rows, Partition, full, members, trainable
+from ..gradients import Block, Partition, batch_rows, full, members, trainable
+from ..method import Context, Method
 from ..models import fresh_head
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_choices, relevance_mask
 from .propagation import attention_configs
-from dpft.rapft.relevance import (
-    Initialisation, check_started, clipped_relevance, relevance_map,
-)
-from ..method import Context, Method
+from .relevance import (
+    Initialisation, check_started, clipped_relevance, relevance_map)
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-allocate
 def optimal_noise(

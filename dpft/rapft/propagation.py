@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..networks import TemperedSigmoid
-from dpft.rapft.rules import (
+from .rules import (
     MATRIX_PRODUCTS, Rules, Through, activation, away, group_norm, held_root,
-    layer_norm,
-    linear, product, rms_norm, skip, softmax,
-)
+    layer_norm, linear, product, rms_norm, skip, softmax)
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-softmax
 def through_softmax(
@@ -256,8 +254,9 @@ class Propagation(TorchFunctionMode):
 def composed(module: nn.Module) -> bool:
     """Whether a module is an activation written as a formula, which is one step to
     relevance and not several."""
-    return type(module).__module__ == "transformers.activations" and not list(
-        module.parameters()) or isinstance(module, TemperedSigmoid)
+    theirs = type(module).__module__ == "transformers.activations"
+    fixed = not any(True for _ in module.parameters())
+    return isinstance(module, TemperedSigmoid) or (theirs and fixed)
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-whole
 @contextmanager

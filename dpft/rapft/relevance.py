@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from dpft.gradients import (
+from ..gradients import (
     Batch, Contribution, Gradients, Groups, LossFunction, NotByExample, Outer,
-    Partition, Rows,
-    batch_rows, by_example, evaluating, full, gradients, per_example_losses, trainable,
-)
+    Partition, Rows, batch_rows, by_example, evaluating, full, gradients,
+    per_example_losses, trainable)
 from ..losses import ASK, logits
 from .propagation import relevance_rules
 from .rules import Rules, per_row

@@ -335,7 +335,7 @@ def product(rules: Rules, function: Callable, left: Any, right: Any,
     """A product of features, element by element or of a matrix for each example, under
     its rule."""
     matrices = function in MATRIX_PRODUCTS and left.ndim == right.ndim > 2
-    if kwargs or not (matrices or function not in MATRIX_PRODUCTS
-                      and branches(left, right)):
+    entries = function not in MATRIX_PRODUCTS and branches(left, right)
+    if kwargs or not (matrices or entries):
         return function(left, right, **kwargs)
     return function(Halved.apply(left), Halved.apply(right))

@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from dpft.book.evidence.attacks import attack_entry, attack_grid
 from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import batch_figure, cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS
-from dpft.book.figures import Drawing
+from dpft.book.evidence.attacks import attack_entry, attack_grid
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
@@ -14,6 +13,7 @@ from dpft.book.evidence.language import language_model
 from dpft.book.evidence.methods import EXPERIMENTS as METHODS
 from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
 from dpft.book.experiments import Experiment
+from dpft.book.figures import Drawing
 
 AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
                                "canaries, which are made; 24 audits, 14 minutes on a busy machine, 4 on a free core")}

@@ -23,14 +23,14 @@ from ...attacks import (
 from ...baselines import Full, LoRA
 from ...bitfit import BiTFiT
 from ...datasets import TableData
-from ...sources import load_data
-from ...texts import EncodedData, encode
 from ...frost.selection import DPFrost
 from ...guarantee import json_number
 from ...loop import Run, fine_tune
 from ...method import Method
 from ...models import load_model, load_tokenizer
 from ...rapft.perturbation import RapFT
+from ...sources import load_data
+from ...texts import EncodedData, encode
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-experiment
 LANGUAGE: dict[str, tuple[Callable[[], Method], float, float]] = {  # method, learning rate, and that without privacy

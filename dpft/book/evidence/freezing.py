@@ -15,30 +15,31 @@ import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..experiments import Experiment, Settings, kept_in, prepared_task
-from ..provenance import source_hash
 from ...datasets import Task
-from ...identity import fingerprint
 from ...engine import Engine
-from ...freezing.distortion import clip_groups, freezing_effect, status_changes, true_gradient
+from ...freezing.distortion import (
+    ClipGroups, StatusChanges, clip_groups, freezing_effect,
+    status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
-from ...method import Context, Method
+from ...identity import fingerprint
 from ...losses import accuracy, default_loss
+from ...method import Context, Method
 from ...models import load_model
 from ...privacy import SampledGaussian, epsilon
+from ..experiments import Experiment, Settings, kept_in, prepared_task
+from ..provenance import source_hash
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-walk
-State = dict[str, Tensor]
-
 class Kept(Method):
-    "The parameters of these names train; what a run of `LayerFreeze` is after it froze."
+    "The parameters of these names train, as those of `LayerFreeze` after it froze."
 
     def __init__(self, names: Iterable[str]):
         self.names = tuple(names)
@@ -61,10 +62,9 @@ def walk(
     "Plain private SGD with constant rate, a step at a time."
     engine = Engine(model, None, Kept(names), task.train,
                     noise_multiplier=settings["noise_multiplier"], delta=1e-5,
-                    steps=steps,
-                    batch_size=settings["batch_size"], clip=settings["clip"],
-                    accountant="rdp", seed=seed, physical_batch_size=128,
-                    checkpoint=state)
+                    steps=steps, batch_size=settings["batch_size"],
+                    clip=settings["clip"], accountant="rdp", seed=seed,
+                    physical_batch_size=128, checkpoint=state)
     optimizer = torch.optim.SGD(engine.parameters(), settings["learning_rate"])
     engine.resume(optimizer)
     for step in engine:
@@ -73,9 +73,14 @@ def walk(
         if state is not None and engine.t % 25 == 0:
             engine.save(optimizer)
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-state
+State = dict[str, Tensor]   # weights by name
+
+
 def state_of(model: nn.Module) -> State:
     "A copy of the weights."
     return {name: value.clone() for name, value in model.state_dict().items()}
+
 
 def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     "The model at its start, another for each seed, and the data."
@@ -86,16 +91,18 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
                       (channels, height, width), seed=seed), task
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-walk-trunk
+SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip",
+          "learning_rate")
+
+
 def trunk(
     settings: Settings,
     stops: Iterable[int],   # steps after which a state is wanted
     seed: int,
 ) -> dict[int, State]:      # step -> weights
     "The run without freezing, from which all others with this seed branch off."
-    return _trunk(json.dumps({name: settings[name] for name in SHARED if name in settings}), tuple(sorted(set(stops))), seed)
-
-SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip",
-          "learning_rate")
+    shared = {name: settings[name] for name in SHARED if name in settings}
+    return _trunk(json.dumps(shared), tuple(sorted(set(stops))), seed)
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-trunk-kept
 @cache
@@ -114,17 +121,20 @@ def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]
                     keep_state(folder / f"{t}.safetensors", known[t])
     return {t: known[t] for t in stops}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-trunk-folder
 def _trunk_folder(settings: str, stops: tuple[int, ...], seed: int) -> Path | None:
-    "Where a trunk keeps its states, named after all that decides them; None where nothing is kept."
-    kept = kept_in()
-    facts = repr((settings, stops, seed, source_hash("dpft.book.evidence.freezing")))
-    return kept and kept.parent / "trunks" / hashlib.sha256(facts.encode()).hexdigest()[:16]
+    "Where a trunk keeps its states; None where nothing is kept."
+    kept, code = kept_in(), source_hash("dpft.book.evidence.freezing")
+    name = hashlib.sha256(repr((settings, stops, seed, code)).encode()).hexdigest()[:16]
+    return kept and kept.parent / "trunks" / name
+
 
 def keep_state(file: Path, state: State) -> None:
     "Write weights, whole or not at all."
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in state.items()}, f"{file}.{os.getpid()}")
-    Path(f"{file}.{os.getpid()}").replace(file)
+    part = Path(f"{file}.{os.getpid()}")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in state.items()}, str(part))
+    part.replace(file)
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-walk-branch
 def branch(
@@ -138,53 +148,59 @@ def branch(
     model, task = fresh(settings, 0)
     model.load_state_dict(state)
     found = layers(model)
-    wanted = {id(parameter) for number in kept
-              for parameter in found[number].parameters}
-    for _ in walk(model, task,
-                  [name for name, p in model.named_parameters() if id(p) in wanted],
-                  settings, steps, seed):
+    wanted = {id(p) for number in kept for p in found[number].parameters}
+    names = [name for name, p in model.named_parameters() if id(p) in wanted]
+    for _ in walk(model, task, names, settings, steps, seed):
         pass
     return model
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-spent
 def spent(settings: Settings, steps: int, size: int) -> float:
     "RDP epsilon of so many steps at delta 1e-5, as the paper states it."
-    return epsilon([SampledGaussian(settings["noise_multiplier"], settings["batch_size"] / size, steps)], 1e-5, "rdp")
+    rate = settings["batch_size"] / size
+    train = SampledGaussian(settings["noise_multiplier"], rate, steps)
+    return epsilon([train], 1e-5, "rdp")
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-table
 # settings; epsilon -> steps; epsilon -> steps after the paper's t_f
 Row = tuple[Settings, dict[int, int], dict[int, int]]
 
+
 def paper_row(data: str, *targets: int) -> Row:
-    "What the paper's settings for a data set say at these budgets, which share their settings but for the steps."
+    "What the paper's settings for a data set say at these budgets."
     cells = {target: PAPER[data, target] for target in targets}
     return ({"data": data, **cells[targets[0]][0]},
             {target: steps for target, (_, steps, _, _) in cells.items()},
             {target: steps - after for target, (_, steps, _, after) in cells.items()})
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-rows
 ROWS = {"mnist": paper_row("mnist", 1, 2, 3),
         "fashion_mnist": paper_row("fashion_mnist", 1, 2, 3),
         "cifar10": paper_row("cifar10", 3),
         "cifar10 at 7": paper_row("cifar10", 7)}
 REDUCED = {"mnist": (1,), "fashion_mnist": (1, 2)}  # row -> budgets
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-row-ends
 def row_ends(row: str, full: bool, seed: int) -> dict[int, int]:
-    "Epsilon -> steps; reduced: without epsilon 3, and from the fourth seed on the first epsilon alone."
-    targets = ROWS[row][1] if full else REDUCED[row] if seed < 3 else REDUCED[row][:1]
-    return {target: ROWS[row][1][target] for target in targets}
+    "Epsilon -> steps of the cells that a table has of a row."
+    steps = ROWS[row][1]
+    return steps if full else {
+        target: steps[target] for target in REDUCED[row][:None if seed < 3 else 1]}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-row-settings
 def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
-    "Settings of a row of Table 1, and the states of its trunk that are wanted; reduced: the two-layer network of 26,010 parameters."
-    own, tails = ROWS[row][0] | ({} if full
-                                 else {"model": "tempered-cnn"}), ROWS[row][2]
+    "Settings of a row of Table 1, and the states of its trunk that are wanted."
+    own, _, tails = ROWS[row]
+    smaller = {} if full else {"model": "tempered-cnn"}
     stops = {end - last for target, end in ends.items()
              for last in (0, LAST_STEPS, tails[target])}
     end = max(ends.values())
-    return own | {"row": row,
-                  "stops": sorted(stops
-                                  | {end // 4, *range(end // 12, end, end // 12)})}
+    between = {end // 4, *range(end // 12, end, end // 12)}
+    return {**own, **smaller, "row": row, "stops": sorted(stops | between)}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-table-grid
 def table_grid(full: bool) -> Iterator[Settings]:
-    "Table 1: without freezing, with the lower half frozen for the last 20 steps, and as Appendix D has it."
+    "Table 1: without freezing, frozen for the last 20 steps, and as Appendix D has it."
     for row in ROWS if full else REDUCED:
         for seed in range(5):
             ends = row_ends(row, full, seed)
@@ -208,6 +224,7 @@ def table_entry(settings: Settings) -> Settings:
         model.load_state_dict(states[steps])
     return _scored(settings, model, task, steps)
 
+
 def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Settings:
     return {"metrics": {"accuracy": accuracy(model, task.dev, batch_size=500)},
             "epsilon": spent(settings, steps, len(task.train)),
@@ -218,51 +235,58 @@ def layer_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, left, and Figure 6: which layers go on, how many, and since when."
     row, target, seeds = ("cifar10 at 7", 7, 5) if full else ("fashion_mnist", 1, 3)
     settings = row_settings(row, full, {target: ROWS[row][1][target]})
-    count, steps, tail = len(layers(load_model(settings["model"]))), max(settings["stops"]), ROWS[row][2][target]
-    half = lower_half(count)
+    steps, tail = max(settings["stops"]), ROWS[row][2][target]
+    count = len(layers(load_model(settings["model"])))
+    half = list(range(lower_half(count), count))
     cells = [("one", [layer, count - 1], tail) for layer in range(count - 1)]
     cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
-    cells += [("when", list(range(half, count)), last)
-              for last in (LAST_STEPS, steps - steps // 4)]
+    cells += [("when", half, last) for last in (LAST_STEPS, steps - steps // 4)]
     for seed in range(seeds):
         for kind, kept, last in cells:
             yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept,
-                   "method": "LayerFreeze", "target_epsilon": target,
-                   "seed": seed}
+                   "method": "LayerFreeze", "target_epsilon": target, "seed": seed}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-layer-entry
 def layer_entry(settings: Settings) -> Settings:
     "Accuracy when only these layers train for the last steps."
     start = settings["steps"] - settings["last"]
     states = trunk(settings, settings["stops"], settings["seed"])
     model = branch(settings, states[start], settings["kept"], settings["last"],
                    2000 + settings["seed"])
-    return _scored(settings, model, prepared_task(settings["data"], settings["model"]),
-                   settings["steps"])
+    task = prepared_task(settings["data"], settings["model"])
+    return _scored(settings, model, task, settings["steps"])
 
-# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-similarity
 def similarity_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, right: how far each layer is from where it ends."
-    for row, target in (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else (("fashion_mnist", 1),):
+    reduced = (("fashion_mnist", 1),)
+    rows = (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else reduced
+    for row, target in rows:
         for seed in range(5 if full else 2):
             yield {**row_settings(row, full, {target: ROWS[row][1][target]}),
                    "method": "Full", "target_epsilon": target, "seed": seed}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-similarity-entry
 def similarity_entry(settings: Settings) -> Settings:
-    "PWCCA distance of each layer at each stop from the same layer at the end, on pictures that were not trained on."
+    "PWCCA distance of each layer at each stop from the same layer at the end."
     model, task = fresh(settings, 0)
-    states, names = trunk(settings, settings["stops"], settings["seed"]), [layer.name for layer in layers(model)]
+    states = trunk(settings, settings["stops"], settings["seed"])
+    names = [layer.name for layer in layers(model)]
     images = task.dev.subset(torch.arange(0, len(task.dev), 4))
     def seen(state: State) -> dict[str, Tensor]:
         model.load_state_dict(state)
         return activations(model, images, names, pool="positions")
     end = max(states)
     last = seen(states[end])
-    distances = {str(t): {name: round(pwcca(last[name], table), 5) for name, table in seen(state).items()} for t, state in states.items()}
+    distances = {str(t): {name: round(pwcca(last[name], table), 5)
+                          for name, table in seen(state).items()}
+                 for t, state in states.items()}
     model.load_state_dict(states[end])
     return {**_scored(settings, model, task, end), "distances": distances}
 
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles
 def angle_grid(full: bool) -> Iterator[Settings]:
-    "Figures 3 to 5, 7 and 8: signals and angles before and after freezing; reduced: 160 steps of 256 instead of 5,500 of 512."
+    "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
     for seed in range(3 if full else 1):
         yield {"data": "cifar10", "model": "tempered-cnn-5", "noise_multiplier": 1.0,
                "batch_size": 512 if full else 256, "clip": 1.0,
@@ -272,78 +296,85 @@ def angle_grid(full: bool) -> Iterator[Settings]:
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles-angle-entry
 def angle_entry(settings: Settings) -> Settings:
-    "What clipping and noise do to the layers that stay, along a run that freezes the others."
+    "What clipping and noise do to the layers that stay when the others freeze."
     model, task = fresh(settings, settings["seed"])
-    found, after = layers(model), settings["after"]
-    half = lower_half(len(found))
+    found, after, seed = layers(model), settings["after"], settings["seed"]
+    kept = found[lower_half(len(found)):]
+    upper = {id(p) for layer in kept for p in layer.parameters}
     everything = [name for name, _ in model.named_parameters()]
-    upper = {id(p) for layer in found[half:] for p in layer.parameters}
-    series = [look for t in walk(model, task, everything, settings, after, settings["seed"]) if t % settings["every"] == 0
-              for look in [_look(settings, model, task, found[half:], t)]]
-    names = [name for name, p in model.named_parameters() if id(p) in upper]
-    for t in walk(model, task, names, settings, settings["steps"] - after,
-                  3000 + settings["seed"]):
-        if t % settings["every"] == 0:
-            series.append(_look(settings, model, task, found[half:], after + t))
+    stays = [name for name, p in model.named_parameters() if id(p) in upper]
+    walks = ((everything, 0, after, seed),
+             (stays, after, settings["steps"] - after, 3000 + seed))
+    series = [_look(settings, model, task, kept, before + t)
+              for names, before, steps, own in walks
+              for t in walk(model, task, names, settings, steps, own)
+              if t % settings["every"] == 0]
     return {**_scored(settings, model, task, settings["steps"]), "series": series,
             "aligned_with": "the full gradient"}
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles-clips
 CLIPS = (0.1, 1.0, 5.0, 10.0)
 
+
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
           t: int) -> Settings:
-    "The signals of one random batch, under the clip factors of all layers and of those that are kept."
+    "The signals of one random batch, and which of its examples are clipped."
     generator = torch.Generator().manual_seed(t)
     size = settings["batch_size"]
     rows = torch.randint(len(task.train), (size,), generator=generator)
     batches = [task.train.batch(part) for part in rows.split(128)]
-    trains = [p.requires_grad for p in model.parameters()]
+    parts = torch.arange(len(task.train)).split(512)
+    loss, trains = default_loss(model), [p.requires_grad for p in model.parameters()]
     model.requires_grad_(True)
-    loss = default_loss(model)
-    found = freezing_effect(model, loss, batches, settings["clip"],
-                            settings["noise_multiplier"], kept,
-                            generator=generator).record()
-    true = true_gradient(model, loss,
-                         (task.train.batch(part)
-                          for part in torch.arange(len(task.train)).split(512)))
+    effect = freezing_effect(model, loss, batches, settings["clip"],
+                             settings["noise_multiplier"], kept, generator=generator)
+    true = true_gradient(model, loss, (task.train.batch(part) for part in parts))
     groups = {clip: clip_groups(model, loss, batches, clip, kept, true=true)
               for clip in CLIPS}
-    changes = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
+    status = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
     for parameter, flag in zip(model.parameters(), trains, strict=True):
         parameter.requires_grad_(flag)
-    return {"step": t, "frozen": not all(trains), **found,
-            "groups": {str(clip): {"clipped": its.clipped, "unclipped": its.unclipped,
-                                   "clipped_angle": _plain(its.clipped_angle),
-                                   "unclipped_angle": _plain(its.unclipped_angle),
-                                   "gain": _plain(its.gain)}
-                       for clip, its in groups.items()},
-            "status": {str(clip): {"clipped_before": its.clipped_before,
-                                   "clipped_after": its.clipped_after,
-                                   "turned_clipped": _plain(its.turned_clipped),
-                                   "turned_unclipped": _plain(its.turned_unclipped)}
-                       for clip, its in changes.items()}}
+    return {"step": t, "frozen": not all(trains), **effect.record(),
+            "groups": {str(clip): _of_groups(groups[clip]) for clip in CLIPS},
+            "status": {str(clip): _of_status(status[clip]) for clip in CLIPS}}
+
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-records
+def _of_groups(found: ClipGroups) -> dict[str, Any]:
+    return {"clipped": found.clipped, "unclipped": found.unclipped,
+            "clipped_angle": _plain(found.clipped_angle),
+            "unclipped_angle": _plain(found.unclipped_angle),
+            "gain": _plain(found.gain)}
+
+
+def _of_status(found: StatusChanges) -> dict[str, Any]:
+    return {"clipped_before": found.clipped_before,
+            "clipped_after": found.clipped_after,
+            "turned_clipped": _plain(found.turned_clipped),
+            "turned_unclipped": _plain(found.turned_unclipped)}
+
 
 def _plain(values: Tensor) -> list[float | None]:
-    "JSON has no NaN."
-    return [None if value != value else round(value, 6) for value in values.tolist()]
+    return [None if value.isnan() else round(value.item(), 6) for value in values]
 
-# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-experiments
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-believed
 def same_trunk(settings: Settings) -> str:
     "Runs that branch off one trunk."
     return f"{settings['row']} {settings['seed']}"
 
-def believed(settings: Settings) -> float:
-    "Seconds on one core: 3.2 for a step of the paper's batch on five layers, 0.4 on two; the trunk with the run without freezing."
-    each = (0.4 if settings["model"] == "tempered-cnn" else 3.2) * settings["batch_size"] / 2048
-    steps = settings.get("last") or max(settings["stops"])
-    return 30 + each * steps
 
+def believed(settings: Settings) -> float:
+    "Seconds on one core; the trunk with the run without freezing."
+    each = 0.4 if settings["model"] == "tempered-cnn" else 3.2
+    steps = settings.get("last") or max(settings["stops"])
+    return 30 + each * settings["batch_size"] / 2048 * steps
+
+# %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-experiments
 EXPERIMENTS = {
     "lf-table1": Experiment("Table 1: does freezing the lower half late help?",
                             table_grid, table_entry,
                             "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 "
-                            "h on a GPU", ("mnist",), group=same_trunk, seconds=believed,
+                            "h on a GPU", ("mnist",), group=same_trunk,
+                            seconds=believed,
                             priority=lambda settings: float(settings["seed"])),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
                             "when?", layer_grid, layer_entry,

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from ...baselines import Full, partitions
-from ..contenders import live_peak
-from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
 from ...datasets import Task
 from ...engine import Engine
 from ...frost.magnitude import gradient_magnitudes
@@ -26,6 +24,8 @@ from ...gradients import clipped_sum, tensors
 from ...loop import Run
 from ...method import Context, Method
 from ...models import load_model
+from ..contenders import live_peak
+from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
 
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-text-code
 SST2 = 67_349  # training rows

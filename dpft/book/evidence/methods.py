@@ -17,25 +17,16 @@ from statistics import mean, median
 
 import torch
 
-from ..contenders import live_peak
-from dpft.book.evidence.frost import (
-    METHODS,
-    RATES,
-    VISION_RATES,
-    clock,
-    digits_run,
-    measured,
-    measured_engine,
-    text_run,
-    tuned,
-    vision_grid,
-)
-from ..experiments import Experiment, Settings, prepared_task, recorded, results_file
-from ..figures import interval, label_of
 from ...engine import Engine
 from ...frost.selection import LEARNING_RATES
 from ...plan import entries
 from ...registry import method_from
+from ..contenders import live_peak
+from ..experiments import Experiment, Settings, prepared_task, recorded, results_file
+from ..figures import interval, label_of
+from .frost import (
+    METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine,
+    text_run, tuned, vision_grid)
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-interval
 def score_interval(
@@ -333,8 +324,9 @@ def confirmation_grid(full: bool) -> Iterator[Settings]:
 
 def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
     "Whether frost-text, methods-text and methods-headline, or frost-vision, hold a run."
-    return (task == "sst2" and method in (*METHODS, *OTHERS) or task == "cifar10"
-            and method in METHODS and seed < (5 if full else 3))
+    texts = task == "sst2" and method in (*METHODS, *OTHERS)
+    pictures = task == "cifar10" and method in METHODS
+    return texts or (pictures and seed < (5 if full else 3))
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-confirmation-comparisons
 def comparisons(records: Iterable[Settings], label: str) -> Iterator[tuple[str, str, list[float]]]:  # task, rival, differences
