@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'drawn_below', 'box_muller',
-           'cipher_pieces', 'add_pieces', 'threads', 'side_by_side', 'Keystream', 'digests', 'raw_bytes', 'factors_of',
-           'device_hashes', 'flat_scale', 'noise_jobs', 'secure_pieces', 'noise_key', 'grid_step', 'on_grid',
-           'secure_std']
+           'cipher_pieces', 'part_of', 'add_pieces', 'threads', 'side_by_side', 'Keystream', 'digests', 'raw_bytes',
+           'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'secure_pieces', 'noise_key', 'grid_step',
+           'on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -115,6 +115,10 @@ def cipher_pieces(
     for bits in cipher_bits(key, even, first):
         yield from box_muller(bits, std, room).chunk(2)
 
+def part_of(scale: Tensor | float, here: slice) -> Tensor | float:
+    "The standard deviations of some numbers, or the one of all."
+    return scale[here] if isinstance(scale, Tensor) and scale.ndim else scale
+
 def add_pieces(
     flat: Tensor,                    # (numbers,), changed in place
     pieces: Iterable[Tensor],        # float64, used up; together as long or one longer
@@ -126,7 +130,7 @@ def add_pieces(
         here = slice(start, start := start + len(piece))
         part = flat[here]
         noise = piece[:len(part)].to(part.dtype)
-        part += noise.mul_(scale[here] if isinstance(scale, Tensor) else scale)
+        part += noise.mul_(part_of(scale, here))
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-threads
 SHARE = 2**20  # numbers of a large sum that one thread makes at a time
@@ -258,9 +262,9 @@ def noise_jobs(
     "What is to be done to add noise to a sum, in parts."
     flat, scale, key = total.view(-1), flat_scale(std, total), stream.key("normal", *context)
     def add(start: int) -> None:
-        part = flat[start:start + SHARE]
-        own = scale[start:start + SHARE] if isinstance(scale, Tensor) else scale
-        add_pieces(part, cipher_pieces(key, len(part), first=start // CHUNK), own)
+        here = slice(start, start + SHARE)
+        part = flat[here]
+        add_pieces(part, cipher_pieces(key, len(part), first=start // CHUNK), part_of(scale, here))
     return [partial(add, start) for start in range(0, len(flat), SHARE)]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-secure-pieces

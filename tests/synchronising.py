@@ -6,7 +6,6 @@ import warnings
 
 import simulated
 import torch
-from torch import nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import SMALL, ConvNet, as_data, classifier_loss, image_loss, text_batch
 
@@ -18,7 +17,7 @@ STEPS = 3
 
 def text_model():
     torch.manual_seed(0)
-    config = {**SMALL, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    config = {**SMALL, "num_hidden_layers": 1, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     model = RobertaForSequenceClassification(RobertaConfig(**config, pad_token_id=1))
     batch = text_batch(torch.Generator().manual_seed(0), 16)
     return model, classifier_loss, batch
@@ -45,7 +44,15 @@ METHODS = {
     "LoRA": dpft.LoRA,
     "Adapter": dpft.Adapter,
 }
-TEXT = ("LoRA", "Adapter")                                   # that need the layers of a transformer
+KNOBS = {
+    "secure": {"secure_mode": True, "dropout": False},
+    "people": {"unit": [f"person {i // 2}" for i in range(16)], "batch_size": 8},
+    "shown": {"show_loss": True},
+}
+PICTURES = ("Full", "LastLayer", "DPFrost", "EntrySelection", "RapFT")
+CASES = {**{f"text {method}": ("text", method, {}) for method in METHODS},
+         **{f"picture {method}": ("picture", method, {}) for method in PICTURES},
+         **{f"picture Full {name}": ("picture", "Full", knobs) for name, knobs in KNOBS.items()}}
 
 
 class Generators:
@@ -56,8 +63,8 @@ class Generators:
         return getattr(torch, name)
 
 
-def waits_of(model, method, **knobs):
-    "[{part of a step: waits}] of a run's steps, their batches apart."
+def waits_of(model, method, knobs):
+    "What was waited for in each part of a run's steps, their batches apart."
     model, loss, batch = MODELS[model]()
     model = model.to(simulated.NAME)
     data, collate = as_data(batch)
@@ -83,18 +90,56 @@ def waits_of(model, method, **knobs):
                 parts["batches"].append(found)
             with waits.listed() as parts["privatize"]:
                 step.privatize()
+                if engine.settings.show_loss:
+                    step.loss, step.clipped, step.not_finite
             optimizer.step()
             with waits.listed() as parts["done"]:
                 step.done()
             between.clear()
             steps.append(parts)
-    return {"start": start, "steps": steps, "end": [*between]}
+    cached = engine.prefix is not None and engine.prefix.hits > 0
+    return {"start": start, "steps": steps, "end": [*between], "cached": cached}, model
+
+
+def noticed():
+    "Each kind of wait once, and the error where devices meet."
+    x, host = torch.ones(3, device=simulated.NAME), torch.ones(3)
+    with simulated.WAITS.listed() as found:
+        x.sum().item(), x.tolist(), x.cpu(), torch.equal(x, x), x.nonzero(), x[x > 0]
+        host.to(x.device), torch.tensor([1.0], device=x.device), x[torch.tensor([0])]
+        host.to(x.device, non_blocking=True), x[1:], x.new_zeros(2), torch.full((), 2.0, device=x.device)
+    try:
+        return [what for what, _ in found], str(x + host)
+    except RuntimeError as error:
+        return [what for what, _ in found], str(error)
+
+
+def main():
+    dpft.noise.torch = Generators()
+    module = simulated.set_up()
+    chosen = sys.argv[1:] or CASES
+    with simulated.Device():
+        found = {case: waits_of(*CASES[case]) for case in chosen}
+        kinds, mixed = noticed()
+        there = {name: value.cpu() for name, value in secure_run(simulated.NAME).items()}
+    here = secure_run("cpu")
+    return {"cases": {case: waits for case, (waits, _) in found.items()}, "kinds": kinds, "mixed": mixed,
+            "asked": sorted({str(torch.device(x).index or 0) if not isinstance(x, int) else str(x) for x in module.asked}),
+            "difference": max((here[name] - there[name]).abs().max().item() for name in here)}
+
+
+def secure_run(device):
+    "The weights after three steps in secure mode."
+    model, loss, batch = picture_model()
+    model, (data, collate) = model.to(device), as_data(batch)
+    engine = dpft.Engine(model, loss, dpft.Full(), data, collate_fn=collate, batch_size=16, physical_batch_size=8, steps=3, seed=0, clip=0.5,
+                         noise_multiplier=1.0, accountant="rdp", secure_mode=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in engine:
+        step.take(optimizer)
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    dpft.noise.torch = Generators()
-    module = simulated.set_up()
-    with simulated.Device():
-        print(json.dumps({f"{model} {method}": waits_of(model, method) for model in MODELS for method in (sys.argv[1:] or METHODS)
-                          if model == "text" or method not in TEXT}))
+    print(json.dumps(main()))
