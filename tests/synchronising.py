@@ -93,7 +93,7 @@ def waits_of(model, method, knobs):
             with waits.listed() as parts["privatize"]:
                 step.privatize()
                 if engine.settings.show_loss:
-                    step.loss, step.clipped, step.not_finite
+                    assert step.not_finite == 0 and 0 <= step.clipped <= 1 and step.loss > 0
             optimizer.step()
             with waits.listed() as parts["done"]:
                 step.done()

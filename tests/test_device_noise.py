@@ -133,8 +133,8 @@ def test_any_bit_changes_all_sums_of_its_block_and_no_other(entry, bit, source):
     assert different[block].all() and not different[1 - block].any()
 
 
-def test_colliding_tensors_are_those_that_the_lemma_says():
-    "With a known key a collision can be made, so the key is what tells tensors apart: it depends on the secret, and the ledger does not show it."
+def test_the_factors_come_from_the_secret():
+    "With a known key a collision can be made: the factors come from the secret, and are spread over the field."
     first, second = (factors_of(Keystream(secret), torch.device("cpu")) for secret in (SECRET, SECRET[::-1]))
     assert not torch.equal(first, second)
     uniform = first.double().mean() / PRIME
