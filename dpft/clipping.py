@@ -28,7 +28,7 @@ def clip_factor(
         raise ValueError(f"clip={clip}: the bound on an example's gradient must be positive")
     if style not in ("flat", "automatic"):
         raise ValueError(f"clipping={style!r}: choose 'flat' or 'automatic'")
-    bound = bound.to(norms.device)
+    bound = bound.to(norms.device, non_blocking=norms.device.type != "mps")
     flat = style == "flat"
     factors = (bound / norms).clamp(max=1.0) if flat else bound / (norms + STABILISER)
     precise = factors >= torch.finfo(norms.dtype).tiny  # a subnormal number may be half as large again

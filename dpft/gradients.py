@@ -18,7 +18,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT'
            'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
            'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
            'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
-           'accelerators', 'forked', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
+           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
            'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length',
            'looked_at', 'check_uncoupled', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
            'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
@@ -669,19 +669,27 @@ class Groups:
         self.slot = torch.empty_like(self.index)
         self.slot[order] = torch.arange(len(index), device=index.device) - starts  # 0, 1, … within the unit
         self.most = int(counts.max()) if len(index) else 0
+        self.there: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        "Unit and slot of each row on a device, where they are sent once."
+        if device not in self.there:
+            ahead = device.type != "mps"
+            self.there[device] = (self.index.to(device, non_blocking=ahead), self.slot.to(device, non_blocking=ahead))
+        return self.there[device]
 
     def merge(self, contribution: Contribution) -> Contribution:
         "The same contribution for units instead of rows."
         if isinstance(contribution, Dense):
             rows = contribution.dense()
-            return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self.index.to(rows.device), rows))
+            return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self.on(rows.device)[0], rows))
         return contribution.map(self._side_by_side)
 
     def _side_by_side(self, rows: Tensor) -> Tensor:
         "(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows become more tokens; what is missing is zero."
         tokens = 1 if rows.ndim == 2 else rows.ndim - 2
         padded = rows.new_zeros(self.units, self.most, *rows.shape[1:])
-        padded[self.index.to(rows.device), self.slot.to(rows.device)] = rows
+        padded[self.on(rows.device)] = rows
         return padded.movedim(1, tokens).flatten(tokens, tokens + 1)
 
 GroupsOf = Callable[[Batch], Groups | None]  # which rows of a batch make one unit of privacy; None: every row is one
@@ -1348,6 +1356,13 @@ def forked(
                     getattr(torch, device.type).manual_seed(seed)
         yield
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-nonzero
+def nonzero(values: Sequence[Tensor]) -> list[bool]:
+    "Whether a number in each tensor is not zero; each device is asked once."
+    devices = dict.fromkeys(x.device for x in values)
+    found = {device: iter(torch.stack([x.any() for x in values if x.device == device]).tolist()) for device in devices}
+    return [next(found[x.device]) for x in values]
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-nothing-hidden
 @contextmanager
 def nothing_hidden(model: nn.Module) -> Iterator[None]:
@@ -1355,7 +1370,9 @@ def nothing_hidden(model: nn.Module) -> Iterator[None]:
 
     A zero matrix, such as LoRA's second one at the start, hides the gradients behind it.
     """
-    zeros = [parameter for parameter in model.parameters() if not bool(parameter.any())]
+    parameters = [*model.parameters()]
+    seen = nonzero(parameters)
+    zeros = [parameter for parameter, some in zip(parameters, seen, strict=True) if not some]
     try:
         with forked(model), torch.no_grad():
             for parameter in zeros:
@@ -1401,16 +1418,18 @@ def different_rows(
     batch: Batch,
     most: int = 3,  # how many to look for
 ) -> Tensor:        # (n,) with n <= most
-    "Numbers of examples no two of which are the same."
-    found: list[int] = []
-    for i in range(batch_rows(batch)):
-        row = tensors(select_rows(batch, torch.tensor([i])))
-        others = (tensors(select_rows(batch, torch.tensor([j]))) for j in found)
-        if not any(all(map(torch.equal, row, other)) for other in others):
-            found.append(i)
-        if len(found) == most:
-            break
-    return torch.tensor(found)
+    "Numbers of examples no two of which are the same; a device is asked once."
+    size = batch_rows(batch)
+    own = [by_example(x) for x in tensors(batch) if x.ndim and len(x) == size]
+    number = torch.arange(size, device=own[0].device)
+    new, found = torch.ones_like(number, dtype=torch.bool), []
+    for _ in range(min(most, size)):
+        first = torch.where(new, number, size).min()             # size: there is none
+        found.append(first)
+        row = first.clamp(max=size - 1)[None]
+        same = [(x == x.index_select(0, row.to(x.device))).all(1).to(new.device) for x in own]
+        new &= ~torch.stack(same).all(0) & (number != first)
+    return torch.tensor([i for i in torch.stack(found).tolist() if i < size]) if found else torch.arange(0)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-uncoupled
 NEIGHBOURS = ("average within an example, never over the batch, and use no layer that mixes "

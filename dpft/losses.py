@@ -330,7 +330,7 @@ def to_device(
 ) -> Any:
     "The batch on a device."
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.to(device, non_blocking=torch.device(device).type != "mps")
     if isinstance(batch, dict):
         return {name: to_device(values, device) for name, values in batch.items()}
     return tuple(to_device(part, device) for part in batch)

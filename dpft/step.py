@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'Drawn', 'taken', 'Population', 'Draws', 'groups_of', 'unasked',
            'padded', 'again', 'batches_of', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'Share',
-           'set_modes', 'perturbed', 'perturbed_on_grid', 'Releases', 'write_gradients', 'Kept', 'Tally', 'mean_loss',
-           'clipped_share', 'Counted', 'zero_sums', 'summed', 'released', 'Step']
+           'set_modes', 'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'write_gradients', 'Kept',
+           'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'zero_sums', 'summed', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from .account import Account
 from .datasets import has_batch_protocol
 from .gradients import Batch, Groups, LossFunction, batch_rows, full, gradients, per_example_losses
 from .losses import to_device
-from .noise import Keystream, grid_step, on_grid
+from .noise import SHARE, Keystream, digests, grid_step, noise_jobs, on_grid, side_by_side
 from .processes import Processes
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
@@ -213,14 +213,18 @@ def set_modes(
 
 # %% ../nbs/1_start/05_step.ipynb #engine-perturb
 def perturbed(
-    total: Tensor,                 # one sum, of any shape
+    total: Tensor,                 # one sum, of any shape; its memory is used
     std: Tensor | float,           # standard deviation of each entry's noise
     keystream: Keystream,
     *context: str | int,           # names the noise
 ) -> Tensor:
     "A sum with its noise; @lem-seed."
-    noise = keystream.normal(total.shape, 1.0, "noise", *context, device=total.device, dtype=total.dtype)
-    return noise.mul_(std).add_(total)
+    if total.device.type != "cpu":
+        noise = keystream.normal(total.shape, 1.0, "noise", *context, device=total.device, dtype=total.dtype)
+        return total.add_(noise.mul_(std))
+    total = total.contiguous()
+    side_by_side(lambda add: add(), noise_jobs(keystream, total, std, "noise", *context))
+    return total
 
 # %% ../nbs/1_start/05_step.ipynb #engine-perturb-grid
 def perturbed_on_grid(
@@ -233,9 +237,21 @@ def perturbed_on_grid(
     step = grid_step(torch.as_tensor(std, dtype=torch.float64, device=total.device))
     fixed = on_grid(total, step)
     if keystream is not None:
-        noise = keystream.secure_normal(total.shape, "noise", *context).to(total.device)
+        noise = keystream.secure_normal(total.shape, "noise", *context, device=total.device)
         fixed += on_grid(noise * std, step)
     return fixed
+
+# %% ../nbs/1_start/05_step.ipynb #engine-noisy
+def each_perturbed(
+    sums: dict[str, Tensor],
+    add_noise: Callable[[str], Tensor],   # to the sum of this name
+) -> dict[str, Tensor]:
+    "All sums with their noise."
+    alone = [name for name, value in sums.items() if value.numel() > SHARE or value.device.type != "cpu"]
+    noisy = {name: add_noise(name) for name in alone}
+    others = [name for name in sums if name not in noisy]
+    noisy |= zip(others, side_by_side(add_noise, others), strict=True)
+    return {name: noisy[name] for name in sums}
 
 # %% ../nbs/1_start/05_step.ipynb #engine-releases
 class Releases:
@@ -253,11 +269,14 @@ class Releases:
         sums: dict[str, Tensor],              # this process's
         stds: dict[str, Tensor | float],      # standard deviation of each entry's noise
         counts: Sequence[float] = (),         # numbers to add up along with them
+        last: bool = False,                   # whether the memory of the sums may be used
     ) -> tuple[dict[str, Tensor], list[float]]:
         "The noisy sums over all processes, and the counts."
         key = self.charge(name, number, sums)
-        noisy = {entry: self.perturbed(value, stds[entry], name, number, key, entry) for entry, value in sums.items()}
-        return self.processes.total(noisy, counts)
+        def add_noise(entry: str) -> Tensor:
+            total = sums[entry] if last or not self.private else sums[entry].clone()
+            return self.perturbed(total, stds[entry], name, number, key, entry)
+        return self.processes.total(each_perturbed(sums, add_noise), counts)
 
     def charge(self, name: str, number: int, sums: dict[str, Tensor]) -> str:
         "Write the release of these sums into the ledger; the key of their noise."
@@ -266,8 +285,8 @@ class Releases:
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
         if not self.private:
             return ""
-        digests = (self.keystream.digest(value, key) for key, value in sums.items())
-        own = self.keystream.key("sums", name, number, *digests).hex()
+        found = digests(self.keystream, [*sums.values()], [(key,) for key in sums])
+        own = self.keystream.key("sums", name, number, *found).hex()
         every = self.processes.gather(own)
         whole = own if self.processes.alone else self.keystream.key("processes", name, number, *every).hex()
         return self.account.charge(name, number, whole)
@@ -287,11 +306,11 @@ SAME_CHOICE = ("a method must draw its choices from torch's generator, which is 
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
 def write_gradients(model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor], batch_size: int) -> None:
-    "The noisy sums over the expected batch size, as the gradient of what trains."
+    "The noisy sums over the expected batch size, in their own memory, as the gradient of what trains."
     for parameter in model.parameters():
         parameter.grad = None
     for name, parameter in trains.items():
-        parameter.grad = (sums[name] / batch_size).to(parameter.dtype)
+        parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-kept
 class Kept:
@@ -311,9 +330,25 @@ class Kept:
                 parameter = self.engine.trains[name]
                 trains = torch.as_tensor(self.engine.spread[id(parameter)]) > 0
                 parameter.copy_(torch.where(trains, parameter, before))
-        if any(p.grad is not None and bool(p.grad.any()) and torch.equal(p, before) for p, before in self.new):
+        if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new if p.grad is not None):
             raise ValueError("the optimizer does not hold the parameters that train from this step on; make it over "
                              "all parameters of the model, or anew over engine.parameters() when they change")
+
+# %% ../nbs/1_start/05_step.ipynb #engine-count
+def count_of(
+    losses: Tensor,                   # (B,)
+    norms: Tensor,                    # (units, K)
+    bounds: Sequence[float] | None,   # (K,) None: nobody asks who was clipped
+) -> Tensor:                          # (3,) the summed loss, units that are not finite, units clipped
+    "The counts of one batch; a unit is clipped if it is longer than its bound in some block, and finite in all."
+    finite = norms.isfinite().all(1)
+    clipped = torch.zeros_like(finite)
+    if bounds is not None:
+        limits = torch.tensor(bounds, dtype=norms.dtype).to(norms.device, non_blocking=True)
+        clipped = (norms > limits).any(1) & finite
+    wide = torch.float32 if losses.device.type == "mps" else torch.float64
+    total = losses.detach().nan_to_num(0.0, 0.0, 0.0).sum()
+    return torch.stack([part.to(wide) for part in (total, (~finite).sum(), clipped.sum())])
 
 # %% ../nbs/1_start/05_step.ipynb #engine-tally
 class Tally:
@@ -321,28 +356,39 @@ class Tally:
 
     def __init__(self, bounds: Sequence[float] | None):  # of the blocks; None: nobody asks who was clipped
         self.bounds = bounds
-        self.examples, self.loss, self.not_finite, self.units, self.clipped = 0, 0.0, 0, 0, 0
+        self.examples, self.units = 0, 0
+        self.known = [0.0, 0.0, 0.0]         # loss, not finite, clipped
+        self.unread: Tensor | None = None    # the same of later batches, where they were computed
 
     def add(self, examples: int, losses: Tensor, norms: Tensor) -> None:
-        "Count a batch; a unit is clipped if it is longer than its bound in some block, and finite in all."
-        finite = norms.isfinite().all(1)
+        "Count a batch, without asking a device for anything."
+        found = count_of(losses, norms, self.bounds)
+        self.unread = found if self.unread is None else self.unread + found
         self.examples += examples
-        self.loss += losses.detach().nan_to_num(0.0, 0.0, 0.0).sum().item()
-        self.not_finite += int((~finite).sum())
-        if self.bounds is not None:
-            longer = (norms > norms.new_tensor(self.bounds)).any(1)
-            self.units, self.clipped = self.units + len(norms), self.clipped + int((longer & finite).sum())
+        self.units += len(norms) if self.bounds is not None else 0
+
+    def read(self) -> list[float]:
+        "Summed loss, units that are not finite, units clipped; a device is asked once."
+        if self.unread is not None:
+            found, self.unread = self.unread.tolist(), None
+            self.known = [one + other for one, other in zip(self.known, found, strict=True)]
+        return self.known
 
     @property
     def counts(self) -> list[float]:
         "The numbers, to be added up over the processes."
-        return [self.examples, self.loss, self.not_finite, self.units, self.clipped]
+        loss, not_finite, clipped = self.read()
+        return [self.examples, loss, not_finite, self.units, clipped]
 
     @counts.setter
     def counts(self, found: Sequence[float]) -> None:
-        examples, self.loss, *rest = found
-        self.examples = round(examples)
-        self.not_finite, self.units, self.clipped = map(round, rest)
+        examples, loss, not_finite, units, clipped = found
+        self.examples, self.units, self.unread = round(examples), round(units), None
+        self.known = [loss, not_finite, clipped]
+
+    loss = property(lambda self: self.read()[0], doc="Summed over the examples.")
+    not_finite = property(lambda self: round(self.read()[1]), doc="Units that contributed nothing.")
+    clipped = property(lambda self: round(self.read()[2]), doc="Units longer than their bound.")
 
 # %% ../nbs/1_start/05_step.ipynb #engine-shown
 def mean_loss(tally: Tally) -> float:
@@ -404,10 +450,12 @@ def released(step: "Step") -> None:
     "Lines 3 to 5 of @def-dpsgd: charge, perturb, write."
     engine = step.engine
     stds = {name: engine.spread[id(parameter)] for name, parameter in engine.trains.items()}
-    counts = [*step.tally.counts, engine.told]
-    sums, found = engine.releases("train", step.t, step.sums, stds, counts)         # 3. charge, 4. perturb
-    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size)      # 5. write
-    step.sums, step.tally.counts, engine.stops = {}, found[:-1], found[-1] > 0
+    counts = [] if engine.processes.alone else step.tally.counts
+    sums, found = engine.releases("train", step.t, step.sums, stds, [*counts, engine.told], last=True)  # 3., 4.
+    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size)                          # 5.
+    step.sums, engine.stops = {}, found[-1] > 0
+    if counts:
+        step.tally.counts = found[:-1]
 
 # %% ../nbs/1_start/05_step.ipynb #engine-step
 class Step(Counted):

@@ -1,0 +1,56 @@
+"""What the host waits for in a step, counted for every method on a simulated accelerator, where mixed devices raise."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from synchronising import CASES
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def waits():
+    "Of each case, what was waited for where; in a process of its own, for the device is known to torch ever after."
+    done = subprocess.run([sys.executable, HERE / "synchronising.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def own(found):
+    "Without what the model asks for by itself."
+    return [(what, where) for what, where in found if not where.startswith("transformers/")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_and_a_step_ask_the_device_for_little(waits, case):
+    """At most two waits for a physical batch, three where a trunk is cached, and six for a step.
+
+    The first step looks at its batches for faults, and in the second layer freezing searches for the trunk.
+    """
+    found = waits["cases"][case]
+    *_, step = found["steps"]
+    cached = any(where.startswith("prefix.py") for batch in step["batches"] for _, where in batch)
+    assert step["batches"] and cached == found["cached"]
+    for batch in step["batches"]:
+        assert len(own(batch)) <= (3 if cached else 2), batch
+    assert len(own(step["next"] + step["draw"] + step["privatize"] + step["done"])) <= 6
+    assert not [where for batch in step["batches"] for what, where in own(batch) if what == "upload"]
+
+
+def test_only_the_models_device_is_asked_for_its_generator(waits):
+    assert set(waits["asked"]) <= {"0"}
+
+
+def test_the_simulated_device_computes_what_the_cpu_does(waits):
+    "Float32 sums of 16 gradients bounded by 0.5: 1e-4 is a hundred units in the last place of 8."
+    assert waits["difference"] < 1e-4
+
+
+def test_the_simulation_notices(waits):
+    "Each kind of wait, and devices that meet."
+    assert waits["kinds"] == ["read: _local_scalar_dense", "read: a copy to the host", "read: a copy to the host", "read: equal",
+                              "read: nonzero", "read: a mask as an index", "upload", "upload", "upload"]
+    assert "tensors on two devices" in waits["mixed"]
