@@ -9,9 +9,9 @@ __all__ = ['OVERHEAD', 'Call', 'Answers', 'LEAST', 'CHEAP', 'Key', 'TOKENS', 'FE
            'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments', 'first_outputs',
            'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere', 'same_losses',
            'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search', 'token_counts',
-           'is_by_token', 'raw', 'entries', 'ambient', 'row_keys', 'Shelf', 'FileShelf', 'trimmable', 'batch_form',
-           'stack_rows', 'check_plain', 'computed', 'answers_of', 'counted', 'Lookup', 'searched', 'state_of', 'serves',
-           'Planner', 'Prefix']
+           'is_by_token', 'raw', 'on_host', 'entries', 'ambient', 'row_keys', 'Shelf', 'FileShelf', 'trimmable',
+           'batch_form', 'stack_rows', 'check_plain', 'computed', 'answers_of', 'counted', 'Lookup', 'searched',
+           'state_of', 'serves', 'Planner', 'Prefix']
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-imports
 import hashlib
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from .gradients import Batch, LossFunction, batch_rows, per_example_losses, select_rows, tolerance
+from .gradients import Batch, LossFunction, batch_rows, per_example_losses, select_rows, tensors, tolerance
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-pays
 OVERHEAD = 0.5  # extra cost of a miss, as a share of what a hit saves; less was measured
@@ -371,10 +371,17 @@ class Watch:
         "Whether the proof still stands."
         return all(structure(module) == before for module, before in self.structures.items())
 
+    def same_versions(self) -> bool:
+        "Whether no tensor was replaced or changed in place, as far as torch counts it."
+        return all(versions(module) == before for module, before in zip(self.structures, self.versions, strict=True))
+
+    def alike(self) -> list[Tensor]:
+        "Whether the samples of each device are as they were: a device is not asked yet."
+        return [(now == before).all() for now, before in zip(self._values(), self.values, strict=True)]
+
     def same_values(self) -> bool:
         "Whether what is stored would come out again."
-        return (all(versions(module) == before for module, before in zip(self.structures, self.versions, strict=True))
-                and all(map(torch.equal, self._values(), self.values)))
+        return self.same_versions() and all(map(bool, self.alike()))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-plan-class
 @dataclass
@@ -563,6 +570,17 @@ def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
+def on_host(batch: Batch) -> Batch:
+    "The batch with its tensors on the CPU; a device is asked once."
+    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
+    if not far:
+        return batch
+    flat = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in far]).cpu()
+    parts = flat.split([x.numel() * x.element_size() for x in far])
+    near = {id(x): part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)}
+    named = {name: near.get(id(value), value) for name, value in entries(batch)}
+    return named if isinstance(batch, Mapping) else tuple(named.values())
+
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
     "Names, or numbers, and values."
     return [*(batch.items() if isinstance(batch, Mapping) else enumerate(batch))]
@@ -725,11 +743,11 @@ def stack_rows(rows: Sequence[Tensor], leaf: Leaf) -> Tensor:
     "(B, k, ...) from stored rows; zeros where padding was left out."
     shape = torch.Size((leaf.per, *leaf.shape))
     if all(row.shape == shape for row in rows):
-        return torch.stack(list(rows)).to(leaf.device)
+        return torch.stack(list(rows)).to(leaf.device, non_blocking=leaf.device.type != "mps")
     stacked = torch.zeros(len(rows), *shape, dtype=leaf.dtype)
     for i, row in enumerate(rows):
         stacked[i, :, :row.shape[1]] = row
-    return stacked.to(leaf.device)
+    return stacked.to(leaf.device, non_blocking=leaf.device.type != "mps")
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-check-plain
 def check_plain(model: nn.Module, loss_fn: LossFunction, live: set[nn.Module]) -> None:
@@ -776,9 +794,9 @@ def answers_of(plan: Plan, forms: dict[Call, Form], rows: list[list[Tensor]]) ->
     return answers
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-counted
-def counted(model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch) -> list[int] | None:
+def counted(model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch, held: Batch) -> list[int] | None:
     "Real tokens of each text, if padding can be left out; that is found out on the first batch with padding."
-    counts = None if plan.trims is False else token_counts(batch)
+    counts = None if plan.trims is False else token_counts(held)      # held: the batch, on the CPU
     if counts is None or plan.trims:
         return counts
     found = trimmable(model, loss_fn, plan, batch, counts)
@@ -797,8 +815,9 @@ class Lookup:
 
     def losses(self, plan: Plan, batch: Batch) -> Tensor | None:
         "The losses from stored rows, or None when they cannot be had that way."
-        counts = counted(self.model, self.loss_fn, plan, batch)
-        keys = row_keys(batch, self._secret, counts)
+        held = on_host(batch)
+        counts = counted(self.model, self.loss_fn, plan, batch, held)
+        keys = row_keys(held, self._secret, counts)
         known = keys is not None and any(key in self.shelf for key in keys)
         if keys is None or (self.shelf.full and not known):
             self.misses += batch_rows(batch)
@@ -807,7 +826,12 @@ class Lookup:
         answers = answers_of(plan, plan.forms[batch_form(batch)], [fresh.get(key) or self.shelf.get(key) for key in keys])
         state = random_state(self.model)
         losses = evaluate(self.model, self.loss_fn, batch, answers)
-        if answers or not bool(losses.isfinite().all()):  # poison was read, or a loss is truly not finite
+        alike = [same.to(losses.device, non_blocking=True) for same in plan.watch.alike()]
+        finite, *same = torch.stack([losses.isfinite().all(), *alike]).tolist()
+        if not all(same):                                 # a tensor was edited behind torch's count
+            plan.watch.note()
+            self.shelf.clear()
+        if answers or not finite or not all(same):        # poison was read, or a loss is truly not finite
             set_random_state(self.model, state)
             return None
         return losses
@@ -863,7 +887,7 @@ class Planner:
             self.forget()
         if self.plan is None:
             self._search(batch)
-        elif not self.plan.watch.same_values():
+        elif not self.plan.watch.same_versions():         # the values are looked at with the losses
             self.plan.watch.note()
             self.forget()
         return self.plan

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..gradients import reuse_memory, tensors
+from ..losses import example_losses
+from ..step import Lowered
 from .contenders import (
     CONTENDERS, MIB, WHOLE, Contender, Memory, Setting, WatchedLoss, enter, interleaved,
     largest_batch, matrix_rate, measure_memory, median_interval, operations,
     provenance, weight_bytes)
 from .experiments import write_records
 from .figures import names_at_lines, plain_log, save_figure, style
-from ..gradients import reuse_memory, tensors
-from ..losses import example_losses
-from ..step import Lowered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,7 +189,7 @@ QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64),
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-settings-plan-bench
 def plan_bench(
-    sizes: Sizes = Sizes(),  # noqa: B008  # frozen
+    sizes: Sizes = Sizes(),  # frozen
     parts: Iterable[str] = PARTS,
     who: Iterable[str] = tuple(CONTENDERS),
     trains: Iterable[str] = TRAINS,
@@ -305,15 +305,11 @@ def rate_table(found: Iterable[dict[str, Any]]) -> str:
     lines = ["| model | trains | step | examples / s | tokens / s | share of matrix rate | "
              "weights and peak, MiB | peak / plain |",
              "|---|---|---|---|---|---|---|---|"]
-    for e in found:
-        if "share_of_rate" in e:
-            lines.append(f"| {e['model']}, {e['layers']} × {e['width']}, "
-                         f"{e['precision']} | {e['trains']} | {e['who']} | "
-                         f"{e['examples_per_second']:.1f} | "
-                         f"{e['examples_per_second'] * e['size']:.0f} | "
-                         f"{e['share_of_rate']:.3f} | "
-                         f"{e['weights_mib'] + e['peak_mib']:.0f} | "
-                         f"{e['peak_ratio']:.3f} |")
+    lines += [f"| {e['model']}, {e['layers']} × {e['width']}, {e['precision']} | "
+              f"{e['trains']} | {e['who']} | {e['examples_per_second']:.1f} | "
+              f"{e['examples_per_second'] * e['size']:.0f} | {e['share_of_rate']:.3f} | "
+              f"{e['weights_mib'] + e['peak_mib']:.0f} | {e['peak_ratio']:.3f} |"
+              for e in found if "share_of_rate" in e]
     return "\n".join(lines)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-marks

@@ -33,13 +33,13 @@ from torch.utils._pytree import tree_leaves
 
 from ..baselines import Trainable
 from ..bitfit import biases
-from .provenance import device_name
 from ..engine import Engine
 from ..gradients import (
     Batch, LossFunction, batch_rows, by_example, clipped_sum, full, per_example_gradients,
     reuse_memory, select_rows, trainable)
 from ..guarantee import installed_versions
 from ..losses import example_losses
+from .provenance import device_name
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
 def heads(width: int) -> int:

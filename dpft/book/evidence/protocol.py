@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from .language import language_measured
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..pretrained import measured
+from .language import language_measured
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
 @dataclass(frozen=True)
