@@ -134,7 +134,7 @@ def run(func, args, kwargs):
     elif packet in (aten.copy_, aten.copy):
         to_device = isinstance(args[0], OnDevice)
         if inside and outside:
-            blocks = not to_device or not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
+            blocks = not to_device or not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
             if blocks and (not to_device or args[1].ndim):
                 WAITS.note("upload" if to_device else "read: a copy to the host")
     elif packet in INDEXED:

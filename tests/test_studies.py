@@ -9,10 +9,10 @@ from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTo
 
 from dpft.book import experiments, pretrained
 from dpft.book.evidence import protocol
+from dpft.book.evidence.language import language_measured
 from dpft.book.evidence.protocol import STUDIES, experiments_of, study_verdict
 from dpft.book.experiments import make_record, results_file, write_records
 from dpft.book.pretrained import EfficientNetLite0, measured
-from dpft.book.evidence.language import language_measured
 from dpft.datasets import TableData, Task, TensorData
 from dpft.models import load_tokenizer
 

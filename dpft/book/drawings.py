@@ -113,7 +113,7 @@ PLACES = {"attention.self.query": "query", "attention.self.key": "key",
 
 def place_of(name: str) -> tuple[str, int | None]:  # what it is, and in which layer from 1
     "Where a partition of BERT stands, by its name."
-    head, inside, rest = name.partition("layer.")
+    _, inside, rest = name.partition("layer.")
     if not inside:
         last = name.rpartition(".")[2]
         return ("norm" if last == "LayerNorm"

@@ -363,7 +363,7 @@ def close(path: str, one: Any, other: Any) -> bool:
     "Whether a leaf is the same, up to what is allowed there."
     numbers = all(isinstance(its, int | float) and not isinstance(its, bool)
                   for its in (one, other))
-    if not numbers or isinstance(one, int) and isinstance(other, int):
+    if not numbers or (isinstance(one, int) and isinstance(other, int)):
         return bool(one == other)
     name, size = path.rpartition(".")[2], max(abs(one), abs(other))
     if path in ("epsilon", "delta"):
@@ -372,7 +372,8 @@ def close(path: str, one: Any, other: Any) -> bool:
         allowed = POINTS if "accuracy" in name else POINTS * size
     else:
         allowed = max(POINTS, OTHER * size)
-    return math.isnan(one) and math.isnan(other) or abs(one - other) <= allowed * (1 + 1e-9)
+    return ((math.isnan(one) and math.isnan(other))
+            or abs(one - other) <= allowed * (1 + 1e-9))
 
 def same_share(one: str, other: str) -> float:
     "The share of the packed answers that are the same."
