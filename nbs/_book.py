@@ -292,7 +292,7 @@ def problems() -> list[str]:
     written = [path for path in listed if path.parent.name != MADE]
     found = [f"_quarto.yml lists {path.relative_to(ROOT)}, which does not exist" for path in written if not path.exists()]
     found += [f"{path.relative_to(ROOT)} is listed twice in _quarto.yml" for path, times in Counter(listed).items() if times > 1]
-    notebooks = sorted((ROOT / "nbs").glob("**/[0-9][0-9]_*.ipynb"))
+    notebooks = sorted((ROOT / "nbs").glob("**/[0-9]*_*.ipynb"))
     found += [f"{path.relative_to(ROOT)} is no chapter of _quarto.yml" for path in notebooks if path not in listed]
     book = [chapter for chapter in book if chapter.path.exists()]
     for chapter in book:
