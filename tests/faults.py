@@ -131,7 +131,8 @@ def watch() -> None:
         note(released="look", value=digest(noisy), sum=log["sum"], rank=Processes().rank)
         return noisy
 
-    for owner, name, watched in ((Account, "open", opened), (Ledger, "spend", spend), (Step, "privatize", privatize), (Context, "release", release)):
+    for owner, name, watched in ((Account, "open", opened), (Ledger, "spend", spend), (Step, "privatize", privatize),
+                                 (Context, "release", release)):
         around(owner, name, watched)
     dpft.step.perturbed = partial(perturbed, dpft.step.perturbed)
 
