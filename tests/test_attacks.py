@@ -122,7 +122,8 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
         assert attacks.lira(confidences + coins, coins, online).auc == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.09)
         nothing = attacks.lira(confidences, coins, online)
         assert abs(nothing.auc - 0.5) < 6 * nothing.standard_error < 0.12
-    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69   # 0.59 is expected; six standard errors of about 0.016 everywhere
+    # 0.59 is expected; six standard errors of about 0.016, as above
+    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69
 
 
 def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():
