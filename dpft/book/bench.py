@@ -618,8 +618,8 @@ def peers_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     shares = {which: [row for row in rows if row["plain-step"]["trains"] == which]
               for which in TRAINS}
     figure, axes = plt.subplots(
-        2, 1, figsize=(7.4, 1.9 + 0.36 * len(rows)), layout="constrained", sharex=True,
-        height_ratios=[len(own) + 1.5 for own in shares.values()])
+        2, 1, figsize=(7.4, 2.4 + 0.36 * len(rows)), layout="constrained", sharex=True,
+        height_ratios=[len(own) + 2 for own in shares.values()])
     named = {}
     for axis, (which, own) in zip(axes, shares.items(), strict=True):
         axis.set_xscale("log")
@@ -628,8 +628,8 @@ def peers_figure(found: Iterable[dict[str, Any]]) -> "Figure":
         named[which] = found_here[0] if found_here else {}
         axis.set_yticks([-place for place in range(len(own))],
                         [_row_name(row["plain-step"]) for row in own])
-        axis.set(title=TRAINED[which], ylim=(-len(own) + 0.5, 1.2))
-        axis.title.set_position((0.5, 1.0))
+        axis.set_title(TRAINED[which], loc="left")
+        axis.set_ylim(-len(own) + 0.5, 2)
     axes[-1].set_xlabel("time of a whole step / plain, of the same rounds")
     plain_log(axes[-1].xaxis)
     for axis, marks in zip(axes, named.values(), strict=True):
