@@ -9,9 +9,9 @@ __all__ = ['OVERHEAD', 'Call', 'Answers', 'LEAST', 'CHEAP', 'Key', 'TOKENS', 'FE
            'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments', 'first_outputs',
            'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere', 'same_losses',
            'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search', 'token_counts',
-           'is_by_token', 'raw', 'on_host', 'entries', 'ambient', 'row_keys', 'Shelf', 'FileShelf', 'trimmable',
-           'batch_form', 'stack_rows', 'check_plain', 'computed', 'answers_of', 'counted', 'Lookup', 'searched',
-           'state_of', 'serves', 'Planner', 'Prefix']
+           'is_by_token', 'raw', 'entries', 'ambient', 'numbers_of', 'fetched', 'on_host', 'row_keys', 'Shelf',
+           'FileShelf', 'trimmable', 'batch_form', 'stack_rows', 'check_plain', 'computed', 'answers_of', 'counted',
+           'Lookup', 'searched', 'state_of', 'serves', 'Planner', 'Prefix']
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-imports
 import hashlib
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from .gradients import Batch, LossFunction, batch_rows, per_example_losses, select_rows, tensors, tolerance
+from .losses import copied_from
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-pays
 OVERHEAD = 0.5  # extra cost of a miss, as a share of what a hit saves; less was measured
@@ -570,17 +571,6 @@ def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
-def on_host(batch: Batch) -> Batch:
-    "The batch with its tensors on the CPU; a device is asked once."
-    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
-    if not far:
-        return batch
-    flat = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in far]).cpu()
-    parts = flat.split([x.numel() * x.element_size() for x in far])
-    near = {id(x): part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)}
-    named = {name: near.get(id(value), value) for name, value in entries(batch)}
-    return named if isinstance(batch, Mapping) else tuple(named.values())
-
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
     "Names, or numbers, and values."
     return [*(batch.items() if isinstance(batch, Mapping) else enumerate(batch))]
@@ -588,6 +578,30 @@ def entries(batch: Batch) -> list[tuple[Any, Any]]:
 def ambient() -> list[Any]:
     "The autocast that a loss is evaluated under."
     return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-on-host
+def numbers_of(values: Tensor) -> Tensor:
+    "The bytes of a tensor, in a row."
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
+
+def fetched(far: Sequence[Tensor]) -> list[Tensor]:
+    "Tensors of a device on the CPU; the device is asked once."
+    parts = torch.cat([*map(numbers_of, far)]).cpu().split([x.nbytes for x in far])
+    return [part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)]
+
+def on_host(
+    batch: Batch,
+) -> tuple[Batch, list[Tensor]]:  # and whether each tensor is what it was copied from, still on the device
+    "The batch with its tensors on the CPU."
+    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
+    near = {id(x): origin for x in far if (origin := copied_from(x)) is not None}
+    alike = [(numbers_of(x) == numbers_of(near[id(x)]).to(x.device, non_blocking=True)).all() for x in far if id(x) in near]
+    if unknown := [x for x in far if id(x) not in near]:
+        near |= zip(map(id, unknown), fetched(unknown), strict=True)
+    if not near:
+        return batch, alike
+    named = {name: near.get(id(value), value) for name, value in entries(batch)}
+    return named if isinstance(batch, Mapping) else tuple(named.values()), alike
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-row-keys
 def row_keys(
@@ -815,7 +829,7 @@ class Lookup:
 
     def losses(self, plan: Plan, batch: Batch) -> Tensor | None:
         "The losses from stored rows, or None when they cannot be had that way."
-        held = on_host(batch)
+        held, copies = on_host(batch)
         counts = counted(self.model, self.loss_fn, plan, batch, held)
         keys = row_keys(held, self._secret, counts)
         known = keys is not None and any(key in self.shelf for key in keys)
@@ -826,10 +840,11 @@ class Lookup:
         answers = answers_of(plan, plan.forms[batch_form(batch)], [fresh.get(key) or self.shelf.get(key) for key in keys])
         state = random_state(self.model)
         losses = evaluate(self.model, self.loss_fn, batch, answers)
-        alike = [same.to(losses.device, non_blocking=True) for same in plan.watch.alike()]
+        alike = [same.to(losses.device, non_blocking=True) for same in (*copies, *plan.watch.alike())]
         finite, *same = torch.stack([losses.isfinite().all(), *alike]).tolist()
-        if not all(same):                                 # a tensor was edited behind torch's count
+        if not all(same):                                 # a tensor was edited behind torch's count, or a batch after it was copied
             plan.watch.note()
+            plan.trims, plan.by_token = None, []
             self.shelf.clear()
         if answers or not finite or not all(same):        # poison was read, or a loss is truly not finite
             set_random_state(self.model, state)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'Drawn', 'taken', 'Population', 'Draws', 'groups_of', 'unasked',
            'padded', 'again', 'batches_of', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'Share',
-           'set_modes', 'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'write_gradients', 'Kept',
-           'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'zero_sums', 'summed', 'released', 'Step']
+           'set_modes', 'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients',
+           'write_gradients', 'Kept', 'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals',
+           'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,7 +168,7 @@ def plain_sums(engine: Any, batch: Batch) -> Added:
     losses = per_example_losses(engine.model, engine.losses.of_view, batch)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     named = zip(engine.trains, found, strict=True)
-    sums = {name: full(value) for name, value in named if value is not None}
+    sums = {name: full(value).clone() for name, value in named if value is not None}  # two may share memory
     return sums, losses, losses.new_zeros(0, 1)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-loss
@@ -305,10 +306,14 @@ SAME_CHOICE = ("a method must draw its choices from torch's generator, which is 
                "or from what was released")
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
-def write_gradients(model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor], batch_size: int) -> None:
-    "The noisy sums over the expected batch size, in their own memory, as the gradient of what trains."
+def forget_gradients(model: nn.Module) -> None:
+    "No parameter has a gradient."
     for parameter in model.parameters():
         parameter.grad = None
+
+def write_gradients(model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor], batch_size: int) -> None:
+    "The noisy sums over the expected batch size, in their own memory, as the gradient of what trains."
+    forget_gradients(model)
     for name, parameter in trains.items():
         parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
 
@@ -435,15 +440,34 @@ class Counted:
         return share
 
 # %% ../nbs/1_start/05_step.ipynb #engine-summed
-def zero_sums(engine: Any) -> dict[str, Tensor]:
-    "A sum for each parameter that trains; float64 in secure mode."
-    wide = torch.float64 if engine.settings.secure_mode else None
-    return {name: torch.zeros_like(full(p.detach()), dtype=wide) for name, p in engine.trains.items()}
-
 def summed(engine: Any, batch: Batch, t: int, number: int) -> Added:
     "Line 2 of @def-dpsgd, of one batch of step t."
     with engine.random_state("dropout", t, number, *engine.processes.mark):
         return bounded_sums(engine, batch) if engine.plan.private else plain_sums(engine, batch)
+
+# %% ../nbs/1_start/05_step.ipynb #engine-totals
+class Totals:
+    "The sums of a step, by parameter; float64 in secure mode."
+
+    def __init__(self, trains: Mapping[str, Tensor], secure_mode: bool):
+        wide = torch.float64 if secure_mode else None
+        self.begun: set[str] = set()    # names of which some batch had a sum
+        self.sums = {name: full(p.detach().new_zeros((), dtype=wide)).expand(p.shape)
+                     for name, p in trains.items()}
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        "Add a batch's sums; the memory of the first is kept."
+        for name, value in sums.items():
+            if name in self.begun:
+                self.sums[name] += value
+            else:
+                self.sums[name] = value.to(self.sums[name].dtype).contiguous()
+        self.begun.update(sums)
+
+    def taken(self) -> dict[str, Tensor]:
+        "The sums, each in memory of its own; they are forgotten here."
+        sums, self.sums = self.sums, {}
+        return {name: value.contiguous() for name, value in sums.items()}
 
 # %% ../nbs/1_start/05_step.ipynb #engine-released
 def released(step: "Step") -> None:
@@ -451,9 +475,10 @@ def released(step: "Step") -> None:
     engine = step.engine
     stds = {name: engine.spread[id(parameter)] for name, parameter in engine.trains.items()}
     counts = [] if engine.processes.alone else step.tally.counts
-    sums, found = engine.releases("train", step.t, step.sums, stds, [*counts, engine.told], last=True)  # 3., 4.
-    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size)                          # 5.
-    step.sums, engine.stops = {}, found[-1] > 0
+    own = step.totals.taken()
+    sums, found = engine.releases("train", step.t, own, stds, [*counts, engine.told], last=True)  # 3., 4.
+    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size)                    # 5.
+    engine.stops = found[-1] > 0
     if counts:
         step.tally.counts = found[:-1]
 
@@ -463,8 +488,14 @@ class Step(Counted):
 
     def __init__(self, engine: Any):  # the engine of @sec-engine
         super().__init__(engine)
-        self.t, self.kept, self.sums, self.batch_number = engine.t, Kept(engine), zero_sums(engine), 0
+        self.t, self.kept, self.batch_number = engine.t, Kept(engine), 0
+        self.totals = Totals(engine.trains, engine.settings.secure_mode)
         self.drawn = self.privatized = self.finished = False
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        "The bounded sums so far, private until they are perturbed; none after that."
+        return self.totals.sums
 
     def __iter__(self) -> Iterator[Batch]:
         "Line 1 of @def-dpsgd: draw."
@@ -476,9 +507,10 @@ class Step(Counted):
 
     def add(self, batch: Batch) -> None:
         "Line 2: bound each unit's gradient, and add it to the step's sums."
+        if not self.batch_number:
+            forget_gradients(self.engine.model)
         sums, losses, norms = summed(self.engine, batch, self.t, self.batch_number)
-        for name, value in sums.items():
-            self.sums[name] += value
+        self.totals.add(sums)
         self.batch_number += 1
         self.tally.add(batch_rows(batch) // self.engine.population.copies, losses, norms)
 
