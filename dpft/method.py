@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_RUN', 'overrides', 'Method', 'given_to', 'arguments_of', 'NotRunning', 'Access', 'Allowance', 'drawn_for',
-           'released_from', 'body_of', 'train_only', 'freeze', 'noted', 'public_batches', 'unpaid_draw', 'Context',
-           'bounded_rows']
+           'released_from', 'View', 'noted', 'public_batches', 'unpaid_draw', 'Context', 'bounded_rows']
 
 # %% ../nbs/1_start/12_method.ipynb #method-imports
 import inspect
@@ -203,25 +202,38 @@ def released_from(allowance: Allowance, access: Access, total: Tensor, sensitivi
     return access.release(number, access.requests[number].name, done, total, sensitivity)
 
 # %% ../nbs/1_start/12_method.ipynb #method-view
-def body_of(model: nn.Module) -> list[nn.Parameter]:
-    "All parameters outside a fresh head: what a selector chooses among."
-    head = {id(parameter) for parameter in fresh_head(model)}
-    return [parameter for parameter in model.parameters() if id(parameter) not in head]
+@dataclass(eq=False, repr=False)
+class View:
+    "What a method sees and may change without a run: the model and public sizes."
+    model: nn.Module
+    loss_fn: LossFunction  # (model, batch) -> (B,) losses
+    batch_size: int        # expected units in a draw
+    steps: int             # training steps, of the run or of a phase
+    size: int              # privacy units in the data set, as it is public
 
-# %% ../nbs/1_start/12_method.ipynb #method-train-only
-def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    "Only these parameters train from now on; ValueError when there are none."
-    chosen = {id(parameter) for parameter in parameters}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in chosen)
-    trainable(model)
+    @property
+    def head(self) -> list[nn.Parameter]:
+        "The classification head; a fresh one always trains, and is in no partition."
+        return head_parameters(self.model)
 
-# %% ../nbs/1_start/12_method.ipynb #method-freeze
-def freeze(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    "These train no more; ValueError when nothing is left that trains."
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    trainable(model)
+    @property
+    def body(self) -> list[nn.Parameter]:
+        "All parameters outside a fresh head: what a selector chooses among."
+        head = {id(parameter) for parameter in fresh_head(self.model)}
+        return [p for p in self.model.parameters() if id(p) not in head]
+
+    def train_only(self, parameters: Iterable[nn.Parameter]) -> None:
+        "Only these parameters train from now on; ValueError when there are none."
+        chosen = {id(parameter) for parameter in parameters}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        trainable(self.model)
+
+    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        "These train no more; ValueError when nothing is left that trains."
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        trainable(self.model)
 
 # %% ../nbs/1_start/12_method.ipynb #method-public
 def noted(notes: list[str], what: str) -> None:
@@ -245,23 +257,14 @@ def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name:
     return access.draw_whole(sample_rate, name)
 
 # %% ../nbs/1_start/12_method.ipynb #method-context
-class Context:
+#| code-fold: true
+@dataclass(eq=False, repr=False)
+class Context(View):
     "What a method may see and do; @sec-context."
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,  # (model, batch) -> (B,) losses
-        batch_size: int,        # expected units in a draw
-        steps: int,             # training steps, of the run or of a phase
-        size: int,              # privacy units in the data set, as it is public
-    ):
-        self.model, self.loss_fn = model, loss_fn
-        self.batch_size, self.steps, self.size = batch_size, steps, size
-        self.rehearses = False                   # a start without values or draws
-        self.access: Access | None = None        # lent by a run, once it has begun
-        self.allowance = Allowance()
-        self.unpaid: list[str] = []              # uncharged accesses to private data
+    rehearses: bool = field(default=False, init=False)       # without values or draws
+    access: Access | None = field(default=None, init=False)  # lent by a run that has begun
+    allowance: Allowance = field(default_factory=Allowance, init=False)
+    unpaid: list[str] = field(default_factory=list, init=False)  # uncharged accesses
 
     def needs(self) -> Access:
         "What the run lends; NotRunning where there is none."
@@ -274,39 +277,21 @@ class Context:
         "Whether there is a run, so that a method may draw and release."
         return self.access is not None
 
-    @property
-    def head(self) -> list[nn.Parameter]:
-        "The classification head, which always trains when it is fresh and belongs to no partition."
-        return head_parameters(self.model)
-
-    @property
-    def body(self) -> list[nn.Parameter]:
-        "All parameters outside a fresh head: what a selector chooses among."
-        return body_of(self.model)
-
-    def train_only(self, parameters: Iterable[nn.Parameter]) -> None:
-        "Only these parameters train from now on; ValueError when there are none."
-        train_only(self.model, parameters)
-
-    def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        "These train no more; ValueError when nothing is left that trains."
-        freeze(self.model, parameters)
-
     def draw(self, sample_rate: float) -> Iterator[Batch]:
-        "A Poisson draw for one release of a request with this rate; each process gets its slice."
+        "A Poisson draw for one release of a request; each process gets its slice."
         return drawn_for(self.allowance, self.needs(), sample_rate)
 
     def groups(self, batch: Batch) -> Groups | None:
-        "Which rows of a drawn batch are one unit's, for `gradients(..., groups)`; None: each is one."
+        "The rows of each unit, for `gradients(..., groups)`; None: each is a unit."
         return self.needs().groups(batch)
 
     def release(
         self,
         total: Tensor,         # sum over the draw's units
         sensitivity: float,    # bound on what one unit adds to it, in 2-norm
-        summed: bool = False,  # True: over all processes already; False: over this one's slice
-    ) -> Tensor:               # the total plus noise; over all processes, and the same on each
-        "Publish the sum over the last draw under its request's noise; charged in the ledger first."
+        summed: bool = False,  # True: over all processes already; False: this one's slice
+    ) -> Tensor:               # with noise, over all processes, and the same on each
+        "Publish the sum over the last draw, after the ledger is charged for it."
         own = torch.zeros_like(total) if summed and not self.needs().is_first else total
         return released_from(self.allowance, self.needs(), own, sensitivity)
 
@@ -314,7 +299,7 @@ class Context:
         self,
         number: int = 0,  # of the request among the method's own
     ) -> float:
-        "What the plan gives the method's own request of this number; 0 without noise."
+        "What the plan gives this request of the method; 0 without noise."
         plan, numbers = self.needs().plan, self.allowance.numbers(self.needs())
         return plan.mechanisms[1 + numbers[number]].noise_multiplier if plan.private else 0.0
 
@@ -323,8 +308,9 @@ class Context:
         releases: int,    # before the checkpoint
         number: int = 0,  # of the request among the method's own
     ) -> None:
-        "So many releases of this request were made before the checkpoint; they are not made again."
-        self.allowance.released[self.allowance.numbers(self.needs())[number]] = releases
+        "These releases were made before the checkpoint, and are not made again."
+        own = self.allowance.numbers(self.needs())
+        self.allowance.released[own[number]] = releases
 
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         "Sums over all processes, for what must be added up before a norm is taken of it."
@@ -338,7 +324,7 @@ class Context:
         self,
         data: Public,  # what is to be looked at for free
     ) -> None:
-        "ValueError when public data shares a row with the private data; nothing without a run."
+        "ValueError when public data shares a row with the private data of a run."
         if self.access is not None:
             check_disjoint_rows(data, self.access.train)
 
@@ -346,11 +332,11 @@ class Context:
         self,
         data: Public,  # a data set of the same form as the private one
     ) -> Iterator[Batch]:
-        "Public data in batches on the model's device; named in the guarantee, apart from the private data."
+        "Public data in batches on the model's device; the guarantee names it."
         return public_batches(self.needs(), data)
 
     def forfeit(self, what: str) -> None:
-        "In requests(context): this access is not charged, so the run promises nothing."
+        "In requests(context): this access is uncharged, and the run promises nothing."
         noted(self.unpaid, what)
 
     def draw_unpaid(
@@ -374,7 +360,8 @@ class Context:
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:
         "torch's generator under a key of the run; as it is where there is no run."
-        return nullcontext() if self.access is None else self.access.random_state("choice", *context)
+        run = self.access
+        return nullcontext() if run is None else run.random_state("choice", *context)
 
     def part(
         self,
@@ -382,7 +369,7 @@ class Context:
         requests: int,             # how many requests it has
         steps: int | None = None,  # of its phase; None: all
     ) -> "Context":
-        "What a method sees that is a part of this one: its own requests, and the steps of its phase."
+        "What a part of a method sees: its own requests, and the steps of its phase."
         view = copy(self)
         view.allowance = self.allowance.part(first, requests)
         view.steps = self.steps if steps is None else steps
