@@ -177,6 +177,7 @@ def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]
     return recorded, read_state(state) if state.exists() else {}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-class
+#| code-fold: true
 class Store:
     "The folder of an unfinished run: who it is, its secret, its ledger, and its last good state."
 
