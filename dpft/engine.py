@@ -120,8 +120,8 @@ def facts_of(engine: "Engine", start: Callable[[], str]) -> tuple[dict[str, Any]
     return facts, engine.known.complete and code_known and structure_known
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened
-def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) -> tuple[Store, Keystream]:
-    "The store of a run and its randomness, on all processes; the first alone has the folder."
+def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) -> tuple[Store, Keystream, Draws]:
+    "The store of a run, its randomness and its draws, on all processes; the first alone has the folder."
     given = engine.settings
     def open_store() -> Store:
         facts, complete = facts_of(engine, start)
@@ -131,7 +131,7 @@ def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) 
     store.folder = store.folder if engine.processes.is_first else None
     keystream = Keystream(store.secret)
     keystream.reproducible = given.seed is not None
-    return store, keystream
+    return store, keystream, Draws(engine.population, keystream, engine.processes, engine.device)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-record
 def record_of(engine: "Engine", data: str) -> dict[str, Any]:
@@ -216,8 +216,9 @@ def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]
     return nullcontext() if engine.processes.alone else engine.random_state("choice", *context)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start-method
-def start_method(engine: "Engine") -> None:
+def start_method(engine: "Engine", start: Callable[[], str]) -> None:
     "Let the method start, alike on all processes, and take over what it has set."
+    look_at_start(engine, start)
     if engine.device.type == "cpu":
         reuse_memory()
     context, processes, kept = engine.context, engine.processes, engine.store.state
@@ -329,13 +330,11 @@ class Engine:
         content, start = content_of(self.population), cache(partial(model_fingerprint, model))
         self.plan = planned(self, content)
         self.assumed_public = public_facts(self, assumed_public)
-        self.store, self.keystream = opened(self, content, start)
-        self.draws = Draws(self.population, self.keystream, self.processes, self.device)
+        self.store, self.keystream, self.draws = opened(self, content, start)
         self.account = account_of(self, str(content["data"]))
         self.charges = self.account.charges            # whether the run answers for what it releases
         self.releases = Releases(self.account, self.keystream, self.processes, given.secure_mode)
-        look_at_start(self, start)
-        start_method(self)
+        start_method(self, start)
 
     def refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks, in which mode."
