@@ -128,6 +128,7 @@ def _(value: Method, reading: Reading) -> Parts:
     except TypeError:                        # an argument that was not kept
         yield None
 
+# %% ../nbs/1_start/12_method.ipynb #method-identity-public
 @parts_of.register(Public)
 def _(value: Public, reading: Reading) -> Parts:
     yield value.source
@@ -143,6 +144,7 @@ class NotRunning(ValueError):
 NO_RUN = ("a method needs a run to draw and to release: it has one from start(context) on, "
           "not in requests(context)")
 
+# %% ../nbs/1_start/12_method.ipynb #method-access-class
 @dataclass
 class Access:
     "What a run lends to its method: functions that draw, release and note."
@@ -243,6 +245,7 @@ def noted(notes: list[str], what: str) -> None:
     if what not in notes:
         notes.append(what)
 
+# %% ../nbs/1_start/12_method.ipynb #method-public-batches
 def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     "Public data in batches, apart from the private data and named in the guarantee."
     if not isinstance(data, Public):
@@ -251,6 +254,7 @@ def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     noted(access.notes, f"the data that the method looked at ({data.source})")
     return access.batches_of(data)
 
+# %% ../nbs/1_start/12_method.ipynb #method-unpaid
 def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name: str) -> Iterator[Batch]:
     "A whole draw that is not charged; ValueError unless the run promises nothing."
     if not unpaid:
