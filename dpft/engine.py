@@ -302,6 +302,10 @@ def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:
 class Engine:
     "Poisson draws, bounded sums, accounted noise: the part of a private loop that has to be right; @sec-engine."
 
+    newly: list[nn.Parameter]              # what trains since this step, and not before
+    blocks: list[Block]                    # with absolute bounds and noise
+    spread: dict[int, Tensor | float]      # id of a parameter -> standard deviation of its noise
+
     @takes_settings("engine")
     def __init__(
         self,
@@ -340,10 +344,7 @@ class Engine:
         "Take over what the method has set: what trains, in which blocks, in which mode."
         take_over(self)
 
-    def remaining(
-        self,
-        at_end: Callable[[], object] = lambda: None,  # makes the final weights of the last
-    ) -> Iterator[Step]:
+    def remaining(self, at_end: Callable[[], object] = lambda: None) -> Iterator[Step]:  # makes the final weights
         "The steps that remain, then `at_end()`; the secret stays until `remove_secrets`."
         return steps_of(self, at_end)
 
@@ -352,7 +353,7 @@ class Engine:
         yield from self.remaining()
         self.remove_secrets()
 
-    def batches(self, sample_rate: float, *context: str | int, views: bool = False) -> Iterator[Batch]:
+    def batches(self, sample_rate: float, *context: str | int, views: bool = False) -> Iterator[Batch]:  # pictures as `augment` has them
         "One Poisson draw in physical batches, or this process's slice of it; recorded before it begins."
         self.account.begin()
         yield from self.draws.draw(sample_rate, *context, views=views)

@@ -252,6 +252,7 @@ def held_by(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
     return [[names.get(id(parameter), "") for parameter in group["params"]]
             for group in groups]
 
+# %% ../nbs/5_notes/57_store.ipynb #store-snapshot-whole
 def snapshot(
     engine: Any,           # of @sec-engine
     optimizer: Any,
