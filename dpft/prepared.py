@@ -173,7 +173,7 @@ def prepare(
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
         task = _with_classes(task, data, schema)
-        recipe = _recipe(model, task, data, schema)
+        recipe = _recipe(model, task, data)
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
@@ -215,9 +215,9 @@ def _check_classes(ready: Prepared, task: Task) -> None:
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 #| code-fold: true
-def _recipe(name: str, task: Task, data: Any, schema: Schema) -> dict[str, Any]:
+def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
-    outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
+    outputs = len(task.classes) or (1 if task.kind == "text" else 2)
     return {"name": name, "classes": outputs, "kind": task.kind,
             "image_shape": _image_shape(task, data)}
 

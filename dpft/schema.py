@@ -17,8 +17,8 @@ from .datasets import (
     LABELS, check_complete, check_labels, column_names, is_chat, names_a_row)
 
 # %% auto #0
-__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'TAGS', 'Schema', 'kind_of', 'kinds_of', 'read_schema', 'Labels',
-           'read_labels', 'check_stray', 'Tags', 'read_tags']
+__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema',
+           'Labels', 'read_labels', 'check_stray', 'Tags', 'read_tags']
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-schema
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids
 ABOUT = ("date", "time", "timestamp", "url", "source", "split", "lang", "language",
          "genre", "domain")  # texts about a row, which are not its text
 TAGS = ("ner_tags", "ner", "pos_tags", "pos", "chunk_tags", "tags")  # one for each word
+WORDS = ("tokens", "words")  # that are tagged, whatever texts stand beside them
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-kinds
 def kind_of(
@@ -70,6 +71,8 @@ def kind_of(
         return "text"
     if is_chat(value):
         return "chat"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
+        value = value.tolist()
     if isinstance(value, (list, tuple)) and value:
         return "words" if all(isinstance(one, str) for one in value) else "other"
     if isinstance(value, (int, float, np.number)):
@@ -86,7 +89,8 @@ def kinds_of(
     names, found = column_names(data), {}
     for name in names if len(data) else ():
         values = (data[row][name] for row in range(min(len(data), 1000)))
-        there = (value for value in values if value is not None and value != [])
+        there = (value for value in values
+                 if value is not None and not (isinstance(value, list) and not value))
         found[name] = kind_of(next(there, None))
     return found
 
@@ -150,10 +154,8 @@ def _guessed(kinds: dict[str, str], unit: str | None,
     if any(name in TENSORS for name in free):
         return "tokens", [name for name in free if name in (*TENSORS, *BESIDE)], label
     tags = label or next((name for name in TAGS if name in free), None)
-    words = [name for name, kind in free.items() if kind == "words"
-             and name not in (*TAGS, tags)]
-    if words and _tagged(free, tags):
-        return "tagging", words[:1], tags
+    if (words := _words(free, tags)) and _tagged(free, tags):
+        return "tagging", [words], tags
     if chats := [name for name, kind in free.items() if kind == "chat"]:
         return "causal", (), chats[0]
     if pair := next((pair for pair in PAIRS if set(pair) <= set(free)), None):
@@ -174,6 +176,15 @@ def _guessed(kinds: dict[str, str], unit: str | None,
 def _tagged(kinds: dict[str, str], name: str | None) -> bool:
     "Whether a column holds lists, of tags as names or as numbers."
     return name is not None and kinds.get(name) in ("words", "other")
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-words
+#| code-fold: true
+def _words(kinds: dict[str, str], tags: str | None) -> str | None:
+    "The column of words that may have tags: by its name, or where there are no texts."
+    found = [name for name, kind in kinds.items()
+             if kind == "words" and name not in (*TAGS, tags)]
+    sure = [name for name in found if name in WORDS or "text" not in kinds.values()]
+    return sure[0] if sure else None
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-texts
 def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[str]:

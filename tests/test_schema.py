@@ -59,6 +59,9 @@ def table(**columns):
     ({"x": [0.5], "label": 0, "user_id": 4}, "user_id", "reads: x; label: label; unit: user_id"),
     ({"id": "7", "tokens": ["a", "b"], "pos_tags": [4, 5], "ner_tags": [0, 1]}, None,
      "reads: tokens; label: ner_tags; not used: id, pos_tags"),
+    ({"text": "a b", "tokens": np.array(["a", "b"], dtype=object), "tags": np.array([0, 1])}, None,
+     "reads: tokens; label: tags; not used: text"),
+    ({"text": "a", "labels": [0, 1], "keywords": ["x", "y"]}, None, "reads: text; label: labels; not used: keywords"),
     ({"words": ["a", "b"], "labels": ["O", "X"], "speaker": "ann"}, "speaker", "reads: words; label: labels; unit: speaker"),
 ])
 def test_a_schema_says_what_it_takes(columns, unit, line):

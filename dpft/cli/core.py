@@ -72,9 +72,8 @@ def in_shell(
 ) -> str:
     "A sentence with options in place of arguments of Python."
     def option(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
-        if name not in options or sentence[:found.start()].count("(") > sentence[
-                :found.start()].count(")"):        # part of a call
+        name, value, before = found[1], found[2], found.string[:found.start()]
+        if name not in options or before.count("(") > before.count(")"):  # of a call
             return found[0]
         return options[name] + (f" {value}" if value not in ("", "True") else "")
     for said, typed in IN_SHELL.items():
