@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['PARTS', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'from_hub', 'task_of', 'kind_of_task',
-           'classes_of', 'class_names', 'stack_images', 'load_data']
+__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'read_pictures', 'from_hub',
+           'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read
 def read_file(
@@ -161,12 +161,58 @@ def read_folder(
         return parts
     if len(files) == 1:
         return {"train": read_file(*files.values())}
+    if pictures := read_pictures(folder):
+        return pictures
     try:
         return dict(datasets.load_dataset(str(folder)))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
                 f"or a folder of pictures for each class ({type(error).__name__})")
         raise ValueError(said) from None
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-pictures
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def read_pictures(
+    folder: Path,           # with a folder for each class, perhaps below train, test, …
+) -> dict[str, Any]:        # data sets by part; empty where it is laid out otherwise
+    "The pictures of a folder with their classes, named by folders; nothing is copied."
+    known = {name for names in PARTS.values() for name in names}
+    parts = {path.name: path for path in folder.iterdir() if path.name in known}
+    parts = {name: _by_class(path) for name, path in (parts or {"train": folder}).items()}
+    classes = sorted(parts.get("train") or ())
+    if not classes or not all(parts.values()):
+        return {}
+    for name, found in parts.items():
+        if strange := sorted(set(found) - set(classes)):
+            raise ValueError(f"{folder / name} has the class {strange[0]!r}, which the "
+                             "training pictures do not have; remove or rename it")
+    return {name: _pictures(found, classes) for name, found in parts.items()}
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-pictures-parts
+#| code-fold: true
+def _by_class(folder: Path) -> dict[str, list[Path]]:
+    "The pictures of each class; none where a folder holds anything else."
+    found: dict[str, list[Path]] = {}
+    for below in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if below.name.startswith("."):
+            continue
+        files = sorted(below.iterdir()) if below.is_dir() else [below]
+        if not below.is_dir() or any(f.suffix.lower() not in PICTURES for f in files):
+            return {}
+        found[below.name] = files
+    return found
+
+
+def _pictures(found: dict[str, list[Path]], classes: Sequence[str]) -> Any:
+    "A data set that opens its pictures when they are asked for."
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    rows = [(str(path), classes.index(name)) for name in found for path in found[name]]
+    columns = {"image": [path for path, _ in rows], "label": [label for _, label in rows]}
+    kinds = Features({"image": Image(), "label": ClassLabel(names=[*classes])})
+    return Dataset.from_dict(columns, features=kinds)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-hub
 HUB = {"sst2": "nyu-mll/glue:sst2", "e2e": "tuetschek/e2e_nlg", "mnist": "ylecun/mnist",

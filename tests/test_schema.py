@@ -534,6 +534,13 @@ def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
             Picture.fromarray(np.full((4, 4, 3), number, np.uint8)).save(pictures / "train" / name / f"{number}.png")
     task = load_data(str(pictures))
     assert (task.kind, task.classes, task.image_shape, len(task.train)) == ("image", ("cat", "dog"), (3, 4, 4), 4)
+    assert task.train.labels.tolist() == [0, 0, 1, 1] and task.train.images.flatten(1)[:, 0].tolist() == [0, 1, 0, 1]
+    assert not (tmp_path / "cache").exists()                       # no second copy
+    assert len(load_data(str(pictures / "train")).train) == 4      # without parts
+    (pictures / "test" / "cow").mkdir(parents=True)
+    Picture.fromarray(np.zeros((4, 4, 3), np.uint8)).save(pictures / "test" / "cow" / "0.png")
+    with pytest.raises(ValueError, match="has the class 'cow', which the training pictures do not have"):
+        load_data(str(pictures))
     with pytest.raises(ValueError, match="holds no data set"):
         load_data(str(empty))
 

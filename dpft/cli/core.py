@@ -73,7 +73,7 @@ def in_shell(
     "A sentence with options in place of arguments of Python."
     def option(found: re.Match[str]) -> str:
         name, value, before = found[1], found[2], found.string[:found.start()]
-        if name not in options or before.count("(") > before.count(")"):  # of a call
+        if name not in options or re.search(r"\w\([^()]*$", before):  # of a call
             return found[0]
         return options[name] + (f" {value}" if value not in ("", "True") else "")
     for said, typed in IN_SHELL.items():
