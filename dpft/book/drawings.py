@@ -60,6 +60,7 @@ def _names_before_lines(axis: "Axes", starts: dict[str, tuple[float, float]]) ->
         axis.annotate(name, start, (-6, 0), va="center", ha="right", color=colour,
                       textcoords="offset points", annotation_clip=False)
     left, right = axis.get_xlim()
+    axis.set_xticks([tick for tick in axis.get_xticks() if left <= tick <= right])
     axis.set_xlim(left - 0.3 * (right - left), right)
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-freezing-similarity-figure
