@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .gradients import evaluating, full
+from .gradients import evaluating, full, version
 from .sampling import gather
 
 # %% auto #0
@@ -22,8 +23,8 @@ __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL',
            'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
            'labels_of', 'unknown', 'class_losses', 'several_losses', 'square_losses', 'problem_of', 'label_losses',
            'aligned', 'token_losses', 'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'default_loss',
-           'example_losses', 'to_device', 'evaluation_batches', 'answers', 'accuracy', 'exact_match', 'r2',
-           'perplexity', 'Measure', 'measure_for']
+           'example_losses', 'to_device', 'copied_from', 'evaluation_batches', 'answers', 'accuracy', 'exact_match',
+           'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -324,16 +325,26 @@ def example_losses(
     return default_loss(model)(model, batch)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-device
+_COPIED = WeakTensorKeyDictionary()  # copy on a device -> what was copied, and the copy's version
+
 def to_device(
     batch: Any,                   # tensors, in a dictionary or a tuple
     device: torch.device | str,
 ) -> Any:
     "The batch on a device."
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=torch.device(device).type != "mps")
     if isinstance(batch, dict):
         return {name: to_device(values, device) for name, values in batch.items()}
-    return tuple(to_device(part, device) for part in batch)
+    if not isinstance(batch, Tensor):
+        return tuple(to_device(part, device) for part in batch)
+    there = batch.to(device, non_blocking=torch.device(device).type != "mps")
+    if batch.device.type == "cpu" != there.device.type:
+        _COPIED[there] = batch, version(there)
+    return there
+
+def copied_from(values: Tensor) -> Tensor | None:
+    "What `to_device` made this of; None when it did not, or when it was changed in place."
+    origin, before = _COPIED.get(values, (None, 0))
+    return origin if version(values) == before else None
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-batches
 #| code-fold: true

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['OVERHEAD', 'Call', 'Answers', 'LEAST', 'CHEAP', 'Key', 'TOKENS', 'FEW', 'STRAYED', 'hit_share', 'worth_it',
-           'intercepted', 'aside', 'trial', 'random_state', 'set_random_state', 'evaluate', 'Leaf', 'Form', 'form_of',
-           'answerable', 'copied', 'rows_of', 'filled', 'nowhere', 'poison', 'close', 'is_live', 'live_modules',
-           'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments', 'first_outputs',
-           'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere', 'same_losses',
-           'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search', 'token_counts',
-           'is_by_token', 'raw', 'on_host', 'entries', 'ambient', 'row_keys', 'Shelf', 'FileShelf', 'trimmable',
-           'batch_form', 'stack_rows', 'check_plain', 'computed', 'answers_of', 'counted', 'Lookup', 'searched',
-           'state_of', 'serves', 'Planner', 'Prefix']
+           'intercepted', 'aside', 'trial', 'random_state', 'set_random_state', 'has_drawn', 'evaluate', 'Leaf', 'Form',
+           'form_of', 'answerable', 'copied', 'rows_of', 'filled', 'nowhere', 'poison', 'close', 'is_live',
+           'live_modules', 'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments',
+           'first_outputs', 'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere',
+           'same_losses', 'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search',
+           'token_counts', 'is_by_token', 'raw', 'entries', 'ambient', 'numbers_of', 'fetched', 'on_host', 'row_keys',
+           'Shelf', 'FileShelf', 'trimmable', 'batch_form', 'stack_rows', 'check_plain', 'computed', 'answers_of',
+           'counted', 'Lookup', 'fresh_rows', 'searched', 'state_of', 'serves', 'Planner', 'search', 'Prefix']
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-imports
 import hashlib
@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,10 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from .gradients import Batch, LossFunction, batch_rows, per_example_losses, select_rows, tensors, tolerance
+from .gradients import Batch, LossFunction, batch_rows, per_example_losses
+from .gradients import select_rows, tensors, tolerance
+from .losses import copied_from
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-pays
-OVERHEAD = 0.5  # extra cost of a miss, as a share of what a hit saves; less was measured
+OVERHEAD = 0.5  # cost of a miss, as a share of what a hit saves; less was measured
 
 def hit_share(
     sample_rate: float,   # q, with which each example enters a draw
@@ -48,29 +51,30 @@ def hit_share(
     if sample_rate <= 0 or steps <= 0:
         return 0.0
     seen = 1.0 if sample_rate >= 1 else -math.expm1(steps * math.log1p(-sample_rate))
-    return stored + max(min(room, 1.0) - stored, 0.0) * (1 - seen / (sample_rate * steps))
+    new = max(min(room, 1.0) - stored, 0.0)
+    return stored + new * (1 - seen / (sample_rate * steps))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-worth-it
 def worth_it(
     sample_rate: float,          # q
     steps: int,                  # draws that remain
-    room: float = 1.0,           # share of the examples that the cache has room for: `prefix.room(examples)`
-    stored: float = 0.0,         # share of the examples that are in it already: `prefix.stored(examples)`
+    room: float = 1.0,           # share of the examples that the cache has room for
+    stored: float = 0.0,         # share of the examples that are in it already
     overhead: float = OVERHEAD,  # extra cost of a miss, as a share of what a hit saves
 ) -> bool:
-    "Whether storing a frozen prefix saves more than it costs, in expectation; @lem-hits."
+    "Whether storing a prefix saves more than it costs, in expectation; @lem-hits."
     return hit_share(sample_rate, steps, room, stored) > overhead / (1 + overhead)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-calls
-Call = tuple[nn.Module, int]               # a module, and the number of its call in one evaluation of the loss, from 0
+Call = tuple[nn.Module, int]     # a module, and the number of its call, from 0
 Answers = dict[Call, Callable[[], Any]]    # what calls return instead of being made
 
 @contextmanager
 def intercepted(
     modules: Iterable[nn.Module],
-    handle: Callable[[Call, Callable[[], Any]], Any],  # gets the call and a function that makes it; returns the output
+    handle: Callable[[Call, Callable[[], Any]], Any],  # gets call and maker: the output
 ) -> Iterator[None]:
-    "Every call of these modules goes through `handle`; their own forward functions are back afterwards, whatever happens."
+    "Every call of these modules goes through `handle`, until this is left."
     counts: Counter[nn.Module] = Counter()
     def stand_in(module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
@@ -94,15 +98,15 @@ def _restore_forward(module: nn.Module, before: Callable[..., Any] | None) -> No
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-aside
 @contextmanager
 def aside(model: nn.Module) -> Iterator[None]:
-    "A look at the loss that leaves nothing behind: no gradients, and the random state as it was."
+    "A look at the loss that leaves no gradients, and the random state as it was."
     with torch.random.fork_rng(_cuda_devices(model)), torch.no_grad():
         yield
-    torch.clear_autocast_cache()  # a weight cast without gradients must not serve a pass that wants them
+    torch.clear_autocast_cache()  # no weight cast without gradients for later passes
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-trial
 @contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    "An aside that may reach the part that trains, whose buffers may count the passes: they are put back too."
+    "An aside that may reach what trains: its buffers are put back too."
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with aside(model):
         try:
@@ -114,18 +118,24 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-cuda-devices
 def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    return sorted(devices, key=str)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-random-state
 def random_state(model: nn.Module) -> list[Tensor]:
     "The state of the generators that a pass may draw from."
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(model))]
+    devices = _cuda_devices(model)
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 def set_random_state(model: nn.Module, state: Sequence[Tensor]) -> None:
     "Back to an earlier state."
     torch.set_rng_state(state[0])
     for device, each in zip(_cuda_devices(model), state[1:], strict=True):
         torch.cuda.set_rng_state(each, device)
+
+def has_drawn(model: nn.Module, before: list[Tensor]) -> bool:
+    "Whether anything was drawn since the generators were in this state."
+    return not all(map(torch.equal, before, random_state(model)))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-evaluate
 def evaluate(
@@ -151,7 +161,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Form:
-    "How an output is put together: its structure, and its leaves or the constants in their place."
+    "How an output is put together: its structure, and its leaves or constants."
     spec: TreeSpec
     leaves: tuple[Any, ...]
 
@@ -159,14 +169,18 @@ class Form:
 def form_of(output: Any, rows: int) -> Form:
     "The form of an output for `rows` examples."
     leaves, spec = tree_flatten(output)
-    return Form(spec, tuple(Leaf(len(x) // rows, x.shape[1:], x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves))
+    def leaf(x: Any) -> Any:
+        own = isinstance(x, Tensor)
+        return Leaf(len(x) // rows, x.shape[1:], x.dtype, x.device) if own else x
+    return Form(spec, tuple(map(leaf, leaves)))
 
 def answerable(output: Any) -> bool:
-    "Whether an output can be given without making the call: a tree of floating-point tensors and constants."
+    "Whether an output can be given: a tree of floating-point tensors and constants."
     leaves = tree_flatten(output)[0]
     def plain(x: Any) -> bool:
         if isinstance(x, Tensor):
-            return x.is_floating_point() and x.ndim > 0 and x.layout == torch.strided and not x.is_nested
+            dense = x.layout == torch.strided and not x.is_nested
+            return x.is_floating_point() and x.ndim > 0 and dense
         return x is None or isinstance(x, (bool, int, float, str))
     return all(map(plain, leaves)) and any(isinstance(x, Tensor) for x in leaves)
 
@@ -177,12 +191,15 @@ def copied(output: Any) -> Any:
 
 def rows_of(output: Any, rows: int) -> list[Tensor]:
     "The tensors of an output, (B, k, ...) each."
-    return [x.unflatten(0, (rows, -1)) for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+    leaves = tree_flatten(output)[0]
+    return [x.unflatten(0, (rows, -1)) for x in leaves if isinstance(x, Tensor)]
 
 def filled(form: Form, values: Iterable[Tensor]) -> Any:
     "An output of this form from the tensors of its leaves, (B, k, ...) each."
     tensors = iter(values)
-    return tree_unflatten([next(tensors).flatten(0, 1) if isinstance(x, Leaf) else x for x in form.leaves], form.spec)
+    leaves = [next(tensors).flatten(0, 1) if isinstance(x, Leaf) else x
+              for x in form.leaves]
+    return tree_unflatten(leaves, form.spec)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-poisoned
 def nowhere(values: Tensor) -> Tensor:
@@ -191,25 +208,30 @@ def nowhere(values: Tensor) -> Tensor:
 
 def poison(form: Form, rows: int) -> Any:
     "An output that must not be read."
-    leaves = [torch.full((), math.nan, dtype=x.dtype, device=x.device).expand(rows * x.per, *x.shape) if isinstance(x, Leaf) else x
-              for x in form.leaves]
+    def unread(x: Leaf) -> Tensor:
+        nan = torch.full((), math.nan, dtype=x.dtype, device=x.device)
+        return nan.expand(rows * x.per, *x.shape)
+    leaves = [unread(x) if isinstance(x, Leaf) else x for x in form.leaves]
     return tree_unflatten(leaves, form.spec)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-close
 def close(found: Tensor, wanted: Tensor) -> bool:
     "Equal up to rounding."
     near = tolerance(wanted)
-    scale = max(1.0, wanted.nan_to_num(0, 0, 0).abs().max().item()) if wanted.numel() else 1.0
-    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=near, atol=near * scale, equal_nan=True)
+    largest = wanted.nan_to_num(0, 0, 0).abs().max().item() if wanted.numel() else 0.0
+    off = near * max(1.0, largest)
+    alike = found.shape == wanted.shape
+    return alike and torch.allclose(found, wanted, rtol=near, atol=off, equal_nan=True)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-live
 def is_live(module: nn.Module) -> bool:
     """Whether a module's own parameters train, or somebody watches its calls.
 
-    The engine's taps are such watchers: while they watch, autograd is told that nothing trains.
+    The engine's taps watch, while autograd is told that nothing trains.
     """
-    return (any(p.requires_grad for p in module._parameters.values() if p is not None)
-            or bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__)
+    trains = any(p is not None and p.requires_grad for p in module._parameters.values())
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    return trains or hooked or "forward" in module.__dict__
 
 def live_modules(model: nn.Module) -> set[nn.Module]:
     "The modules in which something trains now, or that are watched."
@@ -223,20 +245,20 @@ class NotOnThisBatch(NoPrefix):
     "A batch that can prove nothing; another may."
 
 class Reached(BaseException):
-    "All that was wanted from a pass is there; not an Exception, so that no loss function catches it."
+    "All that was wanted of a pass is there; no Exception, which a loss might catch."
 
 class Strayed(BaseException):
     "A pass took another way than the one that was proved."
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-survey
 class Survey:
-    "One whole evaluation of the loss, which notes the outputs of the calls that come before anything that trains."
+    "An evaluation of the loss that notes the calls before anything that trains."
 
     def __init__(self, model: nn.Module, live: set[nn.Module]):
         self.model, self.live = model, live
-        self.names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-        self.holders = {module for module in model.modules() if not live.isdisjoint(module.modules())}
-        self.outputs: dict[Call, Any] = {}            # of the largest frozen modules, in the order in which their calls ended
+        self.names = {m: name or type(m).__name__ for name, m in model.named_modules()}
+        self.holders = {m for m in model.modules() if not live.isdisjoint(m.modules())}
+        self.outputs: dict[Call, Any] = {}  # of the largest frozen modules
         self.segments: dict[Call, set[FrameType]] = {}
         self.below: set[nn.Module] = set()            # what took part
         self.end = ""                                 # why it stopped there, in words
@@ -254,12 +276,14 @@ class Survey:
             return make()
         self.below.update(module.modules())
         begun, output = len(self.outputs), make()
-        if not self.end and not all(map(torch.equal, self.random, random_state(self.model))):
-            self._stop(f"{self.names[module]} has drawn random numbers, or comes after such; put what is frozen into evaluation mode")
+        if not self.end and has_drawn(self.model, self.random):
+            self._stop(f"{self.names[module]} has drawn random numbers, or comes after "
+                       "such; put what is frozen into evaluation mode")
         if not self.end and answerable(output):
             for part in list(self.outputs)[begun:]:   # parts of this call
                 del self.outputs[part]
-            self.outputs[call], self.segments[call] = copied(output), recomputed_segments()
+            self.outputs[call] = copied(output)
+            self.segments[call] = recomputed_segments()
         return output
 
     def _stop(self, reason: str) -> None:
@@ -267,8 +291,9 @@ class Survey:
 
     @property
     def calls(self) -> list[Call]:
-        "Those that may be answered: not in a segment that is run again in the backward pass for the sake of what trains."
-        return [call for call in self.outputs if self.segments[call].isdisjoint(self.end_segments)]
+        "Those that may be answered: not in a segment that the backward pass repeats."
+        ended = self.end_segments
+        return [call for call in self.outputs if self.segments[call].isdisjoint(ended)]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-segments
 def recomputed_segments() -> set[FrameType]:
@@ -288,9 +313,9 @@ def first_outputs(
     batch: Batch,
     calls: Sequence[Call],   # in the order in which they end
     live: set[nn.Module],    # what must not be reached
-    keep: Callable[[Call, Any], Any] = lambda call, output: copied(output),  # what is wanted of an output, in memory of its own
+    keep: Callable[[Call, Any], Any] = lambda _, output: copied(output),  # of an output
 ) -> dict[Call, Any]:
-    "What is wanted of the outputs of some calls, from a pass that stops after the last; Strayed when it does not go that way."
+    "Outputs of some calls, from a pass that stops after the last; Strayed elsewhere."
     found: dict[Call, Any] = {}
     def handle(call: Call, make: Callable[[], Any]) -> Any:
         if call[0] in live:
@@ -303,7 +328,8 @@ def first_outputs(
         return output
     wanted = set(calls)
     try:
-        with aside(model), intercepted({*(module for module, _ in calls), *live}, handle):
+        modules = {*(module for module, _ in calls), *live}
+        with aside(model), intercepted(modules, handle):
             loss_fn(model, batch)
     except Reached:
         if list(found) == list(calls):
@@ -313,14 +339,16 @@ def first_outputs(
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-jolted
 @contextmanager
 def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Random numbers in the modules' own parameters, and exactly the old ones afterwards.
+    """Random numbers in the modules' parameters, and exactly the old ones afterwards.
 
-    Entry (i, j, …) is number i + j + … of a random sequence, so that this takes no memory, whatever the model.
+    Entry (i, j, …) is number i + j + … of a random sequence: this takes no memory.
     """
-    own = {p: p.data for module in modules for p in module._parameters.values() if p is not None and p.is_floating_point()}
+    parameters = (p for module in modules for p in module._parameters.values())
+    own = {p: p.data for p in parameters if p is not None and p.is_floating_point()}
     try:
         for parameter, values in own.items():
-            numbers = torch.randn(sum(values.shape) + 1, device=values.device).to(values.dtype) / max(1, *values.shape[-1:]) ** 0.5
+            numbers = torch.randn(sum(values.shape) + 1, device=values.device)
+            numbers = numbers.to(values.dtype) / max(1, *values.shape[-1:]) ** 0.5
             parameter.data = numbers.as_strided(values.shape, (1,) * values.ndim)
         yield
     finally:
@@ -330,21 +358,24 @@ def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-plan
 def own_tensors(module: nn.Module) -> list[Tensor]:
     "A module's own parameters and buffers."
-    return [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [x for x in own if x is not None]
 
 def structure(module: nn.Module) -> tuple:
-    "What the proof of a cut rests on: the mode, whether anything trains or watches, the parts."
+    "What a proof rests on: the mode, whether anything trains or watches, the parts."
     return module.training, is_live(module), tuple(map(id, module._modules.values()))
 
 def versions(module: nn.Module) -> list[tuple[int, int, int]]:
-    "Which tensors a module holds, where they lie, and how often each was changed in place."
-    return [(id(x), x.data_ptr(), -1 if x.is_inference() else x._version) for x in own_tensors(module)]
+    "Which tensors a module holds, where, and how often each was changed in place."
+    return [(id(x), x.data_ptr(), -1 if x.is_inference() else x._version)
+            for x in own_tensors(module)]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-sampled
 def sampled(values: Tensor, most: int = 64) -> Tensor:
-    "A view of some 64 values, spread over a tensor: an edit through `.data` leaves the version as it was."
+    "Some 64 values, spread over a tensor, for edits through `.data`."
     each = max(2, round(most ** (1 / max(values.ndim, 1))))
-    return values.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in values.shape)]
+    steps = (-(-size // each) or 1 for size in values.shape)
+    return values.detach()[tuple(slice(None, None, step) for step in steps)]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-watch-class
 class Watch:
@@ -357,27 +388,32 @@ class Watch:
     def note(self) -> None:
         "Take parameters and buffers as they are now."
         self.versions = [versions(module) for module in self.structures]
-        self.views = [sampled(x) for module in self.structures for x in own_tensors(module)]
+        self.views = [sampled(x) for module in self.structures
+                      for x in own_tensors(module)]
         self.values = self._values()
 
     def _values(self) -> list[Tensor]:
         "Bytes of the samples, one tensor for each device."
         devices: dict[torch.device, list[Tensor]] = {}
         for view in self.views:
-            devices.setdefault(view.device, []).append(view.contiguous().reshape(-1).view(torch.uint8))
+            own = view.contiguous().reshape(-1).view(torch.uint8)
+            devices.setdefault(view.device, []).append(own)
         return [torch.cat(parts) for parts in devices.values()]
 
     def same_structure(self) -> bool:
         "Whether the proof still stands."
-        return all(structure(module) == before for module, before in self.structures.items())
+        return all(structure(module) == before
+                   for module, before in self.structures.items())
 
     def same_versions(self) -> bool:
         "Whether no tensor was replaced or changed in place, as far as torch counts it."
-        return all(versions(module) == before for module, before in zip(self.structures, self.versions, strict=True))
+        pairs = zip(self.structures, self.versions, strict=True)
+        return all(versions(module) == before for module, before in pairs)
 
     def alike(self) -> list[Tensor]:
-        "Whether the samples of each device are as they were: a device is not asked yet."
-        return [(now == before).all() for now, before in zip(self._values(), self.values, strict=True)]
+        "Whether each device's samples are as they were: it is not asked yet."
+        pairs = zip(self._values(), self.values, strict=True)
+        return [(now == before).all() for now, before in pairs]
 
     def same_values(self) -> bool:
         "Whether what is stored would come out again."
@@ -388,17 +424,20 @@ class Watch:
 class Plan:
     "What is answered in an evaluation of the loss, and how."
     calls: list[Call]     # all that are answered, in the order in which they end
-    stored: list[Call]    # the cut: answered with what they returned the first time; the rest with what nobody reads
+    stored: list[Call]    # the cut: what they returned is read; of the rest nothing is
     watch: Watch
     live: set[nn.Module]
     saves: float          # share of the forward pass's arithmetic
-    forms: dict[tuple, dict[Call, Form]] = field(default_factory=dict)  # of the outputs, for each form of batch
-    trims: bool | None = None                                          # whether padding can be left out; None: not known yet
-    by_token: list[bool] = field(default_factory=list)                 # for each stored tensor, whether its rows have one part per token
+    forms: dict[tuple, dict[Call, Form]] = field(default_factory=dict)  # by batch
+    trims: bool | None = None     # whether padding can be left out; None: not known yet
+    by_token: list[bool] = field(default_factory=list)  # of each stored tensor
 
     def keep(self, rows: int) -> Callable[[Call, Any], tuple[Form, list[Tensor]]]:
         "Of each output the form, and of those in the cut the tensors."
-        return lambda call, output: (form_of(output, rows), [x.clone() for x in rows_of(output, rows)] if call in self.stored else [])
+        def kept(call: Call, output: Any) -> tuple[Form, list[Tensor]]:
+            rows_there = rows_of(output, rows) if call in self.stored else []
+            return form_of(output, rows), [x.clone() for x in rows_there]
+        return kept
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-elsewhere
 class Elsewhere:
@@ -407,7 +446,10 @@ class Elsewhere:
     What is true there of a smooth function is true everywhere.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Batch, live: set[nn.Module]):
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, batch: Batch,
+        live: set[nn.Module],   # what trains or is watched
+    ):
         self.model, self.loss_fn, self.batch, self.live = model, loss_fn, batch, live
         self.order = [module for module in model.modules() if module in live]
         self.random = random_state(model)
@@ -436,7 +478,9 @@ class Elsewhere:
 def same_losses(found: Tensor, truth: Tensor) -> bool:
     "Whether every loss that should be finite is, and is right."
     usable = truth.isfinite()
-    return found.shape == truth.shape and bool(found[usable].isfinite().all()) and close(found[usable], truth[usable])
+    if found.shape != truth.shape or not bool(found[usable].isfinite().all()):
+        return False
+    return close(found[usable], truth[usable])
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-holds-code
 def holds(
@@ -446,10 +490,12 @@ def holds(
     calls: list[Call],         # that are answered
     stored: Collection[Call],  # of these, what is answered rightly: the supposed cut
 ) -> bool:
-    "Whether the loss is the true one when the calls that are not stored return poison, or the negative of what they should."
+    "Whether the loss is the true one when calls outside the cut return poison."
     for sour in (nowhere, torch.neg):
-        answers: Answers = {call: partial(tree_map_only, Tensor, torch.clone if call in stored else sour, outputs[call])
-                            for call in calls}
+        answers: Answers = {
+            call: partial(tree_map_only, Tensor,
+                          torch.clone if call in stored else sour, outputs[call])
+            for call in calls}
         try:
             losses = place.losses(answers)
         except Exception:  # poison may offend anything
@@ -468,23 +514,31 @@ def by_example(
     "Whether the outputs for some rows are those rows of the outputs for all."
     return len(whole) == len(some) and all(
         len(x) % rows == 0 and len(x) * len(chosen) == len(y) * rows
-        and close(y.unflatten(0, (len(chosen), -1)), x.unflatten(0, (rows, -1))[chosen.to(x.device)])
+        and close(y.unflatten(0, (len(chosen), -1)),
+                  x.unflatten(0, (rows, -1))[chosen.to(x.device)])
         for x, y in zip(whole, some, strict=True))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-settled-calls
-def settled_calls(place: Elsewhere, calls: list[Call], outputs: dict[Call, Any]) -> list[Call]:
-    "Calls whose output for other examples, in another order and number and under other trained weights, is the same row by row."
+def settled_calls(
+    place: Elsewhere, calls: list[Call], outputs: dict[Call, Any]
+) -> list[Call]:
+    "Calls whose rows are the same among other examples and under other weights."
     rows = batch_rows(place.batch)
-    chosen = torch.arange(rows).flip(0)[:max(1, rows // 2)] if rows > 1 else torch.zeros(2, dtype=torch.long)
+    some = torch.arange(rows).flip(0)[:max(1, rows // 2)]
+    chosen = some if rows > 1 else torch.zeros(2, dtype=torch.long)
     def parts(output: Any) -> list[Tensor]:
         return [x for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
     if not calls:
         return []
-    others = first_outputs(place.model, place.loss_fn, select_rows(place.batch, chosen), calls, place.live)
-    return [call for call in calls if by_example(parts(outputs[call]), parts(others[call]), rows, chosen)]
+    batch = select_rows(place.batch, chosen)
+    others = first_outputs(place.model, place.loss_fn, batch, calls, place.live)
+    return [call for call in calls
+            if by_example(parts(outputs[call]), parts(others[call]), rows, chosen)]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-arithmetic
-def arithmetic(model: nn.Module, loss_fn: LossFunction, batch: Batch, calls: list[Call]) -> tuple[dict[Call, int], int]:
+def arithmetic(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, calls: list[Call]
+) -> tuple[dict[Call, int], int]:
     "Multiplications and additions of each call, and of the whole forward pass."
     from torch.utils.flop_counter import FlopCounterMode
     costs: dict[Call, int] = {}
@@ -493,38 +547,44 @@ def arithmetic(model: nn.Module, loss_fn: LossFunction, batch: Batch, calls: lis
         costs[call] = counter.get_total_flops() - before
         return output
     modules = {module for module, _ in calls}
-    with trial(model), FlopCounterMode(display=False) as counter, intercepted(modules, handle):
+    counter = FlopCounterMode(display=False)
+    with trial(model), counter, intercepted(modules, handle):
         loss_fn(model, batch)
     return costs, counter.get_total_flops()
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-cheapest-cut
 LEAST = 0.01  # share of the forward pass below which a prefix is not worth storing
-CHEAP = 0.05  # share of it below which a call is rather made again than stored, if it can be made from what is stored
+CHEAP = 0.05  # share of it below which a call is rather made again than stored
 
 def cheapest_cut(
     calls: list[Call],         # that may be answered
     costs: Mapping[Call, int],
     cheap: float,              # cost up to which a call is rather made again
-    proved: Callable[[list[Call], list[Call]], bool],  # whether a cut holds: (all that is answered, the cut)
-) -> tuple[list[Call], list[Call]]:                    # what to store, and all that is answered
-    "The last call if that is enough, else every call that is read, less the cheap ones."
+    proved: Callable[[list[Call], list[Call]], bool],  # (all that is answered, the cut)
+) -> tuple[list[Call], list[Call]]:         # what to store, and all that is answered
+    "The last call if that is enough, else all that are read, less the cheap ones."
     if proved(calls, calls[-1:]):
         return calls[-1:], calls
-    read = [call for call in calls if not proved(calls, [other for other in calls if other != call])]
+    read = [call for call in calls
+            if not proved(calls, [other for other in calls if other != call])]
     for call in reversed(read.copy()):
         fewer = [other for other in calls if other != call]
         less = [other for other in read if other != call]
         if less and costs[call] <= cheap and proved(fewer, less):
             calls, read = fewer, less
     if not read or not proved(calls, read):
-        raise NoPrefix("what is frozen does more than return an output: the loss changes when outputs are given back")
+        raise NoPrefix("what is frozen does more than return an output: the loss "
+                       "changes when outputs are given back")
     return read, calls
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-search
 class Search:
     "Finds the cut on one batch, and proves it; NoPrefix says why there is none."
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Batch, live: set[nn.Module]):
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, batch: Batch,
+        live: set[nn.Module],   # what trains or is watched
+    ):
         self.model, self.loss_fn, self.batch, self.live = model, loss_fn, batch, live
         self.place = Elsewhere(model, loss_fn, batch, live)
         self.survey, self.truth = self.place.surveyed()
@@ -538,48 +598,43 @@ class Search:
             raise NoPrefix(end)
         calls = settled_calls(self.place, self.survey.calls, outputs)
         if not calls:
-            raise NoPrefix(f"no output before {end!r} is examples first and settled by the example and what is frozen")
+            raise NoPrefix(f"no output before {end!r} is examples first and settled by "
+                           "the example and what is frozen")
         costs, total = arithmetic(self.model, self.loss_fn, self.batch, calls)
         proved = partial(holds, self.place, self.truth, outputs)
         stored, calls = cheapest_cut(calls, costs, CHEAP * total, proved)
         saves = sum(costs[call] for call in calls) / max(total, 1)
         if saves < LEAST:
-            raise NoPrefix(f"what comes before {end!r} is {saves:.1%} of the forward pass: nothing to gain")
+            raise NoPrefix(f"what comes before {end!r} is {saves:.1%} of the forward "
+                           "pass: nothing to gain")
         return Plan(calls, stored, Watch(self.survey.below), self.live, saves)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-keys
 Key = bytes
-TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels")  # (B, T) or (B, T, d) in a text batch
+TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids",
+          "inputs_embeds", "labels")  # (B, T) or (B, T, d) in a text batch
 
 def token_counts(batch: Batch) -> list[int] | None:
-    "Number of real tokens of each text, or None when the batch is not right-padded texts with a mask that says so."
+    "Real tokens of each text, or None unless right-padded texts have a mask."
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != batch_rows(batch):
         return None
     counts = mask.bool().sum(1)
     right = torch.arange(mask.shape[1], device=mask.device) < counts[:, None]
-    return counts.tolist() if bool((mask == right).all() and (counts > 0).all()) else None
+    usable = (mask == right).all() and (counts > 0).all()
+    return counts.tolist() if bool(usable) else None
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-is-by-token
 def is_by_token(name: Any, value: Tensor, batch: Batch) -> bool:
     "Whether a tensor of a text batch has one part for each token."
-    return isinstance(batch, Mapping) and name in TOKENS and value.ndim > 1 and value.shape[1] == batch["attention_mask"].shape[1]
+    if not isinstance(batch, Mapping) or name not in TOKENS or value.ndim < 2:
+        return False
+    return value.shape[1] == batch["attention_mask"].shape[1]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-raw
 def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-def on_host(batch: Batch) -> Batch:
-    "The batch with its tensors on the CPU; a device is asked once."
-    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
-    if not far:
-        return batch
-    flat = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in far]).cpu()
-    parts = flat.split([x.numel() * x.element_size() for x in far])
-    near = {id(x): part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)}
-    named = {name: near.get(id(value), value) for name, value in entries(batch)}
-    return named if isinstance(batch, Mapping) else tuple(named.values())
 
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
     "Names, or numbers, and values."
@@ -587,19 +642,46 @@ def entries(batch: Batch) -> list[tuple[Any, Any]]:
 
 def ambient() -> list[Any]:
     "The autocast that a loss is evaluated under."
-    return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+    return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")]
+
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-on-host
+def numbers_of(values: Tensor) -> Tensor:
+    "The bytes of a tensor, in a row."
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
+
+def fetched(far: Sequence[Tensor]) -> list[Tensor]:
+    "Tensors of a device on the CPU; the device is asked once."
+    parts = torch.cat([*map(numbers_of, far)]).cpu().split([x.nbytes for x in far])
+    return [part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)]
+
+def on_host(
+    batch: Batch,
+) -> tuple[Batch, list[Tensor]]:  # and whether each tensor is what it was copied from, still on the device
+    "The batch with its tensors on the CPU."
+    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
+    near = {id(x): origin for x in far if (origin := copied_from(x)) is not None}
+    alike = [(numbers_of(x) == numbers_of(near[id(x)]).to(x.device, non_blocking=True)).all() for x in far if id(x) in near]
+    if unknown := [x for x in far if id(x) not in near]:
+        near |= zip(map(id, unknown), fetched(unknown), strict=True)
+    if not near:
+        return batch, alike
+    named = {name: near.get(id(value), value) for name, value in entries(batch)}
+    return named if isinstance(batch, Mapping) else tuple(named.values()), alike
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-row-keys
 def row_keys(
     batch: Batch,
-    secret: bytes,                          # key of the hash
-    counts: Sequence[int] | None = None,    # (B,) of texts: what stands after so many tokens is left out
-) -> list[Key] | None:                    # (B,) 128-bit; None when the batch holds what cannot be hashed
+    secret: bytes,                        # key of the hash
+    counts: Sequence[int] | None = None,  # (B,) tokens of texts: the rest is left out
+) -> list[Key] | None:  # (B,) 128-bit; None when the batch holds what cannot be hashed
     "A keyed hash of everything that an example's loss is computed from."
-    rows, shared = batch_rows(batch), hashlib.blake2b(repr(ambient()).encode(), key=secret)
+    rows, shared = batch_rows(batch), hashlib.blake2b(key=secret)
+    shared.update(repr(ambient()).encode())
     own: list[tuple[Any, Tensor]] = []
     for name, value in entries(batch):
-        if isinstance(value, Tensor) and value.layout == torch.strided and not value.requires_grad:
+        plain = isinstance(value, Tensor) and value.layout == torch.strided
+        if plain and not value.requires_grad:
             if value.ndim and len(value) == rows:
                 own.append((name, value.cpu()))
             else:
@@ -609,7 +691,8 @@ def row_keys(
             shared.update(f"{name} {value!r} ".encode())
         else:
             return None
-    digests = [hashlib.blake2b(shared.digest(), key=secret, digest_size=16) for _ in range(rows)]
+    digests = [hashlib.blake2b(shared.digest(), key=secret, digest_size=16)
+               for _ in range(rows)]
     for name, value in own:
         by_token = counts is not None and is_by_token(name, value, batch)
         for i, digest in enumerate(digests):
@@ -620,7 +703,7 @@ def row_keys(
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-shelf
 class Shelf:
-    "Rows by key, in memory, up to a number of bytes; when it is full, what comes later is not admitted."
+    "Rows by key, in memory, up to a number of bytes; a full one admits no more."
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -655,7 +738,10 @@ class Shelf:
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-file-shelf
 class FileShelf(Shelf):
-    "Rows in a file that has no name and is open to its owner only: it is gone with the process, however that ends."
+    """Rows in a file without a name, open to its owner only.
+
+    It is gone with the process, however that ends.
+    """
 
     def __init__(self, limit: int, folder: str | Path):
         self.folder = Path(folder)
@@ -668,7 +754,7 @@ class FileShelf(Shelf):
         super().clear()
         if self._close:
             self._close()
-        file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  closed with the shelf
+        file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
         self._close, self.file = weakref.finalize(self, file.close), file
 
     def _keep(self, row: list[Tensor]) -> Any:
@@ -679,13 +765,15 @@ class FileShelf(Shelf):
                     raise OSError("no room")
                 place.append((end, part.nbytes, part.dtype, part.shape))
                 end += part.nbytes
-        except OSError:  # the disk is full: what is there stays, nothing more is admitted
+        except OSError:  # the disk is full: nothing more is admitted
             self.limit = self.bytes
             return None
         return place
 
     def get(self, key: Key) -> list[Tensor]:
-        return [torch.frombuffer(bytearray(os.pread(self.file.fileno(), size, start)), dtype=dtype).view(shape)
+        def read(start: int, size: int) -> bytearray:
+            return bytearray(os.pread(self.file.fileno(), size, start))
+        return [torch.frombuffer(read(start, size), dtype=dtype).view(shape)
                 for start, size, dtype, shape in self.places[key]]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-trimmable
@@ -695,32 +783,41 @@ def trimmable(
     plan: Plan,
     batch: Batch,
     counts: list[int],      # (B,) real tokens of each text
-) -> list[bool] | None:     # for each stored tensor, whether it has one part per token; []: keep padding; None: the batch cannot tell
-    "Whether a text gives the same without its padding, and whether the loss is the same whatever stands there."
+) -> list[bool] | None:     # of each stored tensor, whether it has one part per token;
+                            # []: keep padding; None: the batch cannot tell
+    "Whether a text, and the loss, is the same without padding or with other padding."
     assert isinstance(batch, Mapping)
     fewest, most, rows = min(counts), batch["attention_mask"].shape[1], len(counts)
     if fewest == most:
         return None
     shortest = counts.index(fewest)
     row = dict(entries(select_rows(batch, torch.tensor([shortest]))))
-    short = {name: x[:, :fewest] if isinstance(x, Tensor) and is_by_token(name, x, batch) else x for name, x in row.items()}
+    def shortened(name: Any, x: Any) -> Any:
+        by_token = isinstance(x, Tensor) and is_by_token(name, x, batch)
+        return x[:, :fewest] if by_token else x
+    short = {name: shortened(name, x) for name, x in row.items()}
     whole = first_outputs(model, loss_fn, batch, plan.calls, plan.live, plan.keep(rows))
     alone = first_outputs(model, loss_fn, short, plan.calls, plan.live, plan.keep(1))
     by_token = []
-    for x, y in ((x, y) for call in plan.stored for x, y in zip(whole[call][1], alone[call][1], strict=True)):
+    pairs = (zip(whole[call][1], alone[call][1], strict=True) for call in plan.stored)
+    for x, y in chain.from_iterable(pairs):
         tokens = x.shape[2:3] == (most,) and y.shape[2:3] == (fewest,)
         if not close(y[0], x[shortest, :, :fewest] if tokens else x[shortest]):
             return []
         by_token.append(tokens)
         for i, count in enumerate(counts if tokens else []):
             x[i, :, count:] = 1 - 2 * x[i, :, count:]
-    answers: Answers = {call: partial(filled, form, x) if x else partial(poison, form, rows) for call, (form, x) in whole.items()}
+    answers: Answers = {
+        call: partial(filled, form, x) if x else partial(poison, form, rows)
+        for call, (form, x) in whole.items()}
     return _unmoved(model, loss_fn, batch, answers, plan.live, by_token)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-unmoved
-def _unmoved(model: nn.Module, loss_fn: LossFunction, batch: Batch, answers: Answers, live: set[nn.Module],
-             by_token: list[bool]) -> list[bool] | None:
-    "`by_token` if these answers do not change the loss at random values of what trains."
+def _unmoved(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, answers: Answers,
+    live: set[nn.Module], by_token: list[bool],
+) -> list[bool] | None:
+    "`by_token` if these answers do not change the loss at random weights."
     with trial(model), jolted(module for module in model.modules() if module in live):
         state = random_state(model)
         truth = loss_fn(model, batch)
@@ -732,22 +829,25 @@ def _unmoved(model: nn.Module, loss_fn: LossFunction, batch: Batch, answers: Ans
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-stack
 def batch_form(batch: Batch) -> tuple:
-    "What the shapes below depend on: those of the batch, but not the number of examples."
+    "What shapes depend on: those of the batch, but not the number of examples."
     rows = batch_rows(batch)
     def shape(x: Any) -> Any:
-        return (x.dtype, x.shape[1:] if x.ndim and len(x) == rows else (x.shape,)) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        return x.dtype, x.shape[1:] if x.ndim and len(x) == rows else (x.shape,)
     return (*ambient(), *((name, shape(x)) for name, x in entries(batch)))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-stack-rows
 def stack_rows(rows: Sequence[Tensor], leaf: Leaf) -> Tensor:
     "(B, k, ...) from stored rows; zeros where padding was left out."
     shape = torch.Size((leaf.per, *leaf.shape))
+    late = leaf.device.type != "mps"   # whether nobody waits for the copy
     if all(row.shape == shape for row in rows):
-        return torch.stack(list(rows)).to(leaf.device, non_blocking=leaf.device.type != "mps")
+        return torch.stack(list(rows)).to(leaf.device, non_blocking=late)
     stacked = torch.zeros(len(rows), *shape, dtype=leaf.dtype)
     for i, row in enumerate(rows):
         stacked[i, :, :row.shape[1]] = row
-    return stacked.to(leaf.device, non_blocking=leaf.device.type != "mps")
+    return stacked.to(leaf.device, non_blocking=late)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-check-plain
 def check_plain(model: nn.Module, loss_fn: LossFunction, live: set[nn.Module]) -> None:
@@ -755,48 +855,66 @@ def check_plain(model: nn.Module, loss_fn: LossFunction, live: set[nn.Module]) -
     if not live:
         raise NoPrefix("nothing trains")
     for module in model.modules():
-        if isinstance(module, (torch.jit.ScriptModule, nn.DataParallel)) or module._compiled_call_impl or hasattr(module, "_orig_mod"):
-            raise NoPrefix(f"{type(module).__name__} is compiled or replicated, so its calls cannot be taken over")
+        replicated = isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
+        compiled = module._compiled_call_impl or hasattr(module, "_orig_mod")
+        if replicated or compiled:
+            raise NoPrefix(f"{type(module).__name__} is compiled or replicated, so its "
+                           "calls cannot be taken over")
     if hasattr(loss_fn, "_torchdynamo_orig_callable"):
-        raise NoPrefix("the loss function is compiled, so its calls cannot be taken over")
+        raise NoPrefix("the loss function is compiled, so its calls cannot be "
+                       "taken over")
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-computed
-FEW = 4  # rows computed at least: a product of fewer is rounded in another way than that of many
+FEW = 4  # rows computed at least: a product of fewer is rounded in another way
 
 def computed(
     model: nn.Module,
     loss_fn: LossFunction,
     plan: Plan,
     batch: Batch,
-    missing: dict[Key, int],     # the rows that are wanted, and their numbers in the batch
-    counts: list[int] | None,    # (B,) real tokens of each text, if padding is left out
+    missing: dict[Key, int],   # the rows that are wanted: their numbers in the batch
+    counts: list[int] | None,  # (B,) real tokens of each text, if padding is left out
 ) -> dict[Key, list[Tensor]]:
-    "The rows of the outputs in the cut; Strayed when their forms are others than before."
+    "Rows of the outputs in the cut; Strayed when their forms are others than before."
     numbers = [*missing.values()]
     chosen = torch.tensor(numbers + numbers[:1] * (FEW - len(numbers)))
-    found = first_outputs(model, loss_fn, select_rows(batch, chosen), plan.calls, plan.live, plan.keep(len(chosen)))
+    some, keep = select_rows(batch, chosen), plan.keep(len(chosen))
+    found = first_outputs(model, loss_fn, some, plan.calls, plan.live, keep)
     forms = {call: output_form for call, (output_form, _) in found.items()}
     if plan.forms.setdefault(batch_form(batch), forms) != forms:
         raise Strayed
     leaves = [leaf.cpu() for call in plan.stored for leaf in found[call][1]]
-    return {key: [leaf[j, :, :counts[i]].clone() if counts and by_token else leaf[j].clone()
-                  for leaf, by_token in zip(leaves, plan.by_token or [False] * len(leaves), strict=True)]
-            for j, (key, i) in enumerate(missing.items())}
+    tokens = plan.by_token or [False] * len(leaves)
+    def row(j: int, i: int) -> list[Tensor]:
+        ends = [counts[i] if counts and by_token else None for by_token in tokens]
+        parts = zip(leaves, ends, strict=True)
+        return [leaf[j].clone() if end is None else leaf[j, :, :end].clone()
+                for leaf, end in parts]
+    return {key: row(j, i) for j, (key, i) in enumerate(missing.items())}
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-answers-of
-def answers_of(plan: Plan, forms: dict[Call, Form], rows: list[list[Tensor]]) -> Answers:
+def answers_of(
+    plan: Plan,
+    forms: dict[Call, Form],
+    rows: list[list[Tensor]],  # of each example, the tensors of the cut
+) -> Answers:
     "What each call returns: stored rows at the cut, poison before it."
-    answers: Answers = {call: partial(poison, forms[call], len(rows)) for call in plan.calls}
+    answers: Answers = {
+        call: partial(poison, forms[call], len(rows)) for call in plan.calls}
     parts = zip(*rows, strict=True)
     for call in plan.stored:
-        stacked = [stack_rows(next(parts), leaf) for leaf in forms[call].leaves if isinstance(leaf, Leaf)]
+        leaves = (leaf for leaf in forms[call].leaves if isinstance(leaf, Leaf))
+        stacked = [stack_rows(next(parts), leaf) for leaf in leaves]
         answers[call] = partial(filled, forms[call], stacked)
     return answers
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-counted
-def counted(model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch, held: Batch) -> list[int] | None:
-    "Real tokens of each text, if padding can be left out; that is found out on the first batch with padding."
-    counts = None if plan.trims is False else token_counts(held)      # held: the batch, on the CPU
+def counted(
+    model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch,
+    held: Batch,  # the batch, on the CPU
+) -> list[int] | None:
+    "Real tokens of each text, if the first padded batch showed that they suffice."
+    counts = None if plan.trims is False else token_counts(held)
     if counts is None or plan.trims:
         return counts
     found = trimmable(model, loss_fn, plan, batch, counts)
@@ -806,7 +924,7 @@ def counted(model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch, h
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-lookup
 class Lookup:
-    "The rows of a plan, found by their content: computed at the first visit, and given back later."
+    "A plan's rows, by content: computed at the first visit, and given back later."
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, shelf: Shelf):
         self.model, self.loss_fn, self.shelf = model, loss_fn, shelf
@@ -815,42 +933,55 @@ class Lookup:
 
     def losses(self, plan: Plan, batch: Batch) -> Tensor | None:
         "The losses from stored rows, or None when they cannot be had that way."
-        held = on_host(batch)
+        held, copies = on_host(batch)
         counts = counted(self.model, self.loss_fn, plan, batch, held)
         keys = row_keys(held, self._secret, counts)
         known = keys is not None and any(key in self.shelf for key in keys)
         if keys is None or (self.shelf.full and not known):
             self.misses += batch_rows(batch)
             return None
-        fresh = self._fresh(plan, batch, keys, counts)
-        answers = answers_of(plan, plan.forms[batch_form(batch)], [fresh.get(key) or self.shelf.get(key) for key in keys])
+        fresh = fresh_rows(self, plan, batch, keys, counts)
+        rows = [fresh.get(key) or self.shelf.get(key) for key in keys]
+        answers = answers_of(plan, plan.forms[batch_form(batch)], rows)
         state = random_state(self.model)
         losses = evaluate(self.model, self.loss_fn, batch, answers)
-        alike = [same.to(losses.device, non_blocking=True) for same in plan.watch.alike()]
+        watched, device = (*copies, *plan.watch.alike()), losses.device
+        alike = [same.to(device, non_blocking=True) for same in watched]
         finite, *same = torch.stack([losses.isfinite().all(), *alike]).tolist()
-        if not all(same):                                 # a tensor was edited behind torch's count
+        if not all(same):  # edited behind torch's count, or a batch after it was copied
             plan.watch.note()
+            plan.trims, plan.by_token = None, []
             self.shelf.clear()
-        if answers or not finite or not all(same):        # poison was read, or a loss is truly not finite
+        if answers or not finite or not all(same):  # poison was read, or so
             set_random_state(self.model, state)
             return None
         return losses
 
-    def _fresh(self, plan: Plan, batch: Batch, keys: list[Key], counts: list[int] | None) -> dict[Key, list[Tensor]]:
-        "The rows that were not stored; one row at least for a form of batch that is new."
-        missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self.shelf}
-        self.misses, self.hits = self.misses + len(missing), self.hits + len(keys) - len(missing)
-        if not missing and batch_form(batch) not in plan.forms:
-            missing = {keys[0]: 0}
-        fresh = computed(self.model, self.loss_fn, plan, batch, missing, counts) if missing else {}
-        for key, row in fresh.items():
-            self.shelf.put(key, row)
-        return fresh
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-fresh
+def fresh_rows(
+    lookup: Lookup, plan: Plan, batch: Batch, keys: list[Key],
+    counts: list[int] | None,   # (B,) real tokens of each text, if padding is left out
+) -> dict[Key, list[Tensor]]:
+    "The rows that were not stored; one at least for a new form of batch."
+    numbered = reversed([*enumerate(keys)])
+    missing = {key: i for i, key in numbered if key not in lookup.shelf}
+    lookup.misses += len(missing)
+    lookup.hits += len(keys) - len(missing)
+    if not missing and batch_form(batch) not in plan.forms:
+        missing = {keys[0]: 0}
+    if not missing:
+        return {}
+    fresh = computed(lookup.model, lookup.loss_fn, plan, batch, missing, counts)
+    for key, row in fresh.items():
+        lookup.shelf.put(key, row)
+    return fresh
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-serves
 STRAYED = "the calls below are not the same for every batch"
 
-def searched(model: nn.Module, loss_fn: LossFunction, batch: Batch, live: set[nn.Module]) -> Plan:
+def searched(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, live: set[nn.Module]
+) -> Plan:
     "A plan, from a search on this batch; NoPrefix says why there is none."
     check_plain(model, loss_fn, live)
     try:
@@ -872,13 +1003,16 @@ def serves(last: Plan | None, plan: Plan) -> bool:
 class Planner:
     "The plan that holds now, or the reason why there is none."
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, forget: Callable[[], None]):
-        self.model, self.loss_fn, self.forget = model, loss_fn, forget  # forget: what is stored
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction,
+        forget: Callable[[], None],  # what is stored
+    ):
+        self.model, self.loss_fn, self.forget = model, loss_fn, forget
         self.plan: Plan | None = None
         self.reason: str | None = "no batch has been seen yet"
-        self.live: set[nn.Module] = set()    # all that trained or was watched since the last refresh
-        self._last: Plan | None = None       # whose rows are stored while there is no plan
-        self._refused: Any = None            # the state in which there was no plan
+        self.live: set[nn.Module] = set()    # trained or watched since the last refresh
+        self.last: Plan | None = None   # whose rows are stored without a plan
+        self.refused: Any = None            # the state in which there was no plan
 
     def ready(self, batch: Batch) -> Plan | None:
         "The plan that holds, made on this batch if need be."
@@ -886,41 +1020,46 @@ class Planner:
             self.plan = None
             self.forget()
         if self.plan is None:
-            self._search(batch)
-        elif not self.plan.watch.same_versions():         # the values are looked at with the losses
+            search(self, batch)
+        elif not self.plan.watch.same_versions():  # values come with the losses
             self.plan.watch.note()
             self.forget()
         return self.plan
 
-    def _search(self, batch: Batch) -> None:
-        self.live |= live_modules(self.model)
-        if state_of(self.model, self.live) == self._refused:
-            return
-        try:
-            plan = searched(self.model, self.loss_fn, batch, self.live)
-        except NoPrefix as error:
-            return self.refuse(str(error) or STRAYED, for_good=not isinstance(error, NotOnThisBatch))
-        last, self._last, self.plan, self.reason = self._last, None, plan, None
-        if not serves(last, plan):
-            self.forget()
-
     def refuse(self, reason: str, for_good: bool = True) -> None:
         "Reuse nothing, until another part trains or a mode changes."
-        self.plan, self._last, self.reason = None, None, reason
-        self._refused = state_of(self.model, self.live) if for_good else None
+        self.plan, self.last, self.reason = None, None, reason
+        self.refused = state_of(self.model, self.live) if for_good else None
         self.forget()
 
     def refresh(self) -> None:
         "Look again at what trains; the rows stay until a new plan has no use for them."
         if (live := live_modules(self.model)) != self.live:
-            self.live, self._refused = live, None
-            self.plan, self._last = None, self.plan or self._last
+            self.live, self.refused = live, None
+            self.plan, self.last = None, self.plan or self.last
+
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-planner-search
+def search(planner: Planner, batch: Batch) -> None:
+    "Find the plan on this batch, or keep the reason why there is none."
+    planner.live |= live_modules(planner.model)
+    if state_of(planner.model, planner.live) == planner.refused:
+        return
+    try:
+        plan = searched(planner.model, planner.loss_fn, batch, planner.live)
+    except NoPrefix as error:
+        for_good = not isinstance(error, NotOnThisBatch)
+        return planner.refuse(str(error) or STRAYED, for_good)
+    last, planner.last, planner.plan, planner.reason = planner.last, None, plan, None
+    if not serves(last, plan):
+        planner.forget()
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-class
+#| code-fold: true
 class Prefix:
-    """A loss function that computes what is frozen only once for each example, with the same values and the same gradients.
+    """A loss function that computes what is frozen once for each example.
 
-    What is kept are activations of private data: in memory, or in an unnamed file for the owner only.
+    Its values and gradients are those of the loss function that it is made of.
+    What is kept are activations of private data: in memory, or in an unnamed file.
     """
 
     def __init__(
@@ -936,13 +1075,13 @@ class Prefix:
         self.lookup = Lookup(model, loss_fn, self.shelf)
         self.planner = Planner(model, loss_fn, self.clear)
         self.enabled = True
-        self.before = 0  # rows that were stored when the run that goes on now was interrupted
+        self.before = 0  # rows that were stored when this run was interrupted
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         "The (B,) losses."
-        taken_over = torch._C._functorch.peek_interpreter_stack() is not None  # vmap puts other tensors in
-        usable = self.enabled and model is self.model and batch_rows(batch) and not taken_over
-        if usable and (plan := self.planner.ready(batch)):
+        mapped = torch._C._functorch.peek_interpreter_stack() is not None  # by vmap
+        usable = self.enabled and model is self.model and not mapped
+        if usable and batch_rows(batch) and (plan := self.planner.ready(batch)):
             try:
                 losses = self.lookup.losses(plan, batch)
             except Strayed:
@@ -957,20 +1096,21 @@ class Prefix:
         self.shelf.clear()
 
     def refresh(self) -> None:
-        "Look again at what trains: call it when something is frozen, so that more can be reused; what is unfrozen is seen without it."
+        "Look again at what trains, when more is frozen; the rest is seen without it."
         self.planner.refresh()
 
     def room(self, examples: int) -> float:
-        "Share of so many examples that the limit has room for, by the rows stored so far."
+        "Share of so many examples that the limit has room for, by the rows so far."
         stored = len(self.shelf.places)
-        return min(1.0, self.shelf.limit / max(1.0, examples * self.bytes / stored)) if stored else 1.0
+        needed = max(1.0, examples * self.bytes / stored) if stored else 0.0
+        return min(1.0, self.shelf.limit / needed) if stored else 1.0
 
     def stored(self, examples: int) -> float:
-        "Share of so many examples that are stored, or were before an interruption, so that a resumed run decides as it did."
+        "Share of so many examples that are stored, or were before an interruption."
         return min(1.0, max(len(self.shelf.places), self.before) / max(1, examples))
 
-    plan = property(lambda self: self.planner.plan, doc="What is answered in an evaluation, and how, or None.")
-    reason = property(lambda self: self.planner.reason, doc="Why nothing is reused; None: something is.")
+    plan = property(lambda self: self.planner.plan, doc="What is answered, and how.")
+    reason = property(lambda self: self.planner.reason, doc="Why nothing is reused.")
     hits = property(lambda self: self.lookup.hits, doc="Rows answered.")
     misses = property(lambda self: self.lookup.misses, doc="Rows computed.")
     bytes = property(lambda self: self.shelf.bytes, doc="Bytes that are stored now.")

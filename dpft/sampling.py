@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['poisson_draw', 'physical_batches', 'gather', 'unit_numbers', 'Units', 'packed', 'units_of', 'chosen_views',
-           'Augmentation', 'moved', 'repeated', 'check_pictures']
+           'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -261,3 +261,18 @@ def check_pictures(images: Any, crop: int) -> None:
     if crop >= min(images.shape[2:]):
         raise ValueError(f"crop={crop} moves pictures of {images.shape[2]} x "
                          f"{images.shape[3]} out of sight; choose a smaller one")
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-share
+class Share:
+    "What one of several views adds to the mean loss of its example; @lem-copies."
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], copies: int):
+        self.loss_fn, self.copies = loss_fn, copies
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        return self.loss_fn(model, batch) / self.copies
+
+    def full_precision(self, model: Any, batch: Any) -> Tensor:
+        "The same in full precision."
+        whole = getattr(self.loss_fn, "full_precision", self.loss_fn)
+        return whole(model, batch) / self.copies

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CheckpointError', 'sync_folder', 'write_whole', 'write_identity', 'read_identity', 'write_state', 'read_state',
-           'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'found_in', 'Store']
+           'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'found_in', 'Store', 'held_by',
+           'snapshot', 'regroup', 'put_back']
 
 # %% ../nbs/5_notes/57_store.ipynb #store-imports
 import hashlib
@@ -176,6 +177,7 @@ def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]
     return recorded, read_state(state) if state.exists() else {}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-class
+#| code-fold: true
 class Store:
     "The folder of an unfinished run: who it is, its secret, its ledger, and its last good state."
 
@@ -242,3 +244,59 @@ class Store:
         "Let another process open the folder."
         if self.folder is not None:
             unlock(self.folder)
+
+# %% ../nbs/5_notes/57_store.ipynb #store-snapshot
+def held_by(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
+    "The names of the parameters of each group, in the order that its moments have."
+    groups = optimizer.param_groups if optimizer else []
+    return [[names.get(id(parameter), "") for parameter in group["params"]]
+            for group in groups]
+
+def snapshot(
+    engine: Any,           # of @sec-engine
+    optimizer: Any,
+    schedule: Any,
+    more: dict[str, Any],  # what the loop wants back besides
+) -> dict[str, Any]:
+    "All that the next step depends on, besides the secret."
+    parameters = dict(engine.model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    touched = engine.touched | {id(parameter) for parameter in engine.parameters()}
+    return {
+        "step": engine.t, "method": engine.method.state(engine.context), "more": more,
+        "held": held_by(optimizer, names), "trains": sorted(engine.trains),
+        "stored": len(engine.prefix.shelf.places) if engine.prefix else 0,
+        "trained": {name: p.detach() for name, p in parameters.items() if id(p) in touched},
+        "optimizer": optimizer.state_dict() if optimizer else None,
+        "schedule": schedule.state_dict() if schedule else None}
+
+# %% ../nbs/5_notes/57_store.ipynb #store-regrouped
+def regroup(optimizer: Any, held: list[list[str]], parameters: dict[str, Any]) -> None:
+    "Let the groups of an optimizer hold the parameters of these names, in this order."
+    for group, names in zip(optimizer.param_groups, held, strict=True):
+        if all(name in parameters for name in names):
+            group["params"] = [parameters[name] for name in names]
+
+# %% ../nbs/5_notes/57_store.ipynb #store-put-back
+def put_back(
+    engine: Any,
+    state: dict[str, Any],  # a snapshot
+    optimizer: Any,
+    schedule: Any,
+) -> dict[str, Any]:        # what the loop wanted back
+    "Put a snapshot back into model, optimizer and schedule; what else was saved."
+    parameters = dict(engine.model.named_parameters())
+    with torch.no_grad():
+        for name, value in state["trained"].items():
+            parameters[name].copy_(value)
+    engine.context.train_only(parameters[name] for name in state["trains"])
+    engine.t = state["step"]
+    engine.touched = {id(parameters[name]) for name in state["trained"]}
+    if engine.prefix is not None:
+        engine.prefix.before = state["stored"]
+    if optimizer is not None:
+        regroup(optimizer, state["held"], parameters)
+        optimizer.load_state_dict(state["optimizer"])
+    if schedule is not None:
+        schedule.load_state_dict(state["schedule"])
+    return state["more"]

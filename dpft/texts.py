@@ -23,7 +23,7 @@ from .schema import Schema, read_labels
 
 # %% auto #0
 __all__ = ['Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for',
-           'token_rows', 'Selected']
+           'padded', 'token_rows', 'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -318,6 +318,20 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)
     return pad_sequence(tensors, batch_first=True, padding_value=fill)
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-padded
+#| code-fold: true
+def padded(batch: Any, length: int, pad_id: int) -> Any:
+    "A batch of texts at another padded length; any other batch as it is."
+    def longer(name: str, values: Any) -> Any:
+        short = (isinstance(values, Tensor) and values.ndim == 2
+                 and not values.is_floating_point())
+        missing = length - values.shape[1] if short else 0
+        fill = fill_of(name, pad_id)
+        return F.pad(values, (0, missing), value=fill) if missing > 0 else values
+    if not isinstance(batch, Mapping):
+        return batch
+    return {name: longer(name, values) for name, values in batch.items()}
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-tokens
 def token_rows(

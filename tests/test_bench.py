@@ -198,6 +198,60 @@ def test_whole_steps_move_the_model_and_are_timed_beside_a_plain_one(setting):
     assert not any(map(torch.equal, before, now))             # of a sum of zero, too: noise moves it
 
 
+def test_a_step_of_eight_physical_batches_is_the_step_of_the_whole_batch():
+    "Float32 gradients of 16 rows, added up in another order: a few hundred roundings of 6e-8."
+    *_, setting = bench.plan_peers(tiny=True)
+    assert setting.part == "eighths" and setting.who == ("plain-eighths", "dpft-eighths")
+    models = [setting.build(CPU) for _ in range(2)]
+    for model, parts in zip(models, (1, 8), strict=True):
+        contenders.plain_step(model, WatchedLoss(), parts).step(setting.batch(setting.rows, CPU))
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+    first, second = bench.measure(replace(setting, repeats=1), CPU)
+    assert not first["cannot"] and not second["cannot"] and second["time_ratio"] > 0
+
+
+def whole(who, trains, ratio, *, part="peers", width=384, cannot=""):
+    return {"part": part, "model": "encoder", "width": width, "layers": 4, "size": 128, "rows": 8, "trains": trains, "who": who,
+            "parameters": 1000, "seconds": ratio, "time_ratio": ratio, "time_interval": [0.9 * ratio, 1.1 * ratio], "peak_mib": 1.0,
+            "peak_ratio": ratio, "cannot": cannot}
+
+
+WHOLE_STEPS = [whole("plain-step", "biases", 1.0), whole("dpft", "biases", 1.01), whole("dpft-step", "biases", 1.04),
+               whole("fastdp-step", "biases", 0.0, cannot="AttributeError: no head mask, none"),
+               whole("plain-step", "full", 1.0, width=768), whole("dpft-step", "full", 1.2, width=768),
+               whole("plain-eighths", "full", 1.0, part="eighths"), whole("dpft-eighths", "full", 1.16, part="eighths")]
+
+
+def test_whole_steps_are_a_table_and_a_figure_and_are_judged():
+    lines = bench.peers_table(WHOLE_STEPS).splitlines()
+    assert len(lines) == 2 + 3 and "1.04 (0.94–1.14)" in lines[2] and "AttributeError: no head mask |" in lines[2]
+    assert "in 8 parts" in lines[4] and "1.16" in lines[4] and "1.20 |" in bench.peers_table(WHOLE_STEPS, "peak").splitlines()[3]
+    judged = [(value, bound, met) for _, value, bound, met in bench.judged_peers(WHOLE_STEPS)]
+    assert judged == [(1.04, 1.03, False), (1.04, 1.2, True), (1.2, 1.25, True), (1.2, 1.2, True), (1.16, 1.15, False), (1.16, 1.2, True)]
+    assert bench.marks_table(WHOLE_STEPS).count("missed") == 2
+    above, below = bench.peers_figure(WHOLE_STEPS).axes
+    assert {text.get_text() for text in above.texts} == {"dpft", "dpft, sum alone"} and len(below.get_yticks()) == 2
+    assert bench.peers_table([]).count("\n") == 1 and len(bench.peers_figure([]).axes) == 2
+
+
+def test_what_a_number_costs():
+    found = list(bench.measure_numbers(1000, 3, CPU))
+    assert [e["who"] for e in found] == ["torch.randn", "update", "digest", "noise", "secure noise"]
+    assert all(0 < e["interval"][0] <= e["nanoseconds"] <= e["interval"][1] for e in found)
+    assert bench.numbers_table(found).count("\n") == 1 + 5
+
+
+def test_a_bench_goes_on_where_it_stopped(tmp_path):
+    settings = [replace(TEXT, who=("plain",), repeats=1, trains=which) for which in bench.TRAINS]
+    begun = bench.write_bench(settings[:1], tmp_path, numbers=1000)
+    whole = bench.write_bench(settings, tmp_path, numbers=1000, resume=True)
+    assert whole[:len(begun)] == begun and [e["trains"] for e in whole if e["part"] == TEXT.part] == ["biases", "full"]
+    assert [e["who"] for e in whole].count("noise") == 1 and bench.write_bench(settings, tmp_path, numbers=1000, resume=True) == whole
+    assert len(bench.write_bench(settings[:1], tmp_path)) == 1     # an earlier run's records are replaced
+
+
 def test_what_a_peer_cannot_do_is_said():
     found = taking_part(replace(TEXT, model="gpt2"))
     assert "Parameter tying is not supported" in found["opacus-ghost"][2] and found["opacus"][2].startswith("RuntimeError")

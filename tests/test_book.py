@@ -162,6 +162,44 @@ def test_epochs_are_computed_from_steps(book):
     assert seen > 1
 
 
+# ---- the size of what is in the core
+
+WHOLE = {"gradients", "prefix"}                                  # modules that read from front to back
+OPEN = {"loop.fine_tune", "engine.Engine.__init__", "tuning.tune"}  # their arguments are a run's knobs, or a search's
+
+
+def sizes(path):
+    "Of a module: its name, and how long each class and function is, and how many parameters it takes."
+    text = path.read_text(encoding="utf-8")
+    module = ".".join(path.relative_to(ROOT / "dpft").with_suffix("").parts)
+    yield "lines", module, sum(not line.startswith("# %%") for line in text.splitlines())
+
+    def within(node, name):
+        for inner in ast.iter_child_nodes(node):
+            named = isinstance(inner, ast.ClassDef | ast.FunctionDef)
+            own = f"{name}.{inner.name}" if named else name
+            if isinstance(inner, ast.ClassDef):
+                yield "class", own, inner.end_lineno - inner.lineno + 1
+            elif named:
+                asked = [*inner.args.posonlyargs, *inner.args.args, *inner.args.kwonlyargs, inner.args.vararg, inner.args.kwarg]
+                yield "function", own, inner.end_lineno - inner.body[0].lineno + 1
+                yield "signature", own, sum(one is not None and one.arg != "self" for one in asked)
+            yield from within(inner, own)
+    yield from within(ast.parse(text), module)
+
+
+def test_the_core_is_small_enough_to_be_taken_in():
+    """A module is measured without the marks of its cells, which nbdev writes.
+
+    A function is measured without its signature, where each parameter has a line of its own for what it means.
+    """
+    most = {"lines": 500, "class": 120, "function": 30, "signature": 12}
+    core = [path for path in (ROOT / "dpft").rglob("*.py") if path.name != "_modidx.py"
+            and path.relative_to(ROOT / "dpft").parts[0] not in ("book", "cli")]
+    over = {(kind, name) for path in core for kind, name, size in sizes(path) if size > most[kind]}
+    assert over - {("signature", name) for name in OPEN} == {("lines", name) for name in WHOLE}
+
+
 # ---- the reference
 
 

@@ -2,7 +2,12 @@
 
 import importlib.util
 import itertools
+import json
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,3 +177,50 @@ def test_one_pass_tells_what_changes_a_sum_from_what_only_a_continued_run_must_a
     assert found.sums["epsilon"] == "1.0" and found.run == {"average": "0.9"} and "average" not in found.sums
     assert found.complete and not identity(Settings(loss_fn=lambda model, batch: batch)).complete
     assert "learning_rate" not in identity(Settings(), ("engine",)).sums
+
+
+FIRST = "    epsilon: float | None = knob("
+KNOB = '    shade: float = knob(0.5, "darkness of a test")\n'
+TRIED = """
+import inspect, json, sys
+import torch, dpft, dpft.cli
+from dpft.datasets import TensorData
+
+def store(**knobs):
+    rows = TensorData(torch.zeros(40, 2, 2), torch.arange(40) % 3)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    return dpft.Engine(model, None, dpft.Full(), rows, noise_multiplier=1.0, batch_size=20, steps=1, seed=0, loop="none", **knobs).store
+
+torch.manual_seed(0)
+secrets = {shade: (torch.manual_seed(0), store(shade=shade).secret.hex())[1] for shade in (0.5, 0.75)}
+torch.manual_seed(0)
+usual = store().secret.hex()
+sys.argv = ["dpft", "train", "--data", "digits", "--model", "mlp", "--limit", "100", "--method", "BiTFiT", "--steps", "1", "--epsilon", "8",
+            "--accountant", "rdp", "--no-progress", "--shade", "0.75", "--ledger", sys.argv[1]]
+try:
+    dpft.cli.main()
+except SystemExit as end:
+    assert not end.code, end.code
+with dpft.Ledger(sys.argv[-1]) as ledger:
+    recorded = ledger.plan(ledger.runs()[0])["knobs"]
+signatures = [inspect.signature(one).parameters["shade"].default for one in (dpft.fine_tune, dpft.Engine)]
+print("\\n" + json.dumps({"file": dpft.__file__, "secrets": secrets, "usual": usual, "recorded": recorded, "signatures": signatures}))
+"""
+
+
+def test_a_new_knob_is_one_line(tmp_path):
+    "It is in the signatures, the command, the record and the identity."
+    package = Path(dpft.__file__).parent
+    shutil.copytree(package, tmp_path / "dpft", ignore=shutil.ignore_patterns("__pycache__"))
+    settings = tmp_path / "dpft" / "settings.py"
+    text = settings.read_text(encoding="utf-8")
+    assert text.count(FIRST) == 1
+    settings.write_text(text.replace(FIRST, KNOB + FIRST), encoding="utf-8")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run([sys.executable, "-c", TRIED, str(tmp_path / "ledger.sqlite")], cwd=tmp_path, capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": paths})
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(tmp_path) and found["signatures"] == [0.5, 0.5]
+    assert found["secrets"]["0.5"] == found["usual"] != found["secrets"]["0.75"]
+    assert found["recorded"]["shade"] == "0.75"

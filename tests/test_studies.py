@@ -126,8 +126,8 @@ def whole_way(name, label, study):
             assert entry["metrics"] and entry["epsilon"] <= study.epsilons[0] and len(entry["mechanisms"]) >= 1
         if not new:
             break
-        scores = [5 - sign * abs(run["learning_rate"] * (run["clip"] if name == "images-head" else 1) / study.ways[label].rate - 1)
-                  for run in new]
+        bound = [run["clip"] if study.shared["optimizer"] == "sgd" else 1 for run in new]
+        scores = [5 - sign * abs(run["learning_rate"] * its / study.ways[label].rate - 1) for run, its in zip(new, bound, strict=True)]
         write_records(file, [with_scores(run, score, experiment=f"{name}-tuning") for run, score in zip(new, scores, strict=True)])
         done += new
     else:

@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'CLIP', 'RATE', 'CONTENDERS', 'WHOLE', 'TOLERANCE', 'MIB', 'heads', 'encoder', 'bert', 'gpt2', 'llama',
            'convolutions', 'tanh_convolutions', 'train_only', 'random_batch', 'default_dtype', 'Setting', 'WatchedLoss',
            'Contender', 'collected', 'quiet', 'plain', 'dpft', 'hooked', 'opacus_hooks', 'opacus_ghost',
-           'fastdp_engine', 'fastdp', 'plain_step', 'OneBatch', 'steps_of', 'dpft_step', 'opacus_step',
+           'fastdp_engine', 'fastdp', 'in_parts', 'plain_step', 'OneBatch', 'steps_of', 'dpft_step', 'opacus_step',
            'opacus_ghost_step', 'fastdp_step', 'wanted_sum', 'relative_error', 'enter', 'median_interval',
            'interleaved', 'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory', 'weight_bytes', 'forget',
            'measure_memory', 'largest_batch', 'provenance', 'processor', 'matrix_rate', 'operations']
@@ -15,13 +15,16 @@ __all__ = ['MODELS', 'CLIP', 'RATE', 'CONTENDERS', 'WHOLE', 'TOLERANCE', 'MIB', 
 import copy
 import gc
 import math
+import os
 import platform
+import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -275,12 +278,19 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-plain
-def plain_step(model: nn.Module, loss: WatchedLoss) -> Contender:
+def in_parts(batch: Batch, parts: int) -> list[Batch]:
+    "A batch as it is, or cut into physical batches."
+    if parts == 1:
+        return [batch]
+    return [select_rows(batch, rows) for rows in torch.arange(batch_rows(batch)).chunk(parts)]
+
+def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     "PyTorch without privacy, and its optimizer."
     optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
-    gradients = plain(model, loss)
     def step(batch: Batch) -> dict[str, Tensor]:
-        gradients.step(batch)
+        model.zero_grad()
+        for part in in_parts(batch, parts):
+            (loss(model, part).sum() / batch_rows(batch)).backward()
         optimizer.step()
         return {}
     return Contender(model, step)
@@ -303,14 +313,14 @@ class OneBatch:
         return select_rows(self.rows, torch.as_tensor(indices))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-engine
-def steps_of(model: nn.Module, loss: WatchedLoss, batch: Batch) -> Iterator[Any]:
+def steps_of(model: nn.Module, loss: WatchedLoss, batch: Batch, parts: int = 1) -> Iterator[Any]:
     "The steps of a long private run that draws the whole batch each time."
     rows = batch_rows(batch)
     return iter(Engine(model, loss, Trainable(), OneBatch(batch), noise_multiplier=1.0,
                        accountant="rdp", clip=CLIP, batch_size=rows, steps=100_000,
-                       physical_batch_size=rows))
+                       physical_batch_size=-(-rows // parts)))
 
-def dpft_step(model: nn.Module, loss: WatchedLoss) -> Contender:
+def dpft_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     "A whole step of this package: draw, sum, ledger, noise, optimizer."
     optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
     own: Batch = ()
@@ -318,7 +328,7 @@ def dpft_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     def step(batch: Batch) -> dict[str, Tensor]:
         nonlocal own, steps
         if batch is not own:
-            own, steps = batch, steps_of(model, loss, batch)
+            own, steps = batch, steps_of(model, loss, batch, parts)
         next(steps).take(optimizer)
         return {}
     return Contender(model, step)
@@ -374,7 +384,9 @@ CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]]
 WHOLE: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {
     "plain-step": (plain_step, "torch"), "opacus-step": (opacus_step, "opacus"),
     "opacus-ghost-step": (opacus_ghost_step, "opacus"),
-    "fastdp-step": (fastdp_step, "fastDP"), "dpft-step": (dpft_step, "torch")}
+    "fastdp-step": (fastdp_step, "fastDP"), "dpft-step": (dpft_step, "torch"),
+    "plain-eighths": (partial(plain_step, parts=8), "torch"),
+    "dpft-eighths": (partial(dpft_step, parts=8), "torch")}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-check
 # relative error of a sum that rounding explains, by precision
@@ -584,13 +596,15 @@ def provenance(device: torch.device) -> dict[str, Any]:
     "Where a record was made."
     from importlib.metadata import version
 
+    peers = {"fastDP": getattr(sys.modules["fastDP"], "__version__", "")} if "fastDP" in sys.modules else {}
     return {"device": device_name(device),
             "machine": f"{platform.machine()}, {platform.system()}",
             "processor": processor(),
-            "threads": torch.get_num_threads(),
+            "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
             "memory_reused": device.type == "cpu" and reuse_memory(),
             "versions": installed_versions() | {"transformers": version("transformers"),
-                                                "python": platform.python_version()},
+                                                "python": platform.python_version()} | peers,
             "made": time.strftime("%Y-%m-%d")}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-processor

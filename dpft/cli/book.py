@@ -7,10 +7,10 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'LLM_EPSILON', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
-           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'FREEZING', 'quickstart', 'run_named',
-           'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores', 'prepare', 'written', 'kept_as',
-           'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all',
-           'planned_bench', 'bench', 'sizes_from', 'parts_asked']
+           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'RESUME', 'FREEZING', 'quickstart',
+           'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores', 'prepare', 'written',
+           'kept_as', 'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told', 'audit_outputs',
+           'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import json
@@ -442,6 +442,8 @@ PEERS = typer.Option(
     "--peers",
     help="Only whole steps, with noise, ledger and optimizer, of every library that "
          "is installed (FastDP from its folder on PYTHONPATH).")
+RESUME = typer.Option(
+    "--resume", help="Keep what the file of records holds, and measure what it lacks.")
 FREEZING = typer.Option(
     "--freezing",
     help="Only steps and runs of convolutional networks before and after their "
@@ -486,6 +488,7 @@ def bench(
     peers: Annotated[bool, PEERS] = False,
     gpu: Annotated[bool, GPU] = False,
     freezing: Annotated[bool, FREEZING] = False,
+    resume: Annotated[bool, RESUME] = False,
 ) -> None:
     "Time and bytes of a private step beside a plain one and other libraries, in one run; lists are written with commas."
     from dpft.book import bench as room
@@ -495,11 +498,12 @@ def bench(
         size = (64 if quick else 2048) if rows is None else rows
         print(write_freezing(output, size, 7 if repeats is None else repeats, quick))
         return
-    numbers = {"lengths": lengths, "sides": sides, "widths": widths}
-    sizes = sizes_from(quick, numbers, width, layers, rows, repeats, memory)
-    settings, name = planned_bench(sizes, parts_asked(parts, numbers), who, trains, quick,
+    lists = {"lengths": lengths, "sides": sides, "widths": widths}
+    sizes = sizes_from(quick, lists, width, layers, rows, repeats, memory)
+    settings, name = planned_bench(sizes, parts_asked(parts, lists), who, trains, quick,
                                    marks, gpu, peers)
-    print(room.bench_report(room.write_bench(settings, output, name, rate=gpu)))
+    numbers = (2**14 if quick else 2**21) if peers else 0
+    print(room.bench_report(room.write_bench(settings, output, name, gpu, numbers, resume)))
     print(f"\nThe records are in {output / name}.jsonl.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-sizes

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'TEXT_WAYS', 'LORA', 'LANGUAGE_WAYS', 'PICTURES',
-           'STUDIES', 'QUESTIONS', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at',
-           'entry', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'experiments_of', 'planned_hours',
-           'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict', 'sides', 'judged', 'missing_of',
-           'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'HEAD', 'HEAD_WAYS', 'STUDIES', 'QUESTIONS', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way',
+           'Study', 'options_at', 'entry', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'experiments_of',
+           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict', 'sides', 'judged',
+           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import math
@@ -182,11 +182,12 @@ LANGUAGE_WAYS = {
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64, "steps": 100,
                       "batch_size": 512, "optimizer": "adamw", "accountant": "prv", "physical_batch_size": 64}
+HEAD: Settings = {"data": "cifar10", "model": "head", "side": 128, "steps": 150, "batch_size": 4096,
+                  "optimizer": "sgd", "accountant": "prv", "physical_batch_size": 1024}
+HEAD_WAYS = {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}
 STUDIES = {
-    "images-head": Study(
-        {"data": "cifar10", "model": "head", "side": 128, "steps": 150, "batch_size": 4096,
-         "optimizer": "sgd", "accountant": "prv", "physical_batch_size": 1024},
-        {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}, 5000, fixed=10),
+    "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
+    "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images": Study(PICTURES, IMAGE_WAYS, 5000, elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study({**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS, 1000, (2.0,)),
     "text-full": Study(
@@ -209,6 +210,7 @@ def experiments_of(name: str, study: Study, measure: Any, question: str, needs: 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "images-head": ("How far does a private head go on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
+    "images-head-224": ("How far does it go on pictures of ImageNet's size?", "CIFAR-10, EfficientNet-Lite0"),
     "images": ("Does training more than the head pay on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
     "images-small": ("And with 5,000 rows?", "CIFAR-10, EfficientNet-Lite0"),
     "text-full": ("Which method is best on SST-2 at the paper's length?", "SST-2, MiniLM"),
