@@ -45,6 +45,7 @@ FORMULA = re.compile(r"<math\b.*?</math>", re.DOTALL)
 STOPPED = re.compile(r"(<math\b[^>]*display=\"inline\"(?:(?!</math>).)*</math>)([.,;:!?)’”]+)", re.DOTALL)
 FENCED = re.compile(r"<mrow><mo stretchy=\"true\" form=\"prefix\">(‖|\||\(|\[)</mo>((?:(?!stretchy=\"true\").)*?)"
                     r"<mo stretchy=\"true\" form=\"postfix\">(‖|\||\)|\])</mo></mrow>", re.DOTALL)
+ACCENT = re.compile(r"<mover>(<mi\b[^>]*>[^<]*</mi>)<mo accent=\"true\">[^<]*</mo></mover>")
 TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
 ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
@@ -120,10 +121,10 @@ def with_stops(page: str) -> str:
 
 
 def with_low_fences(page: str) -> str:
-    "The bars of a norm around one line stay as high as the line; around a fraction or a sum they grow."
+    "The bars of a norm around one line, accents included, stay as high as the line; around a fraction or a sum they grow."
 
     def fence(match: re.Match) -> str:
-        return match[0] if TALL.search(match[2]) else match[0].replace('stretchy="true"', 'stretchy="false"')
+        return match[0] if TALL.search(ACCENT.sub(r"\1", match[2])) else match[0].replace('stretchy="true"', 'stretchy="false"')
 
     for _ in range(3):                                                             # from the inside out
         page = FENCED.sub(fence, page)
@@ -313,9 +314,12 @@ MEASURE = """
 const wider = (one, block) => one && one.scrollWidth > block.clientWidth + 1;
 const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length &&
   (wider(block, block) || wider(block.querySelector("code"), block))).map((block) => block.textContent.trim().slice(0, 50));
+const wrapped = (page) => [...page.querySelectorAll("main pre.sourceCode code > span")].filter((line) => line.textContent.length <= 88 &&
+  line.getClientRects().length && line.offsetHeight > 1.5 * parseFloat(getComputedStyle(line.parentElement).lineHeight));
 const look = async (name, page) => {
   await pause(60);
   if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
+  if (width > 600) for (const line of wrapped(page)) found.push([name, "line", line.textContent.trim().slice(0, 50)]);
   const across = page.documentElement.scrollWidth;
   if (across > width + 1) {
     const all = [...page.querySelectorAll("main *, .page-navigation *, .quarto-secondary-nav *")];
@@ -388,8 +392,10 @@ def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:
     if not chromium:
         print("skipped, for want of Chromium: code that is cut off, pages that scroll sideways")
         return
+    told = {"code": f"at {WIDE} px: code is cut off:", "line": f"at {WIDE} px: a line of at most 88 characters is broken:",
+            "across": f"scrolls sideways at {WIDE} px,"}
     for name, kind, words in measured(folder, names, WIDE, chromium):
-        yield f"{name} at {WIDE} px: code is cut off: {words}" if kind == "code" else f"{name} scrolls sideways at {WIDE} px, {words}"
+        yield f"{name} {told[kind]} {words}"
     yield from (f"{name} scrolls sideways at {NARROW} px, {words}" for name, _, words in measured(folder, names, NARROW, chromium))
 
 

@@ -85,6 +85,83 @@ def test_the_glossary_is_in_order_refers_and_is_used(book):
         assert terms == sorted(terms)
 
 
+# ---- what a reader finds in every chapter
+
+
+PARTS = ("1_start", "2_methods", "3_found")
+
+
+def parts_of_the_book(book):
+    return [chapter for chapter in book.chapters() if chapter.path.parent.name in PARTS]
+
+
+def words_before(book, chapter, cell_id: str) -> int:
+    "Words of prose above a cell; a formula or a name in code is one."
+    count = 0
+    for cell in chapter.cells:
+        if cell["id"] == cell_id:
+            return count
+        if cell["cell_type"] == "markdown":
+            count += len(re.findall(r"\w[\w'’-]*", book.FORMULA.sub(" x ", re.sub(r"`[^`]*`", " x ", book.source(cell)))))
+    raise AssertionError(f"{chapter.path.name} has no cell {cell_id}")
+
+
+def test_every_chapter_asks_and_answers_with_code_that_ran(book):
+    for chapter in parts_of_the_book(book):
+        name = chapter.path.name
+        asked = sum(len(re.findall(r"(?m)^\*\*\d+\.\*\*", book.source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
+        answers = [cell for cell in chapter.cells if cell["cell_type"] == "code"
+                   and book.directives(book.source(cell))[0].get("code-summary", "").startswith("Answer")]
+        assert asked >= 1 and len(answers) >= asked, f"{name}: {asked} exercises and {len(answers)} answers"
+        assert any(re.search(r"(?m)^## Exercises", book.source(cell)) for cell in chapter.cells), name
+        for cell in answers:
+            assert book.directives(book.source(cell))[0].get("code-fold") == "true", f"{name}, {cell['id']}: the answer is not folded"
+            assert cell["outputs"], f"{name}, {cell['id']}: the answer shows nothing"
+
+
+def test_every_figure_says_in_words_what_it_shows(book):
+    for chapter in book.chapters():
+        for cell in chapter.cells:
+            options = book.directives(book.source(cell))[0] if cell["cell_type"] == "code" else {}
+            if options.get("label", "").startswith("fig-"):
+                assert len(options.get("fig-alt", "")) > 20, f"{chapter.path.name}, {cell['id']}: no alternative text"
+                assert options["fig-alt"] != options["fig-cap"], f"{chapter.path.name}, {cell['id']}: the caption twice"
+
+
+# where each method first runs, so that a reader meets it before the reasons for it
+FIRST_RUNS = {"13_baselines": "baselines-one-call", "14_bitfit": "bitfit-one-call", "15_frost_magnitude": "magnitude-one-call",
+              "18_frost_entries": "entries-one-call", "19_freezing_schedule": "schedule-one-call",
+              "24_rapft_perturbation": "perturbation-one-call", "29_composition": "composition-one-call"}
+
+
+def test_each_method_runs_within_five_hundred_words(book):
+    by_name = {chapter.path.stem: chapter for chapter in book.chapters()}
+    assert words_before(book, by_name["01_first"], "first-run") <= 600          # the first private model of the book
+    for name, cell in FIRST_RUNS.items():
+        assert words_before(book, by_name[name], cell) <= 500, name
+        (found,) = [c for c in by_name[name].cells if c["id"] == cell]
+        assert "fine_tune(" in book.source(found) and found["outputs"], f"{name}: {cell} runs no method"
+
+
+EPOCHS = re.compile(r"\b(one|two|three|four|five|ten|\d+) epochs? of (?:the )?SST-2")
+NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
+
+
+def test_epochs_are_computed_from_steps(book):
+    "Where prose says so many epochs, its chapter prints that number, or gives the rate and the steps that make it."
+    seen = 0
+    for chapter in book.chapters():
+        prose = "\n".join(book.source(cell) for cell in chapter.cells if cell["cell_type"] == "markdown")
+        printed = re.findall(r"([\d.]+) epochs of SST-2", json.dumps([cell.get("outputs", []) for cell in chapter.cells]))
+        given = re.findall(r"q = (\d+)/(\d+)\$?, (\d+) steps", prose)
+        known = {round(float(number)) for number in printed} | {round(int(b) * int(t) / int(n)) for b, n, t in given}
+        for word in EPOCHS.findall(prose):
+            number = NUMBERS.get(word) or int(word)
+            assert number in known, f"{chapter.path.name}: {word} epochs of SST-2, and the chapter computes {sorted(known) or 'none'}"
+            seen += 1
+    assert seen > 1
+
+
 # ---- the size of what is in the core
 
 WHOLE = {"gradients", "prefix"}                                  # modules that read from front to back

@@ -288,7 +288,7 @@ def test_stale_records_are_counted(results, tmp_path):
     fresh = [{**e, "source_hash": source_hash()} for e in RECORDS["lf-pwcca"]]
     write_records(results / "lf-pwcca.jsonl", fresh)
     (sentence,) = redraw({"pwcca": FIGURES["pwcca"]}, tmp_path)
-    assert "4 reduced records, 2 seeds, CPU; 2 of 4 stale" in sentence
+    assert "4 reduced records, 2 seeds, CPU; 2 of them by code that has changed since" in sentence
 
 
 def test_full_and_reduced_runs_are_never_in_one_picture(results):

@@ -84,6 +84,8 @@ def test_fences_are_as_high_as_what_they_hold(site):
     line, fraction = "<mi>g</mi>", "<mfrac><mi>a</mi><mi>b</mi></mfrac>"
     assert site.with_low_fences(fence(line)) == fence(line, stretchy="false")
     assert site.with_low_fences(fence(fence(line, "("))) == fence(fence(line, "(", "false"), stretchy="false")
+    accented = '<mover><mi>g</mi><mo accent="true">‾</mo></mover>'
+    assert site.with_low_fences(fence(accented)) == fence(accented, stretchy="false")
     assert site.with_low_fences(fence(fraction)) == fence(fraction)
     assert site.with_low_fences(fence(line + fence(fraction, "("))) == fence(line + fence(fraction, "("))
 
@@ -180,8 +182,13 @@ def test_what_is_cut_or_too_wide_is_seen(site, tmp_path):
     (tmp_path / "right.html").write_text(f'{head}<pre style="white-space:pre-wrap;overflow-wrap:anywhere"><code>{long}</code></pre>')
     (tmp_path / "cut.html").write_text(f'{head}<pre style="overflow:auto"><code>{long}</code></pre>')
     (tmp_path / "wide.html").write_text(f'{head}<table style="width:600px"><tr><td>wide</td></tr></table>')
-    found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html"]))
-    assert [sentence.split(":")[0] for sentence in found] == ["cut.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
+    block = '<pre class="sourceCode" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:20px"><code>'
+    for name, pixels in (("fits", 12), ("broken", 20)):
+        line = f'<span style="font:{pixels}px/20px monospace;display:inline-block">{"word " * 17}</span>'
+        (tmp_path / f"{name}.html").write_text(f"{head}{block}{line}</code></pre>")
+    found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html", "fits.html", "broken.html"]))
+    assert [sentence.split(":")[0] for sentence in found] == [
+        "cut.html at 1280 px", "broken.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")

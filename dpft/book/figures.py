@@ -420,15 +420,18 @@ def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # 
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-described
 def described(records: Sequence[dict[str, Any]]) -> str:
-    "How many records, whether reduced, on what devices, with how many seeds, and how many are stale."
+    "How many records, whether reduced, on what devices, with how many seeds, and how many other code has made."
     devices = ", ".join(sorted({entry["device"]
                                 for entry in records if "device" in entry}))
     seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
+    devices = devices.replace(" 1 threads", " 1 thread")
     stale = sum(map(is_stale, records))
+    of_them = (f"{stale} of them by code that has changed since" if stale
+               else "all by the code as it is now")
     return (f"{len(records)} "
             f"{'reduced ' * any(entry.get('reduced') for entry in records)}record{'s' * (len(records) != 1)}, "
             + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
-            + f"{devices or 'device unknown'}; {stale} of {len(records)} stale")
+            + f"{devices or 'device unknown'}; {of_them}")
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-made-by
 def made_by(experiment: str) -> str:
