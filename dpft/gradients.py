@@ -12,9 +12,9 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT'
            'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'unfolded', 'convolution_weight',
            'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight',
            'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
-           'plain_arithmetic', 'Measured', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares',
-           'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'NormBounds', 'silenced',
-           'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
+           'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
+           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'NormBounds',
+           'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
            'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
            'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
            'accelerators', 'forked', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
@@ -711,6 +711,10 @@ class Measured:
         return (square * (1 + gamma(depth, dtype))).sqrt() + self.release.sqrt()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-whole
+def as_it_is(values: Tensor) -> Tensor:
+    "The same."
+    return values
+
 class Whole:
     "How the parameters lie: this process holds all of each."
     size = 1    # processes that hold different parts of one gradient
@@ -719,9 +723,10 @@ class Whole:
         "A tensor of the shape that a layer computes with here."
         return full(parameter.detach())
 
-    def seen(self, module: nn.Module, inputs: Tensor, output: Tensor) -> tuple[Any, Tensor]:
-        "A layer and its input as its rule reads them."
-        return module, inputs
+    def seen(self, module: nn.Module, inputs: Tensor,
+             output: Tensor) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
+        "A layer, its input, and the gradient of its output as its rule reads them."
+        return module, inputs, as_it_is
 
     def counts(self, parameter: Tensor) -> bool:
         "Whether a norm counts the gradient of a parameter on this process."
@@ -1117,7 +1122,8 @@ def tap_layer(
 ) -> Tensor:                       # the output, tapped
     "A forward hook; the input is kept only if the weight trains."
     weight, bias, rows = own.get("weight"), own.get("bias"), collected.rows
-    layer, inputs = collected.where.seen(module, next(iter((*args, *kwargs.values()))), output)
+    inputs = next(iter((*args, *kwargs.values())))
+    layer, inputs, cut = collected.where.seen(module, inputs, output)
     if len(output) == 1 < rows:                      # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
     elif len(output) % rows:
@@ -1126,7 +1132,7 @@ def tap_layer(
     if output.is_leaf and output.requires_grad:      # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
-        gradient = collected.by_example(gradient)
+        gradient = collected.by_example(cut(gradient))
         if bias is not None:
             collected.add(bias, rule.bias(layer, gradient))
         if weight is not None:
