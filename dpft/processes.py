@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'ProcessError', 'reached', 'tried', 'told_by_first', 'gathered', 'refuse_unlike',
-           'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local', 'whole', 'launched',
-           'own_device', 'start', 'stop', 'speaks', 'told_to_stop']
+           'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local', 'whole', 'plain_of',
+           'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
 import os
@@ -205,6 +205,14 @@ def local(values: Tensor) -> Tensor:
 def whole(values: Tensor) -> Tensor:
     "All entries of a tensor, gathered; all processes call it together."
     return values.full_tensor() if hasattr(values, "full_tensor") else values
+
+# %% ../nbs/5_notes/77_processes.ipynb #processes-plain-of
+def plain_of(model: nn.Module) -> nn.Module | None:
+    "A model that lies over processes as a whole one, on the first of them; others as they are."
+    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return model
+    from dpft.sharding import plain_copy
+    return plain_copy(model)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start
 def launched() -> bool:
