@@ -171,8 +171,9 @@ def facts_of(engine: "Engine") -> tuple[dict[str, Any], bool]:
 def opened(engine: "Engine", content: dict[str, Any]) -> tuple[Store, Keystream]:
     "The store of a run and its randomness, on all processes; the first alone has the folder."
     given = engine.settings
-    facts, complete = facts_of(engine) if engine.processes.is_first or engine.sharded else ({}, False)
+    known = facts_of(engine) if engine.sharded else None    # all hash the model together
     def open_store() -> Store:
+        facts, complete = known or facts_of(engine)
         return Store(given.checkpoint, facts, content, given.seed, complete=complete,
                      further=engine.known.run, version=__version__)
     store: Store = engine.processes.first(open_store)

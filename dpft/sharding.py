@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .gradients import (
-    PASS_FAILS, Batch, Coupling, LossFunction, Measured, Recollate, Still, Whole, batch_rows,
-    as_it_is, buffers_kept, check_uncoupled, different_rows, evaluating, full, looked_at, nothing_hidden, only_training,
-    record, same_losses_in_all_settings, select_rows, tensors, tolerance, trainable)
+    PASS_FAILS, Batch, Coupling, LossFunction, Measured, Recollate, Still, Whole,
+    as_it_is, batch_rows, buffers_kept, check_uncoupled, different_rows, evaluating,
+    full, looked_at, nothing_hidden, only_training, record,
+    same_losses_in_all_settings, select_rows, tensors, tolerance, trainable)
 from .noise import _CHUNK, Context, Keystream, box_muller
 from .processes import Processes, local, reached, take_over, whole
 from .store import CheckpointError
@@ -50,13 +51,13 @@ def chunk_span(length: int, pieces: int, number: int) -> Span:
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-part
 @dataclass
 class Part:
-    "How one parameter lies: what a layer computes with here, and which entries this process keeps."
-    held: tuple[Span, ...]         # the entries that a layer computes with, dimension by dimension
-    box: tuple[Span, ...]          # the entries kept here between passes
-    counts: bool                   # whether norms count its gradient on this process
-    rows: Any = None               # fully_shard's mesh, over which rows differ; None: not its
-    dim: int = 0                   # that fully_shard cuts
-    copies: int = 1                # processes that keep the same entries
+    "How one parameter lies: what a layer computes with here, and what is kept here."
+    held: tuple[Span, ...]  # the entries that a layer computes with, by dimension
+    box: tuple[Span, ...]   # the entries kept here between passes
+    counts: bool            # whether norms count its gradient on this process
+    rows: Any = None        # fully_shard's mesh, over which rows differ; None: not its
+    dim: int = 0            # that fully_shard cuts
+    copies: int = 1         # processes that keep the same entries
 
     @property
     def shape(self) -> torch.Size:
@@ -65,15 +66,15 @@ class Part:
 
     def scattered(self, total: Tensor) -> Tensor:
         "The kept entries of a sum over all processes that have different rows."
-        shards: list[Any] = [Replicate()] * (self.rows.ndim - 1) + [Shard(self.dim)]
-        partial = DTensor.from_local(total.contiguous(), self.rows, [Partial()] * self.rows.ndim,
-                                     run_check=False)
-        return partial.redistribute(placements=shards).to_local()
+        mesh, here = self.rows, [Partial()] * self.rows.ndim
+        kept: list[Any] = [Replicate()] * (mesh.ndim - 1) + [Shard(self.dim)]
+        partial = DTensor.from_local(total.contiguous(), mesh, here, run_check=False)
+        return partial.redistribute(placements=kept).to_local()
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-tensor-span
 def tensor_spans(parameter: DTensor, dims: range) -> tuple[list[Span], bool, int]:
-    """What tensor parallelism leaves a process of each dimension, whether it is the first
-    of those that hold the same, and over how many it is cut.
+    """The entries that tensor parallelism leaves a process, by dimension; whether it is
+    the first of those that hold them; and over how many processes it cuts.
     """
     mesh, place = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     spans, first, cuts = [(0, length) for length in parameter.shape], True, 1
@@ -86,8 +87,9 @@ def tensor_spans(parameter: DTensor, dims: range) -> tuple[list[Span], bool, int
         elif isinstance(how, Replicate):
             first = first and number == 0
         else:
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is placed as {how}, "
-                             "for which there is no rule; use Shard or Replicate")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is placed as {how}, "
+                "for which there is no rule; use Shard or Replicate")
     return spans, first, cuts
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-managed
@@ -106,29 +108,32 @@ def part_of(parameter: nn.Parameter, cut: Any, alike_first: bool) -> Part:
         return Part(spans, spans, alike_first, copies=dist.get_world_size())
     rows = None if cut is None else cut.mesh_info.mesh
     begin = 0 if rows is None else rows.ndim
-    held, first, cuts = tensor_spans(parameter, range(begin, parameter.device_mesh.ndim))
-    first = first if begin < parameter.device_mesh.ndim else alike_first
+    dims = range(begin, parameter.device_mesh.ndim)
+    held, first, cuts = tensor_spans(parameter, dims)
+    first = first if dims else alike_first
     box, dim = list(held), 0
     if cut is not None:
         dim, info = cut.fsdp_placement.dim, cut.mesh_info
         low, high = held[dim]
         start, stop = chunk_span(high - low, info.shard_mesh_size, info.shard_mesh_rank)
         box[dim], cuts = (low + start, low + stop), cuts * info.shard_mesh_size
-    return Part(tuple(held), tuple(box), first, rows, dim, dist.get_world_size() // cuts)
+    copies = dist.get_world_size() // cuts
+    return Part(tuple(held), tuple(box), first, rows, dim, copies)
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-tensor-mesh
 def tensor_ranks(model: nn.Module, cut: Mapping[int, Any]) -> list[int]:
-    "The processes that read the same rows as this one, in the order of the tensor-parallel mesh."
+    "The processes that read the same rows as this one, as their mesh has them."
     found = {(dist.get_rank(),)}
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            begin = cut[id(parameter)].mesh_info.mesh.ndim if id(parameter) in cut else 0
+            known = cut.get(id(parameter))
+            begin = 0 if known is None else known.mesh_info.mesh.ndim
             place = mesh.get_coordinate()[:begin]
             found.add(tuple(mesh.mesh[tuple(place)].flatten().tolist()))
     longest = max(found, key=len)
     if any(not set(one) <= set(longest) for one in found):
-        raise ValueError("the model is cut over several tensor-parallel meshes that differ; "
+        raise ValueError("the model is cut over tensor-parallel meshes that differ; "
                          "give parallelize_module one mesh for all layers")
     return list(longest)
 
@@ -136,28 +141,31 @@ def tensor_ranks(model: nn.Module, cut: Mapping[int, Any]) -> list[int]:
 class Ranks:
     "Who reads the same rows as this process, and who shares the rows out with it."
 
-    def __init__(self, alike: list[int]):    # processes with the same rows, this one among them
+    def __init__(self, alike: list[int]):    # processes with this one's rows, and it
         self.alike, own = alike, dist.get_rank()
         every: list[Any] = [None] * dist.get_world_size()
         with reached():
             dist.all_gather_object(every, alike)
         teams = sorted({tuple(team) for team in every})
         if sorted(sum(teams, ())) != [*range(len(every))]:
-            raise ValueError("the tensor-parallel meshes do not part the processes into equal "
-                             "teams; make one mesh with init_device_mesh for all of them")
-        self.row, self.rows = teams.index(tuple(alike)), len(teams)     # this team's number, and how many
-        self.place = alike.index(own)                                   # in the team
-        self.columns = [sorted(team[place] for team in teams) for place in range(len(alike))]
+            raise ValueError(
+                "the tensor-parallel meshes do not part the processes into equal "
+                "teams; make one mesh with init_device_mesh for all of them")
+        self.row, self.rows = teams.index(tuple(alike)), len(teams)  # the team
+        self.place = alike.index(own)                                # in the team
+        self.columns = [sorted(team[place] for team in teams)
+                        for place in range(len(alike))]
         self.team = self._group([list(team) for team in teams], own)
         self.others = self._group(self.columns, own)
 
     @staticmethod
     def _group(parts: list[list[int]], own: int) -> Any:
-        "The group of this process; all processes make all groups, in one order. None: it is alone."
+        "The group of this process, None where it is alone; all make all groups."
         if len(parts) == 1:
             return dist.group.WORLD if len(parts[0]) > 1 else None
         made = [dist.new_group(part) if len(part) > 1 else None for part in parts]
-        return next(group for part, group in zip(parts, made, strict=True) if own in part)
+        return next(group for part, group in zip(parts, made, strict=True)
+                    if own in part)
 
     def add(self, values: Tensor) -> None:
         "Add up a plain tensor over those that share the rows out."
@@ -173,10 +181,10 @@ class Ranks:
         for axis, how in enumerate(values.placements):
             if isinstance(how, Replicate):
                 copy_from_first(values.to_local(), mesh.get_group(axis))
-        own = mesh.mesh.flatten().tolist()
-        if self.alike != [*range(dist.get_world_size())] and sorted(own) == sorted(self.alike):
+        own = sorted(mesh.mesh.flatten().tolist())
+        if own == sorted(self.alike):
             copy_from_first(values.to_local(), self.others)    # each team keeps it
-        elif sorted(own) == self.columns[self.place]:
+        elif own == self.columns[self.place]:
             copy_from_first(values.to_local(), self.team)      # each of a team does
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-copy-first
@@ -197,20 +205,23 @@ def check_covers(cut: Mapping[int, Any], ranks: Ranks) -> None:
     for one in cut.values():
         found = sorted(one.mesh_info.mesh.mesh.flatten().tolist())
         if found != wanted:
-            raise ValueError(f"fully_shard was given a mesh of processes {found}, but the rows are "
-                             f"shared out over {wanted}; give it one of all these, with a second "
-                             "dimension for copies")
+            raise ValueError(
+                f"fully_shard was given a mesh of processes {found}, but the rows are "
+                f"shared out over {wanted}; give it one of all these, with a second "
+                "dimension for copies")
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-plain-policy
 def check_plain(module: FSDPModule) -> None:
     "ValueError for what fully_shard should not do besides cutting."
     policy = module._get_fsdp_state()._mp_policy
     if policy.param_dtype is not None or policy.output_dtype is not None:
-        raise ValueError("fully_shard was given a MixedPrecisionPolicy, under which gradients cannot "
-                         "be checked; leave it out, and pass precision='bf16' to dpft")
-    if any(one.offload_to_cpu for one in managed(module).values()):  # type: ignore[arg-type]
-        raise ValueError("fully_shard was given a CPUOffloadPolicy, which is not supported; leave it "
-                         "out, or give it more processes")
+        raise ValueError(
+            "fully_shard was given a MixedPrecisionPolicy, under which gradients "
+            "cannot be checked; leave it out, and give dpft precision='bf16'")
+    cut = managed(module)  # type: ignore[arg-type]
+    if any(one.offload_to_cpu for one in cut.values()):
+        raise ValueError("fully_shard was given a CPUOffloadPolicy, which is not "
+                         "supported; leave it out, or give it more processes")
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-cuts
 Seen = tuple[Any, Tensor, Callable[[Tensor], Tensor]]
@@ -221,16 +232,20 @@ def cut_last(span: Span, length: int, output: Tensor) -> Callable[[Tensor], Tens
     gathered = high - low < length == output.shape[-1]
     return (lambda gradient: gradient[..., low:high]) if gathered else as_it_is
 
-def cut_rows(part: Part, width: int, inputs: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    "The same of a table, and what looks up rows that other processes hold left out."
+def cut_rows(
+    part: Part, width: int, inputs: Tensor, output: Tensor,
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    "The same of a table; what looks up rows that other processes hold is left out."
     low, high = part.held[0]
-    columns, outside = cut_last(part.held[1], width, output), (inputs < low) | (inputs >= high)
-    return (inputs - low).masked_fill(outside, 0), lambda gradient: columns(gradient).masked_fill(
-        outside[..., None], 0)
+    outside = (inputs < low) | (inputs >= high)
+    columns = cut_last(part.held[1], width, output)
+    def cut(gradient: Tensor) -> Tensor:
+        return columns(gradient).masked_fill(outside[..., None], 0)
+    return (inputs - low).masked_fill(outside, 0), cut
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-layer
 class LocalLayer:
-    "A layer as its rule reads it: its weight has the shape of the part that computes here."
+    "A layer as its rule reads it: its weight has the shape of the part that is here."
 
     def __init__(self, module: nn.Module, shapes: dict[str, torch.Size]):
         self._module, self._shapes = module, shapes
@@ -286,7 +301,8 @@ class Sharding(Whole):
         if self.size == 1:
             return found
         kept = [*vars(found[0])]
-        table = torch.stack([torch.stack([vars(one)[name] for name in kept]) for one in found])
+        table = torch.stack([torch.stack([vars(one)[name] for name in kept])
+                             for one in found])
         return [Measured(*one) for one in self.summed(table)]
 
     def summed(self, table: Tensor) -> Tensor:
@@ -310,24 +326,29 @@ def as_lies(parameter: Tensor, values: Tensor) -> Tensor:
     "Kept entries as a tensor that lies as a parameter does; plain ones as they are."
     if not isinstance(parameter, DTensor):
         return values
-    return DTensor.from_local(values, parameter.device_mesh, parameter.placements, run_check=False,
-                              shape=parameter.shape, stride=parameter.stride())
+    return DTensor.from_local(
+        values, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride())
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-local-view
-def local_view(where: Sharding, module: nn.Module, inputs: Tensor, output: Tensor) -> Seen:
+def local_view(
+    where: Sharding, module: nn.Module, inputs: Tensor, output: Tensor,
+) -> Seen:
     "A layer, its input and the gradient of its output as its rule reads them."
     if where.size == 1:
         return module, inputs, as_it_is
     if isinstance(output, DTensor):
-        raise ValueError(f"{type(module).__name__} returns a DTensor; leave use_local_output=True "
-                         "in its ColwiseParallel or RowwiseParallel")
+        raise ValueError(
+            f"{type(module).__name__} returns a DTensor; leave use_local_output=True "
+            "in its ColwiseParallel or RowwiseParallel")
     parts = {name: where.part(p) for name, p in module.named_parameters(recurse=False)}
     layer = LocalLayer(module, {name: part.shape for name, part in parts.items()})
     inputs = local(inputs)
     if isinstance(module, nn.Embedding):
         return layer, *cut_rows(parts["weight"], module.embedding_dim, inputs, output)
     if isinstance(module, nn.Linear):
-        return layer, inputs, cut_last(parts["weight"].held[0], module.out_features, output)
+        span = parts["weight"].held[0]
+        return layer, inputs, cut_last(span, module.out_features, output)
     return layer, inputs, as_it_is
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-sharding-of
@@ -364,19 +385,18 @@ def boxed_noise(key: bytes, shape: Sequence[int], box: Sequence[Span], std: floa
     if not box:
         return chunk_noise(key, 1, 0, 1, std, dtype).reshape(())
     row, (first, last) = math.prod(shape[1:]), box[0]
-    rest = tuple(slice(*span) for span in box[1:])
-    step = max(1, 2**20 // max(row, 1)) if any(
-        span != (0, length) for span, length in zip(box[1:], shape[1:], strict=True)) else last - first
+    rest, step = tuple(slice(*span) for span in box[1:]), max(1, 2**20 // max(row, 1))
     out = torch.empty([high - low for low, high in box], dtype=dtype)
-    for low in range(first, last, max(step, 1)):
+    for low in range(first, last, step):
         high = min(low + step, last)
         numbers = chunk_noise(key, math.prod(shape), low * row, high * row, std, dtype)
-        out[low - first:high - first] = numbers.view(high - low, *shape[1:])[(slice(None), *rest)]
+        rows = numbers.view(high - low, *shape[1:])
+        out[low - first:high - first] = rows[(slice(None), *rest)]
     return out
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-shard-stream
 class ShardStream(Keystream):
-    "Randomness for the entries that one process keeps: its part of what one process would draw."
+    "Randomness for the entries kept here: a part of what one process would draw."
 
     def __init__(self, stream: Keystream, shape: Sequence[int], box: Sequence[Span]):
         super().__init__(stream.secret)
@@ -390,11 +410,13 @@ class ShardStream(Keystream):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        "The part's entries of the noise for the whole; on other devices a stream for each part."
+        "The part's entries of the whole noise; off the CPU a stream for each part."
         if torch.device(device).type != "cpu":
             ends = [end for span in self.box for end in span]
-            return super().normal(shape, std, *context, "part", *ends, device=device, dtype=dtype)
-        return boxed_noise(self.key("normal", *context), self.shape, self.box, std, dtype)
+            context = (*context, "part", *ends)
+            return super().normal(shape, std, *context, device=device, dtype=dtype)
+        key = self.key("normal", *context)
+        return boxed_noise(key, self.shape, self.box, std, dtype)
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-processes
 class ShardedProcesses(Processes):
@@ -403,7 +425,7 @@ class ShardedProcesses(Processes):
     def __init__(self, where: Sharding):
         super().__init__()
         self.where, self.ranks = where, where.ranks
-        self.mark = (self.ranks.row,)        # those with the same rows use the same keys
+        self.mark = (self.ranks.row,)    # those with the same rows use the same keys
 
     def slice(self, rows: Tensor) -> Tensor:
         return rows[self.ranks.row::self.ranks.rows]
@@ -429,13 +451,13 @@ class ShardedProcesses(Processes):
     def total(
         self, sums: dict[str, Tensor], counts: Sequence[float] = (),
     ) -> tuple[dict[str, Tensor], list[float]]:
-        "Of what lies over processes the copies of one of them; of the rest the sums; and the counts."
-        plain = {name: value for name, value in sums.items() if not isinstance(value, DTensor)}
-        for value in plain.values():
-            self.ranks.add(value)
+        "The sums, each from one of those that have it, and the counts over all rows."
         for value in sums.values():
+            if not isinstance(value, DTensor):
+                self.ranks.add(value)
             self.ranks.unify(value)
-        numbers = torch.tensor([*counts], dtype=torch.float32, device=next(iter(sums.values())).device)
+        device = next(iter(sums.values())).device
+        numbers = torch.tensor([*counts], dtype=torch.float32, device=device)
         self.ranks.add(numbers)
         if self.ranks.team is not None and len(numbers):
             with reached():
@@ -443,7 +465,7 @@ class ShardedProcesses(Processes):
         return sums, numbers.tolist()
 
     def spread(self, model: nn.Module) -> None:
-        "Buffers and whole parameters of the first process, into all others'; of shards, the copies."
+        "What is whole, from the first process into all; shards, into their copies."
         for value in (*model.parameters(), *model.buffers()):
             if isinstance(value, DTensor):
                 self.ranks.unify(value.detach())
@@ -458,11 +480,12 @@ def box_of(where: Sharding, total: DTensor) -> tuple[Span, ...]:
                 if (p.device_mesh, p.placements, p.shape) == spec)
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-check-taps
-NO_WAY = ("no fast rule gives these per-example gradients where the model lies over several "
-          "processes; freeze them, or give every process the whole model")
+NO_WAY = ("no fast rule gives these per-example gradients where the model lies over "
+          "several processes; freeze them, or give every process the whole model")
 
 def check_taps(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, fresh: Sequence[nn.Parameter],
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    fresh: Sequence[nn.Parameter],
 ) -> Sequence[nn.Parameter]:    # the same, all of which the taps see
     "ValueError that names a parameter of which the taps miss the per-example gradient."
     where, exact = sharding_of(model), getattr(loss_fn, "full_precision", loss_fn)
@@ -472,33 +495,37 @@ def check_taps(
     check_uncoupled(model, exact, rows)
     names = {id(p): name for name, p in trainable(model).items()}
     try:
-        with evaluating(model), nothing_hidden(model), only_training(model, fresh), Still():
+        with (evaluating(model), nothing_hidden(model), only_training(model, fresh),
+              Still()):
             missed = missed_by_taps(where, model, exact, rows)
     except PASS_FAILS as error:
-        raise ValueError(f"{names[id(fresh[0])]} and others: {NO_WAY} ({error})") from error
+        first = names[id(fresh[0])]
+        raise ValueError(f"{first} and others: {NO_WAY} ({error})") from error
     if missed:
         raise ValueError(f"{', '.join(missed)}: {NO_WAY}")
     return fresh
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-common-rows
 def common_rows(rows: Batch) -> Batch:
-    "Rows of one process that has two that differ, for all; of all of them where none has."
+    "The rows of one process that has two; where none has, those of all."
     every: list[Any] = [None] * dist.get_world_size()
     with reached():
         dist.all_gather_object(every, rows)
     if found := [one for one in every if batch_rows(one) > 1]:
         return found[0]
     if len({tuple(x.shape for x in tensors(one)) for one in every}) == 1:
-        items = [dict(one) if isinstance(one, Mapping) else dict(enumerate(one)) for one in every]
-        joint = {key: torch.cat([one[key] for one in items]) if isinstance(value, Tensor) else value
+        items = [dict(one) if isinstance(one, Mapping) else dict(enumerate(one))
+                 for one in every]
+        joint = {key: value if not isinstance(value, Tensor)
+                 else torch.cat([one[key] for one in items])
                  for key, value in items[0].items()}
         return joint if isinstance(rows, Mapping) else tuple(joint.values())
-    raise ValueError("the first batch has one example on each process, with which the gradients "
-                     "cannot be checked; raise batch_size")
+    raise ValueError("the first batch has one example on each process, with which the "
+                     "gradients cannot be checked; raise batch_size")
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-by-backward
 def by_backward(where: Sharding, model: nn.Module, losses: Tensor) -> dict[str, Tensor]:
-    "The kept entries of the gradient of a sum of losses over all processes, by torch's own backward pass."
+    "Kept entries of the gradient of all processes' losses, by torch's backward pass."
     parameters = trainable(model)
     kept = {name: p.grad for name, p in parameters.items()}
     for p in parameters.values():
@@ -512,13 +539,15 @@ def by_backward(where: Sharding, model: nn.Module, losses: Tensor) -> dict[str, 
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-own-gradient
 def own_gradient(where: Sharding, p: nn.Parameter) -> Tensor:
-    "What a backward pass has left of a parameter's gradient, summed over the rows of all processes."
+    "What a backward pass has left of a gradient, summed over the rows of all."
     part = where.part(p)
     if p.grad is None:
-        return torch.zeros([high - low for low, high in part.box], dtype=p.dtype, device=p.device)
+        sizes = [high - low for low, high in part.box]
+        return torch.zeros(sizes, dtype=p.dtype, device=p.device)
     if not isinstance(p, DTensor):
         return p.grad
-    found = p.grad.redistribute(placements=p.placements).to_local()  # type: ignore[attr-defined]
+    gradient: Any = p.grad
+    found = gradient.redistribute(placements=p.placements).to_local()
     if part.rows is not None:
         return found * part.rows.size()      # fully_shard has taken the mean
     found = found.clone()
@@ -526,17 +555,20 @@ def own_gradient(where: Sharding, p: nn.Parameter) -> Tensor:
     return found
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-missed
-def missed_by_taps(where: Sharding, model: nn.Module, loss_fn: LossFunction, rows: Batch) -> list[str]:
-    "Names of what trains whose norms or sums by taps are not those of a backward pass for each row."
+def missed_by_taps(
+    where: Sharding, model: nn.Module, loss_fn: LossFunction, rows: Batch,
+) -> list[str]:
+    "Names of what trains whose norms or sums by taps are not the oracle's."
     size, teams, parameters = batch_rows(rows), where.ranks.rows, trainable(model)
-    alone = [by_backward(where, model, loss_fn(model, select_rows(rows, torch.tensor([i]))))
-             for i in range(size)]
+    each = (select_rows(rows, torch.tensor([i])) for i in range(size))
+    alone = [by_backward(where, model, loss_fn(model, row)) for row in each]
     own = {name: torch.stack([full(row[name]).double() for row in alone])
            / (teams if isinstance(p, DTensor) else 1) for name, p in parameters.items()}
     norms = added_squares(where, parameters, own)
     finite = norms.isfinite().all(0)                            # of which rows
     if not finite.any():
-        raise ValueError("the first rows have gradients that are not finite; leave such rows out")
+        raise ValueError("the first rows have gradients that are not finite: nothing "
+                         "can be checked; leave such rows out")
     weights = torch.linspace(1.0, -0.6, size, device=finite.device) * finite
     taps = record(model, loss_fn, rows)
     sums, gaps, found = taps.weighted_sum(weights), {}, {}
@@ -555,7 +587,7 @@ def missed_by_taps(where: Sharding, model: nn.Module, loss_fn: LossFunction, row
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-added-squares
 def added_squares(where: Sharding, parameters: dict[str, nn.Parameter],
                   own: dict[str, Tensor]) -> Tensor:      # (parameters, rows)
-    "Squared norms of kept entries, row by row, over all processes; copies share theirs."
+    "Squared norms of kept entries, by row, over all processes; copies share theirs."
     table = torch.stack([own[name].flatten(1).square().sum(1) / where.part(p).copies
                          for name, p in parameters.items()])
     with reached():
@@ -563,12 +595,15 @@ def added_squares(where: Sharding, parameters: dict[str, nn.Parameter],
     return table
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-beyond-rounding
-def beyond_rounding(parameters: dict[str, nn.Parameter], norms: Tensor, worst: Tensor) -> list[str]:
+def beyond_rounding(
+    parameters: dict[str, nn.Parameter], norms: Tensor, worst: Tensor,
+) -> list[str]:
     "Names of those whose worst difference is more than rounding explains."
     overall = norms.square().sum(0).max().sqrt()
     near = torch.tensor([tolerance(p) for p in parameters.values()]).to(norms)
     close = near * (norms.sum(1) + 0.01 * overall)
-    return [name for name, bad in zip(parameters, (worst > close).tolist(), strict=True) if bad]
+    beyond = (worst > close).tolist()
+    return [name for name, bad in zip(parameters, beyond, strict=True) if bad]
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-coupling
 class SharedCoupling(Coupling):
@@ -583,7 +618,8 @@ class SharedCoupling(Coupling):
         found = next((one for one in every if one is not None), None)
         if found is not None:
             rows, parts, longest = found
-            again = None if parts is None else lambda which, length: parts[tuple(which), length]
+            again = None if parts is None else (
+                lambda which, length: parts[tuple(which), length])
             with buffers_kept(self.model):
                 same_losses_in_all_settings(self.model, self.loss_fn, rows,
                                             [*range(batch_rows(rows))], again, longest)
@@ -591,13 +627,16 @@ class SharedCoupling(Coupling):
         return found is not None
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-packed-look
-def packed_look(coupling: Coupling, batch: Batch, recollate: Recollate | None) -> tuple[Any, Any, int]:
+def packed_look(
+    coupling: Coupling, batch: Batch, recollate: Recollate | None,
+) -> tuple[Any, Any, int]:
     "The rows to look at, collated in all the ways that are compared."
     rows = looked_at(batch)
     own, longest = select_rows(batch, torch.tensor(rows)), coupling.longest
     if recollate is None:
         return own, None, longest
-    parts: dict[Any, Batch] = {((i,), None): recollate([row], None) for i, row in enumerate(rows)}
+    parts: dict[Any, Batch] = {((i,), None): recollate([row], None)
+                               for i, row in enumerate(rows)}
     if longest:
         parts[tuple(range(len(rows))), longest] = recollate(rows, longest)
     return own, parts, longest
@@ -607,20 +646,22 @@ def plain_shards(
     where: Sharding, model: nn.Module, losses: Tensor, counts: bool,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:    # sums, losses, no norms
     "The sum of a batch's gradients as they are, for epsilon = inf."
-    found = by_backward(where, model, losses if counts else losses.masked_fill(losses == losses, 0))
+    silent = torch.full_like(losses, not counts, dtype=torch.bool)
+    found = by_backward(where, model, losses.masked_fill(silent, 0))
     parameters = trainable(model)
     sums = {name: as_lies(p, full(found[name])) for name, p in parameters.items()}
     return sums, losses[:len(losses) * counts].detach(), losses.new_zeros(0, 1)
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-parted
-LIES = "lies over processes"   # marks, in a state, the place of a tensor that is kept in shards
+LIES = "lies over processes"   # marks the place of a tensor that is kept in shards
 
 def parted(state: Any, shards: dict[str, Tensor]) -> Any:
     "A state without its tensors in shards, which go into a dictionary of their own."
     if isinstance(state, DTensor):
         name = str(len(shards))
         shards[name] = state.detach()
-        return {LIES: name, "shape": list(state.shape), "dtype": str(state.dtype).removeprefix("torch."),
+        kind = str(state.dtype).removeprefix("torch.")
+        return {LIES: name, "shape": list(state.shape), "dtype": kind,
                 "placed": str(state.placements)}
     if isinstance(state, dict):
         return {key: parted(value, shards) for key, value in state.items()}
@@ -629,8 +670,10 @@ def parted(state: Any, shards: dict[str, Tensor]) -> Any:
     return state
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-joined
-def joined(state: Any, empty: Callable[[dict[str, Any]], Tensor], shards: dict[str, Tensor]) -> Any:
-    "The state with an empty tensor in each place that `parted` left, and these by name."
+def joined(
+    state: Any, empty: Callable[[dict[str, Any]], Tensor], shards: dict[str, Tensor],
+) -> Any:
+    "The state with an empty tensor in each place that `parted` left; these by name."
     if isinstance(state, dict) and LIES in state:
         return shards.setdefault(state[LIES], empty(state))
     if isinstance(state, dict):
@@ -641,22 +684,25 @@ def joined(state: Any, empty: Callable[[dict[str, Any]], Tensor], shards: dict[s
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-save-shards
 def save_shards(engine: Any, state: dict[str, Any]) -> None:
-    "A checkpoint: each process writes its shards, and then the first one the state that names them."
+    "Write a checkpoint: each process its shards, then the first what names them."
     processes, store = engine.processes, engine.store
-    folder = processes.first(lambda: None if store.folder is None else str(store.folder.resolve()))
-    if folder is None:
-        return
     shards: dict[str, Tensor] = {}
-    rest, place = parted(state, shards), Path(folder) / f"shards-{os.urandom(8).hex()}"
-    place = Path(processes.first(lambda: str(place)))
-    processes.first(lambda: place.mkdir(mode=0o700))
+    def new_folder() -> Path | None:
+        if store.folder is None:
+            return None
+        made = store.folder.resolve() / f"shards-{os.urandom(8).hex()}"
+        made.mkdir(mode=0o700)
+        return made
+    rest, place = parted(state, shards), processes.first(new_folder)
+    if place is None:
+        return
     with reached():
         dcp.save(shards, checkpoint_id=str(place))
     processes.first(lambda: finish_save(store, rest | {"shards": place.name}))
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-finish-save
 def finish_save(store: Any, state: dict[str, Any]) -> None:
-    "Write the state with the hashes of its shards, in one move; then remove those before it."
+    "Write the state and the hashes of its shards, in one move; remove those before."
     place = store.folder / state["shards"]
     for file in place.iterdir():
         file.chmod(0o600)
@@ -680,9 +726,10 @@ def load_shards(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
     def checked() -> str:
         place = store.folder / state["shards"]
         if not place.is_dir() or hashes_in(place) != state["files"]:
-            raise CheckpointError(f"{place} is damaged; remove {store.folder / 'state.pt'}, and the "
-                                  "same command repeats the run from its first step, where the "
-                                  "same sums get the same noise and cost nothing more")
+            raise CheckpointError(
+                f"{place} is damaged; remove {store.folder / 'state.pt'}, and the same "
+                "command repeats the run from its first step, where the same sums get "
+                "the same noise and cost nothing more")
         return str(place.resolve())
     place = engine.processes.first(checked)
     def empty(kept: dict[str, Any]) -> Tensor:
@@ -696,7 +743,7 @@ def load_shards(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-plain-copy
 def plain_copy(model: nn.Module) -> nn.Module | None:
-    "A copy with whole parameters on the CPU of the first process, made by all together; None elsewhere."
+    "A whole copy on the CPU of the first process, made by all; None on the others."
     values = dict[int, Tensor]()
     for p in model.parameters():
         found = whole(p.detach())
@@ -705,14 +752,17 @@ def plain_copy(model: nn.Module) -> nn.Module | None:
     return copied(model, values, {}) if dist.get_rank() == 0 else None
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-copied
-def copied(module: nn.Module, values: dict[int, Tensor], made: dict[int, Any]) -> nn.Module:
-    "A module of torch's own class, without hooks, with these values for its parameters."
+def copied(
+    module: nn.Module, values: dict[int, Tensor], made: dict[int, Any],
+) -> nn.Module:
+    "A module of its class before it was cut, without hooks, with these values."
     if id(module) in made:
         return made[id(module)]
-    kind = next(one for one in type(module).__mro__
-                if not issubclass(one, FSDPModule) and not one.__dict__.get("_is_fsdp_managed_module"))
+    kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
     twin = made[id(module)] = kind.__new__(kind)
-    twin.__dict__.update({name: {} if name.endswith("_hooks") else value
+    runs = [f"_{way}_{hooks}" for way in ("forward", "backward")
+            for hooks in ("hooks", "pre_hooks")]
+    twin.__dict__.update({name: {} if name in runs else value
                           for name, value in module.__dict__.items()})
     twin._parameters = {name: p if p is None else made.setdefault(id(p), nn.Parameter(
         values[id(p)], p.requires_grad)) for name, p in module._parameters.items()}
@@ -722,12 +772,9 @@ def copied(module: nn.Module, values: dict[int, Tensor], made: dict[int, Any]) -
 
 # %% ../nbs/5_notes/89_sharding.ipynb #sharding-bytes
 def parameter_bytes(model: nn.Module) -> int:
-    "Bytes of the parameters that this process has in memory now, gathered ones and shards."
-    found = {}
+    "Bytes of the parameters that this process has in memory now, gathered or kept."
+    held = [p for p in model.parameters() if not isinstance(p, DTensor)]
     for one in managed(model).values():
-        for values in (one.sharded_param.to_local(), getattr(one, "_unsharded_param", None)):
-            if values is not None:
-                storage = values.untyped_storage()
-                found[id(one), values is one] = found.get((id(one), values is one), 0) + storage.size()
-    rest = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    return sum(found.values()) + sum(p.nbytes for p in rest)
+        held += [one.sharded_param.to_local(), getattr(one, "_unsharded_param", None)]
+    storages = {id(x): x.untyped_storage() for x in held if x is not None}
+    return sum({one.data_ptr(): one.size() for one in storages.values()}.values())
