@@ -326,7 +326,7 @@ def refused(what):
         return dpft.Engine(PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu")), loss, dpft.Full(), texts(),
                            noise_multiplier=1.0, steps=1, batch_size=8)
     methods = {"draws": dpft.DPFrost(ratio=0.5), "entries": Half()}
-    return engine("fsdp", method=methods[what])
+    return engine("fsdp", method=methods[what], epsilon=4.0)
 
 
 @pytest.mark.parametrize("what, word", [("odd", "no fast rule"), ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
