@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,10 @@ class Store:
         if self.folder is not None:
             for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
+            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
+                shutil.rmtree(shards)
+            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
+                shutil.rmtree(shards)
 
     def close(self) -> None:
         "Let another process open the folder."
