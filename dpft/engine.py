@@ -61,11 +61,10 @@ class Losses:
 # %% ../nbs/1_start/06_engine.ipynb #engine-sharded
 def processes_of(model: nn.Module) -> Processes:
     "The processes of a run, some with the same rows where its layers are cut."
-    where = lying(model)
-    if where is WHOLE:
+    if lying(model) is WHOLE:
         return Processes()
     from dpft.sharding import ShardedProcesses
-    return ShardedProcesses(where)
+    return ShardedProcesses(model)
 
 def coupling_of(model: nn.Module, loss_fn: LossFunction) -> Coupling:
     "Who looks for losses that depend on other examples: one process, or all together."

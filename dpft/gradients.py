@@ -49,6 +49,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import clip_factor
+from .processes import whole
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-batch
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -812,6 +813,10 @@ class Whole:
         "A sum of gradients as the parameter lies."
         return total
 
+    def scatter(self, parameter: nn.Parameter, number: int) -> None:
+        "Small random numbers in place of zeros, alike wherever entries have copies."
+        parameter.normal_(std=0.1)
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-lying
 WHOLE = Whole()
 
@@ -1429,7 +1434,7 @@ def forked(
 def nonzero(values: Sequence[Tensor]) -> list[bool]:
     "Whether a number in each tensor is not zero; each device is asked once."
     devices = dict.fromkeys(x.device for x in values)
-    found = {device: iter(torch.stack([x.any() for x in values if x.device == device]).tolist()) for device in devices}
+    found = {device: iter(torch.stack([whole(x.any()) for x in values if x.device == device]).tolist()) for device in devices}
     return [next(found[x.device]) for x in values]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-nothing-hidden
@@ -1443,9 +1448,9 @@ def nothing_hidden(model: nn.Module) -> Iterator[None]:
     seen = nonzero(parameters)
     zeros = [parameter for parameter, some in zip(parameters, seen, strict=True) if not some]
     try:
-        with forked(model, None if lying(model) is WHOLE else 0), torch.no_grad():
-            for parameter in zeros:      # alike on all processes that share a model
-                getattr(parameter, "_local_tensor", parameter).normal_(std=0.1)
+        with forked(model), torch.no_grad():
+            for number, parameter in enumerate(zeros):
+                lying(model).scatter(parameter, number)
         with forked(model), buffers_kept(model, every=True):
             yield
     finally:

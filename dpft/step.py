@@ -189,9 +189,9 @@ def plain_sums(engine: Any, batch: Batch) -> Added:
     counts = engine.draws.counts(batch)
     engine.draws.take(batch)
     losses = per_example_losses(engine.model, engine.losses.of_view, batch)
-    if (where := lying(engine.model)) is not WHOLE:
+    if lying(engine.model) is not WHOLE:
         from dpft.sharding import plain_shards
-        return plain_shards(where, engine.model, losses, counts)
+        return plain_shards(engine.model, losses, counts)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     named = zip(engine.trains, found, strict=True)
     sums = {name: full(value) for name, value in named if value is not None}
