@@ -35,9 +35,9 @@ from .step import Releases
 def blank_sums(honest: Callable[..., Any]) -> Callable[..., Any]:
     "What releases sums, made to release zeros in their place."
     def blank(self: Releases, name: str, number: int, sums: dict[str, Tensor],
-              stds: Any, counts: Any = ()) -> Any:
+              *rest: Any, **more: Any) -> Any:
         zeros = {key: torch.zeros_like(value) for key, value in sums.items()}
-        return honest(self, name, number, zeros, stds, counts)
+        return honest(self, name, number, zeros, *rest, **more)
     return blank
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-entropy

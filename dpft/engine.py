@@ -408,7 +408,8 @@ class Engine:
         set_modes(self.model, self.settings.dropout)
 
     def remaining(
-        self, at_end: Callable[[], object] = lambda: None,  # makes the final weights of the last, such as an average
+        self,
+        at_end: Callable[[], object] = lambda: None,  # makes the final weights of the last
     ) -> Iterator[Step]:
         "The steps that remain; then `at_end()`, and the ledger is closed, and the secret stays until `remove_secrets`."
         if not self.method.changes:

@@ -186,10 +186,10 @@ def per_example_gradients(
     return {name: torch.stack(values) for name, values in columns}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
-def _single_gradient(model: nn.Module, loss_fn: LossFunction, row: Batch,
-                     parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def _single_gradient(model: nn.Module, loss_fn: LossFunction, batch: Batch,
+                     parameters: Sequence[nn.Parameter], number: int = 0) -> list[Tensor]:
     "Gradient of the loss of one example; zeros for parameters that it does not use."
-    loss = per_example_losses(model, loss_fn, row).sum()
+    loss = per_example_losses(model, loss_fn, batch)[number]
     if not loss.requires_grad:
         return [torch.zeros_like(parameter) for parameter in parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -1664,14 +1664,21 @@ def taps_see(
 ) -> dict[nn.Parameter, bool]:  # whether the taps give its per-example gradients
     "The engine beside the oracle; nothing is known with fewer than two finite gradients."
     with evaluating(model), nothing_hidden(model), only_training(model, parameters), Still():
-        alone = [_single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])), parameters)
-                 for i in range(batch_rows(batch))]
+        alone = _one_by_one(model, loss_fn, batch, parameters)
         finite = [i for i, row in enumerate(alone)
                   if all(full(g).square().sum().isfinite() for g in row)]
         if len(finite) < 2:
             return {}
-        batch, alone = select_rows(batch, torch.tensor(finite)), [alone[i] for i in finite]
+        if len(finite) < len(alone):
+            batch = select_rows(batch, torch.tensor(finite))
+            alone = _one_by_one(model, loss_fn, batch, parameters)
         return _compare(model, loss_fn, batch, list(parameters), alone)
+
+def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
+                parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    "Each example's gradient, from a pass of the whole batch of its own."
+    return [_single_gradient(model, loss_fn, batch, parameters, i)
+            for i in range(batch_rows(batch))]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-compare
 PASS_FAILS = (RuntimeError, TypeError, IndexError, ValueError)  # what a pass with odd taps raises

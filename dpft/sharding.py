@@ -7,9 +7,9 @@ __all__ = ['Span', 'Seen', 'Make', 'NO_WAY', 'LIES', 'chunk_span', 'Part', 'plac
            'tensor_ranks', 'Ranks', 'copy_from_first', 'check_covers', 'check_plain', 'cut_last', 'cut_rows',
            'LocalLayer', 'Sharding', 'as_lies', 'local_view', 'sharding_of', 'window', 'slabs', 'slab_noise',
            'ShardStream', 'ShardedProcesses', 'box_of', 'check_taps', 'common_rows', 'by_backward', 'own_gradient',
-           'missed_by_taps', 'added_squares', 'beyond_rounding', 'SharedCoupling', 'packed_look', 'plain_shards',
-           'parted', 'joined', 'save_shards', 'finish_save', 'hashes_in', 'load_shards', 'plain_copy', 'copied',
-           'parameter_bytes']
+           'alone_in', 'missed_by_taps', 'added_squares', 'beyond_rounding', 'SharedCoupling', 'packed_look',
+           'plain_shards', 'parted', 'joined', 'save_shards', 'finish_save', 'hashes_in', 'load_shards', 'plain_copy',
+           'copied', 'parameter_bytes']
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-imports
 import hashlib
@@ -601,17 +601,31 @@ def own_gradient(where: Sharding, p: nn.Parameter) -> Tensor:
     where.ranks.add(found)
     return found
 
+# %% ../nbs/6_appendices/101_sharding.ipynb #sharding-alone
+def alone_in(
+    where: Sharding, model: nn.Module, loss_fn: LossFunction, rows: Batch,
+    together: bool = True,   # in passes of all rows
+) -> tuple[dict[str, Tensor], Tensor]:   # kept entries by row; squared norms
+    "The gradient of each row by torch's backward pass."
+    numbers = range(batch_rows(rows))
+    losses = (loss_fn(model, rows)[i:i + 1] if together else
+              loss_fn(model, select_rows(rows, torch.tensor([i]))) for i in numbers)
+    alone = [by_backward(where, model, loss) for loss in losses]
+    teams, parameters = where.ranks.rows, trainable(model)
+    own = {name: torch.stack([full(row[name]).double() for row in alone])
+           / (teams if isinstance(p, DTensor) else 1) for name, p in parameters.items()}
+    norms = added_squares(where, parameters, own)
+    if together and not norms.isfinite().all():
+        return alone_in(where, model, loss_fn, rows, together=False)
+    return own, norms
+
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-missed
 def missed_by_taps(
     where: Sharding, model: nn.Module, loss_fn: LossFunction, rows: Batch,
 ) -> list[str]:
     "Names of what trains whose norms or sums by taps are not the oracle's."
     size, teams, parameters = batch_rows(rows), where.ranks.rows, trainable(model)
-    each = (select_rows(rows, torch.tensor([i])) for i in range(size))
-    alone = [by_backward(where, model, loss_fn(model, row)) for row in each]
-    own = {name: torch.stack([full(row[name]).double() for row in alone])
-           / (teams if isinstance(p, DTensor) else 1) for name, p in parameters.items()}
-    norms = added_squares(where, parameters, own)
+    own, norms = alone_in(where, model, loss_fn, rows)
     finite = norms.isfinite().all(0)                            # of which rows
     if not finite.any():
         raise ValueError("the first rows have gradients that are not finite: nothing "

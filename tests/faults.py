@@ -114,10 +114,10 @@ def watch() -> None:
         note(spent=spent(ledger), event=f"charged {arguments[1]} {arguments[2]}")
         return new
 
-    def normal(own: Callable[..., Any], stream: Keystream, shape: Any, std: float, *context: Any, **rest: Any) -> Tensor:
-        made = own(stream, shape, std, *context, **rest)
-        note(key=stream.key("normal", *context).hex(), sum=log["sum"], noise=digest(made))
-        return made
+    def perturbed(own: Callable[..., Any], total: Tensor, std: Any, stream: Keystream, *context: Any) -> Tensor:
+        alone = own(torch.zeros_like(total), std, stream, *context)
+        note(key=stream.key("normal", "noise", *context).hex(), sum=log["sum"], noise=digest(alone))
+        return own(total, std, stream, *context)
 
     def privatize(own: Callable[..., Any], step: Step) -> None:
         log["sum"] = digest(*step.sums.values())
@@ -131,9 +131,10 @@ def watch() -> None:
         note(released="look", value=digest(noisy), sum=log["sum"], rank=Processes().rank)
         return noisy
 
-    for owner, name, watched in ((Account, "open", opened), (Ledger, "spend", spend), (Keystream, "normal", normal),
-                                 (Step, "privatize", privatize), (Context, "release", release)):
+    for owner, name, watched in ((Account, "open", opened), (Ledger, "spend", spend), (Step, "privatize", privatize),
+                                 (Context, "release", release)):
         around(owner, name, watched)
+    dpft.step.perturbed = partial(perturbed, dpft.step.perturbed)
 
 
 def attempt(place: "Place", rank: int = 0, **settings: Any) -> int:

@@ -217,9 +217,9 @@ def test_the_hook_is_at_the_one_place_where_sums_become_public():
     calls = []
     honest = Releases.__call__
 
-    def counted(self, name, number, *rest):
+    def counted(self, name, number, *rest, **more):
         calls.append((name, number))
-        return honest(self, name, number, *rest)
+        return honest(self, name, number, *rest, **more)
 
     Releases.__call__ = counted
     try:

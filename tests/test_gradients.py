@@ -33,6 +33,7 @@ from dpft.gradients import (
     per_example_losses,
     per_example_norms,
     reuse_memory,
+    unseen,
     untraced,
     weighted_sum,
 )
@@ -905,3 +906,22 @@ def test_a_bare_row_of_one_is_stretched_over_the_examples():
             return torch.cat([values, self.shift.expand(len(values), -1)], 1)
 
     exact(nn.Sequential(Shifted(), nn.Linear(6, 2)).double(), wave, (noise(5, 3),))
+
+
+class AtAKink(Net):
+    "A unit whose input is rounded to one side of zero in a batch, and to the other alone."
+
+    def forward(self, x):
+        near = self.inner(x) + 1e-9 * (len(x) - 1.5)
+        return self.head(torch.relu(near) + x)
+
+
+def test_an_activation_that_flips_by_rounding_does_not_make_a_layer_slow():
+    model = AtAKink(inner=nn.Linear(4, 4, bias=False), head=nn.Linear(4, 3))
+    batch = (noise(4, 4) * tensor([0.0, 1.0, 1.0, 1.0]),)
+    with torch.no_grad():
+        model.inner.weight[:, 1:] = 0                  # so all that decides is how many rows stand beside
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(model, wave, batch)
+    assert not unseen(model, wave, batch)
