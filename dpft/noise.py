@@ -326,7 +326,7 @@ def grid_step(
 
 def on_grid(
     values: Tensor,  # any shape
-    step: Tensor,    # from `grid_step`
+    step: Tensor | float,  # from `grid_step`
 ) -> Tensor:         # float64
     "The nearest multiples of the step, none beyond the end of the grid; @lem-grid."
     return (values.double() / step + 0.5).floor().clamp(-GRID_REACH, GRID_REACH) * step

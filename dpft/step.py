@@ -261,7 +261,7 @@ def perturbed_on_grid(
     *context: str | int,
 ) -> Tensor:                       # float64
     "A sum and its noise as whole steps of one grid; @lem-grid."
-    step = grid_step(torch.as_tensor(std, dtype=torch.float64, device=total.device))
+    step = grid_step(std) if isinstance(std, Tensor) else grid_step(std).item()
     fixed = on_grid(total, step)
     if keystream is not None:
         noise = keystream.secure_normal(total.shape, "noise", *context, device=total.device)

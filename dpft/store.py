@@ -240,8 +240,6 @@ class Store:
                 (self.folder / name).unlink(missing_ok=True)
             for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
                 shutil.rmtree(shards)
-            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
-                shutil.rmtree(shards)
 
     def close(self) -> None:
         "Let another process open the folder."
