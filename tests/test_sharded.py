@@ -21,6 +21,7 @@ from dpft.method import Block, Method
 from dpft.noise import Keystream
 from dpft.processes import local
 from dpft.sharding import ShardStream, parameter_bytes
+from dpft.step import perturbed, perturbed_on_grid
 
 
 class Layer(nn.Module):
@@ -288,6 +289,17 @@ def test_the_noise_of_a_part_is_a_part_of_the_noise(shape, box, dtype):
     cut = tuple(slice(*span) for span in box)
     assert torch.equal(part.normal(sizes, 2.0, "noise", 1, dtype=dtype), stream.normal(shape, 2.0, "noise", 1, dtype=dtype)[cut])
     assert torch.equal(part.secure_normal(sizes, "noise", 2), stream.secure_normal(shape, "noise", 2)[cut])
+    total = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    for add in (perturbed, perturbed_on_grid):                              # as a step does, in the sum's own memory
+        wanted = add(total.clone(), 0.3, stream, "train", 0)[cut]
+        assert torch.equal(add(total[cut].clone(), 0.3, part, "train", 0), wanted)
+
+
+def test_a_sum_that_is_not_the_part_gets_no_noise():
+    part = ShardStream(Keystream(3), (6, 4), [(0, 3), (0, 4)])
+    with pytest.raises(RuntimeError, match="is not the entries"):
+        perturbed(torch.zeros(4, 4), 1.0, part, "train", 0)
+    assert not hasattr(part, "key") and not hasattr(part, "secret")         # so nothing else can draw from it
 
 
 # what is refused ---------------------------------------------------------------------------------------------------------------------
