@@ -15,8 +15,8 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT'
            'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
            'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
            'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input',
-           'factors_of', 'side_by_side', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept',
-           'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
+           'factors_of', 'side_by_side', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of',
+           'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
            'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel',
            'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero',
            'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
@@ -958,12 +958,15 @@ def side_by_side(group: Own) -> tuple[OneParameter, Tensor | None]:
     return OneParameter(whole, [Outer(left, right, shape)], len(left)), None
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-roundings
+def grouped(own: Own, processes: int = 1) -> list[Own]:
+    "The parameters of a part as they are measured: cut ones each alone, since parts may differ."
+    return same_input(own) if processes == 1 else [[each] for each in own]
+
 def roundings(own: Own, processes: int = 1) -> int:
-    "The most roundings of a part's squares, as they are added up over its parameters."
-    groups = same_input(own) if processes == 1 else [own]  # cut ones differ over processes
+    "The most roundings of a part's squares as they are added up; the same on all processes."
+    groups = grouped(own, processes)
     sizes = [sum(one.entries for one, _ in group) for group in groups]
-    terms = len(groups) if processes == 1 else len(own)
-    return max([*map(sum_depth, sizes)], default=1) + terms + 20 * processes
+    return max([*map(sum_depth, sizes)], default=1) + len(groups) + 20 * processes
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-bounds
 class NormBounds:
@@ -972,7 +975,7 @@ class NormBounds:
     def __init__(self, own: Sequence[Own], zeros: Tensor, where: Whole = WHOLE):
         self.zeros, self.where, nothing = zeros, where, Measured(*[zeros] * 4)
         self.depths = [roundings(part, where.size) for part in own]
-        self.own = [same_input([each for each in part if each[0].counts]) for part in own]
+        self.own = [grouped([each for each in part if each[0].counts], where.size) for part in own]
         self.found = where.across([sum((measured(*side_by_side(group)) for group in part), nothing)
                                    for part in self.own])
         self.doubts = torch.stack([each.doubtful() for each in self.found])
