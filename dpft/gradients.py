@@ -15,7 +15,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT'
            'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
            'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
            'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input',
-           'factors_of', 'side_by_side', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of',
+           'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of',
            'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
            'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel',
            'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero',
@@ -548,9 +548,9 @@ def one_channel_gradients(module: Convolution, gradient: Tensor, inputs: Tensor)
     "(B, *shape) of a convolution whose groups have one channel: the input convolved with the output gradient."
     size, spaces = len(inputs), inputs.shape[2:]
     convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(spaces)]
-    padded = with_border(module, inputs)
+    padded = with_border(module, full(inputs))
     found = convolve(padded.reshape(1, -1, *padded.shape[2:]),       # type: ignore[operator]
-                     gradient.reshape(-1, 1, *gradient.shape[2:]),
+                     full(gradient).reshape(-1, 1, *gradient.shape[2:]),
                      stride=module.dilation, dilation=module.stride,
                      groups=size * module.groups)
     kernel: tuple[Any, ...] = (..., *map(slice, module.kernel_size)) # a stride may leave more
@@ -559,7 +559,7 @@ def one_channel_gradients(module: Convolution, gradient: Tensor, inputs: Tensor)
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-chunks
 def patch_gradients(module: Convolution, left: Tensor, inputs: Tensor) -> Tensor:
     "(B, *shape) of any convolution, by the patches of a few examples at a time; left (B, G, T, p)."
-    shape, tokens = module.weight.shape, left.shape[2]
+    left, inputs, shape, tokens = full(left), full(inputs), module.weight.shape, left.shape[2]
     each = module.groups * tokens * shape[1:].numel()                # numbers in the patches of an example
     step = max(1, (PATCHES if inputs.device.type == "cpu" else CHUNK) // each)
     if step >= len(left):
@@ -572,7 +572,7 @@ def patch_gradients(module: Convolution, left: Tensor, inputs: Tensor) -> Tensor
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-weight
 def convolution_weight(module: Convolution, gradient: Tensor, inputs: Tensor) -> Contribution:
     "A convolution is a linear layer on patches, for each group of channels."
-    gradient, inputs, shape = full(gradient), full(inputs), module.weight.shape
+    shape = module.weight.shape
     left = gradient.flatten(2).unflatten(1, (module.groups, -1)).mT  # (B, G, T, p)
     (_, _, tokens, p), d = left.shape, shape[1:].numel()
     if p * d > tokens * (p + d):
@@ -686,9 +686,9 @@ class Groups:
         if isinstance(contribution, Dense):
             rows = contribution.dense()
             return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self.on(rows.device)[0], rows))
-        return contribution.map(self._side_by_side)
+        return contribution.map(self._as_one_matrix)
 
-    def _side_by_side(self, rows: Tensor) -> Tensor:
+    def _as_one_matrix(self, rows: Tensor) -> Tensor:
         "(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows become more tokens; what is missing is zero."
         tokens = 1 if rows.ndim == 2 else rows.ndim - 2
         padded = rows.new_zeros(self.units, self.most, *rows.shape[1:])
@@ -934,24 +934,24 @@ def same_input(own: Own) -> list[Own]:
     "The parameters of a part, those together that multiply one input."
     groups: dict[Hashable, Own] = {}
     for number, (one, mask) in enumerate(own):
-        pair, key = factors_of(one), cast(Hashable, number)
+        pair, key = kept_pair(one), cast(Hashable, number)
         if mask is None and pair and len(pair.left[0]) == 1:
             right = pair.right
             key = right.data_ptr(), right.shape, right.stride(), right.dtype
         groups.setdefault(key, []).append((one, mask))
     return [*groups.values()]
 
-def factors_of(one: OneParameter) -> Outer | None:
+def kept_pair(one: OneParameter) -> Outer | None:
     "The two factors of a matrix that is used once, if they were kept."
     use = one.uses[0] if len(one.uses) == 1 else None
     return use if isinstance(use, Outer) else None
 
-# %% ../nbs/1_start/04_gradients.ipynb #gradients-side-by-side
-def side_by_side(group: Own) -> tuple[OneParameter, Tensor | None]:
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-as-one-matrix
+def as_one_matrix(group: Own) -> tuple[OneParameter, Tensor | None]:
     "Matrices that multiply one input, as one matrix; a parameter alone as it is."
     if len(group) == 1:
         return group[0]
-    uses = [cast(Outer, factors_of(one)) for one, _ in group]
+    uses = [cast(Outer, kept_pair(one)) for one, _ in group]
     left, right = torch.cat([use.left for use in uses], -1), uses[0].right
     shape = torch.Size((left.shape[-1], right.shape[-1]))
     whole = group[0][0].like.new_zeros(()).expand(shape)
@@ -959,11 +959,11 @@ def side_by_side(group: Own) -> tuple[OneParameter, Tensor | None]:
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-roundings
 def grouped(own: Own, processes: int = 1) -> list[Own]:
-    "The parameters of a part as they are measured: cut ones each alone, since parts may differ."
+    "A part's parameters as they are measured; cut ones each alone: shapes may differ."
     return same_input(own) if processes == 1 else [[each] for each in own]
 
 def roundings(own: Own, processes: int = 1) -> int:
-    "The most roundings of a part's squares as they are added up; the same on all processes."
+    "The most roundings of a sum of a part's squares; the same on all processes."
     groups = grouped(own, processes)
     sizes = [sum(one.entries for one, _ in group) for group in groups]
     return max([*map(sum_depth, sizes)], default=1) + len(groups) + 20 * processes
@@ -975,9 +975,11 @@ class NormBounds:
     def __init__(self, own: Sequence[Own], zeros: Tensor, where: Whole = WHOLE):
         self.zeros, self.where, nothing = zeros, where, Measured(*[zeros] * 4)
         self.depths = [roundings(part, where.size) for part in own]
-        self.own = [grouped([each for each in part if each[0].counts], where.size) for part in own]
-        self.found = where.across([sum((measured(*side_by_side(group)) for group in part), nothing)
-                                   for part in self.own])
+        self.own = [grouped([each for each in part if each[0].counts], where.size)
+                    for part in own]
+        self.found = where.across([
+            sum((measured(*as_one_matrix(group)) for group in part), nothing)
+            for part in self.own])
         self.doubts = torch.stack([each.doubtful() for each in self.found])
 
     def table(self) -> Tensor:
@@ -990,7 +992,7 @@ class NormBounds:
         for part, found, doubt in zip(self.own, self.found, self.doubts, strict=True):
             for rows in doubt.nonzero()[:, 0].split(4):
                 some = [[(one.only(rows), mask) for one, mask in group] for group in part]
-                again = (measured_again(*side_by_side(group)) for group in some)
+                again = (measured_again(*as_one_matrix(group)) for group in some)
                 better, = self.where.across([sum(again, Measured(*[self.zeros[rows]] * 4))])
                 for name, values in vars(found).items():
                     setattr(found, name, values.index_copy(0, rows, vars(better)[name].to(values)))

@@ -315,7 +315,7 @@ def page(module: Module, first: frozenset[str] = frozenset()) -> str:
 def modules() -> list[Module]:
     "All modules that a notebook exports, in the order of their chapters."
     found = [Module(path) for path in sorted(PACKAGE.rglob("*.py")) if path.name not in BY_HAND]
-    return sorted(found, key=lambda module: (int(re.search(r"(\d+)_\w+$", str(module.chapter).removesuffix(".ipynb"))[1]), module.chapter))
+    return sorted(found, key=lambda module: int(Path(module.chapter).name.partition("_")[0]))
 
 
 def offered() -> list[tuple[str, Entry]]:

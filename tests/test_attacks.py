@@ -119,10 +119,11 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
     coins = attacks.fair_coins(32, 200)
     confidences = generator.normal(0, 3, 200) + generator.normal(size=(32, 200))
     for online in (True, False):
-        assert attacks.lira(confidences + coins, coins, online).auc == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.05)
+        assert attacks.lira(confidences + coins, coins, online).auc == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.09)
         nothing = attacks.lira(confidences, coins, online)
-        assert abs(nothing.auc - 0.5) < 6 * nothing.standard_error < 0.09
-    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.66   # 0.59 is expected
+        assert abs(nothing.auc - 0.5) < 6 * nothing.standard_error < 0.12
+    # 0.59 is expected; six standard errors of about 0.016, as above
+    assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69
 
 
 def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():

@@ -551,7 +551,8 @@ def test_a_deeper_freeze_near_the_end_keeps_what_is_stored(monkeypatch):
 
 
 def test_the_cache_changes_nothing_but_the_work():
-    cached, plain = (run_all(engine(LayerFreeze([2, 3], [3, 12]), wide(), batch_size=30, steps=24, cache=cache)) for cache in (1.0, 0))
+    cached, plain = (run_all(engine(LayerFreeze([2, 3], [3, 12]), wide(), batch_size=30, steps=24, cache=cache,
+                                    loop="SGD at 0.1")) for cache in (1.0, 0))    # by name the noise is the same, however sums are rounded
     assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6) and cached.prefix.hits > 0
     assert cached.prefix.bytes == 0
 

@@ -280,7 +280,7 @@ def one_step(**settings):
         next(iter(e)).take()
     finally:
         step_module.on_grid = honest
-    return [(value.numpy(), step.numpy()) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
+    return [(value.numpy(), np.asarray(step)) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 def waits():
     "Of each case, what was waited for where; in a process of its own, for the device is known to torch ever after."
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, HERE / "synchronising.py"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run([sys.executable, HERE / "synchronising.py"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['MODELS', 'CLIP', 'RATE', 'CONTENDERS', 'WHOLE', 'TOLERANCE', 'MIB', 'heads', 'encoder', 'bert', 'gpt2', 'llama',
            'convolutions', 'tanh_convolutions', 'train_only', 'random_batch', 'default_dtype', 'Setting', 'WatchedLoss',
-           'Contender', 'collected', 'quiet', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'plain_step',
-           'OneBatch', 'steps_of', 'dpft_step', 'opacus_step', 'opacus_ghost_step', 'fastdp_step', 'wanted_sum',
-           'relative_error', 'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'live_peak',
-           'CudaBytes', 'Memory', 'weight_bytes', 'forget', 'measure_memory', 'largest_batch', 'provenance',
-           'processor', 'matrix_rate', 'operations']
+           'Contender', 'collected', 'quiet', 'plain', 'dpft', 'hooked', 'opacus_hooks', 'opacus_ghost',
+           'fastdp_engine', 'fastdp', 'plain_step', 'OneBatch', 'steps_of', 'dpft_step', 'opacus_step',
+           'opacus_ghost_step', 'fastdp_step', 'wanted_sum', 'relative_error', 'enter', 'median_interval',
+           'interleaved', 'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory', 'weight_bytes', 'forget',
+           'measure_memory', 'largest_batch', 'provenance', 'processor', 'matrix_rate', 'operations']
 
 # %% ../../nbs/3_found/38_contenders.ipynb #contenders-imports
 import copy
@@ -169,6 +169,7 @@ class Setting:
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-loss
 CLIP = 0.1  # small, so that every example is clipped and a wrong norm shows
+RATE = 1e-4 # small, so that a timed model stays near its start
 
 class WatchedLoss:
     "Per-example losses, and a word to a listener when they are there."
@@ -218,15 +219,19 @@ def dpft(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, lambda batch: clipped_sum(model, loss, batch, CLIP))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-contenders-opacus-hooks
-def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
-    "Opacus' hooks: per-example gradients in memory, then norms, factors and sums by its optimizer."
+def hooked(model: nn.Module, noise_multiplier: float) -> tuple[Any, Any]:
+    "Opacus' wrapped model and its optimizer."
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=0.1),
-                            noise_multiplier=0.0, max_grad_norm=CLIP,
-                            expected_batch_size=None, loss_reduction="sum")
+    return wrapped, DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=RATE),
+                                noise_multiplier=noise_multiplier, max_grad_norm=CLIP,
+                                expected_batch_size=None, loss_reduction="sum")
+
+def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
+    "Opacus' hooks: per-example gradients in memory, then norms, factors and sums by its optimizer."
+    wrapped, optimizer = hooked(model, 0.0)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss(wrapped, batch).sum().backward()
@@ -251,13 +256,17 @@ def opacus_ghost(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(wrapped, quiet(step))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-contenders-fastdp
-def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
-    "FastDP, by the interface of its documentation: norms and sums in the hooks of one backward pass."
+def fastdp_engine(model: nn.Module, noise_multiplier: float) -> Any:
+    "FastDP's hooks in a model, by the interface of its documentation."
     from fastDP import PrivacyEngine
 
-    PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1,
-                  noise_multiplier=0.0, max_grad_norm=CLIP, clipping_fn="Abadi",
-                  clipping_mode="MixOpt", loss_reduction="sum")
+    return PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1,
+                         noise_multiplier=noise_multiplier, max_grad_norm=CLIP,
+                         clipping_fn="Abadi", clipping_mode="MixOpt", loss_reduction="sum")
+
+def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
+    "FastDP: norms and sums in the hooks of one backward pass."
+    fastdp_engine(model, 0.0)
     def step(batch: Batch) -> dict[str, Tensor]:
         for parameter in model.parameters():
             parameter.grad = parameter.summed_clipped_grad = None  # type: ignore[attr-defined]
@@ -266,8 +275,6 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-plain
-RATE = 1e-4  # small: a timed model should stay near its start
-
 def plain_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     "PyTorch without privacy, and its optimizer."
     optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
@@ -306,25 +313,20 @@ def steps_of(model: nn.Module, loss: WatchedLoss, batch: Batch) -> Iterator[Any]
 def dpft_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     "A whole step of this package: draw, sum, ledger, noise, optimizer."
     optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
-    runs: dict[int, Iterator[Any]] = {}
+    own: Batch = ()
+    steps: Iterator[Any] = iter(())
     def step(batch: Batch) -> dict[str, Tensor]:
-        if id(batch) not in runs:
-            runs.clear()
-            runs[id(batch)] = steps_of(model, loss, batch)
-        next(runs[id(batch)]).take(optimizer)
+        nonlocal own, steps
+        if batch is not own:
+            own, steps = batch, steps_of(model, loss, batch)
+        next(steps).take(optimizer)
         return {}
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-opacus
 def opacus_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     "A whole step of Opacus' hooks and its optimizer."
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=RATE),
-                            noise_multiplier=1.0, max_grad_norm=CLIP,
-                            expected_batch_size=None, loss_reduction="sum")
+    wrapped, optimizer = hooked(model, 1.0)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss(wrapped, batch).sum().backward()
@@ -355,12 +357,8 @@ def opacus_ghost_step(model: nn.Module, loss: WatchedLoss) -> Contender:
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-fastdp
 def fastdp_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     "A whole step of FastDP."
-    from fastDP import PrivacyEngine
-
     optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
-    PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1, noise_multiplier=1.0,
-                  max_grad_norm=CLIP, clipping_fn="Abadi", clipping_mode="MixOpt",
-                  loss_reduction="sum").attach(optimizer)
+    fastdp_engine(model, 1.0).attach(optimizer)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss(model, batch).sum().backward()
