@@ -272,6 +272,7 @@ class Sharding(Whole):
         self.ranks = Ranks(tensor_ranks(model, cut))
         self.size, self.first = len(self.ranks.alike), self.ranks.place == 0
         self.parts: dict[int, Part] = {}    # by the parameter's id
+        self.layers: dict[int, dict[str, Part]] = {}    # by the layer's id, and names
         check_covers(cut, self.ranks)
         for module in model.modules():      # between passes only the shards are there
             if isinstance(module, FSDPModule):
@@ -285,6 +286,9 @@ class Sharding(Whole):
             cut = managed(self.model)
             self.parts = {id(p): part_of(p, cut.get(id(p)), self.first)
                           for p in self.model.parameters()}
+            self.layers = {id(module): {
+                name: self.part(p) for name, p in module.named_parameters(recurse=False)}
+                for module in self.model.modules()}
 
     def part(self, parameter: Tensor) -> Part:
         "How a parameter lies."
@@ -354,7 +358,7 @@ def local_view(
         raise ValueError(
             f"{type(module).__name__} returns a DTensor; leave use_local_output=True "
             "in its ColwiseParallel or RowwiseParallel")
-    parts = {name: where.part(p) for name, p in module.named_parameters(recurse=False)}
+    parts = where.layers[id(module)]    # gathered parameters are other objects
     layer = LocalLayer(module, {name: part.shape for name, part in parts.items()})
     inputs = local(inputs)
     if isinstance(module, nn.Embedding):
