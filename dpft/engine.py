@@ -63,14 +63,14 @@ def processes_of(model: nn.Module) -> Processes:
     "The processes of a run, some with the same rows where its layers are cut."
     if lying(model) is WHOLE:
         return Processes()
-    from dpft.sharding import ShardedProcesses
+    from dpft.sharded_runs import ShardedProcesses
     return ShardedProcesses(model)
 
 def coupling_of(model: nn.Module, loss_fn: LossFunction) -> Coupling:
     "Who looks for losses that depend on other examples: one process, or all together."
     if lying(model) is WHOLE:
         return Coupling(model, loss_fn)
-    from dpft.sharding import SharedCoupling
+    from dpft.sharded_runs import SharedCoupling
     return SharedCoupling(model, loss_fn)
 
 def check_requests(engine: "Engine") -> None:
@@ -475,7 +475,7 @@ class Engine:
     ) -> None:
         "Write a checkpoint: all that the next step depends on; nothing without a checkpoint folder."
         if self.sharded:
-            from dpft.sharding import save_shards
+            from dpft.sharded_state import save_shards
             return save_shards(self, snapshot(self, optimizer, schedule, more))
         self.processes.first(lambda: self.store.save(snapshot(self, optimizer, schedule, more)))
 
@@ -487,7 +487,7 @@ class Engine:
         "Go on from the checkpoint, if there is one; what else `save` was given."
         state = self.store.state
         if state and self.sharded:
-            from dpft.sharding import load_shards
+            from dpft.sharded_state import load_shards
             state = load_shards(self, state)
         return put_back(self, state, optimizer, schedule) if state else {}
 

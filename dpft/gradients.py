@@ -1838,7 +1838,7 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     "The ways of parameters that train for the first time, as far as a batch can tell."
     check_kinds(model)
     if lying(model) is not WHOLE:
-        from .sharding import check_taps
+        from .sharded_runs import check_taps
         return dict.fromkeys(check_taps(model, loss_fn, batch, fresh))
     exact = getattr(loss_fn, "full_precision", loss_fn)      # without autocast, if it says so
     small = select_rows(batch, different_rows(batch))

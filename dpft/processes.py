@@ -211,7 +211,7 @@ def plain_of(model: nn.Module) -> nn.Module | None:
     "A model that lies over processes as a whole one, on the first of them; others as they are."
     if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
         return model
-    from dpft.sharding import plain_copy
+    from dpft.sharded_state import plain_copy
     return plain_copy(model)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start

@@ -190,7 +190,7 @@ def plain_sums(engine: Any, batch: Batch) -> Added:
     engine.draws.take(batch)
     losses = per_example_losses(engine.model, engine.losses.of_view, batch)
     if lying(engine.model) is not WHOLE:
-        from dpft.sharding import plain_shards
+        from dpft.sharded_runs import plain_shards
         return plain_shards(engine.model, losses, counts)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     named = zip(engine.trains, found, strict=True)

@@ -20,7 +20,8 @@ from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.method import Block, Method
 from dpft.noise import Keystream
 from dpft.processes import local
-from dpft.sharding import ShardStream, parameter_bytes
+from dpft.sharded_runs import ShardStream
+from dpft.sharding import parameter_bytes
 from dpft.step import perturbed, perturbed_on_grid
 
 
