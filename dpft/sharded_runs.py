@@ -143,8 +143,7 @@ class ShardedProcesses(Processes):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.where = sharding_of(model)
-        self.ranks = self.where.ranks
+        self.where, self.ranks = sharding_of(model), sharding_of(model).ranks
         self.mark = (self.ranks.row,)    # those with the same rows use the same keys
 
     def slice(self, rows: Tensor) -> Tensor:
@@ -176,8 +175,8 @@ class ShardedProcesses(Processes):
             if not isinstance(value, DTensor):
                 self.ranks.add(value)
             unify(self.ranks, value)
-        device = next(iter(sums.values())).device
-        return sums, added_counts(self.ranks, counts, device)
+        first = next(iter(sums.values()))
+        return sums, added_counts(self.ranks, counts, first.device)
 
     def spread(self, model: nn.Module) -> None:
         "What is whole, from the first process into all; shards, into their copies."

@@ -146,5 +146,5 @@ def plain_copy(model: nn.Module) -> nn.Module | None:
     for p in model.parameters():
         found = whole(p.detach())
         if dist.get_rank() == 0:
-            values[id(p)] = found.cpu()
+            values[id(p)] = found.cpu().clone()    # a gathered one may be a view
     return copied(model, values, {}) if dist.get_rank() == 0 else None

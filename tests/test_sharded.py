@@ -201,6 +201,22 @@ def test_four_processes_give_what_one_gives(four, alone, how):
         check_same(alone[0], theirs)
 
 
+@one_noise()
+def trained_with_padding(how=None, pad=1):
+    model = net()
+    model.words.padding_idx = pad
+    return trained(how, model=CUTS[how](model) if how else model, steps=2)
+
+
+@pytest.mark.parametrize("pad", [1, 7])
+def test_the_padding_of_a_cut_table_is_a_row_of_the_whole_one(two, pad):
+    "The second process holds the rows from 6, so its second one is token 7, and token 1 is not its."
+    for theirs in two(trained_with_padding, how="fsdp", pad=pad):
+        check_same(trained_with_padding(pad=pad), theirs)
+    for theirs in two(trained_with_padding, how="tensor", pad=pad):
+        check_same(trained_with_padding(pad=pad), theirs)
+
+
 # methods, checkpointed activations, idle processes ---------------------------------------------------------------------------------
 
 
@@ -278,6 +294,34 @@ def test_one_draw_and_one_ledger(two, tmp_path):
     for name in ("one", "fsdp", "tensor"):
         rows = dpft.Ledger(tmp_path / name).chain.file.query("SELECT kind, count(*) FROM ledger GROUP BY kind ORDER BY kind")
         assert rows == dpft.Ledger(tmp_path / "one").chain.file.query("SELECT kind, count(*) FROM ledger GROUP BY kind ORDER BY kind")
+
+
+def noise_of(how):
+    "All noise of one step under the run's own key, as each process finds it, in standard deviations."
+    e = engine(how, steps=1, noise_multiplier=100.0)
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    sums = {name: whole(total) for name, total in step.sums.items()}
+    step.privatize()
+    return {name: (whole(p.grad) * 16 - sums[name]) / (100.0 * 0.5) for name, p in e.model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor", "both"])
+def test_no_two_shards_get_the_same_noise(two, four, how):
+    "The shares of 24 numbers or more differ somewhere by 0.1, but for 0.06^24; the variance of 579 is within 0.6 and 1.5, but for 1e-12."
+    every = (four if how == "both" else two)(noise_of, how=how)
+    for one in every[1:]:
+        assert all(torch.equal(one[name], every[0][name]) for name in one)          # one noise, bit for bit
+    noise = torch.cat([value.flatten() for value in every[0].values()])
+    assert 0.6 < noise.square().mean() < 1.5
+    names = [f"layers.{i}.{way}.weight" for i in (0, 1) for way in ("up", "down")]
+    for dim in (0, 1):
+        for pieces in (2, 4):
+            parts = [part for name in names for part in every[0][name].chunk(pieces, dim)]
+            for i, part in enumerate(parts):
+                others = [other for other in parts[:i] if other.numel() == part.numel()]
+                assert all((part.flatten() - other.flatten()).abs().max() > 0.1 for other in others)
 
 
 @pytest.mark.parametrize("shape, box", [((7,), [(2, 5)]), ((300, 700), [(120, 240), (0, 700)]), ((300, 700), [(0, 300), (13, 500)]),
@@ -440,4 +484,5 @@ def bytes_of(how):
 def test_each_of_two_processes_keeps_half_of_the_parameters(two):
     (whole_bytes, _), parts = bytes_of(None), two(bytes_of, how="fsdp")
     for kept, most in parts:
+        print(f"of the parameters' {whole_bytes} bytes a process keeps {kept / whole_bytes:.3f}, and has at most {most / whole_bytes:.3f} at once")
         assert kept <= 0.6 * whole_bytes and most <= 0.75 * whole_bytes
