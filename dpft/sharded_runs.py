@@ -215,9 +215,9 @@ def check_taps(
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-joined-rows
 def joined_rows(every: Sequence[Batch]) -> Batch:
     "Batches of one shape as one batch; what is no tensor is the first one's."
-    items = [dict(one) if isinstance(one, Mapping) else dict(enumerate(one))
-             for one in every]
-    joint: dict[Any, Any] = {
+    items: list[dict[Any, Any]] = [
+        dict(one) if isinstance(one, Mapping) else dict(enumerate(one)) for one in every]
+    joint = {
         key: value if not isinstance(value, Tensor)
         else torch.cat([one[key] for one in items])
         for key, value in items[0].items()}

@@ -132,7 +132,7 @@ def one_noise():
 
 
 @one_noise()
-def trained(how=None, steps=3, optimizer=torch.optim.AdamW, **settings):
+def trained(how=None, steps=2, optimizer=torch.optim.AdamW, **settings):
     "Gradients of the first step, weights after the last, examples of the last, and what the run knows."
     e = engine(how, steps=steps, **settings)
     moves, first = optimizer(e.model.parameters(), 0.05), None
@@ -227,20 +227,21 @@ def test_four_processes_give_what_one_gives(four, alone, how):
         check_same(alone[0], theirs)
 
 
-@one_noise()
-def trained_with_padding(how=None, pad=1):
-    model = net()
+def sums_with_padding(how=None, pad=1):
+    "Of all rows on each process, so those of a team."
+    model, data = net(), texts().tensors
     model.words.padding_idx = pad
-    return trained(how, model=CUTS[how](model) if how else model, steps=2)
+    found = clipped_sum(CUTS[how](model) if how else model, loss, (data[0][:12], data[1][:12]), 0.5)
+    return {name: whole(total) for name, total in found.items()}
 
 
 @pytest.mark.parametrize("pad", [1, 7])
 def test_the_padding_of_a_cut_table_is_a_row_of_the_whole_one(two, pad):
     "The second process holds the rows from 6, so its second one is token 7, and token 1 is not its."
-    for theirs in two(trained_with_padding, how="fsdp", pad=pad):
-        check_same(trained_with_padding(pad=pad), theirs)
-    for theirs in two(trained_with_padding, how="tensor", pad=pad):
-        check_same(trained_with_padding(pad=pad), theirs)
+    one = sums_with_padding(pad=pad)
+    assert not one["words.weight"][pad].any() and one["words.weight"][8 - pad].any()
+    for theirs in two(sums_with_padding, how="tensor", pad=pad):
+        assert apart(one, theirs) < 1e-6 and not theirs["words.weight"][pad].any()
 
 
 # methods, checkpointed activations, idle processes ---------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ CUTS |= {"kept": by_kept, "kept and fsdp": lambda model: by_fsdp(by_kept(model))
          "kept and tensor": lambda model: by_kept(by_tensor(model))}
 METHODS = [dict(method=dpft.BiTFiT()),
            dict(method=dpft.LayerFreeze(layers=1, after=1, order=["words", "layers.0", "layers.1", "head"])),
-           dict(physical_batch_size=1, batch_size=4, steps=2)]
+           dict(physical_batch_size=1, batch_size=4)]
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=["biases", "frozen late", "one row at a time"])
@@ -296,7 +297,7 @@ def test_checkpointed_activations_beside_the_oracle(trains, wrapper):
 @one_stream()
 def run_and_look(how, folder=None):
     "The rows of each step that are here, and what was charged."
-    e = engine(how, steps=4, ledger=folder)
+    e = engine(how, steps=2, ledger=folder)
     moves, seen = torch.optim.SGD(e.model.parameters(), 0.1), []
     for step in e:
         for batch in step:
@@ -425,7 +426,7 @@ def test_what_is_not_supported_is_refused_by_a_sentence(two, what, word):
 @one_noise()
 def stopped_and_continued(folder, how, stop=None, damage=False):
     "A run with a checkpoint after each step, stopped after some; the weights and what was spent."
-    e = engine(how, steps=4, checkpoint=folder)
+    e = engine(how, steps=3, checkpoint=folder)
     moves = torch.optim.AdamW(e.model.parameters(), 0.05)
     e.resume(moves)
     begun = e.t
@@ -447,7 +448,7 @@ def test_a_sharded_run_continues_from_its_checkpoint(two, tmp_path, how):
     second = two(stopped_and_continued, folder=tmp_path / "b", how=how)
     assert {one[0] for one in first} == {0} and {one[0] for one in second} == {2}
     for one, other in zip(straight, second, strict=True):
-        assert one[2] == other[2] == 4 and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+        assert one[2] == other[2] == 3 and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
     assert not [*(tmp_path / "b").glob("shards-*")]                       # secrets: they go with the run
 
 
@@ -483,7 +484,7 @@ def test_fine_tune_saves_a_whole_model(two, tmp_path, how):
 def bytes_of(how):
     "Parameters kept between passes, and the most that are there at once during one step, in bytes."
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(12)], nn.Linear(64, 3))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)], nn.Linear(64, 3))
     if how:
         from torch.distributed.fsdp import fully_shard
         for layer in model:
