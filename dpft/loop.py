@@ -33,7 +33,7 @@ from .ledger import Ledger
 from .method import Method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
-from .processes import speaks
+from .processes import plain_of, speaks
 from .provenance import START, came_from
 from .saving import (
     check_room, check_target, how_to_load, nothing_left, read_model, tokenizer_of_base,
@@ -89,7 +89,13 @@ class Run:
         overwrite: bool = False,     # whether a run that is there may be replaced
     ) -> None:
         "Write weights, guarantee and model card into a folder; @sec-saving."
-        write_run(self, check_target(path, overwrite), whole)
+        held, plain = self.model, plain_of(self.model) # of one in shards, by all
+        try:
+            if plain is not None:
+                self.model = plain
+                write_run(self, check_target(path, overwrite), whole)
+        finally:
+            self.model = held
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-write-run
 def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
@@ -186,7 +192,7 @@ def kept(loop: "Loop", ready: Prepared) -> Run:
     engine, first = loop.engine, loop.engine.processes.is_first
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
               engine.ledger if first else None, loop.evaluation.guarantee)
-    if engine.settings.output is not None and first:
+    if engine.settings.output is not None and (first or engine.sharded):
         keep(run, engine)
     engine.remove_secrets()
     run.guarantee = replace(run.guarantee, secrets=engine.secrets)

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,8 @@ class Store:
         if self.folder is not None:
             for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
+            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
+                shutil.rmtree(shards)
 
     def close(self) -> None:
         "Let another process open the folder."

@@ -46,6 +46,8 @@ def watched(setting: Setting) -> WatchedLoss:
                        else example_losses)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-compare
+#| code-fold: true
+#| code-summary: "Code: measure"
 def measure(setting: Setting, device: torch.device, rate: float | None = None) -> Iterator[dict[str, Any]]:
     "One record for each contender of a setting; `rate` is the device's matrix rate, to tell which share of it was used."
     loss = watched(setting)
@@ -79,6 +81,8 @@ def described(setting: Setting, who: str, model: nn.Module, error: float, reason
             "error": error if math.isfinite(error) else None, "cannot": reason}
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-timed
+#| code-fold: true
+#| code-summary: "Code: timed, weighed"
 def timed(seconds: list[float], plain: list[float], setting: Setting) -> dict[str, Any]:
     "A contender's time beside the plain step of the same rounds."
     ratios = [own / other for own, other in zip(seconds, plain, strict=True)]
@@ -102,6 +106,8 @@ def measure_largest(setting: Setting, device: torch.device) -> Iterator[dict[str
         yield entry if reason else entry | largest_of(contender, loss, setting, device)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-largest-of
+#| code-fold: true
+#| code-summary: "Code: largest_of"
 def largest_of(contender: Contender, loss: WatchedLoss, setting: Setting,
                device: torch.device) -> dict[str, Any]:
     "The largest batch of one contender, its peak, and its throughput."
@@ -119,6 +125,8 @@ def largest_of(contender: Contender, loss: WatchedLoss, setting: Setting,
                     "examples_per_second": rows / median(seconds)}
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-measure-largest-peak
+#| code-fold: true
+#| code-summary: "Code: _peak"
 def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
           device: torch.device) -> float:
     "Bytes of weights, batch and step together; infinite where the GPU has not so many."
@@ -131,6 +139,8 @@ def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
         return math.inf
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-measure-largest-run-bench
+#| code-fold: true
+#| code-summary: "Code: run_bench"
 def run_bench(
     settings: Iterable[Setting],
     device: torch.device | None = None,  # None: the GPU if there is one
@@ -161,6 +171,8 @@ def run_bench(
                     else measure(present, device, rates.get(setting.precision)))
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-numbers
+#| code-fold: true
+#| code-summary: "Code: number_ways, measure_numbers"
 def number_ways(numbers: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     "What is done to every number of a sum, once a step."
     stream, total = Keystream(0), torch.zeros(numbers, device=device)
@@ -187,6 +199,8 @@ SIZED = {"lengths": ("text",), "sides": ("images",), "widths": ("models", "batch
 TRAINS = ("biases", "full")
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-sizes
+#| code-fold: true
+#| code-summary: "Code: Sizes, QUICK"
 @dataclass(frozen=True)
 class Sizes:
     "How large the bench is."
@@ -215,6 +229,8 @@ QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64),
               depths=(1, 2), rows=2, repeats=5, memory=48 * 2**20)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-settings-plan-bench
+#| code-fold: true
+#| code-summary: "Code: plan_bench"
 def plan_bench(
     sizes: Sizes = Sizes(),  # frozen
     parts: Iterable[str] = PARTS,
@@ -247,6 +263,8 @@ def plan_bench(
             for which in trains]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-settings-plan-marks
+#| code-fold: true
+#| code-summary: "Code: plan_marks"
 def plan_marks(
     widths: tuple[int, int] = (384, 768),
     layers: tuple[int, int] = (2, 6),  # of the encoder whose biases train, and of that of which everything does
@@ -266,6 +284,8 @@ def plan_marks(
             *(setting(width, lengths[0], rows[0], "full") for width in widths)]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-plan-peers
+#| code-fold: true
+#| code-summary: "Code: plan_peers, PEERS, TINY"
 PEERS = (  # model, width, layers, size, rows, what trains, rounds
     ("encoder", 384, 4, 128, 8, TRAINS, 9), ("encoder", 768, 2, 128, 8, TRAINS, 6),
     ("encoder", 384, 4, 256, 8, TRAINS, 6), ("encoder", 768, 2, 64, 32, ("full",), 6),
@@ -288,6 +308,8 @@ def plan_peers(
                             2 if tiny else 6)]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-plan-gpu
+#| code-fold: true
+#| code-summary: "Code: plan_gpu"
 def plan_gpu(
     tiny: bool = False,  # the same questions of models that a CPU can hold
 ) -> list[Setting]:
@@ -300,6 +322,8 @@ def plan_gpu(
                            repeats, precision="bf16 weights")]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-table
+#| code-fold: true
+#| code-summary: "Code: cost_table"
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: one row for each setting and contender, with the reason where it has no numbers."
     lines = ["| model | size | rows | trains | step | time / plain | 95 % interval | peak "
@@ -319,6 +343,8 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-table-batch-table
+#| code-fold: true
+#| code-summary: "Code: batch_table"
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
     lines = ["| model | size | memory, MiB | trains | step | largest batch | examples / s |",
@@ -333,6 +359,8 @@ def batch_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-rate-table
+#| code-fold: true
+#| code-summary: "Code: rate_table"
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: throughput, share of the device's matrix rate, and peak memory, weights included."
     lines = ["| model | trains | step | examples / s | tokens / s | share of matrix rate | "
@@ -346,6 +374,8 @@ def rate_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-peers-table
+#| code-fold: true
+#| code-summary: "Code: shape_name, whole_rows, peers_table, _whole_cell, STEPS, UNITS"
 STEPS = {"dpft": "dpft, sum alone", "dpft-step": "dpft", "opacus-step": "Opacus",
          "opacus-ghost-step": "ghost clipping", "fastdp-step": "fastDP"}
 UNITS = {"encoder": "tokens", "gpt2": "tokens"}  # of a size; pixels elsewhere
@@ -398,6 +428,8 @@ def numbers_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-marks
+#| code-fold: true
+#| code-summary: "Code: judged, FULL_MARKS"
 # width -> bound on the time of a private full step over a plain one
 FULL_MARKS = {384: 1.25, 768: 1.15}
 
@@ -422,6 +454,8 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
     return results
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-judged-peers
+#| code-fold: true
+#| code-summary: "Code: judged_peers, WHOLE_MARKS"
 # what trains, or width where everything does -> bound on the time of a whole step
 WHOLE_MARKS = {"biases": 1.03, 384: 1.35, 768: 1.25, 16: 1.30}
 EIGHTHS_MARK, PEAK_MARK = 1.15, 1.2
@@ -461,6 +495,8 @@ AXES = {"text": "tokens in a text", "images": "pixels along an image's side",
         "batches": "width of the encoder"}
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-panels
+#| code-fold: true
+#| code-summary: "Code: panels"
 @style()
 def panels(
     found: Iterable[dict[str, Any]],
@@ -488,6 +524,8 @@ def panels(
     return figure
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-lines
+#| code-fold: true
+#| code-summary: "Code: _lines, _bars"
 def _lines(axis: Any, entries: list[dict[str, Any]], along: str, field: str) -> None:
     "One line for each contender in one panel, and the plain step's at one."
     axis.axhline(1, color="black", linewidth=1)
@@ -514,6 +552,8 @@ def _bars(axis: Any, entries: list[dict[str, Any]], places: list[float], colour:
                 color=colour, linewidth=1, alpha=0.5)
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-ratio-axis
+#| code-fold: true
+#| code-summary: "Code: _ratio_axis"
 def _ratio_axis(axis: Any, *limits: float) -> None:
     "A logarithmic axis of ratios, within limits or around what is drawn."
     axis.set_yscale("log")
@@ -525,6 +565,8 @@ def _ratio_axis(axis: Any, *limits: float) -> None:
     axis.minorticks_off()
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-figure-cost-figure
+#| code-fold: true
+#| code-summary: "Code: cost_figure, _shape, plain_of, beside_plain, batch_figure"
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time and peak memory of a step beside the plain one, over the length of a text and the side of an image; Figure 3 of DP-BiTFiT."
     return panels(found, [("text", "size"), ("images", "size")],
@@ -556,6 +598,8 @@ def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
                    ("rate_ratio", "examples a second / plain")])
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-model-figure
+#| code-fold: true
+#| code-summary: "Code: model_figure"
 @style()
 def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure":
     "One contender's time beside the plain step's, over what the plain step takes; each point is a model and a size."
@@ -583,6 +627,8 @@ def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure"
     return figure
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-peers-figure
+#| code-fold: true
+#| code-summary: "Code: _named_marks, _whole_row"
 def _named_marks(axis: "Axes", marks: dict[str, tuple[float, str]], row: float) -> None:
     "Each mark's name above it, in its colour; a name that would meet the last one stands higher."
     from math import log10
@@ -609,6 +655,8 @@ def _whole_row(axis: "Axes", row: dict[str, dict[str, Any]], place: float) -> di
     return named
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-peers-panels
+#| code-fold: true
+#| code-summary: "Code: peers_figure, _row_name"
 @style()
 def peers_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time of whole steps beside a plain one, a row for each shape, with intervals."
@@ -650,6 +698,8 @@ def begun(path: Path, settings: Iterable[Setting]) -> tuple[list[dict[str, Any]]
     return found, [setting for setting in settings if _shape(asdict(setting)) not in done]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-report
+#| code-fold: true
+#| code-summary: "Code: write_bench"
 def write_bench(
     settings: Iterable[Setting],
     output: Path,        # folder
@@ -682,6 +732,8 @@ def write_bench(
     return found
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-bench-report
+#| code-fold: true
+#| code-summary: "Code: bench_report"
 def bench_report(found: list[dict[str, Any]]) -> str:
     "All that the records can say as text."
     tables = {"text images models depths limits marks gpu": cost_table,
