@@ -179,8 +179,9 @@ def read_pictures(
 ) -> dict[str, Any]:        # data sets by part; empty where it is laid out otherwise
     "The pictures of a folder with their classes, named by folders; nothing is copied."
     known = {name for names in PARTS.values() for name in names}
-    parts = {path.name: path for path in folder.iterdir() if path.name in known}
-    parts = {name: _by_class(path) for name, path in (parts or {"train": folder}).items()}
+    places = {path.name: path for path in folder.iterdir() if path.name in known}
+    parts = {name: _by_class(path)
+             for name, path in (places or {"train": folder}).items()}
     classes = sorted(parts.get("train") or ())
     if not classes or not all(parts.values()):
         return {}
