@@ -29,7 +29,7 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
-           'load_model', 'gguf_of', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer',
+           'load_model', 'gguf_of', 'expanded', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer',
            'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d',
            'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
            'mixing_layers', 'validate', 'pretrain']
@@ -154,6 +154,20 @@ def _gguf(file: str | None) -> dict[str, str]:
                          "run: pip install gguf")
     return {} if file is None else {"gguf_file": file}
 
+# %% ../nbs/5_notes/74_models.ipynb #models-expanded
+#| code-fold: true
+def expanded(
+    model: Any,   # that was loaded from a GGUF file
+    name: str,    # of the file, by which a saved run finds its base again
+) -> None:
+    "Take off the mark of a packed model, and note where it came from."
+    model.config._name_or_path = name
+    for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer"),
+                        (model, "quantization_method")):
+        if hasattr(owner, mark):
+            delattr(owner, mark)
+    model.is_quantized = False
+
 # %% ../nbs/5_notes/74_models.ipynb #models-load-transformers
 #| code-fold: true
 def _load_transformers(
@@ -175,8 +189,8 @@ def _load_transformers(
     model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = getattr(model.config, "eos_token_id", None)
-    if gguf_file is not None:       # so that a saved run finds its base again
-        model.config._name_or_path = f"{name}/{gguf_file}"
+    if gguf_file is not None:
+        expanded(model, f"{name}/{gguf_file}")
     return model
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrained

@@ -559,6 +559,11 @@ def test_a_model_of_a_gguf_file_trains_and_comes_back(tmp_path):
         again = dpft.load(tmp_path / f"saved{number}")
         assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), again.parameters(), strict=True))
         assert (tmp_path / f"saved{number}" / "adapter_model.safetensors").exists()
+    run = dpft.fine_tune(name, rows, dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp", progress=False,
+                         output=tmp_path / "whole")
+    again = dpft.load(tmp_path / "whole")
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), again.parameters(), strict=True))
+    assert "quantization_config" not in (tmp_path / "whole" / "config.json").read_text()
 
 
 def test_accuracy_counts_right_answers_and_restores_the_mode():
