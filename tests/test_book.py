@@ -91,8 +91,13 @@ def test_the_glossary_is_in_order_refers_and_is_used(book):
 PARTS = ("1_start", "2_methods", "3_found")
 
 
+def notebooks(book):
+    "The chapters without the reference, whose pages are made with the site."
+    return [chapter for chapter in book.chapters() if chapter.path.suffix == ".ipynb"]
+
+
 def parts_of_the_book(book):
-    return [chapter for chapter in book.chapters() if chapter.path.parent.name in PARTS]
+    return [chapter for chapter in notebooks(book) if chapter.path.parent.name in PARTS]
 
 
 def words_before(book, chapter, cell_id: str) -> int:
@@ -120,7 +125,7 @@ def test_every_chapter_asks_and_answers_with_code_that_ran(book):
 
 
 def test_every_figure_says_in_words_what_it_shows(book):
-    for chapter in book.chapters():
+    for chapter in notebooks(book):
         for cell in chapter.cells:
             options = book.directives(book.source(cell))[0] if cell["cell_type"] == "code" else {}
             if options.get("label", "").startswith("fig-"):
@@ -135,7 +140,7 @@ FIRST_RUNS = {"13_baselines": "baselines-one-call", "14_bitfit": "bitfit-one-cal
 
 
 def test_each_method_runs_within_five_hundred_words(book):
-    by_name = {chapter.path.stem: chapter for chapter in book.chapters()}
+    by_name = {chapter.path.stem: chapter for chapter in notebooks(book)}
     assert words_before(book, by_name["01_first"], "first-run") <= 600          # the first private model of the book
     for name, cell in FIRST_RUNS.items():
         assert words_before(book, by_name[name], cell) <= 500, name
@@ -150,7 +155,7 @@ NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
 def test_epochs_are_computed_from_steps(book):
     "Where prose says so many epochs, its chapter prints that number, or gives the rate and the steps that make it."
     seen = 0
-    for chapter in book.chapters():
+    for chapter in notebooks(book):
         prose = "\n".join(book.source(cell) for cell in chapter.cells if cell["cell_type"] == "markdown")
         printed = re.findall(r"([\d.]+) epochs of SST-2", json.dumps([cell.get("outputs", []) for cell in chapter.cells]))
         given = re.findall(r"q = (\d+)/(\d+)\$?, (\d+) steps", prose)
