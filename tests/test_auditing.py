@@ -299,7 +299,7 @@ def test_the_command_refuses_a_false_claim(run, monkeypatch):
     ([], "give --method, or --full"), (["--method", "dpfrst"], "did you mean dp-frost"),
     (["--method", "full", "--canaries", 8], "canaries=8"),
     (["--method", "full", "--epsilon", -1], "epsilon"), (["--method", "full", "--sample-rate", 2], "sample_rate=2"),
-    (["--method", "full", "--canaries", 60, "--precision", "int4"], "precision='int4'")])
+    (["--method", "full", "--canaries", 60, "--precision", "int4"], "--precision 'int4'")])
 def test_the_command_ends_in_one_sentence_on_bad_input(run, words, message):
     status, out, err = run("audit", *words)
     assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in err + out
