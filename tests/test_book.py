@@ -91,8 +91,9 @@ def test_the_glossary_is_in_order_refers_and_is_used(book):
 PARTS = ("1_start", "2_methods", "3_found")
 
 
-def parts_of_the_book(book):
-    return [chapter for chapter in book.chapters() if chapter.path.parent.name in PARTS]
+def notebooks(book, parts=()):
+    "The chapters that are notebooks, of all parts or of some."
+    return [chapter for chapter in book.chapters() if chapter.path.suffix == ".ipynb" and (not parts or chapter.path.parent.name in parts)]
 
 
 def words_before(book, chapter, cell_id: str) -> int:
@@ -107,7 +108,7 @@ def words_before(book, chapter, cell_id: str) -> int:
 
 
 def test_every_chapter_asks_and_answers_with_code_that_ran(book):
-    for chapter in parts_of_the_book(book):
+    for chapter in notebooks(book, PARTS):
         name = chapter.path.name
         asked = sum(len(re.findall(r"(?m)^\*\*\d+\.\*\*", book.source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
         answers = [cell for cell in chapter.cells if cell["cell_type"] == "code"
@@ -120,7 +121,7 @@ def test_every_chapter_asks_and_answers_with_code_that_ran(book):
 
 
 def test_every_figure_says_in_words_what_it_shows(book):
-    for chapter in book.chapters():
+    for chapter in notebooks(book):
         for cell in chapter.cells:
             options = book.directives(book.source(cell))[0] if cell["cell_type"] == "code" else {}
             if options.get("label", "").startswith("fig-"):
@@ -150,7 +151,7 @@ NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "ten": 10}
 def test_epochs_are_computed_from_steps(book):
     "Where prose says so many epochs, its chapter prints that number, or gives the rate and the steps that make it."
     seen = 0
-    for chapter in book.chapters():
+    for chapter in notebooks(book):
         prose = "\n".join(book.source(cell) for cell in chapter.cells if cell["cell_type"] == "markdown")
         printed = re.findall(r"([\d.]+) epochs of SST-2", json.dumps([cell.get("outputs", []) for cell in chapter.cells]))
         given = re.findall(r"q = (\d+)/(\d+)\$?, (\d+) steps", prose)
