@@ -7,6 +7,7 @@ What the common tasks need is here; what is rarer stays in its module, such as `
 __version__ = "0.1.0"
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,10 +78,12 @@ __all__ = [  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module when it is first used, so that `import dpft` is quick."""
+    """Import a public name from its module, or a module, when it is first used, so that `import dpft` is quick."""
     module = _MODULES.get(name) or _RARE.get(name)
     if module is None:
-        raise AttributeError(f"module 'dpft' has no attribute {name!r}")
+        if name.startswith("_") or find_spec(f"dpft.{name}") is None:
+            raise AttributeError(f"module 'dpft' has no attribute {name!r}")
+        return import_module(f"dpft.{name}")
     value = globals()[name] = getattr(import_module(f"dpft.{module}"), name)
     return value
 

@@ -88,12 +88,13 @@ def device_pieces(
     numbers: int,          # how many, made even
     std: float,            # standard deviation
     device: torch.device | str,
+    first: int = 0,        # number of the first chunk
 ) -> Iterator[Tensor]:     # float64, one after another
     "Normal numbers from a key, made on a device."
     even = numbers + numbers % 2
     for start in range(0, even, PIECE):
         count = min(PIECE, even - start)
-        bits = device_bits(key, start // CHUNK, -(-count // CHUNK), device)
+        bits = device_bits(key, first + start // CHUNK, -(-count // CHUNK), device)
         whole, rest = divmod(count, CHUNK)
         if whole:
             yield paired(bits[:whole], std).flatten()

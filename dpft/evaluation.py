@@ -149,7 +149,7 @@ class Evaluation:
             return {}
         note_look(self)
         try:
-            return self.engine.processes.first(lambda: found_scores(self, last))
+            return self.engine.processes.together(lambda: found_scores(self, last))
         except Exception as error:
             so_far = "the run is complete, but" if last else "the run goes on, but"
             warnings.warn(f"{so_far} evaluate= failed ({type(error).__name__}: {error})"

@@ -4,24 +4,25 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES',
-           'GroupsOf', 'DOUBTFUL', 'SPARE', 'Own', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'Recollate', 'FIRST_LOOKS',
-           'LOOKS_SHARE', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'buffers_kept', 'changed',
-           'version', 'refuse_lost', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full',
-           'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added',
-           'Contribution', 'Dense', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix',
-           'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border',
-           'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
-           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
-           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
-           'OneParameter', 'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured',
-           'doubled_floats', 'measured_again', 'same_input', 'kept_pair', 'as_one_matrix', 'NormBounds', 'silenced',
-           'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
-           'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
-           'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
-           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
-           'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length',
-           'looked_at', 'check_uncoupled', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'Recollate',
+           'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows',
+           'buffers_kept', 'changed', 'version', 'refuse_lost', 'per_example_losses', 'check_kinds', 'trainable',
+           'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth',
+           'pair_squares', 'added', 'Contribution', 'Dense', 'summed_products', 'Outer', 'Rows', 'distinct',
+           'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight',
+           'last_bias', 'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight',
+           'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight',
+           'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
+           'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
+           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input',
+           'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of',
+           'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
+           'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel',
+           'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero',
+           'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
+           'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length', 'looked_at',
+           'check_uncoupled', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'unseen',
+           'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -48,6 +49,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import clip_factor
+from .processes import whole
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-batch
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -627,7 +629,8 @@ RULES: dict[type[nn.Module], Rule] = {
 
 def rule_for(module: nn.Module) -> Rule | None:
     "The rule of a layer, or None when it has none."
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):              # Transformers', known by its looks to stay light
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    if hasattr(module, "nf") and "Conv1D" in kinds:                              # Transformers', known by its looks to stay light
         return Rule(transposed_weight, last_bias)
     if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
         return None                                                              # it may look up something else, as positions
@@ -776,12 +779,61 @@ class Measured:
         square = torch.maximum(self.value.clamp(min=0) + self.gap, least)
         return (square * (1 + gamma(depth, dtype))).sqrt() + self.release.sqrt()
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-whole
+def as_it_is(values: Tensor) -> Tensor:
+    "The same."
+    return values
+
+class Whole:
+    "How the parameters lie: this process holds all of each."
+    size = 1    # processes that hold different parts of one gradient
+
+    def like(self, parameter: Tensor) -> Tensor:
+        "A tensor of the shape that a layer computes with here."
+        return full(parameter.detach())
+
+    def seen(self, module: nn.Module, inputs: Tensor,
+             output: Tensor) -> tuple[Any, Tensor, Callable[[Tensor], Tensor]]:
+        "A layer, its input, and the gradient of its output as its rule reads them."
+        return module, inputs, as_it_is
+
+    def counts(self, parameter: Tensor) -> bool:
+        "Whether a norm counts the gradient of a parameter on this process."
+        return True
+
+    def across(self, found: list[Measured]) -> list[Measured]:
+        "Squares of parts, over the processes that hold other parts."
+        return found
+
+    def summed(self, table: Tensor) -> Tensor:
+        "The same of a plain table."
+        return table
+
+    def placed(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+        "A sum of gradients as the parameter lies."
+        return total
+
+    def scatter(self, parameter: nn.Parameter, number: int) -> None:
+        "Small random numbers in place of zeros, alike wherever entries have copies."
+        parameter.normal_(std=0.1)
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-lying
+WHOLE = Whole()
+
+def lying(model: nn.Module) -> Whole:
+    "How the parameters of a model lie over the processes; @sec-sharded."
+    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return WHOLE
+    from .sharding import sharding_of
+    return sharding_of(model)
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-one
 class OneParameter:
     "The per-example gradients of one parameter, as the sum of its uses."
 
-    def __init__(self, like: Tensor, uses: list[Contribution], size: int):
-        self.like, self.uses, self.size = full(like.detach()), uses, size
+    def __init__(self, like: Tensor, uses: list[Contribution], size: int, where: Whole = WHOLE):
+        self.like, self.uses, self.size = where.like(like), uses, size
+        self.counts, self.entries = where.counts(like), like.numel()
         self.as_measured = [*map(type, uses)] in ([], [Dense])  # released as it is
         self.depth = max([use.depth() for use in uses], default=1) + len(uses) ** 2
         self.terms = sum(use.terms() for use in uses) + 2
@@ -905,30 +957,43 @@ def as_one_matrix(group: Own) -> tuple[OneParameter, Tensor | None]:
     whole = group[0][0].like.new_zeros(()).expand(shape)
     return OneParameter(whole, [Outer(left, right, shape)], len(left)), None
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-roundings
+def grouped(own: Own, processes: int = 1) -> list[Own]:
+    "A part's parameters as they are measured; cut ones each alone: shapes may differ."
+    return same_input(own) if processes == 1 else [[each] for each in own]
+
+def roundings(own: Own, processes: int = 1) -> int:
+    "The most roundings of a sum of a part's squares; the same on all processes."
+    groups = grouped(own, processes)
+    sizes = [sum(one.entries for one, _ in group) for group in groups]
+    return max([*map(sum_depth, sizes)], default=1) + len(groups) + 20 * processes
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-bounds
 class NormBounds:
     "Norms of each example's gradient in each of several parts, never too small."
 
-    def __init__(self, own: Sequence[Own], zeros: Tensor):
-        self.own, nothing = [*map(same_input, own)], Measured(*[zeros] * 4)
-        self.found = [sum((measured(*as_one_matrix(group)) for group in part), nothing)
-                      for part in self.own]
+    def __init__(self, own: Sequence[Own], zeros: Tensor, where: Whole = WHOLE):
+        self.zeros, self.where, nothing = zeros, where, Measured(*[zeros] * 4)
+        self.depths = [roundings(part, where.size) for part in own]
+        self.own = [grouped([each for each in part if each[0].counts], where.size)
+                    for part in own]
+        self.found = where.across([
+            sum((measured(*as_one_matrix(group)) for group in part), nothing)
+            for part in self.own])
         self.doubts = torch.stack([each.doubtful() for each in self.found])
 
     def table(self) -> Tensor:
         "(B, K) norms."
-        sizes = [[sum(one.like.numel() for one, _ in group) for group in part] for part in self.own]
-        depths = [max([*map(sum_depth, part)], default=1) + len(part) + 20 for part in sizes]
         return torch.stack([each.norms(depth) for each, depth in
-                            zip(self.found, depths, strict=True)], 1)
+                            zip(self.found, self.depths, strict=True)], 1)
 
     def settle(self) -> None:
         "Measure again the examples in doubt, a few at a time."
         for part, found, doubt in zip(self.own, self.found, self.doubts, strict=True):
             for rows in doubt.nonzero()[:, 0].split(4):
                 some = [[(one.only(rows), mask) for one, mask in group] for group in part]
-                again = [measured_again(*as_one_matrix(group)) for group in some]
-                better = sum(again[1:], again[0])
+                again = (measured_again(*as_one_matrix(group)) for group in some)
+                better, = self.where.across([sum(again, Measured(*[self.zeros[rows]] * 4))])
                 for name, values in vars(found).items():
                     setattr(found, name, values.index_copy(0, rows, vars(better)[name].to(values)))
 
@@ -978,14 +1043,18 @@ class Kept:
     "What a pass has kept: the uses of each parameter that trains."
 
     def __init__(self, parameters: dict[str, nn.Parameter],
-                 uses: dict[nn.Parameter, list[Contribution]], size: int):
-        self.parameters, self.size = parameters, size
+                 uses: dict[nn.Parameter, list[Contribution]], size: int, where: Whole):
+        self.parameters, self.size, self.where = parameters, size, where
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.uses = {name: uses.get(own, []) for name, own in parameters.items()}
 
     def one(self, name: str) -> OneParameter:
         "The gradients of one parameter."
-        return OneParameter(self.parameters[name], self.uses[name], self.size)
+        return OneParameter(self.parameters[name], self.uses[name], self.size, self.where)
+
+    def placed(self, name: str, total: Tensor) -> Tensor:
+        "A sum of one parameter's gradients, as the parameter lies."
+        return self.where.placed(self.parameters[name], total)
 
     def named(self, part: Partition | Block) -> list[tuple[str, Tensor | None]]:
         "Names and masks of those parameters of a part that train."
@@ -1001,14 +1070,16 @@ def part_norms(
     own: Sequence[Own],  # M parts
     order: int,          # 1 or 2
     zeros: Tensor,       # (B,)
+    where: Whole = WHOLE,
 ) -> Tensor:             # (B, M)
     "Norms of each part; of order 2 never too small, by @lem-rounding."
     if order not in (1, 2):
         raise ValueError(f"order={order}: per-example norms are of order 1 or 2")
     if order == 1:
-        columns = [sum((absolutes_of(*each) for each in part), zeros) for part in own]
-        return torch.stack(columns, 1)
-    bounds = NormBounds(own, full(zeros))
+        columns = [sum((absolutes_of(*each) for each in part if each[0].counts), zeros)
+                   for part in own]
+        return where.summed(torch.stack(columns, 1))
+    bounds = NormBounds(own, full(zeros), where)
     if bool(bounds.doubts.any()):
         bounds.settle()
     return bounds.table()
@@ -1021,10 +1092,12 @@ def weighted_sums(
 ) -> dict[str, Tensor]:       # name -> the parameter's shape
     "Sums of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
     if absolute:
-        return {name: absolute_sum_of(kept.one(name), factors) for name, factors in each.items()}
+        return {name: kept.placed(name, absolute_sum_of(kept.one(name), factors))
+                for name, factors in each.items()}
     some = torch.cat([*{id(factors): factors for factors in each.values()}.values()])
     silent = bool((some == 0).any())
-    return {name: sum_of(kept.one(name), factors, silent) for name, factors in each.items()}
+    return {name: kept.placed(name, sum_of(kept.one(name), factors, silent))
+            for name, factors in each.items()}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-block-sums
 def block_sums(
@@ -1041,9 +1114,9 @@ def block_sums(
             shares[name].append((factor, silent, mask))
     sums = {}
     for name, found in shares.items():
-        like = full(kept.parameters[name].detach())
-        parts = (sum_of(kept.one(name), *share) for share in found)
-        sums[name] = added(parts, partial(torch.zeros_like, like))
+        one = kept.one(name)
+        parts = (sum_of(one, *share) for share in found)
+        sums[name] = kept.placed(name, added(parts, partial(torch.zeros_like, one.like)))
         if last:
             kept.uses[name] = []
     return sums
@@ -1058,9 +1131,10 @@ class Gradients:
         parameters: dict[str, nn.Parameter],  # what trains
         uses: dict[nn.Parameter, list[Contribution]],
         size: int,                            # number of units: examples, or groups
+        where: Whole = WHOLE,                 # how the parameters lie over processes
     ):
         self.losses, self.parameters, self.size = losses, parameters, size
-        self.kept = kept = Kept(parameters, uses, size)
+        self.kept = kept = Kept(parameters, uses, size, where)
         self.names, self.uses = kept.names, kept.uses
 
     def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
@@ -1081,7 +1155,7 @@ class Gradients:
         parts = [Block([*self.parameters.values()])] if partitions is None else partitions
         with plain_arithmetic(self.losses.device.type):
             zeros = self.losses.new_zeros(self.size)
-            table = part_norms([*map(self.kept.owned, parts)], order, zeros)
+            table = part_norms([*map(self.kept.owned, parts)], order, zeros, self.kept.where)
         return table[:, 0] if partitions is None else table
 
     def weighted_sum(
@@ -1099,13 +1173,15 @@ class Gradients:
         blocks: Sequence[Block],  # disjoint; what is in none of them gets a zero sum
         style: str = "flat",      # "flat" or "automatic"
         last: bool = False,       # forget gradients once they are summed
+        counts: bool = True,      # False: every factor is 0, for a process without rows
     ) -> tuple[dict[str, Tensor], Tensor]:  # name -> sum; (B, K) norms before clipping
         "Sum of the gradients, each bounded in every block; 0 for one not finite anywhere."
         with plain_arithmetic(self.losses.device.type):
             zeros = full(self.losses).new_zeros(self.size)
             norms, factors, silent = NormBounds(  # not kept: it holds what `last` forgets
-                [*map(self.kept.owned, blocks)], zeros).factors([b.clip for b in blocks], style)
-            return block_sums(self.kept, blocks, factors, silent, last), norms
+                [*map(self.kept.owned, blocks)], zeros, self.kept.where).factors(
+                    [b.clip for b in blocks], style)
+            return block_sums(self.kept, blocks, factors * counts, silent or not counts, last), norms
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collector
 class NotByExample(RuntimeError):
@@ -1115,8 +1191,8 @@ class NotByExample(RuntimeError):
 class Collected:
     "What the taps of one pass have received: contributions, by parameter."
 
-    def __init__(self, rows: int, groups: Groups | None = None):
-        self.rows, self.groups = rows, groups
+    def __init__(self, rows: int, groups: Groups | None = None, where: Whole = WHOLE):
+        self.rows, self.groups, self.where = rows, groups, where
         self.uses: dict[nn.Parameter, list[Contribution]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
 
@@ -1159,6 +1235,7 @@ def tap_layer(
     "A forward hook; the input is kept only if the weight trains."
     weight, bias, rows = own.get("weight"), own.get("bias"), collected.rows
     inputs = next(iter((*args, *kwargs.values())))
+    layer, inputs, cut = collected.where.seen(module, inputs, output)
     if len(output) == 1 < rows:                      # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
     elif len(output) % rows:
@@ -1167,12 +1244,12 @@ def tap_layer(
     if output.is_leaf and output.requires_grad:      # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
-        gradient = collected.by_example(gradient)
+        gradient = collected.by_example(cut(gradient))
         if bias is not None:
-            collected.add(bias, rule.bias(module, gradient))
+            collected.add(bias, rule.bias(layer, gradient))
         if weight is not None:
             values = collected.by_example(saved[0])
-            collected.add(weight, rule.weight(module, gradient, values))
+            collected.add(weight, rule.weight(layer, gradient, values))
     saved = [] if weight is None else [inputs.detach()]
     return Tap.apply(output, collected.anchor(output), receive, *saved)
 
@@ -1191,7 +1268,8 @@ def tap_bare(
         tokens = inputs[0].ndim - 1 - parameter.ndim if inputs else 0
         stretched = parameter.ndim > 1 and len(parameter) == 1
         shape = parameter.shape[1:] if stretched else (*(1,) * tokens, *parameter.shape)
-        copies = parameter.detach().expand(collected.rows, *shape)
+        here = module._parameters[name]  # gathered by now, where it lies over processes
+        copies = (parameter if here is None else here).detach().expand(collected.rows, *shape)
         def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
             rows = gradient.reshape(len(gradient), *parameter.shape)
             collected.add(parameter, Dense(rows))
@@ -1247,12 +1325,13 @@ class Recorder:
         self.model, self.groups = model, groups
         skipped = {id(parameter) for parameter in skip}
         self.trains = {id(p) for p in trainable(model).values()} - skipped
+        self.where = lying(model)
         self.collected = Collected(0, groups)
         self.leaves: list[weakref.ref[Tensor]] = []  # that are not the model's
 
     def run(self, loss_fn: LossFunction, batch: Batch, search: bool = False) -> Tensor:
         "The (B,) losses, detached; `search` also fills `leaves`."
-        self.collected = Collected(batch_rows(batch), self.groups)
+        self.collected = Collected(batch_rows(batch), self.groups, self.where)
         with tapped(self.model, self.collected, self.trains):  # checkpointed layers run again inside
             losses = per_example_losses(self.model, loss_fn, batch)
             anchors = [*self.collected.anchors.values()]
@@ -1360,7 +1439,7 @@ def forked(
 def nonzero(values: Sequence[Tensor]) -> list[bool]:
     "Whether a number in each tensor is not zero; each device is asked once."
     devices = dict.fromkeys(x.device for x in values)
-    found = {device: iter(torch.stack([x.any() for x in values if x.device == device]).tolist()) for device in devices}
+    found = {device: iter(torch.stack([whole(x.any()) for x in values if x.device == device]).tolist()) for device in devices}
     return [next(found[x.device]) for x in values]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-nothing-hidden
@@ -1375,8 +1454,8 @@ def nothing_hidden(model: nn.Module) -> Iterator[None]:
     zeros = [parameter for parameter, some in zip(parameters, seen, strict=True) if not some]
     try:
         with forked(model), torch.no_grad():
-            for parameter in zeros:
-                parameter.normal_(std=0.1)
+            for number, parameter in enumerate(zeros):
+                lying(model).scatter(parameter, number)
         with forked(model), buffers_kept(model, every=True):
             yield
     finally:
@@ -1515,20 +1594,31 @@ class Coupling:
         recollate: Recollate | None = None,  # (rows of this batch, length or None) -> batch
     ) -> bool:                               # whether it was looked at
         "ValueError when examples are coupled; most batches are let through unseen."
-        shape, size = batch_shape(batch), batch_rows(batch)
-        per_row = sum(x.numel() for x in tensors(batch)) / max(size, 1)
-        self.work += 3 * size * per_row      # a backward pass counts twice
-        cost, due = 21 * per_row, len(self.shapes) < FIRST_LOOKS
-        affordable = self.spent + cost <= LOOKS_SHARE * self.work
-        if not size or shape in self.shapes or not (due or affordable):
+        if not self.due(batch):
             return False
         with buffers_kept(self.model):
             same_losses_in_all_settings(self.model, self.loss_fn, batch, looked_at(batch),
                                         recollate, self.longest)
-        self.shapes.add(shape)
-        self.spent += cost
-        self.longest = max(self.longest, padded_length(batch) or 0)
+        self.looked(batch)
         return True
+
+    def due(self, batch: Batch) -> bool:
+        "Whether to look at a batch, which counts as work."
+        size, cost = batch_rows(batch), self.cost(batch)
+        self.work += size * cost / 7         # a backward pass counts twice
+        affordable = self.spent + cost <= LOOKS_SHARE * self.work
+        new = batch_shape(batch) not in self.shapes
+        return size > 0 and new and (len(self.shapes) < FIRST_LOOKS or affordable)
+
+    def cost(self, batch: Batch) -> float:
+        "Numbers that a look sends through the model."
+        return 21 * sum(x.numel() for x in tensors(batch)) / max(batch_rows(batch), 1)
+
+    def looked(self, batch: Batch) -> None:
+        "Note what a look has seen."
+        self.shapes.add(batch_shape(batch))
+        self.spent += self.cost(batch)
+        self.longest = max(self.longest, padded_length(batch) or 0)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-looked
 def batch_shape(batch: Batch) -> Hashable:
@@ -1709,7 +1799,7 @@ def record(
         refuse_leaves(loss_fn, [x for leaf in recorder.leaves if (x := leaf()) is not None])
     searched.add(shape)
     size = groups.units if groups else len(losses)
-    return Gradients(losses, trainable(model), recorder.collected.uses, size)
+    return Gradients(losses, trainable(model), recorder.collected.uses, size, recorder.where)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
@@ -1747,6 +1837,9 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
           fresh: list[nn.Parameter]) -> dict[nn.Parameter, SlowWay | None]:
     "The ways of parameters that train for the first time, as far as a batch can tell."
     check_kinds(model)
+    if lying(model) is not WHOLE:
+        from .sharded_runs import check_taps
+        return dict.fromkeys(check_taps(model, loss_fn, batch, fresh))
     exact = getattr(loss_fn, "full_precision", loss_fn)      # without autocast, if it says so
     small = select_rows(batch, different_rows(batch))
     with torch.no_grad(), nothing_hidden(model):

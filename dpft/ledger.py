@@ -465,7 +465,7 @@ class Ledger(LedgerReader):
 def _weights(ledger: Ledger, fingerprint: str) -> str:
     return ledger.mac(f"final weights {fingerprint}")
 
-
+# %% ../nbs/5_notes/60_ledger.ipynb #ledger-record-weights-function
 def record_weights(
     ledger: Ledger,
     run: str,         # its name

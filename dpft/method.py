@@ -128,6 +128,7 @@ def _(value: Method, reading: Reading) -> Parts:
     except TypeError:                        # an argument that was not kept
         yield None
 
+# %% ../nbs/1_start/12_method.ipynb #method-identity-public
 @parts_of.register(Public)
 def _(value: Public, reading: Reading) -> Parts:
     yield value.source
@@ -143,6 +144,7 @@ class NotRunning(ValueError):
 NO_RUN = ("a method needs a run to draw and to release: it has one from start(context) on, "
           "not in requests(context)")
 
+# %% ../nbs/1_start/12_method.ipynb #method-access-class
 @dataclass
 class Access:
     "What a run lends to its method: functions that draw, release and note."
@@ -204,14 +206,11 @@ def released_from(allowance: Allowance, access: Access, total: Tensor, sensitivi
     return access.release(number, access.requests[number].name, done, total, sensitivity)
 
 # %% ../nbs/1_start/12_method.ipynb #method-view
-@dataclass(eq=False, repr=False)
 class View:
-    "What a method sees and may change without a run: the model and public sizes."
-    model: nn.Module
-    loss_fn: LossFunction  # (model, batch) -> (B,) losses
-    batch_size: int        # expected units in a draw
-    steps: int             # training steps, of the run or of a phase
-    size: int              # privacy units in the data set, as it is public
+    "What a method sees and may change of the model; it needs no run."
+
+    def __init__(self, model: nn.Module):
+        self.model = model
 
     @property
     def head(self) -> list[nn.Parameter]:
@@ -243,6 +242,7 @@ def noted(notes: list[str], what: str) -> None:
     if what not in notes:
         notes.append(what)
 
+# %% ../nbs/1_start/12_method.ipynb #method-public-batches
 def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     "Public data in batches, apart from the private data and named in the guarantee."
     if not isinstance(data, Public):
@@ -251,6 +251,7 @@ def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     noted(access.notes, f"the data that the method looked at ({data.source})")
     return access.batches_of(data)
 
+# %% ../nbs/1_start/12_method.ipynb #method-unpaid
 def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name: str) -> Iterator[Batch]:
     "A whole draw that is not charged; ValueError unless the run promises nothing."
     if not unpaid:
@@ -260,13 +261,24 @@ def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name:
 
 # %% ../nbs/1_start/12_method.ipynb #method-context
 #| code-fold: true
-@dataclass(eq=False, repr=False)
 class Context(View):
     "What a method may see and do; @sec-context."
-    rehearses: bool = field(default=False, init=False)       # without values or draws
-    access: Access | None = field(default=None, init=False)  # lent by a run that has begun
-    allowance: Allowance = field(default_factory=Allowance, init=False)
-    unpaid: list[str] = field(default_factory=list, init=False)  # uncharged accesses
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,  # (model, batch) -> (B,) losses
+        batch_size: int,        # expected units in a draw
+        steps: int,             # training steps, of the run or of a phase
+        size: int,              # privacy units in the data set, as it is public
+    ):
+        super().__init__(model)
+        self.loss_fn, self.batch_size = loss_fn, batch_size
+        self.steps, self.size = steps, size
+        self.rehearses = False                   # a start without values or draws
+        self.access: Access | None = None        # lent by a run, once it has begun
+        self.allowance = Allowance()
+        self.unpaid: list[str] = []              # uncharged accesses to private data
 
     def needs(self) -> Access:
         "What the run lends; NotRunning where there is none."
@@ -322,18 +334,12 @@ class Context(View):
         "Name a fact or a data set that the guarantee takes as public."
         noted(self.needs().notes, what)
 
-    def check_public(
-        self,
-        data: Public,  # what is to be looked at for free
-    ) -> None:
+    def check_public(self, data: Public) -> None:  # what is to be looked at for free
         "ValueError when public data shares a row with the private data of a run."
         if self.access is not None:
             check_disjoint_rows(data, self.access.train)
 
-    def public_batches(
-        self,
-        data: Public,  # a data set of the same form as the private one
-    ) -> Iterator[Batch]:
+    def public_batches(self, data: Public) -> Iterator[Batch]:  # of the private data's form
         "Public data in batches on the model's device; the guarantee names it."
         return public_batches(self.needs(), data)
 
@@ -349,10 +355,7 @@ class Context(View):
         "A whole draw of the private data that is not charged; only after `forfeit`."
         return unpaid_draw(self.unpaid, self.needs(), sample_rate, name)
 
-    def first(
-        self,
-        work: Callable[[], Any],  # what it gives must be picklable
-    ) -> Any:
+    def first(self, work: Callable[[], Any]) -> Any:  # what it gives must be picklable
         "What `work` returns on the first process, told to all."
         return self.needs().first(work)
 

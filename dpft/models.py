@@ -29,10 +29,10 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
-           'load_model', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head',
-           'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d',
-           'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate',
-           'pretrain']
+           'load_model', 'gguf_of', 'expanded', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer',
+           'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d',
+           'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
+           'mixing_layers', 'validate', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -104,7 +104,7 @@ def check_name(name: str) -> None:
 
 # %% ../nbs/5_notes/74_models.ipynb #models-load
 def load_model(
-    name: str,                      # "minilm", one of `BUILT`, or Transformers' or a path
+    name: str,   # "minilm", one of `BUILT`, Transformers', a folder or a GGUF file
     classes: int = 2,               # outputs of the classification head
     kind: str = "text",             # a key of `AUTOS`
     image_shape: tuple[int, int, int] | None = None,    # (C, H, W), for the built ones
@@ -119,6 +119,7 @@ def load_model(
         if name == "minilm":
             kind_of = mean_pooled_classifier()
             return load_pretrained(kind_of, minilm_folder(), num_labels=classes)
+        name, gguf_file = gguf_of(name, gguf_file)
         check_name(name)
         return _load_transformers(name, classes, kind, gguf_file)
 
@@ -131,6 +132,17 @@ AUTOS = {  # kind of task -> Transformers' automatic class
     "question answering": "AutoModelForQuestionAnswering"}
 LABELLED = ("text", "image", "tagging")  # one output for each class
 
+# %% ../nbs/5_notes/74_models.ipynb #models-gguf-of
+def gguf_of(
+    name: str,                      # of a model; "folder/model.gguf" names the file too
+    gguf_file: str | None = None,
+) -> tuple[str, str | None]:        # folder or repository, and the file
+    "Where a model lies, and which of the files there, if it is a GGUF file."
+    if gguf_file is not None or not name.endswith(".gguf"):
+        return name, gguf_file
+    folder, _, file = name.rpartition("/")
+    return folder or ".", file
+
 # %% ../nbs/5_notes/74_models.ipynb #models-gguf
 #| code-fold: true
 def _gguf(file: str | None) -> dict[str, str]:
@@ -141,6 +153,20 @@ def _gguf(file: str | None) -> dict[str, str]:
         raise ValueError("GGUF files are read by a package that is not installed; "
                          "run: pip install gguf")
     return {} if file is None else {"gguf_file": file}
+
+# %% ../nbs/5_notes/74_models.ipynb #models-expanded
+#| code-fold: true
+def expanded(
+    model: Any,   # that was loaded from a GGUF file
+    name: str,    # of the file, by which a saved run finds its base again
+) -> None:
+    "Take off the mark of a packed model, and note where it came from."
+    model.config._name_or_path = name
+    for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer"),
+                        (model, "quantization_method")):
+        if hasattr(owner, mark):
+            delattr(owner, mark)
+    model.is_quantized = False
 
 # %% ../nbs/5_notes/74_models.ipynb #models-load-transformers
 #| code-fold: true
@@ -163,6 +189,8 @@ def _load_transformers(
     model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = getattr(model.config, "eos_token_id", None)
+    if gguf_file is not None:
+        expanded(model, f"{name}/{gguf_file}")
     return model
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrained
@@ -196,6 +224,7 @@ def load_tokenizer(
 
     if name in BUILT:
         raise ValueError(f"{name!r} is a model for images and has no tokenizer")
+    name, gguf_file = gguf_of(name, gguf_file)
     if name != "minilm":
         check_name(name)
     saved, own = Path(name) / "dpft.json", Path(name) / "tokenizer_config.json"

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'drawn_below', 'box_muller',
            'cipher_pieces', 'part_of', 'add_pieces', 'threads', 'side_by_side', 'Keystream', 'digests', 'raw_bytes',
-           'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'secure_pieces', 'noise_key', 'grid_step',
-           'on_grid', 'secure_std']
+           'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces', 'noise_key',
+           'grid_step', 'on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -210,6 +210,10 @@ class Keystream:
         add_pieces(total, secure_pieces(self, len(total), *context, device=device))
         return total.reshape(tuple(shape))
 
+    def jobs(self, total: Tensor, std: Tensor | float, *context: Context) -> list[Callable[[], None]]:
+        "What is to be done to add noise to a sum on the CPU; `noise_jobs`."
+        return noise_jobs(self, total, std, *context)
+
 # %% ../nbs/5_notes/54_noise.ipynb #noise-digests
 def digests(
     stream: Keystream,
@@ -266,6 +270,23 @@ def noise_jobs(
         part = flat[here]
         add_pieces(part, cipher_pieces(key, len(part), first=start // CHUNK), part_of(scale, here))
     return [partial(add, start) for start in range(0, len(flat), SHARE)]
+
+# %% ../nbs/5_notes/54_noise.ipynb #noise-protocol
+class Noise(Protocol):
+    "What noise for a sum comes from."
+
+    def normal(self, shape: Sequence[int], std: float, *context: Context, device: torch.device | str = "cpu",
+               dtype: torch.dtype = torch.float32) -> Tensor:
+        "Gaussian noise, off the CPU from torch's generator."
+        ...
+
+    def secure_normal(self, shape: Sequence[int], *context: Context, device: torch.device | str = "cpu") -> Tensor:
+        "Standard normal noise for secure mode, float64."
+        ...
+
+    def jobs(self, total: Tensor, std: Tensor | float, *context: Context) -> list[Callable[[], None]]:
+        "What is to be done to add noise to a sum on the CPU, in any order."
+        ...
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-secure-pieces
 def secure_pieces(

@@ -178,10 +178,12 @@ def noise_spread(
             spread[id(parameter)] = spread.get(id(parameter), 0.0) + own
     return spread
 
+# %% ../nbs/5_notes/56_plan.ipynb #plan-entries
 def entries(block: Block) -> int:
     "How many entries a block has."
     return sum(p.numel() if mask is None else int(mask.sum()) for p, mask in members(block))
 
+# %% ../nbs/5_notes/56_plan.ipynb #plan-secured
 def secured_blocks(blocks: Sequence[Block]) -> list[Block]:
     "The blocks with the noise that secure mode adds; @lem-grid."
     return [replace(block, noise=secure_std(block.noise, block.clip, entries(block))) for block in blocks]

@@ -174,6 +174,7 @@ def form_of(output: Any, rows: int) -> Form:
         return Leaf(len(x) // rows, x.shape[1:], x.dtype, x.device) if own else x
     return Form(spec, tuple(map(leaf, leaves)))
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-answerable
 def answerable(output: Any) -> bool:
     "Whether an output can be given: a tree of floating-point tensors and constants."
     leaves = tree_flatten(output)[0]
@@ -189,11 +190,13 @@ def copied(output: Any) -> Any:
     "The same output in memory of its own, so that nothing in place reaches it."
     return tree_map_only(Tensor, lambda x: x.detach().clone(), output)
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-rows-cut
 def rows_of(output: Any, rows: int) -> list[Tensor]:
     "The tensors of an output, (B, k, ...) each."
     leaves = tree_flatten(output)[0]
     return [x.unflatten(0, (rows, -1)) for x in leaves if isinstance(x, Tensor)]
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-filled
 def filled(form: Form, values: Iterable[Tensor]) -> Any:
     "An output of this form from the tensors of its leaves, (B, k, ...) each."
     tensors = iter(values)
@@ -636,10 +639,12 @@ def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-entries
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
     "Names, or numbers, and values."
     return [*(batch.items() if isinstance(batch, Mapping) else enumerate(batch))]
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-ambient
 def ambient() -> list[Any]:
     "The autocast that a loss is evaluated under."
     return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

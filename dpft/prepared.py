@@ -6,19 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .datasets import (
-    Task, as_dataset, check_labels, column, column_names, has_batch_protocol,
-    is_chat, names_a_row)
+from dpft.datasets import (
+    Task, as_dataset, check_labels, column_names, has_batch_protocol, is_chat,
+    names_a_row)
+from .losses import task_of as head_of, unwrapped
 from .models import load_model, load_tokenizer
-from .schema import Schema, kinds_of, read_labels, read_schema
-from .sources import class_names, stack_images
-from .texts import Selected, encode, token_rows
+from .schema import Schema, kinds_of, read_schema
+from .sources import class_names, classes_of, kind_of_task, stack_images
+from .texts import EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
 __all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'holds_texts', 'as_task', 'prepare']
@@ -50,6 +50,14 @@ class Prepared:
     def __repr__(self) -> str:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"
 
+    def reading(self) -> str:
+        "Which columns are read, in one line; of pictures, as their task names them."
+        schema = self.schema
+        if schema.kind == "items" and not schema.reads and len(self.columns) > 1:
+            *reads, label = self.columns
+            schema = replace(schema, reads=tuple(reads), label=label)
+        return schema.line()
+
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."
         pad_id = pad_token(self.tokenizer, self.model)
@@ -73,6 +81,8 @@ def as_read(
     if schema.kind in ("text", "causal"):
         return encode(data, tokenizer, schema.columns, kind=schema.kind,
                       classes=classes or None)
+    if schema.kind == "tagging":
+        return encode_tags(data, tokenizer, schema.columns, classes=classes or None)
     if schema.kind == "tokens" and not collated:
         return token_rows(data, schema, pad_id)
     kept = [name for name in column_names(data) if name in schema.columns]
@@ -124,27 +134,18 @@ def as_task(
     "A data set without a description as a task."
     data = as_dataset(data)
     schema = read_schema(data, columns, unit)
-    if schema.kind not in ("text", "image"):
-        return Task("data", _kind(data, schema), data, dev=None, columns=schema.columns)
+    if schema.kind not in ("text", "tagging", "image"):
+        kind = kind_of_task(data, schema)
+        return Task("data", kind, data, dev=None, columns=schema.columns)
     if schema.label is None:
         listed = ", ".join(map(repr, column_names(data)))
         raise ValueError(f"cannot tell which of {listed} is the label; "
                          "name it last in columns=")
     stated = class_names(data, schema.label) or classes
-    labels = read_labels(column(data, schema.label), schema.label, stated)
-    names = labels.classes
-    facts = [f"the classes {_span(names)}"] if labels.derived else []
+    names, derived = classes_of(data, schema, stated)
+    facts = [f"the classes {_span(names)}"] if derived else []
     return Task("data", schema.kind, data, dev=None, classes=names,
                 columns=schema.columns, assumed_public=facts)
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-kind
-def _kind(data: Any, schema: Schema) -> str:
-    "Of a task whose rows are no texts; one label for each token is a generation."
-    if schema.kind != "tokens" or "pixel_values" in schema.reads:
-        return "causal" if schema.kind == "causal" else "image"
-    if schema.label is None or not len(data):
-        return "causal"
-    return "causal" if torch.as_tensor(data[0][schema.label]).ndim else "text"
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-span
 def _span(names: Sequence[str]) -> str:
@@ -171,25 +172,52 @@ def prepare(
     schema = read_schema(data, _known(columns, data), unit)
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
-        recipe = _recipe(model, task, data, schema)
+        task = _with_classes(task, data, schema)
+        recipe = _recipe(model, task, data)
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
                      collate_fn is not None)
-    if schema.kind in ("text", "causal") and not has_batch_protocol(data):
+    read = schema.kind in ("text", "causal", "tagging")
+    if read and not has_batch_protocol(data):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
         if "the tokenizer's vocabulary" not in ready.assumed_public:
             ready.assumed_public.append("the tokenizer's vocabulary")
     ready.train = ready.encoded(data)
-    if task.classes and isinstance(getattr(ready.train, "labels", None), Tensor):
-        check_labels(ready.train.labels, task.classes)
+    _check_classes(ready, task)
     return ready
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
+#| code-fold: true
+def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
+    "A task of tokens with the classes of its labels, where nobody said them."
+    if task.classes or schema.kind != "tokens" or has_batch_protocol(data):
+        return task
+    names, derived = classes_of(data, schema)
+    facts = [f"the classes {_span(names)}"] if names and derived else []
+    return replace(task, classes=names, assumed_public=[*task.assumed_public, *facts])
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-check-classes
+#| code-fold: true
+def _check_classes(ready: Prepared, task: Task) -> None:
+    "ValueError for a label, or a tag, that the classes do not have."
+    labels, train = getattr(ready.train, "labels", None), ready.train
+    if task.classes and isinstance(labels, Tensor):
+        check_labels(labels, task.classes)
+    outputs = getattr(unwrapped(ready.model), "num_labels", None)
+    if head_of(ready.model) != "tagging" or outputs is None:
+        return
+    tags = train.fields.get("labels") if isinstance(train, EncodedData) else None
+    if tags is not None and len(tags) and int(tags.max()) >= outputs:
+        raise ValueError(f"the tags go up to {int(tags.max())} and the model has "
+                         f"{outputs} classes; load it with num_labels="
+                         f"{int(tags.max()) + 1}")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 #| code-fold: true
-def _recipe(name: str, task: Task, data: Any, schema: Schema) -> dict[str, Any]:
+def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
-    outputs = len(task.classes) or (1 if schema.kind == "text" else 2)
+    outputs = len(task.classes) or (1 if task.kind == "text" else 2)
     return {"name": name, "classes": outputs, "kind": task.kind,
             "image_shape": _image_shape(task, data)}
 

@@ -203,22 +203,47 @@ def _check_budget(
         f"with unlimited noise, of which {spent:.4f} was spent before; ask for a "
         "larger epsilon or spend less before")
 
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-first
+#| code-fold: true
+def _first(
+    over: Callable[[float], float], # logarithm of the cost over the budget
+    low: float,                     # does not suffice
+    high: float,                    # suffices
+    tolerance: float,
+) -> float:
+    "The first point that suffices of the grid that halvings to the tolerance reach."
+    cells = 1
+    while (high - low) / cells > tolerance:
+        cells *= 2
+    cell, first, last, waits = (high - low) / cells, 0, cells, 0
+    a, b = (low, over(low)), (high, over(high))
+    while last - first > 1:
+        width = last - first
+        point = first + width // 2
+        usable = math.isfinite(a[1] + b[1]) and a[1] != b[1]
+        share = b[1] / (b[1] - a[1]) if usable else math.inf
+        if waits < 2 and abs(share) < 99:
+            guess = b[0] * (a[0] / b[0]) ** share
+            point = min(max(math.ceil((guess - low) / cell), first + 1), last - 1)
+        sigma = low + point * cell
+        a, b = b, (sigma, over(sigma))
+        first, last = (first, point) if b[1] <= 0 else (point, last)
+        waits = 0 if 2 * (last - first) <= width else (waits + 1) % 3
+    return low + last * cell
+
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-smallest
 def _smallest(
-    meets: Callable[[float], bool], # whether a noise multiplier suffices
+    over: Callable[[float], float], # logarithm of the cost over the budget
     tolerance: float,
 ) -> float:
     "The smallest multiplier that suffices, to the tolerance, from above."
     high = 1.0
-    while not meets(high):
+    while over(high) > 0:
         high *= 2
     low = high / 2
-    while low > tolerance and meets(low):
+    while low > tolerance and over(low) <= 0:
         low, high = low / 2, low
-    while high - low > tolerance:
-        middle = (low + high) / 2
-        low, high = (low, middle) if meets(middle) else (middle, high)
-    return high
+    return _first(over, low, high, tolerance) if high - low > tolerance else high
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-noise-multiplier
 def noise_multiplier(
@@ -242,15 +267,17 @@ def noise_multiplier(
         plan = [*before, SampledGaussian(sigma, sample_rate, steps)]
         return epsilon(plan, delta, accountant)
 
-    def meets(sigma: float) -> bool:
+    def over(sigma: float) -> float:
         try:
-            return cost(sigma) <= target_epsilon
+            value = cost(sigma)
         except BudgetError:
-            return False
+            return math.inf
+        share = math.log(max(value, 1e-300) / target_epsilon)
+        return max(share, 1e-16) if value > target_epsilon else min(share, 0.0)
 
     _check_budget(target_epsilon, cost(NOISE_CAP), epsilon(before, delta, accountant),
                   f"delta={delta}, accountant {accountant}")
-    return _smallest(meets, tolerance)
+    return _smallest(over, tolerance)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-request
 @dataclass(frozen=True)

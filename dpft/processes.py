@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'ProcessError', 'reached', 'tried', 'told_by_first', 'gathered', 'refuse_unlike',
-           'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'launched', 'own_device',
-           'start', 'stop', 'speaks', 'told_to_stop']
+           'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local', 'whole', 'plain_of',
+           'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
 import os
@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from .noise import Keystream, Noise
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-error
 class ProcessError(ValueError):
@@ -139,6 +141,23 @@ class Processes:
         "A `ProcessError` on all processes unless each of them has the same values; @sec-agree."
         refuse_unlike([] if self.alone else self.gather(values), way_out)
 
+    def perturbed(
+        self,
+        total: Tensor,                                             # this process's sum
+        keystream: Keystream,
+        add: Callable[[Tensor, Noise | None], Tensor],             # the noise of this stream, if any
+    ) -> Tensor:
+        "A sum with its noise, which the first process adds."
+        return add(total, keystream if self.is_first else None)
+
+    def idle(self, batches: int) -> int:
+        "How many passes a process joins in after its own batches: none, where it holds the whole model."
+        return 0
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        "What `work`, which runs the model, returns on the first process, told to all."
+        return self.first(work)
+
     def total(
         self,
         sums: dict[str, Tensor],        # this process's; the same names and shapes on all
@@ -159,18 +178,41 @@ class Processes:
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-whole-model
 def check_whole(model: nn.Module) -> None:
-    "ValueError unless the model is a plain one that this process holds all of."
+    "ValueError for what exchanges gradients by itself, or holds a part of the layers."
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("the model is wrapped in DistributedDataParallel, which exchanges gradients before they are private; "
                          "pass model.module, the engine adds up over the processes itself")
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise ValueError(f"{name} is sharded over the processes, which is not supported yet; give every process the whole model")
+    kinds = {kind.__module__ for kind in type(model).__mro__}
+    if any(kind.startswith("torch.distributed.pipelining") for kind in kinds):
+        raise ValueError("the model is a stage of a pipeline, so no process sees an example's whole gradient; "
+                         "pass the whole model, cut by fully_shard or parallelize_module")
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts):
+        raise ValueError("the model is wrapped in FullyShardedDataParallel, which flattens its layers' parameters; "
+                         "apply torch.distributed.fsdp.fully_shard to it instead")
 
+# %% ../nbs/5_notes/77_processes.ipynb #processes-form
 def form(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
     "Name, shape and type of everything in a model, in order."
     named = (*model.named_parameters(), *model.named_buffers())
     return [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
+
+# %% ../nbs/5_notes/77_processes.ipynb #processes-local
+def local(values: Tensor) -> Tensor:
+    "The entries of a tensor that this process keeps."
+    return values.to_local() if hasattr(values, "to_local") else values
+
+def whole(values: Tensor) -> Tensor:
+    "All entries of a tensor, gathered; all processes call it together."
+    return values.full_tensor() if hasattr(values, "full_tensor") else values
+
+# %% ../nbs/5_notes/77_processes.ipynb #processes-plain-of
+def plain_of(model: nn.Module) -> nn.Module | None:
+    "A model that lies over processes as a whole one, on the first of them; others as they are."
+    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return model
+    from dpft.sharded_state import plain_copy
+    return plain_copy(model)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start
 def launched() -> bool:

@@ -17,14 +17,14 @@ from .datasets import (
     LABELS, check_complete, check_labels, column_names, is_chat, names_a_row)
 
 # %% auto #0
-__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'Schema', 'kind_of', 'kinds_of', 'read_schema', 'Labels',
-           'read_labels', 'check_stray']
+__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema',
+           'Labels', 'read_labels', 'check_stray', 'Tags', 'read_tags']
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-schema
 @dataclass(frozen=True)
 class Schema:
     "What becomes of each column of a data set."
-    kind: str                     # "text", "causal", "image", "tokens" or "items"
+    kind: str           # "text", "tagging", "causal", "image", "tokens" or "items"
     reads: tuple[str, ...] = ()   # what the model sees, in order
     label: str | None = None      # what it learns to give; "causal": to write
     unit: str | None = None       # the column that names the unit of privacy
@@ -59,16 +59,22 @@ BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids
           "end_positions", "next_sentence_label", "global_attention_mask")
 ABOUT = ("date", "time", "timestamp", "url", "source", "split", "lang", "language",
          "genre", "domain")  # texts about a row, which are not its text
+TAGS = ("ner_tags", "ner", "pos_tags", "pos", "chunk_tags", "tags")  # one for each word
+WORDS = ("tokens", "words")  # that are tagged, whatever texts stand beside them
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-kinds
 def kind_of(
     value: Any,  # of a row
 ) -> str:
-    "What a value is: text, chat, number, picture or other."
+    "What a value is: text, chat, words, number, picture or other."
     if isinstance(value, str):
         return "text"
     if is_chat(value):
         return "chat"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) and value:
+        return "words" if all(isinstance(one, str) for one in value) else "other"
     if isinstance(value, (int, float, np.number)):
         return "number"
     stored = isinstance(value, dict) and "bytes" in value
@@ -83,7 +89,8 @@ def kinds_of(
     names, found = column_names(data), {}
     for name in names if len(data) else ():
         values = (data[row][name] for row in range(min(len(data), 1000)))
-        there = (value for value in values if value is not None)
+        there = (value for value in values
+                 if value is not None and not (isinstance(value, list) and not value))
         found[name] = kind_of(next(there, None))
     return found
 
@@ -127,6 +134,8 @@ def _given(kinds: dict[str, str], columns: Sequence[str],
         return "image", reads, last
     if kinds.get(last) == "chat":
         return "causal", reads, last
+    if [kinds.get(name) for name in reads] == ["words"] and _tagged(kinds, last):
+        return "tagging", reads, last
     if kinds.get(last) == "text" and last not in LABELS and last != label:
         return "causal", reads, last
     if not reads:
@@ -144,6 +153,9 @@ def _guessed(kinds: dict[str, str], unit: str | None,
     label = label or next((name for name in LABELS if name in free), None)
     if any(name in TENSORS for name in free):
         return "tokens", [name for name in free if name in (*TENSORS, *BESIDE)], label
+    tags = label or next((name for name in TAGS if name in free), None)
+    if (words := _words(free, tags)) and _tagged(free, tags):
+        return "tagging", [words], tags
     if chats := [name for name, kind in free.items() if kind == "chat"]:
         return "causal", (), chats[0]
     if pair := next((pair for pair in PAIRS if set(pair) <= set(free)), None):
@@ -158,6 +170,21 @@ def _guessed(kinds: dict[str, str], unit: str | None,
     if label is None and not numbers and len(texts) == len(free) == 1:
         return "causal", (), texts[0]
     return "text", _texts(texts, label, numbers), label
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-tagged
+#| code-fold: true
+def _tagged(kinds: dict[str, str], name: str | None) -> bool:
+    "Whether a column holds lists, of tags as names or as numbers."
+    return name is not None and kinds.get(name) in ("words", "other")
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-words
+#| code-fold: true
+def _words(kinds: dict[str, str], tags: str | None) -> str | None:
+    "The column of words that may have tags: by its name, or where there are no texts."
+    found = [name for name, kind in kinds.items()
+             if kind == "words" and name not in (*TAGS, tags)]
+    sure = [name for name in found if name in WORDS or "text" not in kinds.values()]
+    return sure[0] if sure else None
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-texts
 def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[str]:
@@ -239,7 +266,8 @@ def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
     sizes = {len(value) for value in values}
     if len(sizes) > 1 or (known and sizes != {len(known)}):
         raise ValueError(f"column {name!r} holds lists that are not as long as there "
-                         "are classes; for labels of tokens, tokenise the data first")
+                         "are classes; for a label of each word, give the words as a "
+                         "column of lists")
     return torch.stack([torch.as_tensor(value).float() for value in values])
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-fractions
@@ -279,3 +307,52 @@ def check_stray(
         raise ValueError(f"the label of row {row} stands alone: no other row has it, "
                          "or the class numbers below it have no row; correct it, or "
                          "say how many classes there are")
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-tags
+@dataclass(frozen=True)
+class Tags:
+    "The tags of a corpus as the loss takes them."
+    rows: list[list[int]]     # a class number, or -100 for none, of each word
+    classes: tuple[str, ...]  # their names
+    derived: bool             # whether the classes are the tags' own
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-read-tags
+def read_tags(
+    values: Sequence[Any],    # (N,) lists of one column
+    name: str = "tags",       # of the column
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
+) -> Tags:
+    "Class numbers of each word; what is neither a number nor a name is refused."
+    known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
+    used = {tag for row in values for tag in _plain(row)}
+    named = bool(used) and all(isinstance(tag, str) for tag in used)
+    if not named and not all(type(tag) is int for tag in used):
+        raise ValueError(f"column {name!r} holds tags that are neither all names nor "
+                         "all class numbers; make them one of these")
+    if named:
+        own = isinstance(classes, int) or not known
+        known = sorted(used) if own else known
+        number = {tag: place for place, tag in enumerate(known)}
+        rows = [[number.get(tag, -1) for tag in _plain(row)] for row in values]
+    else:
+        own = not known
+        known = known or [*map(str, range(max([*used, 1]) + 1))]
+        rows = [_plain(row) for row in values]
+    count = classes if isinstance(classes, int) else len(known)
+    _check_tags(rows, name, count)
+    return Tags(rows, tuple(known), own)
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-plain
+#| code-fold: true
+def _plain(row: Any) -> list[Any]:
+    "A row's tags as a list of Python's own numbers or texts."
+    return row.tolist() if isinstance(row, (np.ndarray, Tensor)) else list(row)
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-check-tags
+#| code-fold: true
+def _check_tags(rows: Sequence[Sequence[int]], name: str, count: int) -> None:
+    "Refuse a tag that is none of the classes, by its row."
+    for row, tags in enumerate(rows):
+        if any(tag != -100 and not 0 <= tag < count for tag in tags):
+            raise ValueError(f"a tag of row {row} in column {name!r} is none of the "
+                             f"{count} classes; correct it, or give the right classes")

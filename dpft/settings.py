@@ -115,6 +115,7 @@ def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keywo
     return [inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=knob.default, annotation=knob.type)
             for knob in fields(Settings) if knob.metadata["of"] in readers]
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-decorator
 def takes_settings(*readers: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     "Decorator: the knobs of these readers in place of `**knobs` in a function's signature."
     def derive(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +126,7 @@ def takes_settings(*readers: str) -> Callable[[Callable[..., Any]], Callable[...
         return function
     return derive
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-from
 def settings_from(
     function: str,              # name of the function that was called, for the error
     readers: tuple[str, ...],   # whose knobs it takes
@@ -150,6 +152,7 @@ def package_of(value: Any) -> str:
     written = isinstance(named, FunctionType) or getattr(named, "__flags__", 0) & HEAP
     return "" if written and module == "builtins" else module.partition(".")[0]
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-is-own
 def is_own(value: Any, home: str) -> bool:
     "Whether code belongs to what is read: to the package where reading began, or to none that is installed."
     package = package_of(value)
@@ -178,6 +181,7 @@ def parts_of(value: Any, reading: Reading) -> Parts:
 def _(value: float, reading: Reading) -> Parts:
     yield repr(float(value)) if abs(value) < 2**53 or isinstance(value, float) else repr(value)
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-plain-words
 @parts_of.register(type(None))
 @parts_of.register(bool)
 @parts_of.register(str)
@@ -187,6 +191,7 @@ def _(value: float, reading: Reading) -> Parts:
 def _(value: Any, reading: Reading) -> Parts:
     yield repr(value)
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-plain-tensors
 @parts_of.register(torch.Tensor)
 def _(value: torch.Tensor, reading: Reading) -> Parts:
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -210,6 +215,7 @@ def names_in(code: CodeType) -> set[str]:
     inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-source
 def source_of(function: FunctionType) -> str | None:
     "Its source; None where that cannot be read, or is not all."
     try:
@@ -219,6 +225,7 @@ def source_of(function: FunctionType) -> str | None:
     told_apart = function.__name__ != "<lambda>"     # two of them may stand on one line
     return source if told_apart and set(function.__code__.co_freevars) <= {"__class__"} else None
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-function-parts
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:
     yield f"{value.__module__}.{value.__qualname__}"
@@ -245,6 +252,7 @@ def _(value: type, reading: Reading) -> Parts:
                 yield name
                 yield from parts_of(member, reading)
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-wrapped
 @parts_of.register(staticmethod)
 @parts_of.register(classmethod)
 @parts_of.register(property)

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .datasets import (
     TableData, Task, TensorData, as_dataset, check_names, column, did_you_mean, take)
-from .schema import Schema, read_labels, read_schema
+from .schema import Schema, read_labels, read_schema, read_tags
 from .tasks import LOCAL, digits, font_digits
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['PARTS', 'HUB', 'COLLECTIONS', 'read_file', 'read_folder', 'from_hub', 'task_of', 'class_names', 'stack_images',
-           'load_data']
+__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'read_pictures', 'from_hub',
+           'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read
 def read_file(
@@ -160,12 +161,59 @@ def read_folder(
         return parts
     if len(files) == 1:
         return {"train": read_file(*files.values())}
+    if pictures := read_pictures(folder):
+        return pictures
     try:
         return dict(datasets.load_dataset(str(folder)))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
                 f"or a folder of pictures for each class ({type(error).__name__})")
         raise ValueError(said) from None
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-pictures
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+def read_pictures(
+    folder: Path,           # with a folder for each class, perhaps below train, test, …
+) -> dict[str, Any]:        # data sets by part; empty where it is laid out otherwise
+    "The pictures of a folder with their classes, named by folders; nothing is copied."
+    known = {name for names in PARTS.values() for name in names}
+    places = {path.name: path for path in folder.iterdir() if path.name in known}
+    parts = {name: _by_class(path)
+             for name, path in (places or {"train": folder}).items()}
+    classes = sorted(parts.get("train") or ())
+    if not classes or not all(parts.values()):
+        return {}
+    for name, found in parts.items():
+        if strange := sorted(set(found) - set(classes)):
+            raise ValueError(f"{folder / name} has the class {strange[0]!r}, which the "
+                             "training pictures do not have; remove or rename it")
+    return {name: _pictures(found, classes) for name, found in parts.items()}
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-pictures-parts
+#| code-fold: true
+def _by_class(folder: Path) -> dict[str, list[Path]]:
+    "The pictures of each class; none where a folder holds anything else."
+    found: dict[str, list[Path]] = {}
+    for below in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if below.name.startswith("."):
+            continue
+        files = sorted(below.iterdir()) if below.is_dir() else [below]
+        if not below.is_dir() or any(f.suffix.lower() not in PICTURES for f in files):
+            return {}
+        found[below.name] = files
+    return found
+
+
+def _pictures(found: dict[str, list[Path]], classes: Sequence[str]) -> Any:
+    "A data set that opens its pictures when they are asked for."
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    rows = [(str(path), classes.index(name)) for name in found for path in found[name]]
+    columns = {"image": [path for path, _ in rows], "label": [label for _, label in rows]}
+    kinds = Features({"image": Image(), "label": ClassLabel(names=[*classes])})
+    return Dataset.from_dict(columns, features=kinds)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-hub
 HUB = {"sst2": "nyu-mll/glue:sst2", "e2e": "tuetschek/e2e_nlg", "mnist": "ylecun/mnist",
@@ -219,17 +267,72 @@ def task_of(
     train = as_dataset(train)
     schema = read_schema(train, columns, unit)
     parts = [part if part is None else as_dataset(part) for part in (train, dev, test)]
-    kind = schema.kind if schema.kind in ("text", "causal", "image") else "text"
-    names: tuple[str, ...] = ()
-    if kind != "causal" and schema.label:
-        labels = read_labels(column(train, schema.label), schema.label,
-                             classes or class_names(train, schema.label))
-        names = labels.classes
+    kind = kind_of_task(train, schema)
+    if kind == "image" != schema.kind:           # rows of tensors, which no command reads
+        kind = "text"
+    names, _ = classes_of(train, schema, classes)
     if schema.kind == "image":
         parts = [part and stack_images(part, schema, names) for part in parts]
     return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
                 columns=schema.columns, source=name,
                 assumed_public=["the classes"] if names else [])
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-kind
+def kind_of_task(
+    data: Any,       # a data set whose items have names
+    schema: Schema,  # of it
+) -> str:            # a key of `dpft.models.AUTOS`
+    "The kind of head that a data set needs, for a model that is only named."
+    if schema.kind in ("text", "tagging", "causal", "image"):
+        return schema.kind
+    if schema.kind != "tokens" or "pixel_values" in schema.reads:
+        return "image"
+    if schema.label is None or not len(data):
+        return "causal"
+    rows = [data[row] for row in range(min(len(data), 100))]
+    labels = [torch.as_tensor(row[schema.label]) for row in rows]
+    if not labels[0].ndim:
+        return "text"
+    if "input_ids" not in schema.reads:
+        return "seq2seq"
+    return _kind_of_labels([torch.as_tensor(row["input_ids"]) for row in rows], labels)
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-kind-labels
+#| code-fold: true
+def _kind_of_labels(tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> str:
+    "What labels of tokens are for: to be written, in place or not, or tags."
+    pairs = [*zip(tokens, labels, strict=True)]
+    if any(own.shape != said.shape for own, said in pairs):
+        return "seq2seq"
+    if all(bool(((own == said) | (said == -100)).all()) for own, said in pairs):
+        return "causal"
+    return "tagging"
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-classes
+MOST_TAGS = 1000  # classes that may be read off the tags
+
+
+def classes_of(
+    data: Any,        # a data set whose items have names
+    schema: Schema,   # of it
+    classes: int | Sequence[str] | None = None,  # None: as the data set says
+) -> tuple[tuple[str, ...], bool]:
+    "The names of the classes of a task, and whether its labels alone say them."
+    kind = kind_of_task(data, schema)
+    if schema.label is None or kind in ("causal", "seq2seq") or not len(data):
+        return (), False
+    stated = classes or class_names(data, schema.label)
+    values = column(data, schema.label)
+    if kind == "tagging":
+        tags = read_tags(values, schema.label, stated)
+        if tags.derived and len(tags.classes) > MOST_TAGS:
+            raise ValueError(f"column {schema.label!r} holds {len(tags.classes)} "
+                             "numbers, which may be tags or tokens to be found; load "
+                             "the model with the head that is meant, and give it in "
+                             "place of its name")
+        return tags.classes, tags.derived
+    labels = read_labels(values, schema.label, stated)
+    return labels.classes, labels.derived
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-class-names
 def class_names(
@@ -238,7 +341,9 @@ def class_names(
 ) -> tuple[str, ...] | None:
     "The names of the classes that a `datasets.Dataset` states, if it states any."
     features = getattr(data, "features", None) or {}
-    return tuple(getattr(features.get(label), "names", None) or ()) or None
+    found = features.get(label)
+    names = getattr(getattr(found, "feature", found), "names", None)  # of each word
+    return tuple(names or ()) or None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-images
 def stack_images(

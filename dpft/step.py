@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'Drawn', 'taken', 'Population',
-           'Draws', 'again', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'set_modes', 'perturbed',
-           'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients', 'write_gradients', 'Kept', 'count_of',
-           'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals', 'released', 'Step']
+           'Draws', 'idle_batch', 'again', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'set_modes',
+           'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients', 'write_gradients',
+           'Kept', 'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from .account import Account
 from .datasets import has_batch_protocol
-from .gradients import Batch, Groups, LossFunction, batch_rows, full, gradients, per_example_losses
+from .gradients import WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying
+from .gradients import per_example_losses
 from .losses import to_device
-from .noise import SHARE, Keystream, digests, grid_step, noise_jobs, on_grid, side_by_side
-from .processes import Processes
+from .noise import SHARE, Keystream, Noise, digests, grid_step, on_grid, side_by_side
+from .processes import Processes, local
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
 from .texts import collate_for, padded
@@ -33,6 +34,7 @@ class Drawn:
     batch: Batch
     numbers: Tensor   # (rows,) number of each row's unit within the batch
     rows: Tensor      # (rows,) of the data set
+    counts: bool = True  # False: not drawn; a process without rows joins in a pass
 
 # %% ../nbs/1_start/05_step.ipynb #engine-taken
 WRONG_BATCH = ("a step takes the batches that it yields, each once and whole; this is another one, "
@@ -87,24 +89,43 @@ class Draws:
         copies, augment = (people.copies, people.augment) if views else (1, None)
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
         seed = self.keystream.seed("cap", *context, *self.processes.mark)
+        parts: list[tuple[Tensor, Tensor]] = []
         for large in physical_batches(drawn, len(people.data), people.lengths):
             slice = large if whole else self.processes.slice(large)
-            for rows, numbers in people.packed(slice, max(1, people.most // copies), seed):
-                batch = self.read(people.data, rows, people.collate_fn)
-                if augment:
-                    batch = augment(batch, rows, self.keystream.key("augment", *context))
-                self.open.append(Drawn(batch, numbers.repeat_interleave(copies), rows))
-                yield batch
+            parts += people.packed(slice, max(1, people.most // copies), seed)
+        idle = 0 if whole else self.processes.idle(len(parts))
+        for rows, numbers in parts:
+            batch = self.read(people.data, rows, people.collate_fn)
+            if augment:
+                batch = augment(batch, rows, self.keystream.key("augment", *context))
+            self.open.append(Drawn(batch, numbers.repeat_interleave(copies), rows))
+            yield batch
+        for _ in range(idle):
+            self.open.append(idle_batch(self, augment, *context))
+            yield self.open[-1].batch
 
     def read(self, data: Any, rows: Tensor, collate_fn: Any) -> Batch:
         "Rows of a data set as one batch."
         return to_device(gather(data, rows, collate_fn), self.device)
+
+    def counts(self, batch: Batch) -> bool:
+        "Whether a batch was drawn; WRONG_BATCH is said when it is taken."
+        return all(drawn.counts for drawn in self.open if drawn.batch is batch)
 
     def take(self, batch: Batch) -> Groups | None:
         "Take a batch back, once and whole, with the rows of each unit; None when each row is a unit."
         numbers = taken(self.open, batch).numbers
         plain = self.population.units is None and len(numbers) == len(numbers.unique())
         return None if plain else Groups(numbers)
+
+# %% ../nbs/1_start/05_step.ipynb #engine-idle
+def idle_batch(draws: Draws, augment: Any, *context: str | int) -> Drawn:
+    "A batch that was not drawn and adds exactly nothing; @sec-sharded."
+    rows, copies = torch.arange(min(2, len(draws.population.data))), 1
+    batch = draws.read(draws.population.data, rows, draws.population.collate_fn)
+    if augment:
+        batch, copies = augment(batch, rows, draws.keystream.key("augment", *context)), augment.copies
+    return Drawn(batch, torch.arange(len(rows)).repeat_interleave(copies), rows, counts=False)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-again
 def again(draws: Draws, batch: Batch) -> Callable[[list[int], int | None], Batch] | None:
@@ -122,16 +143,21 @@ Added = tuple[dict[str, Tensor], Tensor, Tensor]    # sums by parameter; (B,) lo
 
 def bounded_sums(engine: Any, batch: Batch) -> Added:
     "The sum of a batch's gradients, each unit's bounded; one that is not finite contributes nothing."
+    counts = engine.draws.counts(batch)
     engine.losses.coupling.look(batch, again(engine.draws, batch))
     found = gradients(engine.model, engine.losses.of_view, batch, engine.draws.take(batch))
-    sums, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True)
-    return sums, found.losses, norms
+    sums, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True, counts=counts)
+    return (sums, found.losses, norms) if counts else (sums, found.losses[:0], norms[:0])
 
 # %% ../nbs/1_start/05_step.ipynb #engine-plain
 def plain_sums(engine: Any, batch: Batch) -> Added:
     "The sum of a batch's gradients as they are, for epsilon = inf."
+    counts = engine.draws.counts(batch)
     engine.draws.take(batch)
     losses = per_example_losses(engine.model, engine.losses.of_view, batch)
+    if lying(engine.model) is not WHOLE:
+        from dpft.sharded_runs import plain_shards
+        return plain_shards(engine.model, losses, counts)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     named = zip(engine.trains, found, strict=True)
     sums = {name: full(value).clone() for name, value in named if value is not None}  # two may share memory
@@ -168,7 +194,7 @@ def set_modes(
 def perturbed(
     total: Tensor,                 # one sum, of any shape; its memory is used
     std: Tensor | float,           # standard deviation of each entry's noise
-    keystream: Keystream,
+    keystream: Noise,
     *context: str | int,           # names the noise
 ) -> Tensor:
     "A sum with its noise; @lem-seed."
@@ -176,14 +202,14 @@ def perturbed(
         noise = keystream.normal(total.shape, 1.0, "noise", *context, device=total.device, dtype=total.dtype)
         return total.add_(noise.mul_(std))
     total = total.contiguous()
-    side_by_side(lambda add: add(), noise_jobs(keystream, total, std, "noise", *context))
+    side_by_side(lambda add: add(), keystream.jobs(total, std, "noise", *context))
     return total
 
 # %% ../nbs/1_start/05_step.ipynb #engine-perturb-grid
 def perturbed_on_grid(
     total: Tensor,
     std: Tensor | float,
-    keystream: Keystream | None,   # None: no noise, but the grid
+    keystream: Noise | None,       # None: no noise, but the grid
     *context: str | int,
 ) -> Tensor:                       # float64
     "A sum and its noise as whole steps of one grid; @lem-grid."
@@ -238,18 +264,20 @@ class Releases:
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
         if not self.private:
             return ""
-        found = digests(self.keystream, [*sums.values()], [(key,) for key in sums])
+        found = digests(self.keystream, [*map(local, sums.values())], [(key,) for key in sums])
         own = self.keystream.key("sums", name, number, *found).hex()
         every = self.processes.gather(own)
         whole = own if self.processes.alone else self.keystream.key("processes", name, number, *every).hex()
         return self.account.charge(name, number, whole)
 
     def perturbed(self, total: Tensor, std: Tensor | float, *context: str | int) -> Tensor:
-        "One sum with its noise, which the first process adds."
-        adds = self.private and self.processes.is_first
-        if self.secure_mode:
-            return perturbed_on_grid(total, std, self.keystream if adds else None, *context)
-        return perturbed(total, std, self.keystream, *context) if adds else total
+        "One sum with its noise, which one process adds to each entry."
+        def add(own: Tensor, stream: Noise | None) -> Tensor:
+            stream = stream if self.private else None
+            if self.secure_mode:
+                return perturbed_on_grid(own, std, stream, *context)
+            return own if stream is None else perturbed(own, std, stream, *context)
+        return self.processes.perturbed(total, self.keystream, add)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-alike
 SAME_INPUT = ("give every process the same model, the whole data set and the same settings, "
@@ -468,7 +496,7 @@ class Step(Counted):
         sums, losses, norms = summed(self.engine, batch, self.t, self.batch_number)
         self.totals.add(sums)
         self.batch_number += 1
-        self.tally.add(batch_rows(batch) // self.engine.population.copies, losses, norms)
+        self.tally.add(len(losses) // self.engine.population.copies, losses, norms)
 
     def privatize(self) -> None:
         "Lines 3 to 5: charge the step, perturb its sums, and write the private mean into `.grad`."

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,8 @@ class Store:
         if self.folder is not None:
             for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
+            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
+                shutil.rmtree(shards)
 
     def close(self) -> None:
         "Let another process open the folder."
@@ -252,6 +255,7 @@ def held_by(optimizer: Any, names: dict[int, str]) -> list[list[str]]:
     return [[names.get(id(parameter), "") for parameter in group["params"]]
             for group in groups]
 
+# %% ../nbs/5_notes/57_store.ipynb #store-snapshot-whole
 def snapshot(
     engine: Any,           # of @sec-engine
     optimizer: Any,

@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from .datasets import (
     LABELS, check_complete, check_labels, column, is_chat, made_on_the_fly)
 from .identity import hash_of
-from .schema import Schema, read_labels
+from .schema import Schema, read_labels, read_tags
 
 # %% auto #0
-__all__ = ['Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for',
-           'padded', 'token_rows', 'Selected']
+__all__ = ['Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens', 'first_token',
+           'collate_for', 'padded', 'token_rows', 'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -119,6 +119,50 @@ def encode(
     for row, special in enumerate(encoded.pop("special_tokens_mask")):
         _check_tokens(row, len(special) - sum(special))
     return flat_tokens(encoded, labels, pad_id, data)
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-tags
+def encode_tags(
+    data: Any,               # its items have names, or `data[name]` is a column
+    tokenizer: Any,          # a fast Transformers tokenizer
+    columns: Sequence[str],  # the words' column, then the tags'
+    max_length: int = 128,   # tokens kept of each row
+    classes: int | Sequence[str] | None = None,  # of the tags; None: the tags' own
+) -> EncodedData:
+    "Tokenise words; the first token of each has its tag. Refuses rows that do not match."
+    words, name = columns
+    rows = [list(row) for row in column(data, words)]
+    tags = read_tags(column(data, name), name, classes).rows
+    for row, (said, own) in enumerate(zip(rows, tags, strict=True)):
+        _check_tokens(row, len(said))
+        if len(said) != len(own):
+            raise ValueError(f"row {row} has {len(said)} words in column {words!r} and "
+                             f"{len(own)} tags in {name!r}; give each word one tag")
+    encoded = _pieces(tokenizer, rows, max_length)
+    labels = [_first_pieces(encoded.word_ids(row), own) for row, own in enumerate(tags)]
+    pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
+    return flat_tokens({**encoded, "labels": labels}, None, pad_id, data)
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-pieces
+#| code-fold: true
+def _pieces(tokenizer: Any, rows: list[list[str]], max_length: int) -> Any:
+    "The tokens of words; ValueError where a tokenizer does not say whose they are."
+    try:
+        found = tokenizer(rows, is_split_into_words=True, truncation=True,
+                          max_length=max_length, return_attention_mask=False)
+        found.word_ids(0)
+    except (AssertionError, ValueError) as error:
+        raise ValueError("the tokenizer cannot cut words that are given one by one; "
+                         "load it with AutoTokenizer.from_pretrained(name, "
+                         "use_fast=True, add_prefix_space=True) and pass "
+                         "tokenizer=") from error
+    return found
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-first-pieces
+#| code-fold: true
+def _first_pieces(places: Sequence[int | None], tags: Sequence[int]) -> list[int]:
+    "The tag of each token that begins a word; -100 for any other."
+    return [-100 if word is None or word == before else tags[word]
+            for before, word in zip([None, *places], places)]
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-labels
 def label_tensor(

@@ -41,7 +41,9 @@ def make_optimizer(
         raise ValueError(f"optimizer={optimizer!r}: choose one of "
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    return make(parameters, lr=learning_rate, weight_decay=weight_decay)
+    several = len({getattr(one, "device_mesh", None) for one in parameters}) > 1
+    apart = {"foreach": False} if several and isinstance(optimizer, str) else {}    # on meshes that torch does not mix
+    return make(parameters, lr=learning_rate, weight_decay=weight_decay, **apart)
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-held
 def check_held(

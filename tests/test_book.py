@@ -91,9 +91,13 @@ def test_the_glossary_is_in_order_refers_and_is_used(book):
 PARTS = ("1_start", "2_methods", "3_found")
 
 
-def notebooks(book, parts=()):
-    "The chapters that are notebooks, of all parts or of some."
-    return [chapter for chapter in book.chapters() if chapter.path.suffix == ".ipynb" and (not parts or chapter.path.parent.name in parts)]
+def notebooks(book):
+    "The chapters without the reference, whose pages are made with the site."
+    return [chapter for chapter in book.chapters() if chapter.path.suffix == ".ipynb"]
+
+
+def parts_of_the_book(book):
+    return [chapter for chapter in notebooks(book) if chapter.path.parent.name in PARTS]
 
 
 def words_before(book, chapter, cell_id: str) -> int:
@@ -108,7 +112,7 @@ def words_before(book, chapter, cell_id: str) -> int:
 
 
 def test_every_chapter_asks_and_answers_with_code_that_ran(book):
-    for chapter in notebooks(book, PARTS):
+    for chapter in parts_of_the_book(book):
         name = chapter.path.name
         asked = sum(len(re.findall(r"(?m)^\*\*\d+\.\*\*", book.source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
         answers = [cell for cell in chapter.cells if cell["cell_type"] == "code"
@@ -136,7 +140,7 @@ FIRST_RUNS = {"13_baselines": "baselines-one-call", "14_bitfit": "bitfit-one-cal
 
 
 def test_each_method_runs_within_five_hundred_words(book):
-    by_name = {chapter.path.stem: chapter for chapter in book.chapters()}
+    by_name = {chapter.path.stem: chapter for chapter in notebooks(book)}
     assert words_before(book, by_name["01_first"], "first-run") <= 600          # the first private model of the book
     for name, cell in FIRST_RUNS.items():
         assert words_before(book, by_name[name], cell) <= 500, name

@@ -1,6 +1,7 @@
 """Callbacks of Transformers, scores during a run, and schedules of the user's: what they see, what they may do, and what it costs."""
 
 import json
+import signal
 import sys
 import types
 import warnings
@@ -168,6 +169,19 @@ def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
     run = tuned(callbacks=[EarlyStoppingCallback(3), again], evaluate=Worse(2.0), **given)
     assert again.events[:2] == [("begin", 3), ("step", 3)] and ("score", 3) in again.events     # told again of the checkpoint's step
     assert run.history[-1]["step"] == 4 and [m.steps for m in run.guarantee.spent] == [4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_as_sigterm_does_and_the_same_call_goes_on(tmp_path, number, capsys):
+    class Told(TrainerCallback):
+        def on_step_end(self, args, state, control, **more):
+            if state.global_step == 2:
+                signal.raise_signal(number)
+    with pytest.raises(SystemExit) as left:
+        tuned(callbacks=[Told()], checkpoint=tmp_path)
+    assert left.value.code == 128 + number and "the state after step 3 of 6 is in" in capsys.readouterr().err
+    run = tuned(callbacks=[Told()], checkpoint=tmp_path)
+    assert [m.steps for m in run.guarantee.spent] == [6] and run.history[-1]["step"] == 6
 
 
 def test_a_stopped_run_that_could_not_be_saved_is_saved_by_the_same_call(tmp_path, monkeypatch):

@@ -126,15 +126,15 @@ def test_without_privacy_it_says_so(run):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--epsilon", "0"], "epsilon=0"), (["--epsilon", "0.0001"], "epsilon"), (["--epsilon", "2", "--delta", "2"], "delta=2"),
-    (["--epsilon", "2", "--delta", "0.1"], "below 1/200"), (["--epsilon", "2", "--batch-size", "500"], "batch_size=500"),
+    (["--epsilon", "0"], "--epsilon 0"), (["--epsilon", "0.0001"], "epsilon"), (["--epsilon", "2", "--delta", "2"], "--delta 2"),
+    (["--epsilon", "2", "--delta", "0.1"], "below 1/200"), (["--epsilon", "2", "--batch-size", "500"], "--batch-size 500"),
     (["--epsilon", "2", "--method", "bitft"], "did you mean bitfit"), (["--epsilon", "2", "--model", "mpl"], "mlp"),
     (["--epsilon", "2", "--data", "digts"], "did you mean digits"), (["--epsilon", "2", "--score", "test"], "no test part"),
-    (["--epsilon", "2", "--score", "train"], "score='train'"), ([], "either epsilon or noise_multiplier"),
-    (["--epsilon", "2", "--unit", "writer"], "no column 'writer'"), (["--epsilon", "2", "--unit-cap", "2"], "unit_cap=2"),
+    (["--epsilon", "2", "--score", "train"], "--score train"), ([], "either epsilon or noise_multiplier"),
+    (["--epsilon", "2", "--unit", "writer"], "no column 'writer'"), (["--epsilon", "2", "--unit-cap", "2"], "--unit-cap 2"),
     (["--epsilon", "2", "--option", "ratio"], "name=value"), (["--epsilon", "2", "--option", "ratio=1"], "BiTFiT has no option 'ratio'"),
     (["--epsilon", "2", "--method", "dp-frost", "--option", "ratio=2"], "ratio=2 must lie in (0, 1]"),
-    (["--epsilon", "2", "--data", "sst2", "--root", "nowhere"], "nowhere"), (["--epsilon", "2", "--clip", "-1"], "clip=-1"),
+    (["--epsilon", "2", "--data", "sst2", "--root", "nowhere"], "nowhere"), (["--epsilon", "2", "--clip", "-1"], "--clip -1"),
 ])
 def test_bad_input_ends_in_one_sentence(run, words, message):
     status, out, err = run("train", *DIGITS, *words)
@@ -263,8 +263,9 @@ def test_a_status_of_a_command_is_that_of_the_program(run, monkeypatch):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--batch-size", "0"], "batch_size=0"), (["--learning-rate", "0"], "learning_rate=0"), (["--steps", "0"], "steps=0"),
-    (["--epochs", "0"], "epochs=0"), (["--physical-batch-size", "0"], "physical_batch_size=0"), (["--public-size", "0"], "public_size=0"),
+    (["--batch-size", "0"], "--batch-size 0"), (["--learning-rate", "0"], "--learning-rate 0"), (["--steps", "0"], "--steps 0"),
+    (["--epochs", "0"], "--epochs 0"), (["--physical-batch-size", "0"], "--physical-batch-size 0"),
+    (["--public-size", "0"], "--public-size 0"),
     (["--limit", "0"], "limit must be at least 1"), (["--device", "cuda:7"], "no such device"), (["--device", "abacus"], "no such device"),
     (["--model", "minilm"], "classifies texts"), (["--model", "./nowhere"], "there is no such folder"),
     (["--model", "a/b/c"], "there is no such folder"), (["--data", "nothing.csv"], "nothing.csv"),
@@ -343,3 +344,102 @@ def test_a_command_puts_the_handler_of_sigterm_back(run):
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# ---- what people bring
+
+
+@pytest.mark.parametrize("said, typed", [
+    ("batch_size=0 must be at least 1", "--batch-size 0 must be at least 1"), ("say overwrite=True", "say --overwrite"),
+    ("name texts and label with columns=", "name texts and label with --columns"),
+    ("unit_cap=2 without unit=: name it", "--unit-cap 2 without --unit: name it"),
+    ("ratio=2 must lie in (0, 1]; clip=3.", "ratio=2 must lie in (0, 1]; --clip 3."),
+    ("call fine_tune(model, clip=3)", "call fine_tune(model, clip=3)"),
+    ("pass loss_fn=, a function", "pass loss_fn=, a function (in Python; no option of the command)"),
+    ("give root= or set DPFT_DATA, or use source='hub'", "give --root or set DPFT_DATA")])
+def test_a_sentence_names_the_options_that_exist(said, typed):
+    options = {"batch_size": "--batch-size", "overwrite": "--overwrite", "columns": "--columns", "unit": "--unit", "unit_cap": "--unit-cap",
+               "clip": "--clip"}
+    assert core.in_shell(said, options) == typed
+
+
+def test_the_options_are_those_of_the_command_that_was_typed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dpft", "train"])
+    known = core.typed_options()
+    assert known["batch_size"] == "--batch-size" and known["overwrite"] == "--overwrite" and not {"evaluate", "loss_fn"} & set(known)
+    monkeypatch.setattr(sys, "argv", ["dpft"])
+    assert core.typed_options() == {}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder with a model and a tokenizer of eight words, as Transformers saves them."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder, words = tmp_path_factory.mktemp("tiny"), ["[PAD]", "[UNK]", *"abcdefgh"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=10, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4,
+                         max_position_embeddings=16)).save_pretrained(folder)
+    return folder
+
+
+FEW = ["--epsilon", "8", "--steps", "1", "--batch-size", "6", "--accountant", "rdp"]
+
+
+def test_a_file_without_a_part_to_score_is_trained_on_and_the_run_says_what_it_reads(run, tiny, tmp_path):
+    rows = "".join(f"p{row // 2},a b,{'yes' if row % 2 else 'no'}\n" for row in range(24))
+    (tmp_path / "rows.csv").write_text("user,text,label\n" + rows)
+    status, out, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--unit", "user", *FEW)
+    assert status == 0 and "accuracy on" not in out and "reads: text; label: label; unit: user\n" in err
+    status, _, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--score", "dev", *FEW, "--no-progress")
+    assert status == 1 and "give a folder with train and validation files, or choose --score none" in err
+
+
+def test_a_tagged_corpus_is_trained_on_by_the_command(run, tiny, tmp_path):
+    rows = [{"id": row, "tokens": ["a", "b", "c"][:1 + row % 3], "ner_tags": ["O", "X", "O"][:1 + row % 3]} for row in range(24)]
+    for part in ("train", "validation"):
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    status, out, err = run("train", "--data", tmp_path, "--model", tiny, *FEW, "--output", tmp_path / "saved")
+    assert status == 0 and "accuracy on dev: " in out and "reads: tokens; label: ner_tags; not used: id" in err, err
+    assert type(dpft_package.load(tmp_path / "saved")).__name__ == "BertForTokenClassification"
+
+
+@pytest.mark.parametrize("labels, kind", [
+    ([0, 1, 2], "BertForSequenceClassification"), ([[0, 2], [1, 0], [2]], "BertForTokenClassification")])
+def test_tokens_with_labels_get_a_head_of_their_own_by_the_command(run, tiny, tmp_path, labels, kind):
+    from datasets import Dataset
+
+    tokens = [[2, 3], [4, 5], [6]]
+    data = {"sentence": ["a"] * 24, "idx": list(range(24)), "input_ids": tokens * 8, "labels": labels * 8}
+    Dataset.from_dict(data).save_to_disk(str(tmp_path / "data"))
+    status, _, err = run("train", "--data", tmp_path / "data", "--model", tiny, *FEW, "--output", tmp_path / "saved")
+    assert status == 0 and "reads: input_ids; label: labels; not used: sentence, idx" in err, err
+    model = dpft_package.load(tmp_path / "saved")
+    assert type(model).__name__ == kind and model.num_labels == 3
+
+
+def test_a_pretrained_network_with_batch_normalisation_is_frozen_by_an_option(run, tmp_path):
+    import numpy as np
+    import torch
+    from PIL import Image
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    model = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"))
+    with torch.no_grad():
+        model.train()(torch.randn(8, 3, 8, 8))
+    model.save_pretrained(tmp_path / "model")
+    for number in range(24):
+        folder = tmp_path / "pictures" / "train" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(folder / f"{number}.png")
+    words = ["train", "--data", tmp_path / "pictures", "--model", tmp_path / "model", *FEW]
+    status, _, err = run(*words)
+    assert status == 1 and err.splitlines()[-1].endswith("say --freeze-batchnorm if the model is pre-trained, or choose one without it")
+    status, out, err = run(*words, "--freeze-batchnorm")
+    assert status == 0 and "reads: image; label: label" in err and "statistics" in out, err

@@ -54,6 +54,13 @@ def test_every_public_name_is_there_and_few_are_public():
         _ = dpft.fine_tuen
 
 
+def test_a_module_that_a_message_names_is_there_after_import_dpft():
+    """As in "use dpft.models.freeze_batchnorm(model)", typed after the one import that everybody has."""
+    said = in_a_fresh_process("import dpft\nprint(dpft.baselines.Trainable.__name__, dpft.models.replace_batchnorm.__name__, "
+                              "dpft.saving.restores.__name__, hasattr(dpft, 'modles'), hasattr(dpft, '_modules'))")
+    assert said.split() == ["Trainable", "replace_batchnorm", "restores", "False", "False"]
+
+
 def test_a_command_that_needs_the_book_says_so_in_a_sentence(tmp_path):
     code = BLOCK.format(blocked={"matplotlib"}) + (
         f"sys.argv = ['dpft', 'quickstart', '--output', {str(tmp_path / 'out')!r}]\nfrom dpft.cli import main\nmain()")

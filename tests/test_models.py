@@ -5,12 +5,14 @@ import math
 import warnings
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn, tensor
 
+import dpft
 import dpft.models as models
 from dpft.datasets import Public, TensorData
 from dpft.gradients import Groups, gradients, per_example_gradients
@@ -19,6 +21,7 @@ from dpft.losses import accuracy, default_loss, example_losses, logits, perplexi
 from dpft.models import (
     BUILT,
     freeze_batchnorm,
+    gguf_of,
     head_parameters,
     load_model,
     load_tokenizer,
@@ -523,6 +526,44 @@ def test_a_gguf_file_without_its_reader_is_one_sentence(tmp_path, monkeypatch):
 
 
 # Scores
+
+
+def test_a_name_may_end_in_a_gguf_file():
+    assert gguf_of("some/folder/model.gguf") == ("some/folder", "model.gguf") and gguf_of("model.gguf") == (".", "model.gguf")
+    assert gguf_of("some/folder") == ("some/folder", None) and gguf_of("some/folder", "model.gguf") == ("some/folder", "model.gguf")
+
+
+def test_a_model_of_a_gguf_file_trains_and_comes_back(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    words, width, rng = ["<pad>", "<s>", "</s>", *"abcdefgh", "ab"], 8, np.random.default_rng(0)
+    (tmp_path / "base").mkdir()
+    file = gguf.GGUFWriter(tmp_path / "base" / "tiny.gguf", "llama")
+    for add, value in (("context_length", 32), ("embedding_length", width), ("block_count", 1), ("feed_forward_length", 16),
+                       ("head_count", 2), ("head_count_kv", 2), ("layer_norm_rms_eps", 1e-5), ("rope_dimension_count", 4),
+                       ("vocab_size", len(words)), ("tokenizer_model", "gpt2"), ("tokenizer_pre", "default"), ("token_list", words),
+                       ("token_types", [3] * 3 + [1] * 9), ("token_merges", ["a b"]), ("bos_token_id", 1), ("eos_token_id", 2)):
+        getattr(file, f"add_{add}")(value)
+    shapes = {f"blk.0.{name}": (width, width) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {"blk.0.ffn_gate": (16, width), "blk.0.ffn_up": (16, width), "blk.0.ffn_down": (width, 16), "token_embd": (len(words), width),
+               "output": (len(words), width), "output_norm": (width,), "blk.0.attn_norm": (width,), "blk.0.ffn_norm": (width,)}
+    for name, shape in shapes.items():
+        file.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    file.write_header_to_file(), file.write_kv_data_to_file(), file.write_tensors_to_file(), file.close()
+    name = str(tmp_path / "base" / "tiny.gguf")
+    same = load_model(name, kind="causal"), load_model(str(tmp_path / "base"), kind="causal", gguf_file="tiny.gguf")
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in same), strict=True))
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}] * 6
+    for number, model in enumerate((name, same[1])):
+        run = dpft.fine_tune(model, rows, dpft.LoRA(1), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp", progress=False,
+                             output=tmp_path / f"saved{number}")
+        again = dpft.load(tmp_path / f"saved{number}")
+        assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), again.parameters(), strict=True))
+        assert (tmp_path / f"saved{number}" / "adapter_model.safetensors").exists()
+    run = dpft.fine_tune(name, rows, dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp", progress=False,
+                         output=tmp_path / "whole")
+    again = dpft.load(tmp_path / "whole")
+    assert all(torch.equal(a, b) for a, b in zip(run.model.parameters(), again.parameters(), strict=True))
+    assert "quantization_config" not in (tmp_path / "whole" / "config.json").read_text()
 
 
 def test_accuracy_counts_right_answers_and_restores_the_mode():

@@ -357,6 +357,53 @@ def test_a_price_that_cannot_be_computed_is_no_proof_that_a_budget_is_met(monkey
         epsilon(SampledGaussian(0.5, 0.1, 1), 1e-5, "half blind")
 
 
+def bisected(cost, target, tolerance):
+    "The noise that doubling and halving alone find, and how many prices they ask for."
+    asked = {}
+
+    def meets(sigma):
+        asked[sigma] = asked.get(sigma, cost(sigma))
+        return asked[sigma] <= target
+    high = 1.0
+    while not meets(high):
+        high *= 2
+    low = high / 2
+    while low > tolerance and meets(low):
+        low, high = low / 2, low
+    while high - low > tolerance:
+        middle = (low + high) / 2
+        low, high = (low, middle) if meets(middle) else (middle, high)
+    return high, len(asked)
+
+
+PRICES = {"inverse": lambda sigma: 2 / sigma, "square": lambda sigma: 0.3 / sigma + 1 / sigma**2,
+          "floor": lambda sigma: 0.1 + math.expm1(min(1 / sigma, 700)), "blind": lambda sigma: 2 / sigma if sigma > 0.7 else math.inf,
+          "steps": lambda sigma: math.ceil(40 / sigma) / 20, "cliff": lambda sigma: 9.0 if sigma < 1.37 else 0.2,
+          "almost level": lambda sigma: 1.0 - 1e-13 * sigma}
+
+
+@pytest.mark.parametrize("name", PRICES)
+def test_the_solver_finds_to_the_last_bit_what_bisection_finds(name, monkeypatch):
+    """For any price that falls with the noise; where it is smooth, with less than two thirds of the prices."""
+    for target in (0.3, 1.0 - 1e-13, 3.0, 4.0):
+        asked = []
+
+        def accountant(history, delta, asked=asked):
+            asked.append(history[0][0])
+            return PRICES[name](history[0][0])
+        if PRICES[name](privacy.NOISE_CAP) > target or (name == "almost level" and target < 0.9):
+            continue
+        way = f"invented {name} {target}"                                           # prices are kept by the accountant's name
+        monkeypatch.setitem(privacy._ACCOUNTANTS, way, accountant)
+        for tolerance in (1e-2, 1e-4):
+            wanted, needed = bisected(PRICES[name], target, tolerance)
+            asked.clear()
+            privacy._composed_epsilon.cache_clear()
+            assert noise_multiplier(target, 1e-5, 0.1, 1, accountant=way, tolerance=tolerance) == wanted
+            if name in ("inverse", "square", "floor") and tolerance == 1e-4:
+                assert len(set(asked)) - 1 <= 2 * needed / 3                         # one for the floor of the accountant
+
+
 def test_a_target_at_the_floor_is_met():
     privacy._check_budget(1.0, 1.0, 0.0, "")
     with pytest.raises(BudgetError):

@@ -753,10 +753,12 @@ def test_models_that_exchange_gradients_themselves_are_refused():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(ValueError, match=r"model.module"):
         check_whole(wrapped)
-    sharded = nn.Linear(2, 2)
-    sharded.weight.placements = ()
-    with pytest.raises(ValueError, match="weight is sharded"):
-        check_whole(sharded)
+    flattened = nn.Sequential(type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2))     # by its name: it needs processes to be made
+    with pytest.raises(ValueError, match=r"apply torch\.distributed\.fsdp\.fully_shard"):
+        check_whole(flattened)
+    stage = type("Stage", (), {"__module__": "torch.distributed.pipelining.stage"})()
+    with pytest.raises(ValueError, match="stage of a pipeline"):
+        check_whole(stage)
     assert form(nn.Linear(2, 1)) == [("weight", (1, 2), "torch.float32"), ("bias", (1,), "torch.float32")]
 
 

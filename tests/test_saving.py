@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -346,6 +347,25 @@ def test_added_biases_survive_save_pretrained_and_copies(bases, tmp_path):
 
 
 # --- a place to save in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places, states", [(["output"], 1), (["checkpoint"], 8), (["output", "checkpoint"], 9)])
+def test_room_is_looked_for_before_the_first_draw(tmp_path, monkeypatch, places, states):
+    """A run that its disk cannot hold is refused with nothing paid; the same call, with room to the byte, goes through."""
+    rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
+    room = 4 * (3 * 2 + 2) * states                              # bytes of what trains, which is the whole model
+    def tuned():
+        torch.manual_seed(0)
+        return dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
+                              progress=False, ledger=tmp_path / "book", **{place: tmp_path / place for place in places})
+    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room - 1))
+    with pytest.raises(ValueError, match=r"^.* has room for .* and the run needs .*; make room, or choose another place$"):
+        tuned()
+    if (tmp_path / "book").exists():
+        with Ledger(tmp_path / "book") as book:
+            assert not any(book.spent(name) for name in book.runs())
+    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room))
+    assert [m.steps for m in tuned().guarantee.spent] == [2]
 
 
 def test_a_place_is_checked_before_anything_is_paid_for(tmp_path):

@@ -17,8 +17,8 @@ from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.prepared import as_task, prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.schema import read_labels, read_schema
-from dpft.sources import load_data, read_file
-from dpft.texts import EncodedData, Selected, collate_for, encode, token_rows
+from dpft.sources import classes_of, kind_of_task, load_data, read_file
+from dpft.texts import EncodedData, Selected, collate_for, encode, encode_tags, token_rows
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefgh"]
 
@@ -57,6 +57,12 @@ def table(**columns):
      "reads: input_ids + attention_mask; label: label; unit: user; not used: sentence, idx"),
     ({"pixel_values": torch.zeros(1, 2, 2), "labels": 0}, None, "reads: pixel_values; label: labels"),
     ({"x": [0.5], "label": 0, "user_id": 4}, "user_id", "reads: x; label: label; unit: user_id"),
+    ({"id": "7", "tokens": ["a", "b"], "pos_tags": [4, 5], "ner_tags": [0, 1]}, None,
+     "reads: tokens; label: ner_tags; not used: id, pos_tags"),
+    ({"text": "a b", "tokens": np.array(["a", "b"], dtype=object), "tags": np.array([0, 1])}, None,
+     "reads: tokens; label: tags; not used: text"),
+    ({"text": "a", "labels": [0, 1], "keywords": ["x", "y"]}, None, "reads: text; label: labels; not used: keywords"),
+    ({"words": ["a", "b"], "labels": ["O", "X"], "speaker": "ann"}, "speaker", "reads: words; label: labels; unit: speaker"),
 ])
 def test_a_schema_says_what_it_takes(columns, unit, line):
     rows = [columns] * 3
@@ -372,6 +378,79 @@ def test_a_regression_on_texts_is_for_a_model_with_one_output(tokenizer):
     assert ready.train.labels.tolist() == [0.5, 2.0, 1.0] and ready.classes == ()
 
 
+# ---- words with tags, and tokens whose labels say what they are for
+
+
+CORPUS = [{"tokens": ["a", "b c", "d"], "ner_tags": ["O", "X", "O"]}, {"tokens": ["e"], "ner_tags": ["X"]}]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_word_gives_its_tag_to_its_first_token(form, tokenizer):
+    model = zoo.build("bert")[0]
+    ready = prepare(model, FORMS[form](CORPUS), tokenizer)
+    batch = ready.train.batch([1, 0])
+    assert batch["input_ids"].tolist() == [[6, 0, 0, 0], [2, 3, 4, 5]]                  # "b c" are two tokens
+    assert batch["labels"].tolist() == [[1, -100, -100, -100], [0, 1, -100, 0]]
+    assert ready.kind == "tagging" and ready.classes == ("O", "X") and "the classes O, X" in ready.assumed_public
+    numbers = ready.encoded([{"tokens": ["g"], "ner_tags": ["O"]}])
+    assert numbers.batch([0])["labels"].tolist() == [[0]]
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(ner_tags=["O"]), "row 1 has 2 words in column 'tokens' and 1 tags in 'ner_tags'"),
+    (dict(tokens=[], ner_tags=[]), "row 1 has a text of zero tokens"),
+    (dict(ner_tags=["O", "Y"]), "a tag of row 1 in column 'ner_tags' is none of the 2 classes"),
+    (dict(ner_tags=["O", 1]), "neither all names nor all class numbers"), (dict(ner_tags=["O", None]), "neither all names nor all")])
+def test_a_corpus_that_does_not_match_is_refused(change, words, tokenizer):
+    rows = as_dataset([CORPUS[0], {"tokens": ["f", "g"], "ner_tags": ["O", "X"]} | change])
+    with pytest.raises(ValueError, match=words) as caught:
+        encode_tags(rows, tokenizer, ("tokens", "ner_tags"), classes=("O", "X"))
+    assert "\n" not in str(caught.value) and "Y" not in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_say_whose_a_token_is_is_refused():
+    def slow(rows, **settings):
+        raise AssertionError("You need to instantiate it with add_prefix_space=True")
+    with pytest.raises(ValueError, match="add_prefix_space=True"):
+        encode_tags(as_dataset(CORPUS), slow, ("tokens", "ner_tags"))
+
+
+def test_the_names_of_tags_are_the_data_sets_own():
+    from datasets import Sequence as Several
+
+    features = Features({"tokens": Several(Value("string")), "ner_tags": Several(ClassLabel(names=["O", "B", "I"]))})
+    data = Dataset.from_dict({"tokens": [["a", "b"]], "ner_tags": [[0, 1]]}, features=features)
+    task = as_task(data)
+    assert task.kind == "tagging" and task.classes == ("O", "B", "I") and task.assumed_public == []
+    assert as_task([{"tokens": ["a"], "tags": [2]}]).classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("label, kind", [
+    ([0, 1], "text"), ([[5, 6, 7], [8, 9]], "causal"), ([[-100, 6, 7], [-100, 9]], "causal"), ([[0, 1, 0], [1, -100]], "tagging"),
+    ([[5, 6], [8]], "seq2seq")])
+def test_labels_of_tokens_say_which_head_a_named_model_needs(label, kind):
+    data = as_dataset({"input_ids": [[5, 6, 7], [8, 9]], "labels": label})
+    assert kind_of_task(data, read_schema(data)) == kind and as_task(data).kind == kind
+
+
+def test_hidden_tokens_are_not_taken_for_tags():
+    data = as_dataset({"input_ids": [[5, 103, 7]], "labels": [[-100, 29000, -100]]})
+    with pytest.raises(ValueError, match="may be tags or tokens to be found; load the model with the head that is meant"):
+        classes_of(data, read_schema(data))
+
+
+def test_tags_beyond_the_classes_of_a_tagger_are_refused_before_a_step():
+    import transformers as hf
+
+    tagger = hf.BertForTokenClassification(hf.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                         intermediate_size=4, max_position_embeddings=8))
+    rows = [{"input_ids": [2, 3], "labels": [0, 1]}, {"input_ids": [4], "labels": [2]}]
+    with pytest.raises(ValueError, match="the tags go up to 2 and the model has 2 classes; load it with num_labels=3"):
+        prepare(tagger, rows)
+    tagger.num_labels = 3
+    assert prepare(tagger, rows).kind == "tagging"
+
+
 # ---- no row is shown
 
 
@@ -455,6 +534,13 @@ def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
             Picture.fromarray(np.full((4, 4, 3), number, np.uint8)).save(pictures / "train" / name / f"{number}.png")
     task = load_data(str(pictures))
     assert (task.kind, task.classes, task.image_shape, len(task.train)) == ("image", ("cat", "dog"), (3, 4, 4), 4)
+    assert task.train.labels.tolist() == [0, 0, 1, 1] and task.train.images.flatten(1)[:, 0].tolist() == [0, 1, 0, 1]
+    assert not (tmp_path / "cache").exists()                       # no second copy
+    assert len(load_data(str(pictures / "train")).train) == 4      # without parts
+    (pictures / "test" / "cow").mkdir(parents=True)
+    Picture.fromarray(np.zeros((4, 4, 3), np.uint8)).save(pictures / "test" / "cow" / "0.png")
+    with pytest.raises(ValueError, match="has the class 'cow', which the training pictures do not have"):
+        load_data(str(pictures))
     with pytest.raises(ValueError, match="holds no data set"):
         load_data(str(empty))
 

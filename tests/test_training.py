@@ -27,6 +27,7 @@ from dpft import loop
 from dpft.auditing import Stopped, stopping
 from dpft.datasets import TableData, TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
+from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, LedgerError
 from dpft.loop import progress_is_due
 from dpft.losses import perplexity
@@ -35,9 +36,10 @@ from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, holds_texts, prepare
 from dpft.privacy import Request, SampledGaussian, epsilon
+from dpft.sampling import Share
 from dpft.settings import Settings
 from dpft.sources import load_data
-from dpft.step import Share, Step, set_modes
+from dpft.step import Step, set_modes
 from dpft.store import CheckpointError, Store
 from dpft.updates import Average, make_optimizer, make_schedule
 
@@ -1033,7 +1035,7 @@ def test_other_processes_answer_with_what_the_first_told_them():
 def test_nothing_counts_as_checked_before_the_first_step_or_without_privacy():
     e = engine(**NOISE)
     assert e.guarantee.checked == []
-    assert run_all(e).guarantee.checked == list(engine_room.CHECKED)
+    assert run_all(e).guarantee.checked == list(CHECKED)
     assert run_all(engine(epsilon=math.inf)).guarantee.checked == []
 
 
@@ -1260,7 +1262,7 @@ def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
     assert running.guarantee.checked == []
     for one in (running, loose):
         next(iter(one)).take()
-    assert running.guarantee.checked == list(engine_room.CHECKED) and loose.guarantee.checked == []
+    assert running.guarantee.checked == list(CHECKED) and loose.guarantee.checked == []
     assert running.guarantee.run == running.store.run in running.ledger.runs() and loose.guarantee.run == ""
 
 

@@ -1,0 +1,515 @@
+"""A model cut over several processes: real ones, against one that holds it all."""
+
+import math
+import os
+import signal
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import fresh
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from streams import one_stream
+from test_processes import Ranks, worker
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import dpft
+from dpft.gradients import clipped_sum, per_example_gradients
+from dpft.method import Block, Method
+from dpft.noise import Keystream
+from dpft.processes import local
+from dpft.sharded_runs import ShardStream
+from dpft.sharding import parameter_bytes
+from dpft.step import perturbed, perturbed_on_grid
+
+
+class Layer(nn.Module):
+    def __init__(self, width=8, hidden=12):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    "Token numbers, a class token, two layers, a head."
+
+    def __init__(self, words=11, width=8, classes=3):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.start = nn.Parameter(torch.randn(1, 1, width))
+        self.layers = nn.ModuleList([Layer(width), Layer(width)])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        x = torch.cat([self.start.expand(len(x), -1, -1), x], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def texts(size=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randint(0, 11, (size, 5), generator=generator), torch.randint(0, 3, (size,), generator=generator))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def net(how=None, seed=0):
+    "The same model, whole, or cut in one of several ways."
+    torch.manual_seed(seed)
+    model = Text()
+    return model if how is None else CUTS[how](model)
+
+
+def by_fsdp(model, mesh=None):
+    from torch.distributed.fsdp import fully_shard
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def mesh_of(*sizes):
+    from torch.distributed.device_mesh import init_device_mesh
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("rows", "layers")[-len(sizes):])
+
+
+def by_tensor(model, mesh=None, ends=True):
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    plan = {f"layers.{i}.{name}": way() for i in (0, 1) for name, way in (("up", ColwiseParallel), ("down", RowwiseParallel))}
+    if ends:
+        plan |= {"words": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(model, mesh or mesh_of(dist.get_world_size()), plan)
+
+
+def by_both(model):
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    return by_fsdp(by_tensor(model, mesh["layers"]), mesh["rows"])
+
+
+def in_teams(model):
+    return by_tensor(model, mesh_of(2, dist.get_world_size() // 2)["layers"])
+
+
+def in_copies(model):
+    return by_fsdp(model, mesh_of(2, dist.get_world_size() // 2))
+
+
+CUTS = {"fsdp": by_fsdp, "tensor": by_tensor, "both": by_both, "teams": in_teams, "copies": in_copies}
+
+
+def engine(how=None, method=None, model=None, **settings):
+    settings = {"batch_size": 16, "steps": 3, "clip": 0.5, "seed": 0, "accountant": "rdp", "physical_batch_size": 5, **settings}
+    if "epsilon" not in settings:
+        settings["noise_multiplier"] = 1.1
+    return dpft.Engine(net(how) if model is None else model, loss, method or dpft.Full(), texts(), **settings)
+
+
+def plain_name(name):
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def whole(values):
+    return (values.full_tensor() if hasattr(values, "full_tensor") else values).detach().clone()
+
+
+@contextmanager
+def one_noise():
+    "Sums whose last bits differ get the same noise in here; elsewhere their digest is part of its key."
+    with one_stream(), patch("dpft.account.noise_key", lambda digest, first, portable: ""):
+        yield
+
+
+@one_noise()
+def trained(how=None, steps=2, optimizer=torch.optim.AdamW, **settings):
+    "Gradients of the first step, weights after the last, examples of the last, and what the run knows."
+    e = engine(how, steps=steps, **settings)
+    moves, first = optimizer(e.model.parameters(), 0.05), None
+    for step in e:
+        for batch in step:
+            step.add(batch)
+        step.privatize()
+        first = first or {plain_name(name): whole(p.grad) for name, p in e.model.named_parameters() if p.grad is not None}
+        moves.step()
+        step.done()
+    return first, {plain_name(name): whole(p) for name, p in e.model.named_parameters()}, step.examples, e.guarantee.epsilon()
+
+
+def apart(one, other):
+    "The largest difference, relative to the largest entry."
+    scale = max(v.abs().max().item() for v in one.values())
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one) / scale
+
+
+def all_ranks(size, meeting, pipes):
+    "One process loads what models in shards need, and all ranks are forked from it."
+    os.setsid()
+    for rank in range(size):
+        if os.fork() == 0:
+            worker(rank, size, meeting, pipes[rank])
+            os._exit(0)
+    signal.pause()
+
+
+class Patient(Ranks):
+    "Processes that are waited for as long as a loaded machine needs."
+
+    def __init__(self, size, meeting):
+        pipes = [fresh.CONTEXT.Pipe() for _ in range(size)]
+        self.pipes, theirs = zip(*pipes, strict=True)
+        self.first = fresh.CONTEXT.Process(target=all_ranks, args=(size, meeting, theirs), daemon=True)
+        self.first.start()
+        for pipe in theirs:
+            pipe.close()
+
+    def ask(self, task, **arguments):
+        for pipe in self.pipes:
+            pipe.send((task, arguments))
+        return [pipe.recv() if pipe.poll(900) else ("no answer", "hangs") for pipe in self.pipes]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        os.killpg(self.first.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Patient(2, tmp_path_factory.mktemp("two") / "meeting")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    ranks = Patient(4, tmp_path_factory.mktemp("four") / "meeting")
+    yield ranks
+    ranks.close()
+
+
+WAYS = [dict(), dict(epsilon=math.inf), dict(secure_mode=True, steps=1)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return [trained(**settings) for settings in WAYS]
+
+
+def check_same(one, other):
+    "First gradient, noise and all, and last weights: 1e-6 of the largest, which is some 8 units in the last place."
+    assert apart(one[0], other[0]) < 1e-6
+    assert apart(one[1], other[1]) < 1e-6
+    assert one[2:] == other[2:]
+
+
+@pytest.mark.parametrize("way", [0, 1, 2])
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_two_processes_give_what_one_gives(two, alone, how, way):
+    for theirs in two(trained, how=how, **WAYS[way]):
+        check_same(alone[way], theirs)
+
+
+@pytest.mark.parametrize("how", ["both", "teams", "copies", "fsdp"])
+def test_four_processes_give_what_one_gives(four, alone, how):
+    for theirs in four(trained, how=how):
+        check_same(alone[0], theirs)
+
+
+def sums_with_padding(how=None, pad=1):
+    "Of all rows on each process, so those of a team."
+    model, data = net(), texts().tensors
+    model.words.padding_idx = pad
+    found = clipped_sum(CUTS[how](model) if how else model, loss, (data[0][:12], data[1][:12]), 0.5)
+    return {name: whole(total) for name, total in found.items()}
+
+
+@pytest.mark.parametrize("pad", [1, 7])
+def test_the_padding_of_a_cut_table_is_a_row_of_the_whole_one(two, pad):
+    "The second process holds the rows from 6, so its second one is token 7, and token 1 is not its."
+    one = sums_with_padding(pad=pad)
+    assert not one["words.weight"][pad].any() and one["words.weight"][8 - pad].any()
+    for theirs in two(sums_with_padding, how="tensor", pad=pad):
+        assert apart(one, theirs) < 1e-6 and not theirs["words.weight"][pad].any()
+
+
+# methods, checkpointed activations, idle processes ---------------------------------------------------------------------------------
+
+
+def by_kept(model):
+    "Activations of each layer computed again in the backward pass, by the wrapper that goes with fully_shard."
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
+    return model
+
+
+CUTS |= {"kept": by_kept, "kept and fsdp": lambda model: by_fsdp(by_kept(model)),
+         "kept and tensor": lambda model: by_kept(by_tensor(model))}
+METHODS = [dict(method=dpft.BiTFiT()),
+           dict(method=dpft.LayerFreeze(layers=1, after=1, order=["words", "layers.0", "layers.1", "head"])),
+           dict(physical_batch_size=1, batch_size=4)]
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=["biases", "frozen late", "one row at a time"])
+def test_methods_and_small_batches(two, settings):
+    for how, same in (("fsdp", None), ("kept and fsdp", "kept"), ("kept and tensor", "kept")):     # the names of wrapped layers are others
+        one = trained(same, **settings)
+        for theirs in two(trained, how=how, **settings):
+            check_same(one, theirs)
+
+
+@pytest.mark.parametrize("trains", ["everything", "below", "above", "within"])
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_checkpointed_activations_beside_the_oracle(trains, wrapper):
+    chosen = {"everything": "", "below": "words", "above": "head", "within": "layers.0.up"}[trains]
+    plain, model = net().double(), net().double()
+    if wrapper:
+        by_kept(model)
+    else:
+        for layer in model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for one in (plain, model):
+        for name, parameter in one.named_parameters():
+            parameter.requires_grad_(name.replace("_checkpoint_wrapped_module.", "").startswith(chosen))
+    batch = texts().tensors[0][:6], texts().tensors[1][:6]
+    rows = per_example_gradients(plain, loss, batch)
+    norms = torch.cat([row.flatten(1) for row in rows.values()], 1).norm(dim=1)
+    factors = (0.3 / norms).clamp(max=1)
+    found = clipped_sum(model, loss, batch, 0.3)
+    for one, (name, row) in zip(found.values(), rows.items(), strict=True):
+        assert torch.allclose(one, torch.tensordot(factors, row, dims=1), rtol=0, atol=1e-9), name
+
+
+# one ledger, one draw, one noise -----------------------------------------------------------------------------------------------------
+
+
+@one_stream()
+def run_and_look(how, folder=None):
+    "The rows of each step that are here, and what was charged."
+    e = engine(how, steps=2, ledger=folder)
+    moves, seen = torch.optim.SGD(e.model.parameters(), 0.1), []
+    for step in e:
+        for batch in step:
+            counts = e.draws.counts(batch)
+            seen += [(step.t, tuple(row.tolist())) for row in batch[0]] if counts else []
+            step.add(batch)
+        step.privatize()
+        moves.step()
+        step.done()
+    return seen, e.spent
+
+
+def test_one_draw_and_one_ledger(two, tmp_path):
+    whole_draw, spent = run_and_look(None, tmp_path / "one")
+    fsdp = two(run_and_look, how="fsdp", folder=tmp_path / "fsdp")
+    assert sorted(fsdp[0][0] + fsdp[1][0]) == sorted(whole_draw)       # each drawn row in one slice
+    tensor = two(run_and_look, how="tensor", folder=tmp_path / "tensor")
+    assert tensor[0][0] == tensor[1][0] and sorted(tensor[0][0]) == sorted(whole_draw)
+    for theirs in (fsdp, tensor):
+        assert all(each[1] == spent for each in theirs)
+    for name in ("one", "fsdp", "tensor"):
+        rows = dpft.Ledger(tmp_path / name).chain.file.query("SELECT kind, count(*) FROM ledger GROUP BY kind ORDER BY kind")
+        assert rows == dpft.Ledger(tmp_path / "one").chain.file.query("SELECT kind, count(*) FROM ledger GROUP BY kind ORDER BY kind")
+
+
+def noise_of(how):
+    "All noise of one step under the run's own key, as each process finds it, in standard deviations."
+    e = engine(how, steps=1)
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    sums = {name: whole(total) for name, total in step.sums.items()}
+    step.privatize()
+    return {name: (whole(p.grad) * 16 - sums[name]) / (1.1 * 0.5) for name, p in e.model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor", "both"])
+def test_no_two_shards_get_the_same_noise(two, four, how):
+    "The shares of 24 numbers or more differ somewhere by 0.1, but for 0.06^24; the variance of 579 is within 0.6 and 1.5, but for 1e-12."
+    every = (four if how == "both" else two)(noise_of, how=how)
+    for one in every[1:]:
+        assert all(torch.equal(one[name], every[0][name]) for name in one)          # one noise, bit for bit
+    noise = torch.cat([value.flatten() for value in every[0].values()])
+    assert 0.6 < noise.square().mean() < 1.5
+    names = [f"layers.{i}.{way}.weight" for i in (0, 1) for way in ("up", "down")]
+    for dim in (0, 1):
+        for pieces in (2, 4):
+            parts = [part for name in names for part in every[0][name].chunk(pieces, dim)]
+            for i, part in enumerate(parts):
+                others = [other for other in parts[:i] if other.numel() == part.numel()]
+                assert all((part.flatten() - other.flatten()).abs().max() > 0.1 for other in others)
+
+
+@pytest.mark.parametrize("shape, box", [((7,), [(2, 5)]), ((300, 700), [(120, 240), (0, 700)]), ((300, 700), [(0, 300), (13, 500)]),
+                                        ((3, 5, 7), [(1, 3), (0, 5), (2, 4)]), ((), []), ((5, 3), [(5, 5), (0, 3)])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_noise_of_a_part_is_a_part_of_the_noise(shape, box, dtype):
+    stream = Keystream(3)
+    part = ShardStream(stream, shape, box)
+    sizes = [high - low for low, high in box]
+    cut = tuple(slice(*span) for span in box)
+    assert torch.equal(part.normal(sizes, 2.0, "noise", 1, dtype=dtype), stream.normal(shape, 2.0, "noise", 1, dtype=dtype)[cut])
+    assert torch.equal(part.secure_normal(sizes, "noise", 2), stream.secure_normal(shape, "noise", 2)[cut])
+    total = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    for add in (perturbed, perturbed_on_grid):                              # as a step does, in the sum's own memory
+        wanted = add(total.clone(), 0.3, stream, "train", 0)[cut]
+        assert torch.equal(add(total[cut].clone(), 0.3, part, "train", 0), wanted)
+
+
+def test_a_sum_that_is_not_the_part_gets_no_noise():
+    part = ShardStream(Keystream(3), (6, 4), [(0, 3), (0, 4)])
+    with pytest.raises(RuntimeError, match="is not the entries"):
+        perturbed(torch.zeros(4, 4), 1.0, part, "train", 0)
+    assert not hasattr(part, "key") and not hasattr(part, "secret")         # so nothing else can draw from it
+
+
+# what is refused ---------------------------------------------------------------------------------------------------------------------
+
+
+class Half(Method):
+    "Every second entry of the head."
+
+    def start(self, context):
+        context.train_only([context.model.head.bias])
+
+    def blocks(self, context):
+        return [Block([context.model.head.bias], [torch.tensor([True, False, True])])]
+
+
+class Odd(nn.Module):
+    "Scales by a number that depends on the weights in a way that no tap sees."
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x @ self.inner.weight.tanh()
+
+
+def refused(what):
+    if what == "odd":
+        from torch.distributed.fsdp import fully_shard
+        model = fully_shard(nn.Sequential(Odd(), nn.Linear(4, 2)))
+        data = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 2)
+        e = dpft.Engine(model, loss, dpft.Full(), data, noise_multiplier=1.0, batch_size=12, steps=1, clip=1.0, accountant="rdp")
+        return e.guarantee, [next(iter(e)).take()]
+    if what == "pipeline":
+        from torch.distributed.pipelining import PipelineStage
+        return dpft.Engine(PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu")), loss, dpft.Full(), texts(),
+                           noise_multiplier=1.0, steps=1, batch_size=8)
+    methods = {"draws": dpft.DPFrost(ratio=0.5), "entries": Half()}
+    return engine("fsdp", method=methods[what], epsilon=4.0)
+
+
+@pytest.mark.parametrize("what, word", [("odd", "no fast rule"), ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
+                                        ("entries", "not supported")])
+def test_what_is_not_supported_is_refused_by_a_sentence(two, what, word):
+    for answer in two.errors(refused, what=what):
+        assert answer.startswith("ValueError") and word in answer
+
+
+# checkpoints, saving, memory ---------------------------------------------------------------------------------------------------------
+
+
+@one_noise()
+def stopped_and_continued(folder, how, stop=None, damage=False):
+    "A run with a checkpoint after each step, stopped after some; the weights and what was spent."
+    e = engine(how, steps=3, checkpoint=folder)
+    moves = torch.optim.AdamW(e.model.parameters(), 0.05)
+    e.resume(moves)
+    begun = e.t
+    for step in e:
+        step.take(moves)
+        e.save(moves)
+        if e.t == stop:
+            e.store.close()
+            break
+    return begun, {name: whole(p) for name, p in e.model.named_parameters()}, e.spent[0].steps
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_a_sharded_run_continues_from_its_checkpoint(two, tmp_path, how):
+    straight = two(stopped_and_continued, folder=tmp_path / "a", how=how)
+    first = two(stopped_and_continued, folder=tmp_path / "b", how=how, stop=2)
+    assert len([*(tmp_path / "b").glob("shards-*")]) == 1 and all(
+        file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "b").glob("shards-*/*"))
+    second = two(stopped_and_continued, folder=tmp_path / "b", how=how)
+    assert {one[0] for one in first} == {0} and {one[0] for one in second} == {2}
+    for one, other in zip(straight, second, strict=True):
+        assert one[2] == other[2] == 3 and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+    assert not [*(tmp_path / "b").glob("shards-*")]                       # secrets: they go with the run
+
+
+def test_damaged_shards_are_refused(two, tmp_path):
+    two(stopped_and_continued, folder=tmp_path, how="fsdp", stop=1)
+    file = max(tmp_path.glob("shards-*/*"), key=lambda one: one.stat().st_size)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    for answer in two.errors(stopped_and_continued, folder=tmp_path, how="fsdp"):
+        assert answer.startswith("CheckpointError") and "is damaged" in answer
+
+
+@one_noise()
+def tuned(how, folder):
+    run = dpft.fine_tune(net(how), texts(), dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=16, loss_fn=loss, progress=False, seed=0,
+                         clip=0.5, accountant="rdp", output=folder, average=0.5, evaluate=score)
+    return {name: whole(p) for name, p in run.model.named_parameters()}, run.scores
+
+
+def score(model):
+    with torch.no_grad():
+        return {"loss": loss(model, texts(seed=1).tensors).mean().item()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_fine_tune_saves_a_whole_model(two, tmp_path, how):
+    weights, scores = tuned(None, tmp_path / "one")
+    for theirs, found in two(tuned, how=how, folder=tmp_path / how):
+        assert apart(weights, theirs) < 1e-6 and found["loss"] == pytest.approx(scores["loss"], rel=1e-5)
+    saved = dpft.load(tmp_path / how, model=net(seed=3))
+    assert apart(weights, dict(saved.named_parameters())) < 1e-6
+
+
+def bytes_of(how):
+    "Parameters kept between passes, and the most that are there at once during one step, in bytes."
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)], nn.Linear(64, 3))
+    if how:
+        from torch.distributed.fsdp import fully_shard
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    data = TensorDataset(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3)
+    e = dpft.Engine(model, loss, dpft.Full(), data, noise_multiplier=1.0, batch_size=16, steps=1, clip=1.0, accountant="rdp")
+    kept = sum(local(p).nbytes for p in model.parameters())
+    most = 0
+    def look(module, *_):
+        nonlocal most
+        most = max(most, parameter_bytes(model))
+    def look_back(module, inputs, output):
+        look(module)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: look(module))
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(look_back)
+    next(iter(e)).take()
+    return kept, max(most, kept)
+
+
+def test_each_of_two_processes_keeps_half_of_the_parameters(two):
+    (whole_bytes, _), parts = bytes_of(None), two(bytes_of, how="fsdp")
+    for kept, most in parts:
+        print(f"a process keeps {kept / whole_bytes:.3f} of the parameters' bytes, and has at most {most / whole_bytes:.3f} at once")
+        assert kept <= 0.6 * whole_bytes and most <= 0.75 * whole_bytes
