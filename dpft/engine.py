@@ -78,7 +78,7 @@ def coupling_of(model: nn.Module, loss_fn: LossFunction) -> Coupling:
 
 def check_requests(engine: "Engine") -> None:
     "ValueError for a method that would draw for itself from a model in shards."
-    if engine.sharded and engine.requests:
+    if engine.processes.sharded and engine.requests:
         raise ValueError(f"{engine.method!r} releases what it measures on private data, which is "
                          "not supported for a model that lies over several processes; use a method "
                          "that only trains, or give every process the whole model")
@@ -134,7 +134,7 @@ def model_fingerprint(model: nn.Module) -> str:
 # %% ../nbs/1_start/06_engine.ipynb #engine-fingerprint
 def fingerprint_of(engine: "Engine") -> Callable[[], str]:
     "What hashes the model, or knows its hash; all processes call it together."
-    if not engine.sharded:
+    if not engine.processes.sharded:
         return cache(partial(model_fingerprint, engine.model))
     found = model_fingerprint(engine.model)
     return lambda: found
@@ -345,7 +345,7 @@ def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:
 # %% ../nbs/1_start/06_engine.ipynb #engine-state
 def write_state(engine: "Engine", state: dict[str, Any]) -> None:
     "Keep what the next step depends on."
-    if engine.sharded:
+    if engine.processes.sharded:
         from dpft.sharded_state import save_shards
         return save_shards(engine, state)
     engine.processes.first(lambda: engine.store.save(state))
@@ -353,7 +353,7 @@ def write_state(engine: "Engine", state: dict[str, Any]) -> None:
 def read_state(engine: "Engine") -> dict[str, Any] | None:
     "What was kept, with this process's part of the model; nothing where there is no checkpoint."
     state = engine.store.state
-    if state and engine.sharded:
+    if state and engine.processes.sharded:
         from dpft.sharded_state import load_shards
         return load_shards(engine, state)
     return state
@@ -419,11 +419,6 @@ class Engine:
         "One Poisson draw in physical batches, or this process's slice of it; recorded before it begins."
         self.account.begin()
         yield from self.draws.draw(sample_rate, *context, views=views)
-
-    @property
-    def sharded(self) -> bool:
-        "Whether the model lies over several processes."
-        return lying(self.model) is not WHOLE
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:
         "torch's generator under a key of the run, and afterwards as it was."

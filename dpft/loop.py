@@ -192,7 +192,7 @@ def kept(loop: "Loop", ready: Prepared) -> Run:
     engine, first = loop.engine, loop.engine.processes.is_first
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
               engine.ledger if first else None, loop.evaluation.guarantee)
-    if engine.settings.output is not None and (first or engine.sharded):
+    if engine.settings.output is not None and (first or engine.processes.sharded):
         keep(run, engine)
     engine.remove_secrets()
     run.guarantee = replace(run.guarantee, secrets=engine.secrets)

@@ -113,6 +113,7 @@ def take_over(value: Tensor) -> None:
 # %% ../nbs/5_notes/77_processes.ipynb #processes-class
 class Processes:
     "The processes of one run, as torch.distributed knows them; alone, every method is trivial. @sec-one-draw"
+    sharded = False  # whether the model lies over several
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()

@@ -140,6 +140,7 @@ def box_of(where: Sharding, total: DTensor) -> tuple[Span, ...]:
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-processes
 class ShardedProcesses(Processes):
     "The processes of a run whose model lies over them: some may read the same rows."
+    sharded = True
 
     def __init__(self, model: nn.Module):
         super().__init__()
