@@ -270,8 +270,8 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    "Words as they stand: in a docstring `^` raises nothing, and `~` lowers nothing."
-    return outside_code(text, lambda piece: re.sub(r"([\^~])", r"\\\1", piece))
+    "Words as they stand: in a docstring `^` raises nothing, `~` lowers nothing, and `__len__` is a name."
+    return outside_code(text, lambda piece: re.sub(r"([\^~]|_(?=_)|(?<=_)_)", r"\\\1", piece))
 
 
 def described(entry: Entry) -> str:

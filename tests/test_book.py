@@ -294,11 +294,11 @@ def test_a_page_leads_to_a_notebook_in_a_folder_and_docstrings_are_plain(referen
     (tmp_path / "nbs/1_start").mkdir(parents=True)
     title = {"cell_type": "markdown", "id": "a", "source": ["# What *is* kept {#sec-a}\n", "More."]}
     (tmp_path / "nbs/1_start/01_a.ipynb").write_text(json.dumps({"cells": [title]}))
-    text = SOURCE.replace("../nbs/01_a.ipynb", "../nbs/1_start/01_a.ipynb").replace("Itself, larger", "Itself, x^2 ~ `y^2`")
+    text = SOURCE.replace("../nbs/01_a.ipynb", "../nbs/1_start/01_a.ipynb").replace("Itself, larger", "Itself, x^2 ~ `y^2`, __len__")
     (tmp_path / "pack/thing.py").write_text(text)
     page = reference.page(reference.Module(tmp_path / "pack/thing.py"))
     assert "Derived in [What *is* kept](../nbs/1_start/01_a.ipynb)." in page and "[source](../nbs/1_start/01_a.ipynb#a-work)" in page
-    assert r"Itself, x\^2 \~ `y^2`; @lem-a." in page
+    assert r"Itself, x\^2 \~ `y^2`, \_\_len\_\_; @lem-a." in page
 
 
 def test_what_a_user_meets_first_stands_first(reference, made):
