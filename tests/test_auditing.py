@@ -297,8 +297,8 @@ def test_the_command_refuses_a_false_claim(run, monkeypatch):
 
 @pytest.mark.parametrize("words, message", [
     ([], "give --method, or --full"), (["--method", "dpfrst"], "did you mean dp-frost"),
-    (["--method", "full", "--canaries", 8], "canaries=8"),
-    (["--method", "full", "--epsilon", -1], "epsilon"), (["--method", "full", "--sample-rate", 2], "sample_rate=2"),
+    (["--method", "full", "--canaries", 8], "--canaries 8"),
+    (["--method", "full", "--epsilon", -1], "epsilon"), (["--method", "full", "--sample-rate", 2], "--sample-rate 2"),
     (["--method", "full", "--canaries", 60, "--precision", "int4"], "--precision 'int4'")])
 def test_the_command_ends_in_one_sentence_on_bad_input(run, words, message):
     status, out, err = run("audit", *words)

@@ -85,12 +85,11 @@ def in_shell(
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-typed
 #| code-fold: true
 def typed_options() -> dict[str, str]:
-    "The options that are knobs of a run, of the command that was typed, by argument."
+    "The options of the command that was typed, by argument."
     commands = getattr(typer.main.get_command(app), "commands", {})
     command = commands.get(next(iter(sys.argv[1:]), ""))
-    knobs = {knob.name for knob in fields(Settings)}
     return {one.name: one.opts[0] for one in getattr(command, "params", ())
-            if one.name in knobs}
+            if one.opts[0].startswith("--")}
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-usage
 UsageError: Any = typer.BadParameter.__bases__[0]  # of click, or of Typer's own copy
