@@ -35,8 +35,8 @@ def no_clipping():
 def clip_after_sum():
     honest = Gradients.clipped_sum
 
-    def late(self, blocks, style="flat", last=False):
-        sums, norms = honest(self, [Block(block.parameters, block.masks, 1e30) for block in blocks], style, last)
+    def late(self, blocks, style="flat", last=False, **more):
+        sums, norms = honest(self, [Block(block.parameters, block.masks, 1e30) for block in blocks], style, last, **more)
         length = math.sqrt(sum(value.square().sum().item() for value in sums.values()))
         return {name: value * min(1.0, blocks[0].clip / max(length, 1e-30)) for name, value in sums.items()}, norms
 

@@ -8,6 +8,7 @@ from test_gradients import noise, wave
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from zoo import apart
 
 from dpft.gradients import clipped_sum, evaluating, per_example_gradients
 from dpft.models import freeze_batchnorm
@@ -172,6 +173,7 @@ def test_the_clipped_sum_through_a_layer_is_autograds(name):
     factors = (clip / norms).clamp(max=1)
     off = sum((found[key] - torch.tensordot(factors, values, 1)).square().sum() for key, values in rows.items()).sqrt().item()
     assert 0 < factors.min() < 1 and off <= 1e-5 * clip
+    assert apart(found.values())
 
 
 def test_there_are_more_than_thirty():

@@ -1,4 +1,6 @@
 """Small models of every family that the papers fine-tune, with batches for them, in float64, without dropout; and what files share."""
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -144,3 +146,9 @@ class Plain(nn.Module):
 
 def inner(model, batch):
     return model(batch[0])
+
+
+def apart(tensors):
+    "Whether each tensor has memory of its own, without holes, as noise that is added in place needs."
+    places = sorted((each.data_ptr(), each.numel() * each.element_size(), each.is_contiguous()) for each in tensors)
+    return all(whole for *_, whole in places) and all(a[0] + a[1] <= b[0] for a, b in pairwise(places))
