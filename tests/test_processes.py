@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -676,6 +677,25 @@ def test_a_killed_process_ends_all_with_one_sentence_and_the_same_command_contin
     assert dpft.Guarantee.load(tmp_path / "output" / "guarantee.json").mechanisms == guarantee.mechanisms
     with Ledger(tmp_path / "checkpoint" / "ledger.sqlite") as ledger:
         assert len(ledger.runs()) == 1 and sum(m.steps for m in ledger.spent()) == 6
+
+
+ASKED_TO_STOP = """
+    import os, signal
+    from dpft.cli import core
+    honest = core.in_shell
+    def signalled(*words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*words)
+    core.in_shell = signalled
+    core.main()
+"""
+
+
+def test_a_signal_between_an_error_and_its_sentence_leaves_one_sentence(tmp_path):
+    program = fresh.Program(textwrap.dedent(ASKED_TO_STOP), "train", "--data=digits", "--model=mlp", "--epsilon=4", "--limit=0",
+                            "--no-progress", said=tmp_path / "said")
+    program.wait(120)
+    assert program.returncode == 128 + signal.SIGTERM and program.stderr.startswith("dpft: ") and program.stderr.count("\n") == 1
 
 
 def lost():

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE', 'HELP', 'main',
-           'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive', 'whole_numbers',
-           'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train', 'Job', 'train_job',
-           'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable', 'scored_part',
-           'check_device', 'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'Asked', 'planned_size',
-           'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
+           'ended', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive',
+           'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train',
+           'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable',
+           'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'Asked',
+           'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -39,6 +39,11 @@ EXTRAS = {"matplotlib": "book", "seaborn": "book", "pandas": "book", "sklearn": 
 
 def main() -> None:
     "Run the program; a bad input ends in one sentence and a status that is not 0."
+    with handler_kept():   # until the last sentence is out
+        sys.exit(ended())
+
+def ended() -> Any:        # a status
+    "Run what was typed, and say in one sentence why it failed, if it did."
     try:
         status = app(standalone_mode=False)
     except ModuleNotFoundError as error:
@@ -46,17 +51,17 @@ def main() -> None:
         if extra is None:
             raise
         tell(f"this needs {error.name}: pip install 'dpft[{extra}]'")
-        sys.exit(1)
+        return 1
     except UsageError as error:
-        sys.exit(tell_usage(error))
+        return tell_usage(error)
     except (ValueError, OSError) as error:
         tell(in_shell(" ".join(str(error).split()), typed_options()))
-        sys.exit(1)
+        return 1
     except SystemExit as end:
         status = end.code
     if status == 130:  # Ctrl-C
         tell("stopped; with --checkpoint the same command continues where it was")
-    sys.exit(status)
+    return status
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-in-shell
 IN_SHELL = {  # what the library says, and the same in a shell
@@ -257,7 +262,7 @@ def train(
     job = Job(data, model, method, option or (), (layers, freeze_after), limit, pretrain,
               root, score, who, device, freeze_batchnorm)
     from dpft.saving import nothing_left
-    with handler_kept(), nothing_left(knobs["ledger"], knobs["output"]):
+    with nothing_left(knobs["ledger"], knobs["output"]):
         train_job(job, knobs)
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-job
