@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpft.datasets import (
-    Task, as_dataset, check_labels, column_names, has_batch_protocol, is_chat,
-    names_a_row)
-from .losses import task_of as head_of, unwrapped
+from .datasets import Task, as_dataset, check_labels, column_names
+from .datasets import has_batch_protocol, is_chat, names_a_row
+from .losses import task_of as head_of
+from .losses import unwrapped
 from .models import load_model, load_tokenizer
 from .schema import Schema, kinds_of, read_schema
 from .sources import class_names, classes_of, kind_of_task, stack_images
