@@ -341,4 +341,4 @@ def test_the_command_has_the_flag(run):
     status, out, _ = run("train", *DIGITS, "--epsilon", "4", "--secure-mode")
     assert status == 0 and "secure mode: sums and noise" in out
     status, _, err = run("train", *DIGITS, "--epsilon", "inf", "--secure-mode")
-    assert status == 1 and "secure_mode=True with epsilon=inf" in err and err.count("\n") == 1
+    assert status == 1 and "--secure-mode with --epsilon inf" in err and err.count("\n") == 1
