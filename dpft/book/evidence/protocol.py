@@ -188,6 +188,7 @@ HEAD_WAYS = {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}
 STUDIES = {
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
+    "images-head-600": Study({**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
     "images": Study(PICTURES, IMAGE_WAYS, 5000, elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study({**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS, 1000, (2.0,)),
     "text-full": Study(
@@ -211,6 +212,7 @@ def experiments_of(name: str, study: Study, measure: Any, question: str, needs: 
 QUESTIONS = {
     "images-head": ("How far does a private head go on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
     "images-head-224": ("How far does it go on pictures of ImageNet's size?", "CIFAR-10, EfficientNet-Lite0"),
+    "images-head-600": ("And in four times as many steps?", "CIFAR-10, EfficientNet-Lite0"),
     "images": ("Does training more than the head pay on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
     "images-small": ("And with 5,000 rows?", "CIFAR-10, EfficientNet-Lite0"),
     "text-full": ("Which method is best on SST-2 at the paper's length?", "SST-2, MiniLM"),
