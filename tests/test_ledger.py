@@ -338,7 +338,7 @@ def test_kill_does_not_unspend(tmp_path):
     """A process that releases after each row is killed at some point, three times; every release is in the ledger."""
     path, released = tmp_path / "l.db", -1
     for delay in (0.02, 0.1, 0.25):
-        child = fresh.Program(KILLED.format(plan=json.dumps(PLAN)), path, released + 1000, said=tmp_path / "said")
+        child = fresh.Program(KILLED.format(plan=json.dumps(PLAN)), path, released + 1000, said=tmp_path / f"said {delay}")
         while "\n" not in child.stdout:
             assert child.poll() is None, child.stderr
             time.sleep(0.005)
