@@ -173,7 +173,7 @@ def test_a_run_resumes_and_another_division_into_units_is_refused(tmp_path):
     settings = dict(data=toy(), unit=owners(), batch_size=5, checkpoint=tmp_path)
     first = engine(**settings)
     next(iter(first)).take()                                 # and then the process ends
-    with pytest.raises(CheckpointError, match="units|another plan"):
+    with pytest.raises(CheckpointError, match=r"units|another plan"):
         engine(**{**settings, "unit": owners(seed=2)})
     whole = run_all(engine(data=toy(), unit=owners(), batch_size=5))
     assert torch.equal(weights(run_all(engine(**settings)).model), weights(whole.model))
