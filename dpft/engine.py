@@ -7,7 +7,7 @@ __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sha
            'model_fingerprint', 'fingerprint_of', 'content_of', 'facts_of', 'opened', 'record_of', 'account_of',
            'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'method_release', 'access_of', 'random_state',
            'alike', 'start_method', 'take_over', 'look_again', 'look_back', 'record_final', 'close_account', 'steps_of',
-           'write_state', 'read_state', 'Engine', 'mind_the_prefix']
+           'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 import hashlib
@@ -343,14 +343,14 @@ def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:
     close_account(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-state
-def write_state(engine: "Engine", state: dict[str, Any]) -> None:
+def keep_state(engine: "Engine", state: dict[str, Any]) -> None:
     "Keep what the next step depends on."
     if engine.processes.sharded:
         from dpft.sharded_state import save_shards
         return save_shards(engine, state)
     engine.processes.first(lambda: engine.store.save(state))
 
-def read_state(engine: "Engine") -> dict[str, Any] | None:
+def kept_state(engine: "Engine") -> dict[str, Any] | None:
     "What was kept, with this process's part of the model; nothing where there is no checkpoint."
     state = engine.store.state
     if state and engine.processes.sharded:
@@ -450,7 +450,7 @@ class Engine:
         **more: Any,                                     # tensors, numbers, texts, lists of them
     ) -> None:
         "Write a checkpoint: all that the next step depends on; nothing without a checkpoint folder."
-        write_state(self, snapshot(self, optimizer, schedule, more))
+        keep_state(self, snapshot(self, optimizer, schedule, more))
 
     def resume(
         self,
@@ -458,7 +458,7 @@ class Engine:
         schedule: Any = None,                            # likewise
     ) -> dict[str, Any]:                                 # what else was saved; empty where there is no checkpoint
         "Go on from the checkpoint, if there is one; what else `save` was given."
-        state = read_state(self)
+        state = kept_state(self)
         return put_back(self, state, optimizer, schedule) if state else {}
 
     @property

@@ -29,8 +29,8 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
-           'load_model', 'gguf_of', 'expanded', 'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer',
-           'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d',
+           'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained', 'load_tokenizer', 'head_parameters',
+           'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d',
            'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
            'mixing_layers', 'validate', 'pretrain']
 
@@ -145,7 +145,7 @@ def gguf_of(
 
 # %% ../nbs/5_notes/74_models.ipynb #models-gguf
 #| code-fold: true
-def _gguf(file: str | None) -> dict[str, str]:
+def gguf_options(file: str | None) -> dict[str, str]:
     "What Transformers is to be told of a GGUF file; ValueError where none can be read."
     from importlib.util import find_spec
 
@@ -181,7 +181,7 @@ def _load_transformers(
                          f"dpft.load({str(name)!r}) puts it on its base")
     if kind not in AUTOS:
         raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(AUTOS)}")
-    file = _gguf(gguf_file)
+    file = gguf_options(gguf_file)
     saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
     pooled = "MeanPooledClassifier" in saved_as and kind == "text"
     auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
@@ -234,7 +234,7 @@ def load_tokenizer(
             raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
                              "base model; load the tokenizer of the base")
         return load_tokenizer(base)
-    file = _gguf(gguf_file)
+    file = gguf_options(gguf_file)
     folder = minilm_folder() if name == "minilm" else name
     tokenizer = AutoTokenizer.from_pretrained(folder, **file)
     if tokenizer.pad_token is None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from .gradients import Batch, LossFunction, batch_rows, per_example_losses
-from .gradients import select_rows, tensors, tolerance
+from .gradients import select_rows, tensors, tolerance, version
 from .losses import copied_from
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-pays
@@ -370,7 +370,7 @@ def structure(module: nn.Module) -> tuple:
 
 def versions(module: nn.Module) -> list[tuple[int, int, int]]:
     "Which tensors a module holds, where, and how often each was changed in place."
-    return [(id(x), x.data_ptr(), -1 if x.is_inference() else x._version)
+    return [(id(x), x.data_ptr(), version(x))
             for x in own_tensors(module)]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-sampled

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from .gradients import full
 from .models import (
-    BUILT, gguf_of, load_model, load_pretrained, mean_pooled_classifier, minilm_folder)
+    BUILT, gguf_of, gguf_options, load_model, load_pretrained,
+    mean_pooled_classifier, minilm_folder)
 from .rows import LedgerFile
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-additions
@@ -160,12 +161,11 @@ def load_base(
     "Pre-trained weights under a saved configuration; what they do not hold is drawn from a fixed seed."
     path, file = gguf_of(name)
     source, model_class = minilm_folder() if name == "minilm" else path, class_named(kind)
-    packed = {} if file is None else {"gguf_file": file}
     config = model_class.config_class.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return load_pretrained(model_class, source, config=config, ignore_mismatched_sizes=True,
-                               dtype=getattr(torch, dtype), **packed)
+                               dtype=getattr(torch, dtype), **gguf_options(file))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write
 PART, ADAPTER = "trained.safetensors", "adapter_model.safetensors"

@@ -268,7 +268,7 @@ def task_of(
     schema = read_schema(train, columns, unit)
     parts = [part if part is None else as_dataset(part) for part in (train, dev, test)]
     kind = kind_of_task(train, schema)
-    if kind == "image" != schema.kind:           # rows of tensors, which no command reads
+    if kind == "image" and schema.kind != kind:  # tensors: no command reads them
         kind = "text"
     names, _ = classes_of(train, schema, classes)
     if schema.kind == "image":

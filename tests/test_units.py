@@ -173,8 +173,8 @@ def test_a_run_resumes_and_another_division_into_units_is_refused(tmp_path):
     settings = dict(data=toy(), unit=owners(), batch_size=5, checkpoint=tmp_path)
     first = engine(**settings)
     next(iter(first)).take()                                 # and then the process ends
-    with pytest.raises(CheckpointError, match=r"units|another plan"):
-        engine(**{**settings, "unit": owners(seed=2)})
+    with pytest.raises(CheckpointError, match="units"):
+        engine(**{**settings, "unit": [*owners()[1:], owners()[0]]})        # as many people, of other rows
     whole = run_all(engine(data=toy(), unit=owners(), batch_size=5))
     assert torch.equal(weights(run_all(engine(**settings)).model), weights(whole.model))
 
