@@ -351,7 +351,7 @@ def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         for parameter, values in own.items():
             numbers = torch.randn(sum(values.shape) + 1, device=values.device)
-            numbers = numbers.to(values.dtype) / max(1, *values.shape[-1:]) ** 0.5
+            numbers = numbers.to(values.dtype) / max(1, 1, *values.shape[-1:]) ** 0.5
             parameter.data = numbers.as_strided(values.shape, (1,) * values.ndim)
         yield
     finally:

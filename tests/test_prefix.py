@@ -797,6 +797,26 @@ def test_lora_in_the_upper_half_alone():
     assert any("h.0" in name for name in prefix.cut) and prefix.saves > 0.3
 
 
+class Number(nn.Module):
+    "A number that is a parameter, as the logit scale of CLIP."
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.value * x
+
+
+def test_a_parameter_without_a_dimension():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Number(), nn.Linear(4, 4)).double()
+    train_from(model, "2")
+    prefix, batch = Prefix(model, square_loss), numbers()
+    for _ in range(2):
+        assert difference(model, square_loss, prefix, batch) <= 1e-12
+    assert prefix.reason is None and prefix.hits and model[2].value.item() == 1.5
+
+
 class Choosy(nn.Module):
     "Takes another way now and then."
 

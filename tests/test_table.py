@@ -261,7 +261,7 @@ def test_a_contrastive_loss_is_refused_by_every_method(method):
         scores = model(**batch).logits_per_text
         return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="none")
     assert refused("CLIP, contrastive", method, lambda: dpft.fine_tune(
-        model, items, (METHODS | CHOOSE)[method](), loss_fn=loss, epsilon=50.0, delta=0.01, steps=2, batch_size=4, accountant="rdp",
+        model, items, (METHODS | CHOOSE)[method](), loss_fn=loss, epsilon=50.0, delta=0.01, steps=6, batch_size=4, accountant="rdp",
         progress=False, dropout=False))
 
 
