@@ -174,6 +174,7 @@ def test_a_changed_base_folder_is_refused(bases, tmp_path):
     shutil.copytree(bases / "roberta", tmp_path / "base")
     run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path / "base"), dpft.BiTFiT())
     run.save(tmp_path / "run")
+    trained = copy.deepcopy(run.model)      # some versions of Transformers map frozen weights from the file that is overwritten below
     other = pretrained(bases, "roberta")
     other.roberta.embeddings.word_embeddings.weight.data += 1e-3
     other.save_pretrained(tmp_path / "base")
@@ -182,7 +183,7 @@ def test_a_changed_base_folder_is_refused(bases, tmp_path):
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(ValueError, match="cannot be loaded"):
         dpft.load(tmp_path / "run")
-    assert same(dpft.load(tmp_path / "run", model=pretrained(bases, "roberta")), run.model)
+    assert same(dpft.load(tmp_path / "run", model=pretrained(bases, "roberta")), trained)
 
 
 def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path):
