@@ -18,11 +18,16 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(LOADED))
 
 
+def output_of(said: Path, name: str) -> Path:
+    "Where a program's `out` or `err` lies; its name is kept whole, for it may hold a stop."
+    return said.with_name(f"{said.name}.{name}")
+
+
 def _program(code: str, words: Sequence[str], environment: Mapping[str, str], said: Path) -> None:
     "Run a text, or a module after `-m `, as `python -c` or `python -m` would; the process ends with its status."
     os.environ.update(environment)
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(said.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        os.dup2(os.open(output_of(said, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     sys.argv = ["-c", *words]
     status: Any = 0
     try:
@@ -81,7 +86,7 @@ class Program:
         return self._read("err")
 
     def _read(self, name: str) -> str:
-        path = self.said.with_suffix(f".{name}")
+        path = output_of(self.said, name)
         return path.read_text(errors="replace") if path.exists() else ""
 
 
