@@ -77,7 +77,8 @@ class Trainable(Method):
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-norm-only
 class NormOnly(Method):
-    "The norm layers' scales and shifts train, and a fresh head; ValueError without any."
+    """The norm layers' scales and shifts train, and a fresh head;
+    ValueError without any."""
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "The parameters of the norm layers outside a fresh head, tied ones once."
@@ -88,8 +89,9 @@ class NormOnly(Method):
         inside = (p for layer in layers for p in layer.parameters(recurse=False))
         own = dict.fromkeys(p for p in inside if id(p) not in head)
         if not own:
-            raise ValueError(f"{type(model).__name__} has no norm layer with parameters "
-                             "outside its head; choose BiTFiT() or LastLayer()")
+            raise ValueError(f"{type(model).__name__} has no norm layer with "
+                             "parameters outside its head; choose BiTFiT() or "
+                             "LastLayer()")
         return list(own)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-partitions
@@ -190,9 +192,9 @@ def _nothing_fits(
     least = min(pieces, key=lambda piece: piece.size, default=None)
     if least is None:
         return "there is no partition to choose from"
-    return (f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and no partition "
-            f"is that small; the smallest, {least.name}, has {least.size:,}: raise ratio "
-            f"to {least.size / total:.2g} or more")
+    return (f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and no "
+            f"partition is that small; the smallest, {least.name}, has {least.size:,}: "
+            f"raise ratio to {least.size / total:.2g} or more")
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-masks
 def masked_block(
@@ -265,8 +267,8 @@ def _check_pretrained(model: nn.Module, among: Sequence[nn.Parameter]) -> None:
     if added:
         raise ValueError(
             f"{added[0]} is not pre-trained, so how large it is says nothing; let "
-            "LargestWeights choose before an adapter is added, or choose among adapters "
-            "with DPFrost or RandomPartitions")
+            "LargestWeights choose before an adapter is added, or choose among "
+            "adapters with DPFrost or RandomPartitions")
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-linear-layers
 def linear_layers(
@@ -351,8 +353,8 @@ class LoRA(Method):
             raise ValueError(f"rank={rank} must be a whole number, 1 or more")
         if dora:
             raise ValueError(
-                "dora=True: DoRA's norm sends an identity matrix through the layers as if "
-                "its rows were examples, so no layer rule gives its per-example "
+                "dora=True: DoRA's norm sends an identity matrix through the layers as "
+                "if its rows were examples, so no layer rule gives its per-example "
                 "gradients; use LoRA without it")
         self.rank, self.alpha, self.targets = rank, alpha, targets
         self.dora, self.seed = dora, seed
@@ -497,7 +499,8 @@ class Adapter(Method):
         names = _followed(model, self.after)
         insert_adapters(model, names, self.width, self.seed)
         added = {f"{path}.adapter.{own}": parameter
-                 for path, module in model.named_modules() if isinstance(module, Adapted)
+                 for path, module in model.named_modules()
+                 if isinstance(module, Adapted)
                  for own, parameter in module.adapter.named_parameters()}
         note_addition(model, insert_adapters, added, layers=names, width=self.width,
                       seed=self.seed)

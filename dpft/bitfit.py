@@ -134,7 +134,7 @@ def remove_added(
 # %% ../nbs/2_methods/14_bitfit.ipynb #bitfit-without-biases
 def without_biases(
     model: nn.Module,
-    add_missing: bool,  # whether biases were to be added, and there was no layer for one
+    add_missing: bool, # whether biases were to be added, and there was no layer for one
 ) -> str:
     "Why there is nothing to train, and which methods would do."
     option = "" if add_missing else "BiTFiT(add_missing=True), "
@@ -155,7 +155,8 @@ def set_anew(
 class BiTFiT(Method):
     """All biases train, and a fresh head; clipping as the run has it.
 
-    ValueError where there are none outside the head.  Algorithm 1 of DP-BiTFiT; @def-bitfit.
+    ValueError where there are none outside the head.  Algorithm 1 of DP-BiTFiT;
+    @def-bitfit.
     """
 
     def __init__(

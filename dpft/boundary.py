@@ -92,7 +92,9 @@ def files_in(folder: str | Path) -> dict[str, bytes]:  # name -> bytes, or permi
     return found
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-outputs
-def given_out(make: Callable[[], Run]) -> dict[str, bytes]:  # name of an output -> its bytes
+def given_out(
+    make: Callable[[], Run],
+) -> dict[str, bytes]:  # name of an output -> its bytes
     "Everything that a run gives out, under `withheld`."
     out, err, found = io.StringIO(), io.StringIO(), dict[str, bytes]()
     with (withheld(), tempfile.TemporaryDirectory() as folder,
@@ -180,11 +182,11 @@ class Crossing:
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-audit
 def audit_boundary(
-    method: Callable[[], Method],                          # makes the method anew for each run
-    settings: dict[str, dict[str, Any]] | None = None,     # None: `SETTINGS`
+    method: Callable[[], Method],    # makes the method anew for each run
+    settings: dict[str, dict[str, Any]] | None = None,  # None: `SETTINGS`
     model: Callable[[], nn.Module] = toy_network,
-    data: TensorData | None = None,                        # None: `toy_pictures()`
-    **knobs: Any,                                          # of every run
+    data: TensorData | None = None,  # None: `toy_pictures()`
+    **knobs: Any,                    # of every run
 ) -> Iterator[Crossing]:
     "Compare runs of a method on neighbours of a small data set; @lem-boundary."
     data = toy_pictures() if data is None else data

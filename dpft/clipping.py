@@ -13,25 +13,28 @@ from torch import Tensor
 STABILISER = 0.01  # gamma of AUTO-S
 
 def clip_factor(
-    norms: Tensor,         # (B,) or (B, K) norm of each example's gradient, in any one norm
+    norms: Tensor,  # (B,) or (B, K) norm of each example's gradient, in any one norm
     clip: float | Tensor,  # bound C; a (K,) tensor bounds K blocks
     style: str = "flat",   # "flat": min(1, C / norm); "automatic": C / (norm + 0.01)
-) -> Tensor:               # same shape as `norms`: what each gradient is multiplied with
+) -> Tensor:        # same shape as `norms`: what each gradient is multiplied with
     """Factors after which no gradient is longer than `clip`.
 
     Exactly 0 for a gradient that is zero, not finite, or beyond precise scaling.
     Raises ValueError on another style or a bound that is not positive.
-    Definition 3 of DP-FROST and Section 2 of DP-BiTFiT; @lem-flat-clipping, @lem-automatic-clipping.
+    Definition 3 of DP-FROST and Section 2 of DP-BiTFiT; @lem-flat-clipping,
+    @lem-automatic-clipping.
     """
     bound = torch.as_tensor(clip, dtype=norms.dtype)
     if not bool((bound > 0).all()):
-        raise ValueError(f"clip={clip}: the bound on an example's gradient must be positive")
+        raise ValueError(f"clip={clip}: the bound on an example's gradient must be "
+                         "positive")
     if style not in ("flat", "automatic"):
         raise ValueError(f"clipping={style!r}: choose 'flat' or 'automatic'")
     bound = bound.to(norms.device, non_blocking=norms.device.type != "mps")
     flat = style == "flat"
     factors = (bound / norms).clamp(max=1.0) if flat else bound / (norms + STABILISER)
-    precise = factors >= torch.finfo(norms.dtype).tiny  # a subnormal number may be half as large again
+    # a subnormal number may be half as large again
+    precise = factors >= torch.finfo(norms.dtype).tiny
     return torch.where(norms.isfinite() & (norms > 0) & precise, factors, 0.0)
 
 # %% ../nbs/1_start/03_clipping.ipynb #clipping-effective-noise
@@ -39,12 +42,15 @@ def effective_noise_multiplier(
     clips: Tensor,  # (K,) bound on one example's 2-norm in each block
     stds: Tensor,   # (K,) standard deviation of each block's noise, in the same unit as the bounds
 ) -> float:         # the sigma of the one Gaussian mechanism that costs the same
-    """Noise multiplier of a Gaussian mechanism over disjoint blocks of unequal bound and noise.
+    """Noise multiplier of a Gaussian mechanism over disjoint blocks of unequal bound
+    and noise.
 
     Raises ValueError when a bound or a standard deviation is not positive.
     Theorem 1 of Rap-FT, corrected; @lem-effective-noise.
     """
-    clips, stds = torch.as_tensor(clips, dtype=torch.float64), torch.as_tensor(stds, dtype=torch.float64)
+    clips, stds = (torch.as_tensor(clips, dtype=torch.float64),
+                   torch.as_tensor(stds, dtype=torch.float64))
     if not bool((clips > 0).all() and (stds > 0).all()):
-        raise ValueError(f"clips {clips.tolist()} and stds {stds.tolist()} must all be positive: drop the blocks that do not train")
+        raise ValueError(f"clips {clips.tolist()} and stds {stds.tolist()} must all be "
+                         "positive: drop the blocks that do not train")
     return (clips / stds).square().sum().rsqrt().item()

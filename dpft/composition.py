@@ -324,8 +324,8 @@ def check_phases(first: Any, epochs: float | None, second: Any, steps: int | Non
             hint = "; write it with ()" if isinstance(method, type) else ""
             raise ValueError(f"Then takes two methods, and {method!r} is none{hint}")
     if isinstance(second, Trainable):
-        raise ValueError("Trainable trains what requires a gradient when the run begins, "
-                         "so in Then it can only be the first phase")
+        raise ValueError("Trainable trains what requires a gradient when the run "
+                         "begins, so in Then it can only be the first phase")
     if (epochs is None) == (steps is None):
         raise ValueError("give either epochs or steps of the first phase: "
                          "Then(a, 1, b) or Then(a, None, b, steps=50)")
@@ -356,7 +356,8 @@ class Phases(Several):
         epochs = self.epochs or 0
         steps = self.steps or round(epochs * context.size / context.batch_size)
         if not 0 < steps < context.steps:
-            what = f"{epochs:g} epochs are {steps} steps" if epochs else f"steps={steps}"
+            what = (f"{epochs:g} epochs are {steps} steps" if epochs
+                    else f"steps={steps}")
             raise ValueError(
                 f"the first phase of Then: {what}, and the run has {context.steps}, of "
                 "which both phases need at least one; choose fewer for the first, or a "

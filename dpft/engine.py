@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from . import __version__
 from .account import Account, Told
 from .datasets import has_batch_protocol
-from .gradients import WHOLE, Batch, Block, Coupling, Groups, LossFunction, full, lying
+from .gradients import (
+    WHOLE, Batch, Block, Coupling, Groups, LossFunction, full, lying)
 from .gradients import reuse_memory, trainable
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import fingerprint
@@ -34,7 +35,8 @@ from .method import Access, Context, Method, noted
 from .models import frozen_statistics, validate
 from .noise import Keystream, secure_std
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
-from .plan import noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise
+from .plan import (
+    noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
 from .processes import Processes, check_whole, form, whole
@@ -52,14 +54,17 @@ class Losses:
     "The loss as training calls it."
 
     def __init__(self, model: nn.Module, settings: Settings):
-        plain = with_precision(settings.loss_fn or default_loss(model), settings.precision)
-        holds_all = lying(model) is WHOLE                      # else no process keeps a cache of its own
+        plain = with_precision(settings.loss_fn or default_loss(model),
+                               settings.precision)
+        holds_all = lying(model) is WHOLE  # else no process keeps a cache of its own
         room, folder = int(settings.cache * 2**30) * holds_all, settings.cache_folder
         self.prefix = Prefix(model, plain, room, folder) if room > 0 else None
-        self.fn: LossFunction = self.prefix or plain           # through the cache of the frozen trunk
+        # through the cache of the frozen trunk
+        self.fn: LossFunction = self.prefix or plain
         copies = settings.augment.copies if settings.augment else 1
         self.of_view = self.fn if copies == 1 else Share(self.fn, copies)
-        self.coupling = coupling_of(model, plain)              # the check that no example's loss needs another
+        # the check that no example's loss needs another
+        self.coupling = coupling_of(model, plain)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-sharded
 def processes_of(model: nn.Module) -> Processes:
@@ -79,37 +84,43 @@ def coupling_of(model: nn.Module, loss_fn: LossFunction) -> Coupling:
 def check_requests(engine: "Engine") -> None:
     "ValueError for a method that would draw for itself from a model in shards."
     if engine.processes.sharded and engine.requests:
-        raise ValueError(f"{engine.method!r} releases what it measures on private data, which is "
-                         "not supported for a model that lies over several processes; use a method "
-                         "that only trains, or give every process the whole model")
+        raise ValueError(f"{engine.method!r} releases what it measures on private "
+                         "data, which is not supported for a model that lies over "
+                         "several processes; use a method that only trains, or give "
+                         "every process the whole model")
 
 def check_sharded(engine: "Engine") -> None:
     "ValueError for masks on what lies over several processes."
     names = (name for name, p in engine.trains.items()
              if hasattr(p, "placements") and isinstance(engine.spread[id(p)], Tensor))
     if name := next(names, None):
-        raise ValueError(f"{engine.method!r} trains some entries of {name}, which lies over several "
-                         "processes, and that is not supported; choose whole parameters, or give "
-                         "every process the whole model")
+        raise ValueError(f"{engine.method!r} trains some entries of {name}, which lies "
+                         "over several processes, and that is not supported; choose "
+                         "whole parameters, or give every process the whole model")
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-asked
-def asked(model: nn.Module, loss_fn: LossFunction, settings: Settings, units: int) -> Context:
+def asked(
+    model: nn.Module, loss_fn: LossFunction, settings: Settings, units: int,
+) -> Context:
     "What a method sees before there is a run: the model and public sizes."
     size = settings.public_size or units
     return Context(model, loss_fn, *sizes_of(settings, size), size)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-plan
 def planned(engine: "Engine", content: dict[str, Any]) -> Plan:
-    "The plan of a run, on which all processes agree; ValueError where secure mode cannot be."
+    """The plan of a run, on which all processes agree;
+    ValueError where secure mode cannot be."""
     given, context = engine.settings, engine.context
     check_requests(engine)
     engine.processes.check_alike(
         SAME_INPUT, model_structure=form(engine.model), data_set=content,
-        settings=(context.size, context.batch_size, context.steps, engine.requests, engine.known, given.seed))
+        settings=(context.size, context.batch_size, context.steps, engine.requests,
+                  engine.known, given.seed))
     engine.processes.spread(engine.model)
     plan = engine.processes.first(lambda: make_plan(
-        context.size, context.batch_size, context.steps, given.epsilon, given.noise_multiplier, given.delta,
-        given.clip, given.clipping, given.accountant, engine.requests))
+        context.size, context.batch_size, context.steps, given.epsilon,
+        given.noise_multiplier, given.delta, given.clip, given.clipping,
+        given.accountant, engine.requests))
     check_secure(given.secure_mode, plan.private, engine.device)
     return plan
 
@@ -117,16 +128,19 @@ def planned(engine: "Engine", content: dict[str, Any]) -> Plan:
 def public_facts(engine: "Engine", further: Sequence[str]) -> list[str]:
     "What the guarantee takes as public from the start."
     frozen = frozen_statistics(engine.model)
-    statistics = [f"the statistics of {len(frozen)} frozen normalisation layers"] if frozen else []
+    statistics = ([f"the statistics of {len(frozen)} frozen normalisation layers"]
+                  if frozen else [])
     return [f"the number of {engine.unit}s, {engine.plan.size}", *further, *statistics]
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-digests
 def model_fingerprint(model: nn.Module) -> str:
-    "Hash of the names, shapes and values of all parameters and buffers: tells one start from another."
+    """Hash of the names, shapes and values of all parameters and buffers:
+    tells one start from another."""
     digest, kept = hashlib.sha256(), set(model.state_dict())
     buffers = ((name, value) for name, value in model.named_buffers() if name in kept)
     for name, value in chain(model.named_parameters(), buffers):
-        values = full(whole(value.detach())).cpu().contiguous().flatten().view(torch.uint8)
+        values = full(whole(value.detach())).cpu().contiguous().flatten().view(
+            torch.uint8)
         digest.update(f"{name}{tuple(value.shape)}".encode())
         digest.update(memoryview(values.numpy()))  # type: ignore[arg-type]
     return digest.hexdigest()
@@ -141,29 +155,37 @@ def fingerprint_of(engine: "Engine") -> Callable[[], str]:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-content
 def content_of(population: Population) -> dict[str, Any]:
-    "Digests that tell the data from other data, and its units from other units: private, and keyed before they are kept."
+    """Digests that tell the data from other data, and its units from other units:
+    private, and keyed before they are kept."""
     train, units = population.data, population.units
-    table = getattr(train, "table", None)   # texts are the same data whatever tokenizer reads them
+    # texts are the same data whatever tokenizer reads them
+    table = getattr(train, "table", None)
     return {"data": fingerprint(train if table is None else table),
             "tokens": None if table is None else fingerprint(train),
-            "units": None if units is None else hashlib.sha256(units.index.numpy().tobytes()).hexdigest()}
+            "units": None if units is None else hashlib.sha256(
+                units.index.numpy().tobytes()).hexdigest()}
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-store
 def facts_of(engine: "Engine", start: Callable[[], str]) -> tuple[dict[str, Any], bool]:
-    "Who a run is, and whether this holds all that changes a sum; nothing where nobody compares it."
+    """Who a run is, and whether this holds all that changes a sum;
+    nothing where nobody compares it."""
     given = engine.settings
     if given.seed is None and given.checkpoint is None:
         return {}, False
     code, code_known = name_of_code(engine.method)
     structure, structure_known = name_of_code(engine.model)
     facts = {**engine.known.sums, "model": start(), "model's structure": structure,
-             "method": repr(engine.method), "method's code": code, "plan": asdict(engine.plan),
+             "method": repr(engine.method), "method's code": code,
+             "plan": asdict(engine.plan),
              "number of processes": engine.processes.size, "device": engine.device.type}
     return facts, engine.known.complete and code_known and structure_known
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened
-def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) -> tuple[Store, Keystream, Draws]:
-    "The store of a run, its randomness and its draws, on all processes; the first alone has the folder."
+def opened(
+    engine: "Engine", content: dict[str, Any], start: Callable[[], str],
+) -> tuple[Store, Keystream, Draws]:
+    """The store of a run, its randomness and its draws, on all processes;
+    the first alone has the folder."""
     given = engine.settings
     def open_store() -> Store:
         facts, complete = facts_of(engine, start)
@@ -173,22 +195,27 @@ def opened(engine: "Engine", content: dict[str, Any], start: Callable[[], str]) 
     store.folder = store.folder if engine.processes.is_first else None
     keystream = Keystream(store.secret)
     keystream.reproducible = given.seed is not None
-    return store, keystream, Draws(engine.population, keystream, engine.processes, engine.device)
+    return store, keystream, Draws(engine.population, keystream, engine.processes,
+                                   engine.device)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-record
 def record_of(engine: "Engine", data: str) -> dict[str, Any]:
-    "What the ledger writes down of the run before its first draw; its data under the ledger's own key."
+    """What the ledger writes down of the run before its first draw;
+    its data under the ledger's own key."""
     plan, given = engine.plan, engine.settings
     secure = {"secure_mode": True} if given.secure_mode else {}
-    return {"mechanisms": [vars(mechanism) for mechanism in plan.mechanisms], "delta": plan.delta, "epsilon": plan.epsilon(),
-            "accountant": plan.accountant, "size": plan.size, "data": data, "method": repr(engine.method),
-            "clip": plan.clip, "clipping": plan.clipping, "unit": engine.unit, "reproducible": given.seed is not None,
+    return {"mechanisms": [vars(mechanism) for mechanism in plan.mechanisms],
+            "delta": plan.delta, "epsilon": plan.epsilon(),
+            "accountant": plan.accountant, "size": plan.size, "data": data,
+            "method": repr(engine.method), "clip": plan.clip, "clipping": plan.clipping,
+            "unit": engine.unit, "reproducible": given.seed is not None,
             "knobs": turned(engine.known), **secure}
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-account-of
 def account_of(engine: "Engine", data: str) -> Account:
     "The account of a run, with its ledger open."
-    account = Account(engine.plan, engine.store, engine.processes, ", or ".join(engine.context.unpaid), record_of(engine, data))
+    account = Account(engine.plan, engine.store, engine.processes,
+                      ", or ".join(engine.context.unpaid), record_of(engine, data))
     account.open(engine.settings.ledger, engine.keystream)
     return account
 
@@ -197,7 +224,8 @@ def bounded_blocks(engine: "Engine") -> list[Block]:
     "The method's blocks with absolute bounds and noise."
     plan = engine.plan
     sigma = plan.mechanisms[0].noise_multiplier if plan.private else 1.0
-    blocks = scaled_blocks(engine.method.blocks(engine.context), engine.trains.values(), plan.clip, sigma)
+    blocks = scaled_blocks(engine.method.blocks(engine.context), engine.trains.values(),
+                           plan.clip, sigma)
     return secured_blocks(blocks) if engine.settings.secure_mode else blocks
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-lent
@@ -209,27 +237,34 @@ def unasked(draws: Draws) -> str:
     "Why the sum over a draw may not be released: its units were never asked for."
     if draws.population.units is None or not draws.open:
         return ""
-    return (f"the unit of privacy is {draws.population.unit!r}, but the method did not ask "
-            "which rows belong together; pass context.groups(batch) to gradients(…) for "
-            "each batch of the draw")
+    return (f"the unit of privacy is {draws.population.unit!r}, but the method did not "
+            "ask which rows belong together; pass context.groups(batch) to "
+            "gradients(…) for each batch of the draw")
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-batches
 def batches_of(draws: Draws, data: Any) -> Iterator[Batch]:
     "All of another data set of the same form, in order."
     people = draws.population
-    collate = None if has_batch_protocol(data) else people.collate_fn or collate_for(data)
+    collate = (None if has_batch_protocol(data)
+               else people.collate_fn or collate_for(data))
     for rows in torch.arange(len(data)).split(people.most):
         yield draws.read(data, rows, collate)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-release
-def method_release(engine: "Engine", request: int, name: str, number: int, total: Tensor, sensitivity: float) -> Tensor:
+def method_release(
+    engine: "Engine", request: int, name: str, number: int, total: Tensor,
+    sensitivity: float,
+) -> Tensor:
     "What `Context.release` does."
     plan, processes = engine.plan, engine.processes
-    std = (plan.mechanisms[1 + request].noise_multiplier if plan.private else 0.0) * sensitivity
+    std = (plan.mechanisms[1 + request].noise_multiplier
+           if plan.private else 0.0) * sensitivity
     if engine.settings.secure_mode:
         std = secure_std(std, sensitivity, total.numel())
-    noisy = engine.releases(name, number, {"total": total}, {"total": std})[0]["total"].to(total.dtype)
-    if not processes.alone:     # slices differ, and so may what was drawn from torch's generator meanwhile
+    noisy = engine.releases(
+        name, number, {"total": total}, {"total": std})[0]["total"].to(total.dtype)
+    # slices differ, and so may what was drawn from torch's generator meanwhile
+    if not processes.alone:
         torch.manual_seed(engine.keystream.seed("choice", name, number))
     return noisy
 
@@ -238,11 +273,13 @@ def access_of(engine: "Engine") -> Access:
     "What the method is lent."
     draws, processes = engine.draws, engine.processes
     return Access(
-        engine.plan, engine.requests, engine.batches, lambda batch: groups_of(draws, batch), lambda: unasked(draws),
-        lambda *release: method_release(engine, *release), engine.random_state, processes.first,
-        lambda sums: processes.total(sums)[0], lambda data: batches_of(draws, data),
-        lambda rate, name: draws.draw(rate, name, whole=True), engine.train, engine.assumed_public,
-        engine.store.folder is not None, processes.is_first)
+        engine.plan, engine.requests, engine.batches,
+        lambda batch: groups_of(draws, batch), lambda: unasked(draws),
+        lambda *release: method_release(engine, *release), engine.random_state,
+        processes.first, lambda sums: processes.total(sums)[0],
+        lambda data: batches_of(draws, data),
+        lambda rate, name: draws.draw(rate, name, whole=True), engine.train,
+        engine.assumed_public, engine.store.folder is not None, processes.is_first)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start
 @contextmanager
@@ -255,7 +292,8 @@ def random_state(device: torch.device, seed: int) -> Iterator[None]:
 # %% ../nbs/1_start/06_engine.ipynb #engine-alike-state
 def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]:
     "Of several processes: one random state for all."
-    return nullcontext() if engine.processes.alone else engine.random_state("choice", *context)
+    return (nullcontext() if engine.processes.alone
+            else engine.random_state("choice", *context))
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start-method
 def start_method(engine: "Engine", start: Callable[[], str]) -> None:
@@ -270,7 +308,9 @@ def start_method(engine: "Engine", start: Callable[[], str]) -> None:
             engine.method.restore(context, kept["method"])
         else:
             engine.method.start(context)
-    processes.check_alike(SAME_CHOICE, model_after_method_start=None if processes.alone else form(engine.model))
+    processes.check_alike(
+        SAME_CHOICE,
+        model_after_method_start=None if processes.alone else form(engine.model))
     processes.spread(engine.model)
     engine.refresh()
     processes.check_alike(SAME_CHOICE, choice_of_what_trains=engine.releases.choice)
@@ -308,11 +348,13 @@ def look_back(engine: "Engine", step: Step) -> None:
     "Note what has trained; RuntimeError when a loop has left its step half done."
     engine.touched |= {id(parameter) for parameter in engine.trains.values()}
     if not step.finished:
-        raise RuntimeError(f"step {engine.t} was left before step.done(): call privatize(), optimizer.step(), then done()")
+        raise RuntimeError(f"step {engine.t} was left before step.done(): call "
+                           "privatize(), optimizer.step(), then done()")
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-record-final
 def record_final(engine: "Engine") -> None:
-    "Let the ledger recognise the model as it is now, should a later run start from it; @sec-provenance."
+    """Let the ledger recognise the model as it is now, should a later run start
+    from it; @sec-provenance."""
     account = engine.account
     if not (account.shared or account.charges):
         return
@@ -351,7 +393,8 @@ def keep_state(engine: "Engine", state: dict[str, Any]) -> None:
     engine.processes.first(lambda: engine.store.save(state))
 
 def kept_state(engine: "Engine") -> dict[str, Any] | None:
-    "What was kept, with this process's part of the model; nothing where there is no checkpoint."
+    """What was kept, with this process's part of the model;
+    nothing where there is no checkpoint."""
     state = engine.store.state
     if state and engine.processes.sharded:
         from dpft.sharded_state import load_shards
@@ -361,11 +404,13 @@ def kept_state(engine: "Engine") -> dict[str, Any] | None:
 # %% ../nbs/1_start/06_engine.ipynb #engine-class
 #| code-fold: true
 class Engine:
-    "Poisson draws, bounded sums, accounted noise: the part of a private loop that has to be right; @sec-engine."
+    """Poisson draws, bounded sums, accounted noise: the part of a private loop that has
+    to be right; @sec-engine."""
 
-    newly: list[nn.Parameter]              # what trains since this step, and not before
-    blocks: list[Block]                    # with absolute bounds and noise
-    spread: dict[int, Tensor | float]      # id of a parameter -> standard deviation of its noise
+    newly: list[nn.Parameter]  # what trains since this step, and not before
+    blocks: list[Block]        # with absolute bounds and noise
+    # id of a parameter -> standard deviation of its noise
+    spread: dict[int, Tensor | float]
 
     @takes_settings("engine")
     def __init__(
@@ -380,16 +425,21 @@ class Engine:
         loop: str | None = None,             # what the loop around does, in words that change when it does
         **knobs: Any,
     ):
-        given = settings or settings_from("Engine", ("engine",), {**knobs, "loss_fn": loss_fn})
+        given = settings or settings_from(
+            "Engine", ("engine",), {**knobs, "loss_fn": loss_fn})
         check_whole(model)
         self.settings, self.model, self.method, self.train = given, model, method, train
-        self.device, self.known = next(model.parameters()).device, known_of(given, settings is None, loop)
-        self.t, self.told, self.stops = 0, 0, False    # steps done; the signal that told this process to stop; any
+        self.device, self.known = (next(model.parameters()).device,
+                                   known_of(given, settings is None, loop))
+        # steps done; the signal that told this process to stop; any
+        self.t, self.told, self.stops = 0, 0, False
         self.trains: dict[str, nn.Parameter] = {}
-        self.touched: set[int] = set()                 # ids of all parameters that have trained
+        self.touched: set[int] = set()  # ids of all parameters that have trained
         self.uncharged: list[str] = []
-        self.processes, self.population, self.losses = processes_of(model), Population(train, given), Losses(model, given)
-        self.loss_fn, self.prefix, self.unit = self.losses.fn, self.losses.prefix, self.population.unit
+        self.processes, self.population, self.losses = (
+            processes_of(model), Population(train, given), Losses(model, given))
+        self.loss_fn, self.prefix, self.unit = (
+            self.losses.fn, self.losses.prefix, self.population.unit)
         self.context = asked(model, self.loss_fn, given, self.population.size)
         self.requests = named_apart(method.requests(self.context))
         content = content_of(self.population)
@@ -398,25 +448,36 @@ class Engine:
         self.assumed_public = public_facts(self, assumed_public)
         self.store, self.keystream, self.draws = opened(self, content, start)
         self.account = account_of(self, str(content["data"]))
-        self.charges = self.account.charges            # whether the run answers for what it releases
-        self.releases = Releases(self.account, self.keystream, self.processes, given.secure_mode)
+        # whether the run answers for what it releases
+        self.charges = self.account.charges
+        self.releases = Releases(self.account, self.keystream, self.processes,
+                                 given.secure_mode)
         start_method(self, start)
 
     def refresh(self) -> None:
-        "Take over what the method has set: what trains, in which blocks, in which mode."
+        """Take over what the method has set: what trains, in which blocks,
+        in which mode."""
         take_over(self)
 
-    def remaining(self, at_end: Callable[[], object] = lambda: None) -> Iterator[Step]:  # makes the final weights
-        "The steps that remain, then `at_end()`; the secret stays until `remove_secrets`."
+    def remaining(
+        self, at_end: Callable[[], object] = lambda: None,  # makes the final weights
+    ) -> Iterator[Step]:
+        """The steps that remain, then `at_end()`; the secret stays
+        until `remove_secrets`."""
         return steps_of(self, at_end)
 
     def __iter__(self) -> Iterator[Step]:
-        "The steps that remain; after the last the ledger is closed, and the secret removed."
+        """The steps that remain; after the last the ledger is closed,
+        and the secret removed."""
         yield from self.remaining()
         self.remove_secrets()
 
-    def batches(self, sample_rate: float, *context: str | int, views: bool = False) -> Iterator[Batch]:  # pictures as `augment` has them
-        "One Poisson draw in physical batches, or this process's slice of it; recorded before it begins."
+    def batches(
+        self, sample_rate: float,
+        *context: str | int, views: bool = False,  # pictures as `augment` has them
+    ) -> Iterator[Batch]:
+        """One Poisson draw in physical batches, or this process's slice of it;
+        recorded before it begins."""
         self.account.begin()
         yield from self.draws.draw(sample_rate, *context, views=views)
 
@@ -433,7 +494,8 @@ class Engine:
         noted(self.uncharged, what)
 
     def finish(self) -> None:
-        "End the run: forget the cached activations, close the ledger, remove the secret."
+        """End the run: forget the cached activations, close the ledger,
+        remove the secret."""
         close_account(self)
         self.remove_secrets()
 
@@ -446,17 +508,18 @@ class Engine:
     def save(
         self,
         optimizer: torch.optim.Optimizer | None = None,  # whose moments are kept
-        schedule: Any = None,                            # with state_dict()
-        **more: Any,                                     # tensors, numbers, texts, lists of them
+        schedule: Any = None,  # with state_dict()
+        **more: Any,           # tensors, numbers, texts, lists of them
     ) -> None:
-        "Write a checkpoint: all that the next step depends on; nothing without a checkpoint folder."
+        """Write a checkpoint: all that the next step depends on;
+        nothing without a checkpoint folder."""
         keep_state(self, snapshot(self, optimizer, schedule, more))
 
     def resume(
         self,
         optimizer: torch.optim.Optimizer | None = None,  # of the same kind as the one that was saved
         schedule: Any = None,                            # likewise
-    ) -> dict[str, Any]:                                 # what else was saved; empty where there is no checkpoint
+    ) -> dict[str, Any]: # what else was saved; empty where there is no checkpoint
         "Go on from the checkpoint, if there is one; what else `save` was given."
         state = kept_state(self)
         return put_back(self, state, optimizer, schedule) if state else {}
@@ -483,13 +546,16 @@ class Engine:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-prefix
 def mind_the_prefix(engine: "Engine") -> None:
-    "Use the cache of the frozen trunk while it pays over the steps that remain; @sec-prefix-engine."
+    """Use the cache of the frozen trunk while it pays over the steps that remain;
+    @sec-prefix-engine."""
     prefix, augment, plan = engine.prefix, engine.settings.augment, engine.plan
     if prefix is None:
         return
     variants = augment.variants if augment else 1
-    rate = min(1.0, plan.sample_rate * engine.population.copies / variants)              # of each view
+    # of each view
+    rate = min(1.0, plan.sample_rate * engine.population.copies / variants)
     size, left = len(engine.train) * variants, plan.steps - engine.t
-    if worth_it(rate, left, prefix.room(size)):  # a cache for what is frozen by now begins empty
+    # a cache for what is frozen by now begins empty
+    if worth_it(rate, left, prefix.room(size)):
         prefix.refresh()
     prefix.enabled = worth_it(rate, left, prefix.room(size), prefix.stored(size))

@@ -63,7 +63,8 @@ def tensors(batch: Batch) -> list[Tensor]:
 def batch_rows(batch: Batch) -> int:
     "Number of examples B in a batch: the leading size of its first tensor."
     if not tensors(batch):
-        raise ValueError("a batch must be a dict or tuple that holds at least one tensor, examples first")
+        raise ValueError("a batch must be a dict or tuple that holds at least one "
+                         "tensor, examples first")
     return len(tensors(batch)[0])
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-select-rows
@@ -74,7 +75,9 @@ def select_rows(
     "The examples `rows` of a batch."
     size = batch_rows(batch)
     def pick(value: Any) -> Any:
-        return value[rows.to(value.device)] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
+        return (value[rows.to(value.device)]
+                if isinstance(value, Tensor) and value.ndim and len(value) == size
+                else value)
     if isinstance(batch, Mapping):
         return {name: pick(value) for name, value in batch.items()}
     return tuple(pick(value) for value in batch)
@@ -109,13 +112,16 @@ def buffers_kept(
         refuse_lost(lost)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-changed
-def changed(module: nn.Module, values: Tensor, number: int, copy: Tensor | None) -> bool:
-    "Whether a buffer was written into; statistics of a norm layer are, without being counted."
+def changed(module: nn.Module, values: Tensor, number: int,
+            copy: Tensor | None) -> bool:
+    """Whether a buffer was written into; statistics of a norm layer are,
+    without being counted."""
     if version(values) != number or number == -1:
         return True
     if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
         return True
-    return copy is not None and values.device.type == "cpu" and not torch.equal(values, copy)
+    return (copy is not None and values.device.type == "cpu"
+            and not torch.equal(values, copy))
 
 def version(values: Tensor) -> int:
     "How often a tensor was changed in place; -1 where that is not counted."
@@ -126,9 +132,10 @@ def refuse_lost(names: Sequence[str]) -> None:
     "RuntimeError that names buffers which could not be put back."
     if names:
         raise RuntimeError(
-            f"a forward pass has changed the buffers {', '.join(names)}, which now hold traces "
-            "of the data and are too large to be copied before each pass: load the model "
-            "again, and keep them out of the model or in evaluation mode")
+            f"a forward pass has changed the buffers {', '.join(names)}, which now "
+            "hold traces of the data and are too large to be copied before each pass: "
+            "load the model again, and keep them out of the model "
+            "or in evaluation mode")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-per-example-losses
 def per_example_losses(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
@@ -137,9 +144,11 @@ def per_example_losses(model: nn.Module, loss_fn: LossFunction, batch: Batch) ->
         losses = loss_fn(model, batch)
     rows = batch_rows(batch)
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
-        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"loss_fn returned {shape} for {rows} examples; it must return "
-                         "one loss per example, for instance with reduction='none'")
+        shape = (tuple(losses.shape) if isinstance(losses, Tensor)
+                 else type(losses).__name__)
+        raise ValueError(f"loss_fn returned {shape} for {rows} examples; it must "
+                         "return one loss per example, for instance with "
+                         "reduction='none'")
     return losses
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-check-kinds
@@ -151,20 +160,24 @@ def check_kinds(model: nn.Module) -> None:
                 continue
             full_name = f"{name}.{own}".lstrip(".")
             if nn.parameter.is_lazy(parameter):
-                raise ValueError(f"{full_name} has no shape yet: run the model once on a batch")
+                raise ValueError(f"{full_name} has no shape yet: "
+                                 "run the model once on a batch")
             if parameter.is_complex():
-                raise ValueError(f"{full_name} is complex: hold its real and imaginary parts "
-                                 "as two real parameters, or freeze it")
+                raise ValueError(f"{full_name} is complex: hold its real and imaginary "
+                                 "parts as two real parameters, or freeze it")
             if getattr(module, "sparse", False) is True:
-                raise ValueError(f"{full_name} makes sparse gradients: build its layer with "
-                                 "sparse=False, or freeze it")
+                raise ValueError(f"{full_name} makes sparse gradients: build its layer "
+                                 "with sparse=False, or freeze it")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-trainable
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters that require a gradient, by name, tied ones once; ValueError when there are none."
-    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """The parameters that require a gradient, by name, tied ones once;
+    ValueError when there are none."""
+    found = {name: parameter for name, parameter in model.named_parameters()
+             if parameter.requires_grad}
     if not found:
-        raise ValueError(f"{type(model).__name__} has nothing to train: no parameter requires a gradient")
+        raise ValueError(f"{type(model).__name__} has nothing to train: no parameter "
+                         "requires a gradient")
     return found
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-oracle
@@ -181,13 +194,16 @@ def per_example_gradients(
     parameters = trainable(model)
     with buffers_kept(model):
         rows = [_single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])),
-                                 list(parameters.values())) for i in range(batch_rows(batch))]
+                                 list(parameters.values()))
+                for i in range(batch_rows(batch))]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(values) for name, values in columns}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
-def _single_gradient(model: nn.Module, loss_fn: LossFunction, batch: Batch,
-                     parameters: Sequence[nn.Parameter], number: int = 0) -> list[Tensor]:
+def _single_gradient(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    parameters: Sequence[nn.Parameter], number: int = 0,
+) -> list[Tensor]:
     "Gradient of the loss of one example; zeros for parameters that it does not use."
     loss = per_example_losses(model, loss_fn, batch)[number]
     if not loss.requires_grad:
@@ -197,11 +213,11 @@ def _single_gradient(model: nn.Module, loss_fn: LossFunction, batch: Batch,
             for p, g in zip(parameters, gradients, strict=True)]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-sums
-CHUNK = 2**24   # numbers in the largest per-example gradient that is instantiated at once
-CACHED = 2**21  # of those read once on a CPU: they stay in the processor's cache
-BLOCK = 128     # numbers that are added one after another
-SPLIT = 384     # and products of two, in an inner product
-HALVED = 64     # tokens from which each pair of them is multiplied once, not twice
+CHUNK = 2**24 # numbers in the largest per-example gradient that is instantiated at once
+CACHED = 2**21 # of those read once on a CPU: they stay in the processor's cache
+BLOCK = 128 # numbers that are added one after another
+SPLIT = 384 # and products of two, in an inner product
+HALVED = 64 # tokens from which each pair of them is multiplied once, not twice
 PATCHES = 2**19 # numbers in the patches of a convolution that a CPU holds at once
 
 def full(values: Tensor) -> Tensor:
@@ -260,7 +276,8 @@ def pair_squares(
     tokens = left.shape[1]
     half = tokens // 2 if tokens >= HALVED else tokens
     def products(first: int, stop: int) -> Tensor:
-        gram, other = (token_products(x[:, first:stop], x[:, first:]) for x in (left, right))
+        gram, other = (token_products(x[:, first:stop], x[:, first:])
+                       for x in (left, right))
         gram.mul_(other)
         gram[..., stop - first:].mul_(2)
         return row_sums(gram)
@@ -269,7 +286,8 @@ def pair_squares(
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-added
 def added(values: Iterable[Tensor], zero: Callable[[], Tensor]) -> Tensor:
-    "The sum of tensors made for it, into the first of them; `zero()` when there are none."
+    """The sum of tensors made for it, into the first of them;
+    `zero()` when there are none."""
     total: Tensor | None = None
     for value in values:
         total = value if total is None else total.add_(value)
@@ -299,7 +317,8 @@ class Contribution:
         "Roundings that a product goes through in `dense`, `weighted` or `inner`."
         parts = [*vars(self).values()]
         sizes = sum(sum(x.shape[1:]) for x in parts if isinstance(x, Tensor))
-        return 2 * (sizes + sum(x.depth() for x in parts if isinstance(x, Contribution)))
+        return 2 * (sizes + sum(x.depth() for x in parts
+                                if isinstance(x, Contribution)))
 
     def terms(self) -> int:
         "Summands of one entry of a gradient."
@@ -376,7 +395,7 @@ class Outer(Contribution):
         if not isinstance(other, Outer):
             return other.inner(self)
         p, d = self.left.shape[-1], self.right.shape[-1]
-        if other.left.shape[2] * (p + d) > p * d:                # materialising is cheaper
+        if other.left.shape[2] * (p + d) > p * d:  # materialising is cheaper
             return super().inner(other)
         left, right = ([full(x).flatten(0, 1) for x in pair] for pair in
                        ((self.left, other.left), (self.right, other.right)))
@@ -472,9 +491,12 @@ def only_rows(uses: Sequence[Contribution]) -> Rows | None:
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rule-helpers
 @dataclass(frozen=True)
 class Rule:
-    "How a layer's parameters get their per-example gradients; a bias needs the output's gradient alone, a weight also the layer's input."
-    weight: Callable[[Any, Tensor, Tensor], Contribution]  # (layer, output gradient, input)
-    bias: Callable[[Any, Tensor], Contribution]            # (layer, output gradient)
+    """How a layer's parameters get their per-example gradients; a bias needs the
+    output's gradient alone, a weight also the layer's input."""
+    weight: Callable[[Any, Tensor, Tensor],
+                     Contribution]  # (layer, output gradient, input)
+    bias: Callable[[Any, Tensor],
+                   Contribution]    # (layer, output gradient)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-matrix
 def matrix(
@@ -482,7 +504,8 @@ def matrix(
     right: Tensor,      # (B, G, T, d)
     shape: torch.Size,  # of the parameter
 ) -> Contribution:
-    "A matrix's contribution in whichever form holds fewer numbers: T outer products, or their sum."
+    """A matrix's contribution in whichever form holds fewer numbers:
+    T outer products, or their sum."""
     _, _, tokens, p = left.shape
     d = right.shape[-1]
     outer = Outer(left, right, shape)
@@ -532,45 +555,56 @@ def with_border(module: Convolution, inputs: Tensor) -> Tensor:
 def unfolded(
     module: Convolution,
     inputs: Tensor,  # (B, channels, *space)
-) -> Tensor:         # (B, G, T, d): for each of T output positions, the d numbers that it sees
+) -> Tensor: # (B, G, T, d): for each of T output positions, the d numbers that it sees
     "The patches of a convolution of any dimension."
     patches, space = with_border(module, inputs), len(module.kernel_size)
     sizes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for axis, (kernel, stride, dilation) in enumerate(sizes, start=2):
         patches = patches.unfold(axis, dilation * (kernel - 1) + 1, stride)
         patches = patches[..., ::dilation]
-    patches = patches.unflatten(1, (module.groups, -1))  # (B, G, c, *positions, *kernel)
+    # (B, G, c, *positions, *kernel)
+    patches = patches.unflatten(1, (module.groups, -1))
     patches = patches.movedim(tuple(range(3, 3 + space)), tuple(range(-space, 0)))
     return patches.flatten(-space).flatten(2, -2).mT
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-channel
-def one_channel_gradients(module: Convolution, gradient: Tensor, inputs: Tensor) -> Tensor:
-    "(B, *shape) of a convolution whose groups have one channel: the input convolved with the output gradient."
+def one_channel_gradients(
+    module: Convolution, gradient: Tensor, inputs: Tensor,
+) -> Tensor:
+    """(B, *shape) of a convolution whose groups have one channel: the input convolved
+    with the output gradient."""
     size, spaces = len(inputs), inputs.shape[2:]
     convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(spaces)]
     padded = with_border(module, full(inputs))
-    found = convolve(padded.reshape(1, -1, *padded.shape[2:]),       # type: ignore[operator]
-                     full(gradient).reshape(-1, 1, *gradient.shape[2:]),
-                     stride=module.dilation, dilation=module.stride,
-                     groups=size * module.groups)
-    kernel: tuple[Any, ...] = (..., *map(slice, module.kernel_size)) # a stride may leave more
+    found = convolve(  # type: ignore[operator]
+        padded.reshape(1, -1, *padded.shape[2:]),
+        full(gradient).reshape(-1, 1, *gradient.shape[2:]),
+        stride=module.dilation, dilation=module.stride, groups=size * module.groups)
+    # a stride may leave more
+    kernel: tuple[Any, ...] = (..., *map(slice, module.kernel_size))
     return found[kernel].reshape(size, *module.weight.shape)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-chunks
 def patch_gradients(module: Convolution, left: Tensor, inputs: Tensor) -> Tensor:
-    "(B, *shape) of any convolution, by the patches of a few examples at a time; left (B, G, T, p)."
-    left, inputs, shape, tokens = full(left), full(inputs), module.weight.shape, left.shape[2]
-    each = module.groups * tokens * shape[1:].numel()                # numbers in the patches of an example
+    """(B, *shape) of any convolution, by the patches of a few examples at a time;
+    left (B, G, T, p)."""
+    left, inputs, shape, tokens = (
+        full(left), full(inputs), module.weight.shape, left.shape[2])
+    # numbers in the patches of an example
+    each = module.groups * tokens * shape[1:].numel()
     step = max(1, (PATCHES if inputs.device.type == "cpu" else CHUNK) // each)
     if step >= len(left):
         return Outer(left, unfolded(module, inputs), shape).dense()
     found = left.new_empty(len(left), *shape)
-    for part in map(slice, range(0, len(left), step), range(step, len(left) + step, step)):
+    for part in map(slice, range(0, len(left), step),
+                    range(step, len(left) + step, step)):
         Outer(left[part], unfolded(module, inputs[part]), shape).dense(found[part])
     return found
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-convolution-weight
-def convolution_weight(module: Convolution, gradient: Tensor, inputs: Tensor) -> Contribution:
+def convolution_weight(
+    module: Convolution, gradient: Tensor, inputs: Tensor,
+) -> Contribution:
     "A convolution is a linear layer on patches, for each group of channels."
     shape = module.weight.shape
     left = gradient.flatten(2).unflatten(1, (module.groups, -1)).mT  # (B, G, T, p)
@@ -586,7 +620,9 @@ def channel_bias(module: nn.Module, gradient: Tensor) -> Contribution:
     return Dense(sum_after(gradient))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rule-embedding
-def embedding_weight(module: nn.Embedding, gradient: Tensor, inputs: Tensor) -> Contribution:
+def embedding_weight(
+    module: nn.Embedding, gradient: Tensor, inputs: Tensor,
+) -> Contribution:
     "A table look-up: token t adds g_t to its row; the padding row learns nothing."
     index = inputs.flatten(1)
     right = gradient.reshape(*index.shape, gradient.shape[-1])
@@ -595,7 +631,9 @@ def embedding_weight(module: nn.Embedding, gradient: Tensor, inputs: Tensor) -> 
     return Rows(index, right, module.weight.shape)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rule-norm
-def layer_norm_weight(module: nn.LayerNorm, gradient: Tensor, inputs: Tensor) -> Contribution:
+def layer_norm_weight(
+    module: nn.LayerNorm, gradient: Tensor, inputs: Tensor,
+) -> Contribution:
     "y = w * x_hat + b: the sum over t of g_t * x_hat_t."
     normal = F.layer_norm(full(inputs), module.normalized_shape, eps=module.eps)
     return Dense(sum_between(full(gradient) * normal, len(module.normalized_shape)))
@@ -604,13 +642,17 @@ def layer_norm_bias(module: nn.LayerNorm, gradient: Tensor) -> Contribution:
     "The output gradient summed over t."
     return Dense(sum_between(gradient, len(module.normalized_shape)))
 
-def rms_norm_weight(module: nn.RMSNorm, gradient: Tensor, inputs: Tensor) -> Contribution:
+def rms_norm_weight(
+    module: nn.RMSNorm, gradient: Tensor, inputs: Tensor,
+) -> Contribution:
     "As layer normalisation, without the mean."
     normal = F.rms_norm(full(inputs), module.normalized_shape, eps=module.eps)
     return Dense(sum_between(full(gradient) * normal, len(module.normalized_shape)))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-group-norm-weight
-def group_norm_weight(module: nn.GroupNorm, gradient: Tensor, inputs: Tensor) -> Contribution:
+def group_norm_weight(
+    module: nn.GroupNorm, gradient: Tensor, inputs: Tensor,
+) -> Contribution:
     "As layer normalisation, over groups of channels and all positions."
     normal = F.group_norm(full(inputs), module.num_groups, eps=module.eps)
     return Dense(sum_after(full(gradient) * normal))
@@ -630,47 +672,52 @@ RULES: dict[type[nn.Module], Rule] = {
 def rule_for(module: nn.Module) -> Rule | None:
     "The rule of a layer, or None when it has none."
     kinds = [kind.__name__ for kind in type(module).__mro__]
-    if hasattr(module, "nf") and "Conv1D" in kinds:                              # Transformers', known by its looks to stay light
+    # Transformers', known by its looks to stay light
+    if hasattr(module, "nf") and "Conv1D" in kinds:
         return Rule(transposed_weight, last_bias)
-    if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
-        return None                                                              # it may look up something else, as positions
-    return next((rule for kind, rule in RULES.items() if isinstance(module, kind)), None)
+    if (isinstance(module, nn.Embedding)
+            and type(module).forward is not nn.Embedding.forward):
+        return None  # it may look up something else, as positions
+    return next((rule for kind, rule in RULES.items() if isinstance(module, kind)),
+                None)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-tap
 class Tap(torch.autograd.Function):
-    "The identity, which hands the gradient that passes through it, and the tensors saved with it, to a receiver."
+    """The identity, which hands the gradient that passes through it, and the tensors
+    saved with it, to a receiver."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor, receive: Callable, *saved: Tensor) -> Tensor:
-        "`anchor` requires a gradient, so the output does, whatever is frozen before it."
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, receive: Callable,
+                *saved: Tensor) -> Tensor:
+        """`anchor` requires a gradient, so the output does,
+        whatever is frozen before it."""
         ctx.receive = receive
         ctx.save_for_backward(*saved)
         if output._is_view():
             return output.view_as(output)
-        ctx.mark_dirty(output)                                                   # lets in-place activations follow
+        ctx.mark_dirty(output)     # lets in-place activations follow
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        saved = ctx.saved_tensors                                                # once: a checkpointed layer gives them once
+        saved = ctx.saved_tensors  # once: a checkpointed layer gives them once
         ctx.receive(gradient, *saved)
         return gradient, None, None, *(None,) * len(saved)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-groups
 class Groups:
-    "Which rows of a batch belong to the same unit of privacy, so that a person's gradients are summed before they are bounded."
-
-    def __init__(
-        self,
-        index: Tensor,  # (B,) number of each row's unit, from 0
-    ):
+    """Which rows of a batch belong to the same unit of privacy, so that a person's
+    gradients are summed before they are bounded."""
+    def __init__(self,
+                 index: Tensor):  # (B,) number of each row's unit, from 0
         self.index = index.long()
         self.units = int(index.max()) + 1 if len(index) else 0
         order = torch.argsort(self.index, stable=True)
         counts = torch.bincount(self.index, minlength=self.units)
         starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
         self.slot = torch.empty_like(self.index)
-        self.slot[order] = torch.arange(len(index), device=index.device) - starts  # 0, 1, … within the unit
+        self.slot[order] = torch.arange(  # 0, 1, … within the unit
+            len(index), device=index.device) - starts
         self.most = int(counts.max()) if len(index) else 0
         self.there: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -678,24 +725,26 @@ class Groups:
         "Unit and slot of each row on a device, where they are sent once."
         if device not in self.there:
             ahead = device.type != "mps"
-            self.there[device] = (self.index.to(device, non_blocking=ahead), self.slot.to(device, non_blocking=ahead))
+            self.there[device] = (self.index.to(device, non_blocking=ahead),
+                                  self.slot.to(device, non_blocking=ahead))
         return self.there[device]
 
     def merge(self, contribution: Contribution) -> Contribution:
         "The same contribution for units instead of rows."
         if isinstance(contribution, Dense):
             rows = contribution.dense()
-            return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(0, self.on(rows.device)[0], rows))
+            return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(
+                0, self.on(rows.device)[0], rows))
         return contribution.map(self._side_by_side)
-
     def _side_by_side(self, rows: Tensor) -> Tensor:
-        "(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows become more tokens; what is missing is zero."
+        """(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows
+        become more tokens; what is missing is zero."""
         tokens = 1 if rows.ndim == 2 else rows.ndim - 2
         padded = rows.new_zeros(self.units, self.most, *rows.shape[1:])
         padded[self.on(rows.device)] = rows
         return padded.movedim(1, tokens).flatten(tokens, tokens + 1)
-
-GroupsOf = Callable[[Batch], Groups | None]  # which rows of a batch make one unit of privacy; None: every row is one
+GroupsOf = (  # which rows of a batch make one unit of privacy; None: every row is one
+    Callable[[Batch], Groups | None])
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-partition
 @dataclass(frozen=True, eq=False)
@@ -712,11 +761,12 @@ class Partition:
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-block
 @dataclass(frozen=True, eq=False)
 class Block:
-    "Parameters, or entries of them, under a bound and a noise scale of their own; blocks never share an entry."
+    """Parameters, or entries of them, under a bound and a noise scale of their own;
+    blocks never share an entry."""
     parameters: Sequence[nn.Parameter]     # which train
     masks: Sequence[Tensor] | None = None  # for each parameter, True where the entry belongs to this block; None: all of it
-    clip: float = 1.0                      # bound on an example's 2-norm, relative to the other blocks
-    noise: float = 1.0                     # standard deviation of the noise, relative to the other blocks
+    clip: float = 1.0  # bound on an example's 2-norm, relative to the other blocks
+    noise: float = 1.0 # standard deviation of the noise, relative to the other blocks
 
 def members(part: Partition | Block) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
     "The parameters of a part, each with its mask, or None for all of it."
@@ -724,8 +774,8 @@ def members(part: Partition | Block) -> Iterator[tuple[nn.Parameter, Tensor | No
     yield from zip(part.parameters, masks, strict=True)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rounding-bounds
-DOUBTFUL = 0.04  # share of a squared norm that may be margin before it is measured again
-SPARE = 1.05     # the margins are computed with rounding too
+DOUBTFUL = 0.04 # share of a squared norm that may be margin before it is measured again
+SPARE = 1.05    # the margins are computed with rounding too
 
 def gamma(
     depth: int,          # number of roundings n
@@ -741,7 +791,8 @@ def plain_arithmetic(
     device: str,  # type of the device
 ) -> Iterator[None]:
     "No autocast, and float32 products in float32: no TF32, no bfloat16 inside."
-    backends: list[Any] = [getattr(torch.backends.mkldnn, "matmul"), torch.backends.cuda.matmul]  # noqa: B009
+    backends: list[Any] = [getattr(torch.backends.mkldnn, "matmul"),  # noqa: B009
+                           torch.backends.cuda.matmul]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -830,8 +881,8 @@ def lying(model: nn.Module) -> Whole:
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-one
 class OneParameter:
     "The per-example gradients of one parameter, as the sum of its uses."
-
-    def __init__(self, like: Tensor, uses: list[Contribution], size: int, where: Whole = WHOLE):
+    def __init__(self, like: Tensor, uses: list[Contribution], size: int,
+                 where: Whole = WHOLE):
         self.like, self.uses, self.size = where.like(like), uses, size
         self.counts, self.entries = where.counts(like), like.numel()
         self.as_measured = [*map(type, uses)] in ([], [Dense])  # released as it is
@@ -846,7 +897,6 @@ class OneParameter:
     def zeros(self) -> Tensor:
         "(B,)"
         return self.like.new_zeros(self.size)
-
     def lengths(self) -> Tensor:
         "(B,) L of @lem-rounding."
         return sum((use.length() for use in self.uses[1:]), self.uses[0].length())
@@ -859,7 +909,8 @@ class OneParameter:
         buffer = like.new_empty(min(step, self.size), *like.shape) if reused else None
         for start in range(0, max(self.size, 1), step):
             part = slice(start, min(start + step, self.size))
-            count, own = part.stop - part.start, [use.map(itemgetter(part)) for use in uses]
+            count, own = (part.stop - part.start,
+                          [use.map(itemgetter(part)) for use in uses])
             into = None if buffer is None else buffer[:count]
             first = own[0].dense(into) if own else like.new_zeros(count, *like.shape)
             yield part, sum((use.dense() for use in own[1:]), first)
@@ -892,7 +943,8 @@ def squares_of(one: OneParameter, mask: Tensor | None = None) -> Tensor:
 
 def absolutes_of(one: OneParameter, mask: Tensor | None = None) -> Tensor:
     "(B,) 1-norms of one parameter's gradients, materialised."
-    return one.reduced(lambda rows: row_sums((rows if mask is None else rows * mask).abs()))
+    return one.reduced(
+        lambda rows: row_sums((rows if mask is None else rows * mask).abs()))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-measure-once
 def measured(one: OneParameter, mask: Tensor | None = None) -> Measured:
@@ -920,7 +972,8 @@ def measured_again(
         return measured(some, mask)
     square, dtype = some.lengths().square(), some.like.dtype
     release = gamma(some.terms, dtype) ** 2 * square
-    if {*map(type, some.uses)} <= {Dense, Outer, Rows} and some.like.device.type != "mps":
+    if ({*map(type, some.uses)} <= {Dense, Outer, Rows}
+            and some.like.device.type != "mps"):
         value = product_squares(some, [use.map(doubled_floats) for use in some.uses])
         gap = gamma(some.depth, torch.float64) * square.double()
         return Measured(value.to(dtype), gap.to(dtype), release, square)
@@ -928,7 +981,8 @@ def measured_again(
     return Measured(value, some.zeros(), 4 * release, square)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-input
-Own = list[tuple[OneParameter, Tensor | None]]  # what trains in a part, each with its mask
+Own = list[tuple[
+    OneParameter, Tensor | None]]  # what trains in a part, each with its mask
 
 def same_input(own: Own) -> list[Own]:
     "The parameters of a part, those together that multiply one input."
@@ -991,13 +1045,17 @@ class NormBounds:
         "Measure again the examples in doubt, a few at a time."
         for part, found, doubt in zip(self.own, self.found, self.doubts, strict=True):
             for rows in doubt.nonzero()[:, 0].split(4):
-                some = [[(one.only(rows), mask) for one, mask in group] for group in part]
+                some = [[(one.only(rows), mask) for one, mask in group]
+                        for group in part]
                 again = (measured_again(*as_one_matrix(group)) for group in some)
-                better, = self.where.across([sum(again, Measured(*[self.zeros[rows]] * 4))])
+                better, = self.where.across([
+                    sum(again, Measured(*[self.zeros[rows]] * 4))])
                 for name, values in vars(found).items():
-                    setattr(found, name, values.index_copy(0, rows, vars(better)[name].to(values)))
+                    setattr(found, name, values.index_copy(
+                        0, rows, vars(better)[name].to(values)))
 
-    def factors(self, clips: Sequence[float], style: str) -> tuple[Tensor, Tensor, bool]:
+    def factors(self, clips: Sequence[float],
+                style: str) -> tuple[Tensor, Tensor, bool]:
         "(B, K) norms, their factors, and whether any is 0; the device is asked once."
         norms, factors = self._clipped(clips, style)
         again, silent = torch.stack([self.doubts.any(), (factors == 0).any()]).tolist()
@@ -1009,7 +1067,8 @@ class NormBounds:
     def _clipped(self, clips: Sequence[float], style: str) -> tuple[Tensor, Tensor]:
         norms = self.table()
         finite = norms.isfinite().all(1, keepdim=True)
-        return norms, clip_factor(norms, torch.tensor(clips, dtype=norms.dtype), style) * finite
+        return norms, clip_factor(
+            norms, torch.tensor(clips, dtype=norms.dtype), style) * finite
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-silenced
 def silenced(rows: Tensor, factors: Tensor) -> Tensor:
@@ -1050,7 +1109,8 @@ class Kept:
 
     def one(self, name: str) -> OneParameter:
         "The gradients of one parameter."
-        return OneParameter(self.parameters[name], self.uses[name], self.size, self.where)
+        return OneParameter(self.parameters[name], self.uses[name], self.size,
+                            self.where)
 
     def placed(self, name: str, total: Tensor) -> Tensor:
         "A sum of one parameter's gradients, as the parameter lies."
@@ -1090,7 +1150,8 @@ def weighted_sums(
     each: dict[str, Tensor],  # (B,) factors for each parameter wanted
     absolute: bool,           # of |g| instead of g
 ) -> dict[str, Tensor]:       # name -> the parameter's shape
-    "Sums of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
+    """Sums of factor times gradient; factor 0 adds exactly 0,
+    even to what is not finite."""
     if absolute:
         return {name: kept.placed(name, absolute_sum_of(kept.one(name), factors))
                 for name, factors in each.items()}
@@ -1116,7 +1177,8 @@ def block_sums(
     for name, found in shares.items():
         one = kept.one(name)
         parts = (sum_of(one, *share) for share in found)
-        sums[name] = kept.placed(name, added(parts, partial(torch.zeros_like, one.like)))
+        sums[name] = kept.placed(
+            name, added(parts, partial(torch.zeros_like, one.like)))
         if last:
             kept.uses[name] = []
     return sums
@@ -1138,9 +1200,11 @@ class Gradients:
         self.names, self.uses = kept.names, kept.uses
 
     def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
-        "(B,) squared 2-norms of one parameter's, or of entries of it; unraised, @lem-ghost."
+        """(B,) squared 2-norms of one parameter's, or of entries of it;
+        unraised, @lem-ghost."""
         with plain_arithmetic(self.losses.device.type):
-            return squares_of(self.kept.one(name), mask).clamp(min=0)  # rounding may leave -1e-12
+            # rounding may leave -1e-12
+            return squares_of(self.kept.one(name), mask).clamp(min=0)
 
     def absolute_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
         "(B,) 1-norms of one parameter's gradients, materialised in chunks."
@@ -1152,10 +1216,12 @@ class Gradients:
         partitions: Sequence[Partition | Block] | None = None,  # None: all as one
     ) -> Tensor:                                                # (B,) or (B, M)
         "Norms, whole or of each part; of order 2 never too small, by @lem-rounding."
-        parts = [Block([*self.parameters.values()])] if partitions is None else partitions
+        parts = ([Block([*self.parameters.values()])] if partitions is None
+                 else partitions)
         with plain_arithmetic(self.losses.device.type):
             zeros = self.losses.new_zeros(self.size)
-            table = part_norms([*map(self.kept.owned, parts)], order, zeros, self.kept.where)
+            table = part_norms([*map(self.kept.owned, parts)], order, zeros,
+                               self.kept.where)
         return table[:, 0] if partitions is None else table
 
     def weighted_sum(
@@ -1163,8 +1229,10 @@ class Gradients:
         factors: Tensor | dict[str, Tensor],  # (B,), or one for each parameter wanted
         absolute: bool = False,               # sum the entries' absolute values instead
     ) -> dict[str, Tensor]:                   # name -> the parameter's shape
-        "Sum of factor times gradient; factor 0 adds exactly 0, even to what is not finite."
-        each = factors if isinstance(factors, dict) else dict.fromkeys(self.parameters, factors)
+        """Sum of factor times gradient; factor 0 adds exactly 0,
+        even to what is not finite."""
+        each = (factors if isinstance(factors, dict)
+                else dict.fromkeys(self.parameters, factors))
         with plain_arithmetic(self.losses.device.type):
             return weighted_sums(self.kept, each, absolute)
 
@@ -1175,13 +1243,16 @@ class Gradients:
         last: bool = False,       # forget gradients once they are summed
         counts: bool = True,      # False: every factor is 0, for a process without rows
     ) -> tuple[dict[str, Tensor], Tensor]:  # name -> sum; (B, K) norms before clipping
-        "Sum of the gradients, each bounded in every block; 0 for one not finite anywhere."
+        """Sum of the gradients, each bounded in every block;
+        0 for one not finite anywhere."""
         with plain_arithmetic(self.losses.device.type):
             zeros = full(self.losses).new_zeros(self.size)
-            norms, factors, silent = NormBounds(  # not kept: it holds what `last` forgets
+            # not kept: it holds what `last` forgets
+            norms, factors, silent = NormBounds(
                 [*map(self.kept.owned, blocks)], zeros, self.kept.where).factors(
                     [b.clip for b in blocks], style)
-            return block_sums(self.kept, blocks, factors * counts, silent or not counts, last), norms
+            return block_sums(self.kept, blocks, factors * counts, silent or not counts,
+                              last), norms
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collector
 class NotByExample(RuntimeError):
@@ -1236,12 +1307,12 @@ def tap_layer(
     weight, bias, rows = own.get("weight"), own.get("bias"), collected.rows
     inputs = next(iter((*args, *kwargs.values())))
     layer, inputs, cut = collected.where.seen(module, inputs, output)
-    if len(output) == 1 < rows:                      # looked up once for the whole batch
+    if len(output) == 1 < rows:  # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
     elif len(output) % rows:
         raise NotByExample(f"{type(module).__name__}: its output has leading size "
                            f"{len(output)}, not examples first")
-    if output.is_leaf and output.requires_grad:      # made so for gradient checkpointing
+    if output.is_leaf and output.requires_grad:  # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
         gradient = collected.by_example(cut(gradient))
@@ -1269,7 +1340,8 @@ def tap_bare(
         stretched = parameter.ndim > 1 and len(parameter) == 1
         shape = parameter.shape[1:] if stretched else (*(1,) * tokens, *parameter.shape)
         here = module._parameters[name]  # gathered by now, where it lies over processes
-        copies = (parameter if here is None else here).detach().expand(collected.rows, *shape)
+        copies = (parameter if here is None else here).detach().expand(
+            collected.rows, *shape)
         def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
             rows = gradient.reshape(len(gradient), *parameter.shape)
             collected.add(parameter, Dense(rows))
@@ -1332,7 +1404,8 @@ class Recorder:
     def run(self, loss_fn: LossFunction, batch: Batch, search: bool = False) -> Tensor:
         "The (B,) losses, detached; `search` also fills `leaves`."
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
-        with tapped(self.model, self.collected, self.trains):  # checkpointed layers run again inside
+        # checkpointed layers run again inside
+        with tapped(self.model, self.collected, self.trains):
             losses = per_example_losses(self.model, loss_fn, batch)
             anchors = [*self.collected.anchors.values()]
             if search:
@@ -1366,9 +1439,10 @@ def refuse_leaves(loss_fn: LossFunction, leaves: Iterable[Tensor]) -> None:
     for leaf in leaves:
         name, shape = name_in(loss_fn, leaf), tuple(leaf.shape)
         raise OutsideTheModel(
-            f"the loss depends on {name or 'a tensor'} of shape {shape}, which requires a "
-            "gradient and is not a parameter of the model, so nothing would bound what an "
-            "example does to it: make it a part of the model, or detach it")
+            f"the loss depends on {name or 'a tensor'} of shape {shape}, which "
+            "requires a gradient and is not a parameter of the model, so nothing would "
+            "bound what an example does to it: make it a part of the model, "
+            "or detach it")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-name-in
 def name_in(loss_fn: LossFunction, leaf: Tensor) -> str | None:
@@ -1378,7 +1452,8 @@ def name_in(loss_fn: LossFunction, leaf: Tensor) -> str | None:
         around = inspect.getclosurevars(inspect.unwrap(loss_fn))
         held |= {**around.globals, **around.nonlocals}
     for name, value in held.items():
-        inner = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        inner = (value.named_parameters() if isinstance(value, nn.Module)
+                 else [("", value)])
         for part, one in inner:
             if one is leaf:
                 return ".".join(filter(None, (name, part)))
@@ -1398,9 +1473,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-only-training
 @contextmanager
-def only_training(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def only_training(
+    model: nn.Module, parameters: Iterable[nn.Parameter],
+) -> Iterator[None]:
     "Only `parameters` require a gradient, and what did before does afterwards."
-    chosen, before = {id(p) for p in parameters}, {p: p.requires_grad for p in model.parameters()}
+    chosen, before = ({id(p) for p in parameters},
+                      {p: p.requires_grad for p in model.parameters()})
     for parameter in before:
         parameter.requires_grad_(id(parameter) in chosen)
     try:
@@ -1413,8 +1491,9 @@ def only_training(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Itera
 def accelerators(model: nn.Module) -> list[torch.device]:
     "The devices besides the CPU that a model lies on and that draw random numbers."
     devices = {x.device for x in (*model.parameters(), *model.buffers())}
-    return sorted((device for device in devices if device.type not in ("cpu", "meta")
-                   and hasattr(getattr(torch, device.type, None), "get_rng_state")), key=str)
+    return sorted(
+        (device for device in devices if device.type not in ("cpu", "meta")
+         and hasattr(getattr(torch, device.type, None), "get_rng_state")), key=str)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-forked-code
 @contextmanager
@@ -1427,7 +1506,8 @@ def forked(
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         for device in devices:
-            stack.enter_context(torch.random.fork_rng([device.index or 0], device_type=device.type))
+            stack.enter_context(torch.random.fork_rng(
+                [device.index or 0], device_type=device.type))
         if seed is not None:
             torch.default_generator.manual_seed(seed)
             for device in devices:
@@ -1439,7 +1519,9 @@ def forked(
 def nonzero(values: Sequence[Tensor]) -> list[bool]:
     "Whether a number in each tensor is not zero; each device is asked once."
     devices = dict.fromkeys(x.device for x in values)
-    found = {device: iter(torch.stack([whole(x.any()) for x in values if x.device == device]).tolist()) for device in devices}
+    found = {device: iter(torch.stack([
+                 whole(x.any()) for x in values if x.device == device]).tolist())
+             for device in devices}
     return [next(found[x.device]) for x in values]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-nothing-hidden
@@ -1447,11 +1529,13 @@ def nonzero(values: Sequence[Tensor]) -> list[bool]:
 def nothing_hidden(model: nn.Module) -> Iterator[None]:
     """Parameters that are zero hold small random numbers, and zero again afterwards.
 
-    A zero matrix, such as LoRA's second one at the start, hides the gradients behind it.
+    A zero matrix, such as LoRA's second one at the start, hides the gradients behind
+    it.
     """
     parameters = [*model.parameters()]
     seen = nonzero(parameters)
-    zeros = [parameter for parameter, some in zip(parameters, seen, strict=True) if not some]
+    zeros = [parameter for parameter, some in zip(parameters, seen, strict=True)
+             if not some]
     try:
         with forked(model), torch.no_grad():
             for number, parameter in enumerate(zeros):
@@ -1467,7 +1551,8 @@ def nothing_hidden(model: nn.Module) -> Iterator[None]:
 class Still(TorchDispatchMode):
     "Random numbers are constants, the same for each example; dropout drops nothing."
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -1477,7 +1562,8 @@ class Still(TorchDispatchMode):
             if argument in kwargs:
                 kwargs = kwargs | {argument: type(kwargs[argument])(0)}
             elif argument in places and places[argument] < len(args):
-                args = tuple(type(x)(0) if i == places[argument] else x for i, x in enumerate(args))
+                args = tuple(type(x)(0) if i == places[argument] else x
+                             for i, x in enumerate(args))
         out = func(*args, **kwargs)
         if "dropout" in name or "attention" in name or not isinstance(out, Tensor):
             return out
@@ -1506,17 +1592,20 @@ def different_rows(
         first = torch.where(new, number, size).min()             # size: there is none
         found.append(first)
         row = first.clamp(max=size - 1)[None]
-        same = [(x == x.index_select(0, row.to(x.device))).all(1).to(new.device) for x in own]
+        same = [(x == x.index_select(0, row.to(x.device))).all(1).to(new.device)
+                for x in own]
         new &= ~torch.stack(same).all(0) & (number != first)
-    return torch.tensor([i for i in torch.stack(found).tolist() if i < size]) if found else torch.arange(0)
+    return (torch.tensor([i for i in torch.stack(found).tolist() if i < size]) if found
+            else torch.arange(0))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-uncoupled
-NEIGHBOURS = ("average within an example, never over the batch, and use no layer that mixes "
-              "examples, such as BatchNorm in training mode")
-PADDING = ("divide by the number of an example's own tokens, never by the length of the "
-           "batch, and give the model a mask of what is padding")
-UNSTEADY = ("the loss of the same example is another number each time, though torch's random "
-            "numbers are held still: draw them with torch, not with numpy or random")
+NEIGHBOURS = ("average within an example, never over the batch, and use no layer that "
+              "mixes examples, such as BatchNorm in training mode")
+PADDING = ("divide by the number of an example's own tokens, never by the length of "
+           "the batch, and give the model a mask of what is padding")
+UNSTEADY = ("the loss of the same example is another number each time, though torch's "
+            "random numbers are held still: draw them with torch, "
+            "not with numpy or random")
 
 def tolerance(values: Tensor) -> float:
     "Relative difference that rounding explains."
@@ -1531,12 +1620,15 @@ def refuse_change(
 ) -> None:
     "ValueError when losses change with what they must not depend on."
     near = tolerance(losses)
-    scale = max(1.0, 0.01 * losses.nan_to_num(0, 0, 0).abs().max().item())  # what is left of large numbers
+    # what is left of large numbers
+    scale = max(1.0, 0.01 * losses.nan_to_num(0, 0, 0).abs().max().item())
     if not torch.allclose(losses, other, rtol=near, atol=near * scale, equal_nan=True):
-        raise ValueError(f"an example's loss changes with {change}; so its influence has no bound: {way_out}")
+        raise ValueError(f"an example's loss changes with {change}; so its influence "
+                         f"has no bound: {way_out}")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-settings
-Recollate = Callable[[list[int], int | None], Batch]  # rows of a batch, and a length to pad to
+Recollate = Callable[[list[int], int | None],
+                     Batch]  # rows of a batch, and a length to pad to
 
 def same_losses_in_all_settings(
     model: nn.Module,
@@ -1549,7 +1641,8 @@ def same_losses_in_all_settings(
     "ValueError when a loss changes with the neighbours, the order or the padding."
     def losses(*parts: Batch) -> Tensor:
         with forked(model, 0):
-            return torch.cat([per_example_losses(model, loss_fn, part) for part in parts])
+            return torch.cat([per_example_losses(model, loss_fn, part)
+                              for part in parts])
     def chosen(rows: list[int]) -> Batch:
         return select_rows(batch, torch.tensor(rows))
     with torch.no_grad(), Still():
@@ -1557,7 +1650,7 @@ def same_losses_in_all_settings(
         refuse_change(together, losses(chosen(rows)), "nothing at all", UNSTEADY)
         beside = "the examples beside it"
         refuse_change(together, losses(chosen(rows[::-1])).flip(0), beside, NEIGHBOURS)
-        few = 2 if model.training else 1             # of one, BatchNorm has no statistics
+        few = 2 if model.training else 1  # of one, BatchNorm has no statistics
         alone = losses(*(chosen([i] * few) for i in rows))[::few]
         refuse_change(together, alone, beside, NEIGHBOURS)
         for parts in repadded(batch, rows, recollate, longest):
@@ -1567,26 +1660,29 @@ def same_losses_in_all_settings(
 def repadded(
     batch: Batch, rows: list[int], recollate: Recollate | None, longest: int,
 ) -> Iterator[list[Batch]]:
-    "The examples alone, each at its own length; if that is the batch's, at a longer one."
+    """The examples alone, each at its own length;
+    if that is the batch's, at a longer one."""
     if recollate is None:
         return
     alone = [recollate([i], None) for i in rows]
     yield alone
     length = padded_length(batch)
-    if length and longest > length and all(padded_length(one) == length for one in alone):
+    if (length and longest > length
+            and all(padded_length(one) == length for one in alone)):
         yield [recollate(rows, longest)]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-coupling
 FIRST_LOOKS, LOOKS_SHARE = 3, 0.01
 
 class Coupling:
-    "Looks at the batches of a run for losses that depend on other examples or on padding."
+    """Looks at the batches of a run for losses that depend on other examples
+    or on padding."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction):
         self.model, self.loss_fn = model, getattr(loss_fn, "full_precision", loss_fn)
         self.shapes: set[Hashable] = set()
-        self.longest = 0                 # padded length that the model has taken
-        self.work = self.spent = 0.0     # numbers of input that went through a forward pass
+        self.longest = 0             # padded length that the model has taken
+        self.work = self.spent = 0.0 # numbers of input that went through a forward pass
 
     def look(
         self,
@@ -1597,8 +1693,8 @@ class Coupling:
         if not self.due(batch):
             return False
         with buffers_kept(self.model):
-            same_losses_in_all_settings(self.model, self.loss_fn, batch, looked_at(batch),
-                                        recollate, self.longest)
+            same_losses_in_all_settings(self.model, self.loss_fn, batch,
+                                        looked_at(batch), recollate, self.longest)
         self.looked(batch)
         return True
 
@@ -1622,13 +1718,17 @@ class Coupling:
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-looked
 def batch_shape(batch: Batch) -> Hashable:
-    "What the batches of one shape have in common: everything but the number of examples."
+    """What the batches of one shape have in common:
+    everything but the number of examples."""
     named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return tuple((name, x.dtype, x.shape[1:]) for name, x in named if isinstance(x, Tensor))
+    return tuple((name, x.dtype, x.shape[1:]) for name, x in named
+                 if isinstance(x, Tensor))
 
 def padded_length(batch: Batch) -> int | None:
-    "The length that the texts of a batch are padded to; None if it holds no token numbers."
-    found = [x.shape[1] for x in tensors(batch) if x.ndim == 2 and not x.is_floating_point()]
+    """The length that the texts of a batch are padded to;
+    None if it holds no token numbers."""
+    found = [x.shape[1] for x in tensors(batch)
+             if x.ndim == 2 and not x.is_floating_point()]
     return found[0] if found else None
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-looked-at
@@ -1647,11 +1747,13 @@ def check_uncoupled(
     batch: Batch,                        # small: its examples go through one by one
     recollate: Recollate | None = None,  # of this batch
 ) -> None:
-    "ValueError when an example's loss depends on the examples beside it, or on padding."
+    """ValueError when an example's loss depends on the examples beside it,
+    or on padding."""
     size = batch_rows(batch)
     def losses(rows: list[int]) -> Tensor:
         with forked(model, 0):
-            return per_example_losses(model, loss_fn, select_rows(batch, torch.tensor(rows)))
+            return per_example_losses(model, loss_fn,
+                                      select_rows(batch, torch.tensor(rows)))
     rows = [*range(size)]
     with torch.no_grad(), nothing_hidden(model):
         same_losses_in_all_settings(model, loss_fn, batch, rows, recollate)
@@ -1667,8 +1769,10 @@ def taps_see(
     batch: Batch,  # of examples that differ
     parameters: Sequence[nn.Parameter],
 ) -> dict[nn.Parameter, bool]:  # whether the taps give its per-example gradients
-    "The engine beside the oracle; nothing is known with fewer than two finite gradients."
-    with evaluating(model), nothing_hidden(model), only_training(model, parameters), Still():
+    """The engine beside the oracle; nothing is known with fewer than two finite
+    gradients."""
+    with (evaluating(model), nothing_hidden(model), only_training(model, parameters),
+          Still()):
         alone = _one_by_one(model, loss_fn, batch, parameters)
         finite = [i for i, row in enumerate(alone)
                   if all(full(g).square().sum().isfinite() for g in row)]
@@ -1686,16 +1790,20 @@ def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
             for i in range(batch_rows(batch))]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-compare
-PASS_FAILS = (RuntimeError, TypeError, IndexError, ValueError)  # what a pass with odd taps raises
+PASS_FAILS = (  # what a pass with odd taps raises
+    RuntimeError, TypeError, IndexError, ValueError)
 
-def _compare(model: nn.Module, loss_fn: LossFunction, batch: Batch,
-             parameters: list[nn.Parameter], alone: list[list[Tensor]]) -> dict[nn.Parameter, bool]:
+def _compare(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    parameters: list[nn.Parameter], alone: list[list[Tensor]],
+) -> dict[nn.Parameter, bool]:
     "`taps_see`, by halves where a parameter stops the pass."
     try:
         with only_training(model, parameters):
             taps = record(model, loss_fn, batch)
         overall = max(sum(_norm(full(g)) ** 2 for g in row) for row in alone) ** 0.5
-        return {p: _agrees(taps, taps.names[id(p)], [full(row[i]) for row in alone], overall)
+        return {p: _agrees(taps, taps.names[id(p)], [full(row[i]) for row in alone],
+                           overall)
                 for i, p in enumerate(parameters)}
     except OutsideTheModel:
         raise
@@ -1705,7 +1813,8 @@ def _compare(model: nn.Module, loss_fn: LossFunction, batch: Batch,
         half = len(parameters) // 2
         parts = ((parameters[part], [row[part] for row in alone])
                  for part in (slice(half), slice(half, None)))
-        return {p: sees for part in parts for p, sees in _compare(model, loss_fn, batch, *part).items()}
+        return {p: sees for part in parts
+                for p, sees in _compare(model, loss_fn, batch, *part).items()}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees
 def _norm(values: Tensor) -> float:
@@ -1728,7 +1837,8 @@ def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> b
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-mapped
 class _OneLoss(nn.Module):
-    "A model and its loss as one module, so that its parameters can be put in from outside."
+    """A model and its loss as one module, so that its parameters
+    can be put in from outside."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction):
         super().__init__()
@@ -1738,13 +1848,17 @@ class _OneLoss(nn.Module):
         return per_example_losses(self.model, self.loss_fn, row).sum()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-mapped-gradients
-def mapped_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> dict[str, Tensor]:
+def mapped_gradients(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+) -> dict[str, Tensor]:
     """What `per_example_gradients` returns, by `torch.func.vmap`.
 
     RuntimeError where vmap cannot follow the model.
     """
-    parameters, whole, size = trainable(model), _OneLoss(model, loss_fn), batch_rows(batch)
-    items: dict[Any, Any] = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    parameters, whole, size = (
+        trainable(model), _OneLoss(model, loss_fn), batch_rows(batch))
+    items: dict[Any, Any] = (dict(batch) if isinstance(batch, Mapping)
+                             else dict(enumerate(batch)))
     rows = {key: value for key, value in items.items()
             if isinstance(value, Tensor) and value.ndim and len(value) == size}
     def loss(values: dict[str, Tensor], row: dict[Any, Tensor]) -> Tensor:
@@ -1756,8 +1870,10 @@ def mapped_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> d
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0),
                              randomness="different", chunk_size=step)
     with torch.no_grad(), buffers_kept(model), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # ours has said so
-        return mapped({name: parameter.detach() for name, parameter in parameters.items()}, rows)
+        # ours has said so
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        return mapped({name: parameter.detach()
+                       for name, parameter in parameters.items()}, rows)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-mapping-works
 def mapping_works(
@@ -1767,16 +1883,19 @@ def mapping_works(
     parameters: Sequence[nn.Parameter],
 ) -> bool:
     "Whether `mapped_gradients` agrees with the oracle on a small batch."
-    with evaluating(model), nothing_hidden(model), only_training(model, parameters), Still():
+    with (evaluating(model), nothing_hidden(model), only_training(model, parameters),
+          Still()):
         wanted = per_example_gradients(model, loss_fn, batch)
         try:
             found = mapped_gradients(model, loss_fn, batch)
         except (*PASS_FAILS, NotImplementedError, KeyError):
             return False
-    scale = max(full(values).nan_to_num(0, 0, 0).abs().max().item() for values in wanted.values())
+    scale = max(full(values).nan_to_num(0, 0, 0).abs().max().item()
+                for values in wanted.values())
     def near(found: Tensor, values: Tensor) -> bool:
         close = tolerance(values)
-        return torch.allclose(full(found), full(values), rtol=close, atol=close * scale, equal_nan=True)
+        return torch.allclose(full(found), full(values), rtol=close,
+                              atol=close * scale, equal_nan=True)
     return all(near(found[name], values) for name, values in wanted.items())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-record
@@ -1790,21 +1909,25 @@ def record(
     skip: Iterable[nn.Parameter] = (),  # parameters that get no tap
 ) -> Gradients:
     "One pass with taps; ValueError when the loss has parameters of its own."
-    searched = _searched.setdefault(model, WeakIdKeyDictionary()).setdefault(loss_fn, set())
+    searched = _searched.setdefault(model, WeakIdKeyDictionary()).setdefault(
+        loss_fn, set())
     shape, recorder = batch_shape(batch), Recorder(model, groups, skip)
     with buffers_kept(model):
         losses = recorder.run(loss_fn, batch, search=shape not in searched)
     if any(leaf() is not None for leaf in recorder.leaves):
         gc.collect()
-        refuse_leaves(loss_fn, [x for leaf in recorder.leaves if (x := leaf()) is not None])
+        refuse_leaves(loss_fn, [x for leaf in recorder.leaves
+                                if (x := leaf()) is not None])
     searched.add(shape)
     size = groups.units if groups else len(losses)
-    return Gradients(losses, trainable(model), recorder.collected.uses, size, recorder.where)
+    return Gradients(losses, trainable(model), recorder.collected.uses, size,
+                     recorder.where)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
              skip: Sequence[nn.Parameter]) -> bool:
-    "Whether a pass works without taps on these; some stop it with their neighbours' alone."
+    """Whether a pass works without taps on these;
+    some stop it with their neighbours' alone."""
     try:
         with evaluating(model), nothing_hidden(model):
             record(model, loss_fn, batch, skip=skip)
@@ -1819,15 +1942,19 @@ SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]
 # model -> loss function -> parameter -> None for the taps, or a slow way
 _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-def unseen(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> dict[nn.Parameter, SlowWay]:
+def unseen(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+) -> dict[nn.Parameter, SlowWay]:
     """Those trainable parameters that the taps do not see, each with the way it takes.
 
     Each is checked once for a model and a loss, with one warning.
     A batch without two different examples cannot show a fault, so it settles nothing.
     """
-    known = _seen.setdefault(model, WeakIdKeyDictionary()).setdefault(loss_fn, WeakIdKeyDictionary())
+    known = _seen.setdefault(model, WeakIdKeyDictionary()).setdefault(
+        loss_fn, WeakIdKeyDictionary())
     parameters = trainable(model)
-    if fresh := [parameter for parameter in parameters.values() if parameter not in known]:
+    if fresh := [parameter for parameter in parameters.values()
+                 if parameter not in known]:
         known.update(_ways(model, loss_fn, batch, fresh))
     ways = {p: known.get(p, per_example_gradients) for p in parameters.values()}
     return {parameter: way for parameter, way in ways.items() if way is not None}
@@ -1840,23 +1967,26 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     if lying(model) is not WHOLE:
         from .sharded_runs import check_taps
         return dict.fromkeys(check_taps(model, loss_fn, batch, fresh))
-    exact = getattr(loss_fn, "full_precision", loss_fn)      # without autocast, if it says so
+    # without autocast, if it says so
+    exact = getattr(loss_fn, "full_precision", loss_fn)
     small = select_rows(batch, different_rows(batch))
     with torch.no_grad(), nothing_hidden(model):
-        exact(model, small)                                  # shows which buffers change
+        exact(model, small)  # shows which buffers change
     check_uncoupled(model, exact, small)
     found = taps_see(model, exact, small, fresh)
     missed = [parameter for parameter, sees in found.items() if not sees]
     if missed and not can_skip(model, exact, small, missed):
         found = dict.fromkeys(found, False)
     slow = {name: p for name, p in trainable(model).items() if not found.get(p, True)}
-    ways: dict[nn.Parameter, SlowWay | None] = {p: None for p, sees in found.items() if sees}
+    ways: dict[nn.Parameter, SlowWay | None] = {
+        p: None for p, sees in found.items() if sees}
     if slow:
         mapped = mapping_works(model, exact, small, list(slow.values()))
-        ways |= dict.fromkeys(slow.values(), mapped_gradients if mapped else per_example_gradients)
+        ways |= dict.fromkeys(
+            slow.values(), mapped_gradients if mapped else per_example_gradients)
         how = "written out with vmap" if mapped else "taken one example at a time"
-        warnings.warn(f"{', '.join(slow)}: no fast rule gives these per-example gradients, "
-                      f"so they are {how}", stacklevel=5)
+        warnings.warn(f"{', '.join(slow)}: no fast rule gives these per-example "
+                      f"gradients, so they are {how}", stacklevel=5)
     return ways
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-gradients
@@ -1866,17 +1996,21 @@ def gradients(
     batch: Batch,
     groups: Groups | None = None,  # rows that make one unit of privacy; None: every row is one
 ) -> Gradients:
-    """The per-example gradients of what requires a gradient now, in one forward and one backward pass.
+    """The per-example gradients of what requires a gradient now, in one forward and one
+    backward pass.
 
-    Exact for any model: what no tap sees is written out by vmap or one example at a time, with a warning.
-    Raises ValueError when nothing trains, when losses are not (B,), or when examples are coupled; @lem-book-keeping.
+    Exact for any model: what no tap sees is written out by vmap or one example at a
+    time, with a warning.
+    Raises ValueError when nothing trains, when losses are not (B,), or when examples
+    are coupled; @lem-book-keeping.
     """
     if batch_rows(batch) == 0:
         return Gradients(torch.zeros(0), trainable(model), {}, 0)
     slow = unseen(model, loss_fn, batch)
     taken = record(model, loss_fn, batch, groups, skip=slow)
     for way in dict.fromkeys(slow.values()):
-        with only_training(model, [parameter for parameter, chosen in slow.items() if chosen is way]):
+        with only_training(model, [parameter for parameter, chosen in slow.items()
+                                   if chosen is way]):
             rows = way(model, loss_fn, batch)
         for name, values in rows.items():
             use = Dense(values)
@@ -1888,10 +2022,10 @@ def per_example_norms(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Batch,
-    order: int = 2,                                 # 1 or 2
+    order: int = 2,              # 1 or 2
     partitions: Sequence[Partition] | None = None,  # None: everything that trains, as one
-    scale: Tensor | None = None,                    # (M,) factor for each partition's norm
-) -> Tensor:                                        # (B,) or (B, M)
+    scale: Tensor | None = None, # (M,) factor for each partition's norm
+) -> Tensor:                     # (B,) or (B, M)
     "Norm of each example's gradient, whole or partition by partition; @lem-ghost."
     table = gradients(model, loss_fn, batch).norms(order, partitions)
     return table if scale is None else table * scale
@@ -1901,8 +2035,9 @@ def weighted_sum(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Batch,
-    factors: Tensor | dict[str, Tensor],  # (B,), or one such tensor for each parameter's name
-    absolute: bool = False,               # of |g| instead of g
+    factors: (Tensor
+              | dict[str, Tensor]), # (B,), or one such tensor for each parameter's name
+    absolute: bool = False,         # of |g| instead of g
 ) -> dict[str, Tensor]:
     "Sum over examples of factor times gradient; factor 0 contributes exactly 0."
     return gradients(model, loss_fn, batch).weighted_sum(factors, absolute)
@@ -1916,18 +2051,23 @@ def clipped_sum(
     style: str = "flat",           # "flat" or "automatic"
     groups: Tensor | None = None,  # (B,) number of each row's unit, from 0; None: every row is one
 ) -> dict[str, Tensor]:
-    "Sum of clipped per-example gradients: norms, factors and sum in one backward pass; sensitivity `clip`, @lem-flat-clipping."
+    """Sum of clipped per-example gradients: norms, factors and sum in one backward
+    pass; sensitivity `clip`, @lem-flat-clipping."""
     taken = gradients(model, loss_fn, batch, None if groups is None else Groups(groups))
-    return taken.clipped_sum([Block(list(taken.parameters.values()), clip=clip)], style, last=True)[0]
+    return taken.clipped_sum([Block(list(taken.parameters.values()), clip=clip)], style,
+                             last=True)[0]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-reuse
 def reuse_memory() -> bool:
-    """Ask the C library to keep freed memory for the next step, where it would give it back; False where it cannot be asked.
+    """Ask the C library to keep freed memory for the next step, where it would give it
+    back; False where it cannot be asked.
 
     For the whole process: it stays as large as its largest step.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
-    trim_threshold, map_threshold, largest = -1, -3, 2**25                       # numbers from malloc.h; 32 MiB is the most it takes
+    # numbers from malloc.h; 32 MiB is the most it takes
+    trim_threshold, map_threshold, largest = -1, -3, 2**25
     library = ctypes.CDLL(None)
-    return bool(library.mallopt(map_threshold, largest) and library.mallopt(trim_threshold, 2**31 - 1))
+    return bool(library.mallopt(map_threshold, largest)
+                and library.mallopt(trim_threshold, 2**31 - 1))

@@ -394,5 +394,6 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
         reproducible=engine.keystream.reproducible, secure_mode=given.secure_mode,
         clip=plan.clip, clipping=plan.clipping, private=charges,
         run=engine.store.run if charges else "", ledger_head=account.head,
-        secrets=secrets_in(engine.store.folder), statement=given.statement or Statement(),
+        secrets=secrets_in(engine.store.folder),
+        statement=given.statement or Statement(),
         checked=list(CHECKED) if plan.private and engine.t else [])

@@ -43,13 +43,16 @@ UNSAID = ("{} does not say what trains: write its start(context), adapt(context)
 
 # %% ../nbs/1_start/12_method.ipynb #method-class
 class Method:
-    """What trains, when, in which blocks, and at what extra cost; subclass it to add a method.
+    """What trains, when, in which blocks, and at what extra cost; subclass it to add a
+    method.
 
     Write `adapt` or `choose`, and it also composes with others; @sec-fold.
     """
     adds = overrides("adapt", "Whether the method adds to what trains already.")
-    selects = overrides("choose", "Whether the method selects among what trains already.")
-    changes = overrides("step", "Whether a step may change what trains: the engine looks again.")
+    selects = overrides(
+        "choose", "Whether the method selects among what trains already.")
+    changes = overrides(
+        "step", "Whether a step may change what trains: the engine looks again.")
     may_spend = overrides("requests", "Whether the method may spend besides training.")
 
     def requests(self, context: "Context") -> list[Request]:
@@ -57,15 +60,20 @@ class Method:
         return []
 
     def start(self, context: "Context") -> None:
-        "Adapt the model or select from it, and let that train: `context.train_only(parameters)`."
-        context.train_only([*self.choose(context, context.body), *fresh_head(context.model)])
+        """Adapt the model or select from it, and let that train:
+        `context.train_only(parameters)`."""
+        context.train_only([*self.choose(context, context.body),
+                            *fresh_head(context.model)])
 
     def adapt(self, context: "Context") -> list[nn.Parameter]:
-        "Of a method that adds: what it lets train besides what does already, head excluded."
+        """Of a method that adds: what it lets train besides what does already,
+        head excluded."""
         raise NotImplementedError(UNSAID.format(type(self).__name__))
 
-    def choose(self, context: "Context", among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "Of a method that selects: which of these, none in the head, train; by default `adapt`."
+    def choose(self, context: "Context",
+               among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Of a method that selects: which of these, none in the head, train;
+        by default `adapt`."""
         return self.adapt(context)
 
     def step(self, context: "Context", t: int) -> None:
@@ -76,15 +84,18 @@ class Method:
         return [Block(list(trainable(context.model).values()))]
 
     def rate_factor(self, context: "Context", t: int) -> float:
-        "What `fine_tune` multiplies the learning rate of step t by, besides its schedule."
+        """What `fine_tune` multiplies the learning rate of step t by,
+        besides its schedule."""
         return 1.0
 
     def state(self, context: "Context") -> Any:
-        "What `restore` needs to continue: tensors, numbers, texts, lists and dictionaries."
+        """What `restore` needs to continue: tensors, numbers, texts,
+        lists and dictionaries."""
         return None
 
     def restore(self, context: "Context", state: Any) -> None:
-        "In place of `start` when a run continues; by default the start, which repeats itself."
+        """In place of `start` when a run continues; by default the start,
+        which repeats itself."""
         self.start(context)
 
     @property
@@ -96,18 +107,22 @@ class Method:
         return f"{type(self).__name__}({', '.join(arguments_of(self))})"
 
 # %% ../nbs/1_start/12_method.ipynb #method-repr
-def given_to(method: Method) -> Iterator[tuple[str, Any, Any]]:  # name, value, kind of parameter
+def given_to(
+    method: Method,
+) -> Iterator[tuple[str, Any, Any]]:  # name, value, kind of parameter
     "The constructor's arguments; TypeError when one was not stored under its name."
     made = type(method).__init__
     parameters = {} if made is object.__init__ else inspect.signature(made).parameters
     for name, parameter in list(parameters.items())[1:]:
         if not hasattr(method, name):
-            raise TypeError(f"{type(method).__name__} does not keep its argument {name!r}; "
-                            f"write self.{name} = {name} in its __init__")
+            raise TypeError(f"{type(method).__name__} does not keep its argument "
+                            f"{name!r}; write self.{name} = {name} in its __init__")
         yield name, getattr(method, name), parameter.kind
 
 # %% ../nbs/1_start/12_method.ipynb #method-arguments-of
-def arguments_of(method: Method) -> Iterator[str]:  # "name=value" for each argument of the constructor
+def arguments_of(
+    method: Method,
+) -> Iterator[str]:  # "name=value" for each argument of the constructor
     "The constructor's arguments as they were given."
     for name, value, kind in given_to(method):
         if kind is inspect.Parameter.VAR_KEYWORD:
@@ -141,29 +156,34 @@ def _(value: Public, reading: Reading) -> Parts:
 class NotRunning(ValueError):
     "A method asked for what only a run can give."
 
-NO_RUN = ("a method needs a run to draw and to release: it has one from start(context) on, "
-          "not in requests(context)")
+NO_RUN = ("a method needs a run to draw and to release: it has one from start(context) "
+          "on, not in requests(context)")
 
 # %% ../nbs/1_start/12_method.ipynb #method-access-class
 @dataclass
 class Access:
     "What a run lends to its method: functions that draw, release and note."
     plan: Plan
-    requests: list[Request]                                    # of the run, under names of their own
-    draw: Callable[[float, str, int], Iterator[Batch]]         # rate, name, number
-    groups: Callable[[Batch], Groups | None]                   # the rows of each unit
-    unasked: Callable[[], str]                                 # why a release is refused; empty: not
-    release: Callable[[int, str, int, Tensor, float], Tensor]  # request, name, number, sum, bound
-    random_state: Callable[..., AbstractContextManager[None]]  # a state of torch's generator
-    first: Callable[[Callable[[], Any]], Any]                  # on the first process, told to all
-    total: Callable[[dict[str, Tensor]], dict[str, Tensor]]    # added up over the processes
-    batches_of: Callable[[Any], Iterator[Batch]]               # any data, in order
-    draw_whole: Callable[[float, str], Iterator[Batch]]        # a draw that is not sliced
-    train: Any                                                 # the private data
-    notes: list[str]                                           # what is assumed public
-    keeps: bool = False                                        # whether there is a checkpoint
-    is_first: bool = True                                      # of several processes
-    new_phase: bool = False                                    # the optimizer forgets its moments
+    requests: list[Request]                      # of the run, under names of their own
+    draw: Callable[[float, str, int],
+                   Iterator[Batch]]              # rate, name, number
+    groups: Callable[[Batch], Groups | None]     # the rows of each unit
+    unasked: Callable[[], str]                   # why a release is refused; empty: not
+    release: Callable[[int, str, int, Tensor, float],
+                      Tensor]                    # request, name, number, sum, bound
+    random_state: Callable[
+        ..., AbstractContextManager[None]]       # a state of torch's generator
+    first: Callable[[Callable[[], Any]], Any]    # on the first process, told to all
+    total: Callable[[dict[str, Tensor]],
+                    dict[str, Tensor]]           # added up over the processes
+    batches_of: Callable[[Any], Iterator[Batch]] # any data, in order
+    draw_whole: Callable[[float, str],
+                         Iterator[Batch]]        # a draw that is not sliced
+    train: Any                                   # the private data
+    notes: list[str]                             # what is assumed public
+    keeps: bool = False                          # whether there is a checkpoint
+    is_first: bool = True                        # of several processes
+    new_phase: bool = False                      # the optimizer forgets its moments
 
 # %% ../nbs/1_start/12_method.ipynb #method-allowance
 @dataclass
@@ -171,7 +191,8 @@ class Allowance:
     "The requests that a method may draw for, and how many releases each has had."
     own: range | None = None          # numbers of the method's own requests; None: all
     open: int | None = None           # request whose draw has not been released yet
-    released: dict[int, int] = field(default_factory=dict)   # number of a request -> releases so far
+    released: dict[int, int] = field(
+        default_factory=dict)         # number of a request -> releases so far
 
     def numbers(self, access: Access) -> range:
         "Which of the run's requests are the method's own."
@@ -183,8 +204,11 @@ class Allowance:
         return Allowance(range(begin, begin + requests), None, self.released)
 
 # %% ../nbs/1_start/12_method.ipynb #method-draw
-def drawn_for(allowance: Allowance, access: Access, sample_rate: float) -> Iterator[Batch]:
-    "Open the next draw of this rate; ValueError when none was asked for, or none is left."
+def drawn_for(
+    allowance: Allowance, access: Access, sample_rate: float,
+) -> Iterator[Batch]:
+    """Open the next draw of this rate; ValueError when none was asked for,
+    or none is left."""
     for number in allowance.numbers(access):
         request, done = access.requests[number], allowance.released.get(number, 0)
         if request.sample_rate == sample_rate and done < request.steps:
@@ -194,16 +218,20 @@ def drawn_for(allowance: Allowance, access: Access, sample_rate: float) -> Itera
                      "ask for it in requests(context)")
 
 # %% ../nbs/1_start/12_method.ipynb #method-released
-def released_from(allowance: Allowance, access: Access, total: Tensor, sensitivity: float) -> Tensor:
+def released_from(
+    allowance: Allowance, access: Access, total: Tensor, sensitivity: float,
+) -> Tensor:
     "Release the sum over the open draw, and close it."
     number = allowance.open
     if number is None:
-        raise ValueError("release needs a draw of its own: call context.draw(sample_rate) before it")
+        raise ValueError("release needs a draw of its own: call "
+                         "context.draw(sample_rate) before it")
     if refused := access.unasked():
         raise ValueError(refused)
     done = allowance.released.get(number, 0)
     allowance.open, allowance.released[number] = None, done + 1
-    return access.release(number, access.requests[number].name, done, total, sensitivity)
+    return access.release(number, access.requests[number].name, done, total,
+                          sensitivity)
 
 # %% ../nbs/1_start/12_method.ipynb #method-view
 class View:
@@ -246,17 +274,20 @@ def noted(notes: list[str], what: str) -> None:
 def public_batches(access: Access, data: Public) -> Iterator[Batch]:
     "Public data in batches, apart from the private data and named in the guarantee."
     if not isinstance(data, Public):
-        raise TypeError("public_batches takes Public(data, source): say where the data comes from")
+        raise TypeError("public_batches takes Public(data, source): say where the data "
+                        "comes from")
     check_disjoint_rows(data, access.train)
     noted(access.notes, f"the data that the method looked at ({data.source})")
     return access.batches_of(data)
 
 # %% ../nbs/1_start/12_method.ipynb #method-unpaid
-def unpaid_draw(unpaid: Sequence[str], access: Access, sample_rate: float, name: str) -> Iterator[Batch]:
+def unpaid_draw(
+    unpaid: Sequence[str], access: Access, sample_rate: float, name: str,
+) -> Iterator[Batch]:
     "A whole draw that is not charged; ValueError unless the run promises nothing."
     if not unpaid:
-        raise ValueError("an unpaid access to private data: call context.forfeit(what) in "
-                         "requests(context), and the run promises nothing")
+        raise ValueError("an unpaid access to private data: call context.forfeit(what) "
+                         "in requests(context), and the run promises nothing")
     return access.draw_whole(sample_rate, name)
 
 # %% ../nbs/1_start/12_method.ipynb #method-context
@@ -315,7 +346,8 @@ class Context(View):
     ) -> float:
         "What the plan gives this request of the method; 0 without noise."
         plan, numbers = self.needs().plan, self.allowance.numbers(self.needs())
-        return plan.mechanisms[1 + numbers[number]].noise_multiplier if plan.private else 0.0
+        return (plan.mechanisms[1 + numbers[number]].noise_multiplier
+                if plan.private else 0.0)
 
     def already_released(
         self,
@@ -327,7 +359,8 @@ class Context(View):
         self.allowance.released[own[number]] = releases
 
     def total(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        "Sums over all processes, for what must be added up before a norm is taken of it."
+        """Sums over all processes, for what must be added up before a norm
+        is taken of it."""
         return self.needs().total(sums)
 
     def assume_public(self, what: str) -> None:
@@ -339,7 +372,9 @@ class Context(View):
         if self.access is not None:
             check_disjoint_rows(data, self.access.train)
 
-    def public_batches(self, data: Public) -> Iterator[Batch]:  # of the private data's form
+    def public_batches(
+        self, data: Public,
+    ) -> Iterator[Batch]:  # of the private data's form
         "Public data in batches on the model's device; the guarantee names it."
         return public_batches(self.needs(), data)
 
@@ -360,7 +395,8 @@ class Context(View):
         return self.needs().first(work)
 
     def begin_phase(self) -> None:
-        "From here on another phase trains: the loop drops what its optimizer remembers."
+        """From here on another phase trains: the loop drops what its optimizer
+        remembers."""
         self.needs().new_phase = True
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:
@@ -385,7 +421,8 @@ def bounded_rows(
     values: Tensor,  # (B, M) what each unit contributes
     bound: float,    # on the 2-norm of a contribution: the sensitivity to release with
 ) -> Tensor:         # (M,)
-    "The sum of the rows, each scaled down to the bound; one that is not finite contributes nothing."
+    """The sum of the rows, each scaled down to the bound;
+    one that is not finite contributes nothing."""
     length = values.norm(dim=1, keepdim=True)
     scaled = values * (bound / length).clamp(max=1)
     return torch.where(length.isfinite(), scaled, 0).nan_to_num(0).sum(0)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from .account import Account
 from .datasets import has_batch_protocol
-from .gradients import WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying
+from .gradients import (
+    WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying)
 from .gradients import per_example_losses
 from .losses import to_device
-from .noise import SHARE, Keystream, Noise, digests, grid_step, on_grid, side_by_side
+from .noise import (
+    SHARE, Keystream, Noise, digests, grid_step, on_grid, side_by_side)
 from .processes import Processes, local
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
@@ -37,8 +39,9 @@ class Drawn:
     counts: bool = True  # False: not drawn; a process without rows joins in a pass
 
 # %% ../nbs/1_start/05_step.ipynb #engine-taken
-WRONG_BATCH = ("a step takes the batches that it yields, each once and whole; this is another one, "
-               "so its examples were not drawn with the rate that is charged")
+WRONG_BATCH = ("a step takes the batches that it yields, each once and whole; this is "
+               "another one, so its examples were not drawn with the rate that is "
+               "charged")
 
 def taken(given_out: list[Drawn], batch: Batch) -> Drawn:
     "Take a batch back, once and whole; ValueError for any other."
@@ -57,17 +60,23 @@ class Population:
     def __init__(self, data: Any, settings: Settings):   # data: __len__ and __getitem__
         self.data, self.augment = data, settings.augment
         self.units = units_of(data, settings.unit, settings.unit_cap)
-        self.size = len(self.units or data)                             # units
-        self.unit = self.units.name if self.units else "example"        # what one is called
-        self.most = settings.physical_batch_size or 64                  # rows in memory at once
-        self.copies = self.augment.copies if self.augment else 1        # views of a picture
-        self.collate_fn = settings.collate_fn or (None if has_batch_protocol(data) else collate_for(data))
-        lengths = getattr(data, "lengths", None)     # of rows; a unit is as long as its longest
+        self.size = len(self.units or data)                      # units
+        self.unit = self.units.name if self.units else "example" # what one is called
+        self.most = settings.physical_batch_size or 64  # rows in memory at once
+        self.copies = self.augment.copies if self.augment else 1 # views of a picture
+        self.collate_fn = settings.collate_fn or (
+            None if has_batch_protocol(data) else collate_for(data))
+        # of rows; a unit is as long as its longest
+        lengths = getattr(data, "lengths", None)
         long = self.units and lengths is not None
-        self.lengths = self.units.lengths(torch.as_tensor(lengths)) if long else lengths  # type: ignore[union-attr]
+        self.lengths = (
+            self.units.lengths(  # type: ignore[union-attr]
+                torch.as_tensor(lengths)) if long else lengths)
 
-    def packed(self, units: Tensor, most: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        "Rows of whole units that fit into memory, and the number of each row's unit; the seed chooses under a cap."
+    def packed(self, units: Tensor, most: int,
+               seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of whole units that fit into memory, and the number of each row's unit;
+        the seed chooses under a cap."""
         if self.units is not None:
             yield from self.units.batches(units, most, seed)
             return
@@ -76,15 +85,20 @@ class Population:
 
 # %% ../nbs/1_start/05_step.ipynb #engine-draws
 class Draws:
-    "Poisson draws of a population, in physical batches; of several processes each gets its slice."
+    """Poisson draws of a population, in physical batches;
+    of several processes each gets its slice."""
 
-    def __init__(self, population: Population, keystream: Keystream, processes: Processes, device: torch.device):
-        self.population, self.keystream, self.processes = population, keystream, processes
+    def __init__(self, population: Population, keystream: Keystream,
+                 processes: Processes, device: torch.device):
+        self.population, self.keystream, self.processes = (
+            population, keystream, processes)
         self.device = device
         self.open: list[Drawn] = []     # given out, and not taken back yet
 
-    def draw(self, sample_rate: float, *context: str | int, whole: bool = False, views: bool = False) -> Iterator[Batch]:
-        "One Poisson draw in physical batches on the model's device; none at all when it is empty."
+    def draw(self, sample_rate: float, *context: str | int, whole: bool = False,
+             views: bool = False) -> Iterator[Batch]:
+        """One Poisson draw in physical batches on the model's device;
+        none at all when it is empty."""
         self.open, people = [], self.population
         copies, augment = (people.copies, people.augment) if views else (1, None)
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
@@ -113,7 +127,8 @@ class Draws:
         return all(drawn.counts for drawn in self.open if drawn.batch is batch)
 
     def take(self, batch: Batch) -> Groups | None:
-        "Take a batch back, once and whole, with the rows of each unit; None when each row is a unit."
+        """Take a batch back, once and whole, with the rows of each unit;
+        None when each row is a unit."""
         numbers = taken(self.open, batch).numbers
         plain = self.population.units is None and len(numbers) == len(numbers.unique())
         return None if plain else Groups(numbers)
@@ -124,30 +139,43 @@ def idle_batch(draws: Draws, augment: Any, *context: str | int) -> Drawn:
     rows, copies = torch.arange(min(2, len(draws.population.data))), 1
     batch = draws.read(draws.population.data, rows, draws.population.collate_fn)
     if augment:
-        batch, copies = augment(batch, rows, draws.keystream.key("augment", *context)), augment.copies
-    return Drawn(batch, torch.arange(len(rows)).repeat_interleave(copies), rows, counts=False)
+        batch, copies = (augment(batch, rows, draws.keystream.key("augment", *context)),
+                         augment.copies)
+    return Drawn(batch, torch.arange(len(rows)).repeat_interleave(copies), rows,
+                 counts=False)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-again
-def again(draws: Draws, batch: Batch) -> Callable[[list[int], int | None], Batch] | None:
-    "How some rows of a batch are collated again, at a padded length, to see whether a loss depends on it."
-    found, data = next((d for d in draws.open if d.batch is batch), None), draws.population.data
-    if found is None or len(found.rows) != len(found.numbers):      # views of a picture have no length
+def again(
+    draws: Draws, batch: Batch,
+) -> Callable[[list[int], int | None], Batch] | None:
+    """How some rows of a batch are collated again, at a padded length,
+    to see whether a loss depends on it."""
+    found, data = (next((d for d in draws.open if d.batch is batch), None),
+                   draws.population.data)
+    # views of a picture have no length
+    if found is None or len(found.rows) != len(found.numbers):
         return None
     def recollate(rows: list[int], length: int | None) -> Batch:
         part = draws.read(data, found.rows[rows], draws.population.collate_fn)
-        return part if length is None else padded(part, length, getattr(data, "pad_id", 0))
+        return (part if length is None
+                else padded(part, length, getattr(data, "pad_id", 0)))
     return recollate
 
 # %% ../nbs/1_start/05_step.ipynb #engine-bound
-Added = tuple[dict[str, Tensor], Tensor, Tensor]    # sums by parameter; (B,) losses; (units, blocks) norms
+Added = tuple[  # sums by parameter; (B,) losses; (units, blocks) norms
+    dict[str, Tensor], Tensor, Tensor]
 
 def bounded_sums(engine: Any, batch: Batch) -> Added:
-    "The sum of a batch's gradients, each unit's bounded; one that is not finite contributes nothing."
+    """The sum of a batch's gradients, each unit's bounded;
+    one that is not finite contributes nothing."""
     counts = engine.draws.counts(batch)
     engine.losses.coupling.look(batch, again(engine.draws, batch))
-    found = gradients(engine.model, engine.losses.of_view, batch, engine.draws.take(batch))
-    sums, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True, counts=counts)
-    return (sums, found.losses, norms) if counts else (sums, found.losses[:0], norms[:0])
+    found = gradients(engine.model, engine.losses.of_view, batch,
+                      engine.draws.take(batch))
+    sums, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True,
+                                    counts=counts)
+    return ((sums, found.losses, norms) if counts
+            else (sums, found.losses[:0], norms[:0]))
 
 # %% ../nbs/1_start/05_step.ipynb #engine-plain
 def plain_sums(engine: Any, batch: Batch) -> Added:
@@ -160,7 +188,8 @@ def plain_sums(engine: Any, batch: Batch) -> Added:
         return plain_shards(engine.model, losses, counts)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     named = zip(engine.trains, found, strict=True)
-    sums = {name: full(value).clone() for name, value in named if value is not None}  # two may share memory
+    # two may share memory
+    sums = {name: full(value).clone() for name, value in named if value is not None}
     return sums, losses, losses.new_zeros(0, 1)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-loss
@@ -168,7 +197,8 @@ class Lowered:
     "A loss function under bf16 autocast."
 
     def __init__(self, loss_fn: LossFunction):
-        self.full_precision = loss_fn    # what the check of the gradients compares with the oracle
+        # what the check of the gradients compares with the oracle
+        self.full_precision = loss_fn
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
@@ -183,10 +213,12 @@ def set_modes(
     model: nn.Module,
     dropout: bool = True,  # False: evaluation mode throughout
 ) -> None:
-    "Evaluation mode before the first parameter that trains, training mode from there on."
+    """Evaluation mode before the first parameter that trains,
+    training mode from there on."""
     reached = False
     for module in model.modules():
-        reached = reached or any(p.requires_grad for p in module.parameters(recurse=False))
+        reached = reached or any(p.requires_grad
+                                 for p in module.parameters(recurse=False))
         holds = any(p.requires_grad for p in module.parameters())
         module.training = dropout and (reached or holds)
 
@@ -199,7 +231,8 @@ def perturbed(
 ) -> Tensor:
     "A sum with its noise; @lem-seed."
     if total.device.type != "cpu":
-        noise = keystream.normal(total.shape, 1.0, "noise", *context, device=total.device, dtype=total.dtype)
+        noise = keystream.normal(total.shape, 1.0, "noise", *context,
+                                 device=total.device, dtype=total.dtype)
         return total.add_(noise.mul_(std))
     total = total.contiguous()
     side_by_side(lambda add: add(), keystream.jobs(total, std, "noise", *context))
@@ -216,7 +249,8 @@ def perturbed_on_grid(
     step = grid_step(std) if isinstance(std, Tensor) else grid_step(std).item()
     fixed = on_grid(total, step)
     if keystream is not None:
-        noise = keystream.secure_normal(total.shape, "noise", *context, device=total.device)
+        noise = keystream.secure_normal(total.shape, "noise", *context,
+                                        device=total.device)
         fixed += on_grid(noise * std, step)
     return fixed
 
@@ -226,7 +260,8 @@ def each_perturbed(
     add_noise: Callable[[str], Tensor],   # to the sum of this name
 ) -> dict[str, Tensor]:
     "All sums with their noise."
-    alone = [name for name, value in sums.items() if value.numel() > SHARE or value.device.type != "cpu"]
+    alone = [name for name, value in sums.items()
+             if value.numel() > SHARE or value.device.type != "cpu"]
     noisy = {name: add_noise(name) for name in alone}
     others = [name for name in sums if name not in noisy]
     noisy |= zip(others, side_by_side(add_noise, others), strict=True)
@@ -234,21 +269,23 @@ def each_perturbed(
 
 # %% ../nbs/1_start/05_step.ipynb #engine-releases
 class Releases:
-    "The one place where sums of private data become public: charged, perturbed, added up."
+    """The one place where sums of private data become public:
+    charged, perturbed, added up."""
 
-    def __init__(self, account: Account, keystream: Keystream, processes: Processes, secure_mode: bool):
+    def __init__(self, account: Account, keystream: Keystream, processes: Processes,
+                 secure_mode: bool):
         self.account, self.keystream, self.processes = account, keystream, processes
         self.secure_mode, self.private = secure_mode, account.plan.private
         self.choice = ""    # what trains now, as a hash that all processes must share
 
     def __call__(
         self,
-        name: str,                            # of the mechanism
-        number: int,                          # of its step
-        sums: dict[str, Tensor],              # this process's
-        stds: dict[str, Tensor | float],      # standard deviation of each entry's noise
-        counts: Sequence[float] = (),         # numbers to add up along with them
-        last: bool = False,                   # whether the memory of the sums may be used
+        name: str,                       # of the mechanism
+        number: int,                     # of its step
+        sums: dict[str, Tensor],         # this process's
+        stds: dict[str, Tensor | float], # standard deviation of each entry's noise
+        counts: Sequence[float] = (),    # numbers to add up along with them
+        last: bool = False,              # whether the memory of the sums may be used
     ) -> tuple[dict[str, Tensor], list[float]]:
         "The noisy sums over all processes, and the counts."
         key = self.charge(name, number, sums)
@@ -260,17 +297,22 @@ class Releases:
     def charge(self, name: str, number: int, sums: dict[str, Tensor]) -> str:
         "Write the release of these sums into the ledger; the key of their noise."
         self.account.begin()
-        shapes = [(key, tuple(value.shape), str(value.dtype)) for key, value in sums.items()]
-        self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
+        shapes = [(key, tuple(value.shape), str(value.dtype))
+                  for key, value in sums.items()]
+        self.processes.check_alike(
+            SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
         if not self.private:
             return ""
-        found = digests(self.keystream, [*map(local, sums.values())], [(key,) for key in sums])
+        found = digests(self.keystream, [*map(local, sums.values())],
+                        [(key,) for key in sums])
         own = self.keystream.key("sums", name, number, *found).hex()
         every = self.processes.gather(own)
-        whole = own if self.processes.alone else self.keystream.key("processes", name, number, *every).hex()
+        whole = (own if self.processes.alone
+                 else self.keystream.key("processes", name, number, *every).hex())
         return self.account.charge(name, number, whole)
 
-    def perturbed(self, total: Tensor, std: Tensor | float, *context: str | int) -> Tensor:
+    def perturbed(self, total: Tensor, std: Tensor | float,
+                  *context: str | int) -> Tensor:
         "One sum with its noise, which one process adds to each entry."
         def add(own: Tensor, stream: Noise | None) -> Tensor:
             stream = stream if self.private else None
@@ -280,10 +322,10 @@ class Releases:
         return self.processes.perturbed(total, self.keystream, add)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-alike
-SAME_INPUT = ("give every process the same model, the whole data set and the same settings, "
-              "for one draw is shared out among them")
-SAME_CHOICE = ("a method must draw its choices from torch's generator, which is the same on all, "
-               "or from what was released")
+SAME_INPUT = ("give every process the same model, the whole data set and the same "
+              "settings, for one draw is shared out among them")
+SAME_CHOICE = ("a method must draw its choices from torch's generator, which is the "
+               "same on all, or from what was released")
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
 def forget_gradients(model: nn.Module) -> None:
@@ -291,8 +333,12 @@ def forget_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
-def write_gradients(model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor], batch_size: int) -> None:
-    "The noisy sums over the expected batch size, in their own memory, as the gradient of what trains."
+def write_gradients(
+    model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor],
+    batch_size: int,
+) -> None:
+    """The noisy sums over the expected batch size, in their own memory,
+    as the gradient of what trains."""
     forget_gradients(model)
     for name, parameter in trains.items():
         parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
@@ -303,47 +349,54 @@ class Kept:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        masked = ((name, p) for name, p in engine.trains.items() if isinstance(engine.spread[id(p)], Tensor))
+        masked = ((name, p) for name, p in engine.trains.items()
+                  if isinstance(engine.spread[id(p)], Tensor))
         self.masked = {name: p.detach().clone() for name, p in masked}
-        new = sorted(engine.newly, key=torch.numel)[:1]      # the smallest speaks for all
+        new = sorted(engine.newly, key=torch.numel)[:1]  # the smallest speaks for all
         self.new = [(parameter, parameter.detach().clone()) for parameter in new]
 
     def put_back(self) -> None:
-        "Masked entries are as they were; ValueError when what is new has a gradient and has not moved."
+        """Masked entries are as they were; ValueError when what is new has a gradient
+        and has not moved."""
         with torch.no_grad():
             for name, before in self.masked.items():
                 parameter = self.engine.trains[name]
                 trains = torch.as_tensor(self.engine.spread[id(parameter)]) > 0
                 parameter.copy_(torch.where(trains, parameter, before))
-        if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new if p.grad is not None):
-            raise ValueError("the optimizer does not hold the parameters that train from this step on; make it over "
-                             "all parameters of the model, or anew over engine.parameters() when they change")
+        if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new
+               if p.grad is not None):
+            raise ValueError("the optimizer does not hold the parameters that train "
+                             "from this step on; make it over all parameters of the "
+                             "model, or anew over engine.parameters() when they change")
 
 # %% ../nbs/1_start/05_step.ipynb #engine-count
 def count_of(
-    losses: Tensor,                   # (B,)
-    norms: Tensor,                    # (units, K)
-    bounds: Sequence[float] | None,   # (K,) None: nobody asks who was clipped
-) -> Tensor:                          # (3,) the summed loss, units that are not finite, units clipped
-    "The counts of one batch; a unit is clipped if it is longer than its bound in some block, and finite in all."
+    losses: Tensor,                 # (B,)
+    norms: Tensor,                  # (units, K)
+    bounds: Sequence[float] | None, # (K,) None: nobody asks who was clipped
+) -> Tensor: # (3,) the summed loss, units that are not finite, units clipped
+    """The counts of one batch; a unit is clipped if it is longer than its bound in some
+    block, and finite in all."""
     finite = norms.isfinite().all(1)
     clipped = torch.zeros_like(finite)
     if bounds is not None:
-        limits = torch.tensor(bounds, dtype=norms.dtype).to(norms.device, non_blocking=True)
+        limits = torch.tensor(bounds, dtype=norms.dtype).to(norms.device,
+                                                            non_blocking=True)
         clipped = (norms > limits).any(1) & finite
     wide = torch.float32 if losses.device.type == "mps" else torch.float64
     total = losses.detach().nan_to_num(0.0, 0.0, 0.0).sum()
-    return torch.stack([part.to(wide) for part in (total, (~finite).sum(), clipped.sum())])
+    return torch.stack([part.to(wide)
+                        for part in (total, (~finite).sum(), clipped.sum())])
 
 # %% ../nbs/1_start/05_step.ipynb #engine-tally
 class Tally:
     "What a step counts besides its sums: private, and paid for by nobody."
-
-    def __init__(self, bounds: Sequence[float] | None):  # of the blocks; None: nobody asks who was clipped
-        self.bounds = bounds
+    def __init__(self, bounds: Sequence[float] | None):
+        self.bounds = bounds  # of the blocks; None: nobody asks who was clipped
         self.examples, self.units = 0, 0
-        self.known = [0.0, 0.0, 0.0]         # loss, not finite, clipped
-        self.unread: Tensor | None = None    # the same of later batches, where they were computed
+        self.known = [0.0, 0.0, 0.0]  # loss, not finite, clipped
+        # the same of later batches, where they were computed
+        self.unread: Tensor | None = None
 
     def add(self, examples: int, losses: Tensor, norms: Tensor) -> None:
         "Count a batch, without asking a device for anything."
@@ -356,7 +409,8 @@ class Tally:
         "Summed loss, units that are not finite, units clipped; a device is asked once."
         if self.unread is not None:
             found, self.unread = self.unread.tolist(), None
-            self.known = [one + other for one, other in zip(self.known, found, strict=True)]
+            self.known = [one + other for one, other in
+                          zip(self.known, found, strict=True)]
         return self.known
 
     @property
@@ -364,7 +418,6 @@ class Tally:
         "The numbers, to be added up over the processes."
         loss, not_finite, clipped = self.read()
         return [self.examples, loss, not_finite, self.units, clipped]
-
     @counts.setter
     def counts(self, found: Sequence[float]) -> None:
         examples, loss, not_finite, units, clipped = found
@@ -372,8 +425,10 @@ class Tally:
         self.known = [loss, not_finite, clipped]
 
     loss = property(lambda self: self.read()[0], doc="Summed over the examples.")
-    not_finite = property(lambda self: round(self.read()[1]), doc="Units that contributed nothing.")
-    clipped = property(lambda self: round(self.read()[2]), doc="Units longer than their bound.")
+    not_finite = property(lambda self: round(self.read()[1]),
+                          doc="Units that contributed nothing.")
+    clipped = property(lambda self: round(self.read()[2]),
+                       doc="Units longer than their bound.")
 
 # %% ../nbs/1_start/05_step.ipynb #engine-shown
 def mean_loss(tally: Tally) -> float:
@@ -381,10 +436,12 @@ def mean_loss(tally: Tally) -> float:
     return tally.loss / max(tally.examples, 1)
 
 def clipped_share(tally: Tally) -> float:
-    "Share of the units that were longer than their bound; ValueError when nobody asked for it in time."
+    """Share of the units that were longer than their bound;
+    ValueError when nobody asked for it in time."""
     if tally.bounds is None:
-        raise ValueError("the share of clipped gradients is counted only with show_loss=True: give that to "
-                         "fine_tune, or Engine(..., settings=Settings(show_loss=True, ...))")
+        raise ValueError("the share of clipped gradients is counted only with "
+                         "show_loss=True: give that to fine_tune, or Engine(..., "
+                         "settings=Settings(show_loss=True, ...))")
     return tally.clipped / max(tally.units, 1)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-counted
@@ -402,19 +459,22 @@ class Counted:
 
     @property
     def loss(self) -> float:
-        "Mean loss of the draw so far: an access to private data that nothing pays for, and that the guarantee names."
+        """Mean loss of the draw so far: an access to private data that nothing pays
+        for, and that the guarantee names."""
         self.engine.note_uncharged("the training loss")
         return mean_loss(self.tally)
 
     @property
     def not_finite(self) -> int:
-        "How many units contributed nothing; an access that nothing pays for, named in the guarantee."
+        """How many units contributed nothing; an access that nothing pays for,
+        named in the guarantee."""
         self.engine.note_uncharged("the number of gradients that were not finite")
         return self.tally.not_finite
 
     @property
     def clipped(self) -> float:
-        "Share of the units that were longer than their bound, counted with `show_loss=True`; named in the guarantee."
+        """Share of the units that were longer than their bound, counted with
+        `show_loss=True`; named in the guarantee."""
         share = clipped_share(self.tally)
         self.engine.note_uncharged("the share of gradients that were clipped")
         return share
@@ -423,7 +483,8 @@ class Counted:
 def summed(engine: Any, batch: Batch, t: int, number: int) -> Added:
     "Line 2 of @def-dpsgd, of one batch of step t."
     with engine.random_state("dropout", t, number, *engine.processes.mark):
-        return bounded_sums(engine, batch) if engine.plan.private else plain_sums(engine, batch)
+        return (bounded_sums(engine, batch) if engine.plan.private
+                else plain_sums(engine, batch))
 
 # %% ../nbs/1_start/05_step.ipynb #engine-totals
 class Totals:
@@ -450,26 +511,29 @@ class Totals:
         return {name: value.contiguous() for name, value in sums.items()}
 
 # %% ../nbs/1_start/05_step.ipynb #engine-released
-TWICE_DRAWN = ("step {} was drawn already; keep its batches in a list to look at them twice, "
-               "and add each once")
-TWICE_PRIVATE = ("step {} is private already; a second noisy copy of its sum would cost "
-                 "another step")
+TWICE_DRAWN = ("step {} was drawn already; keep its batches in a list to look at them "
+               "twice, and add each once")
+TWICE_PRIVATE = ("step {} is private already; a second noisy copy of its sum would "
+                 "cost another step")
 
 def released(step: "Step") -> None:
     "Lines 3 to 5 of @def-dpsgd: charge, perturb, write."
     engine = step.engine
-    stds = {name: engine.spread[id(parameter)] for name, parameter in engine.trains.items()}
+    stds = {name: engine.spread[id(parameter)]
+            for name, parameter in engine.trains.items()}
     counts = [] if engine.processes.alone else step.tally.counts
     own = step.totals.taken()
-    sums, found = engine.releases("train", step.t, own, stds, [*counts, engine.told], last=True)  # 3., 4.
-    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size)                    # 5.
+    sums, found = engine.releases(                                             # 3., 4.
+        "train", step.t, own, stds, [*counts, engine.told], last=True)
+    write_gradients(engine.model, engine.trains, sums, engine.plan.batch_size) # 5.
     engine.stops = found[-1] > 0
     if counts:
         step.tally.counts = found[:-1]
 
 # %% ../nbs/1_start/05_step.ipynb #engine-step
 class Step(Counted):
-    "One logical step: iterate over its batches, `add` each, `privatize`, your optimizer, `done`."
+    """One logical step: iterate over its batches, `add` each, `privatize`,
+    your optimizer, `done`."""
 
     def __init__(self, engine: Any):  # the engine of @sec-engine
         super().__init__(engine)
@@ -487,7 +551,8 @@ class Step(Counted):
         if self.drawn:
             raise RuntimeError(TWICE_DRAWN.format(self.t))
         self.drawn = True
-        return self.engine.batches(self.engine.plan.sample_rate, "train", self.t, views=True)
+        return self.engine.batches(self.engine.plan.sample_rate, "train", self.t,
+                                   views=True)
 
     def add(self, batch: Batch) -> None:
         "Line 2: bound each unit's gradient, and add it to the step's sums."
@@ -499,16 +564,19 @@ class Step(Counted):
         self.tally.add(len(losses) // self.engine.population.copies, losses, norms)
 
     def privatize(self) -> None:
-        "Lines 3 to 5: charge the step, perturb its sums, and write the private mean into `.grad`."
+        """Lines 3 to 5: charge the step, perturb its sums,
+        and write the private mean into `.grad`."""
         if self.privatized:
             raise RuntimeError(TWICE_PRIVATE.format(self.t))
         self.privatized = True
         released(self)
 
     def done(self) -> None:
-        "After the optimizer: entries that do not train are put back, and the step counts."
+        """After the optimizer: entries that do not train are put back,
+        and the step counts."""
         if not self.privatized:
-            raise RuntimeError(f"step {self.t}: call privatize() and optimizer.step() before done()")
+            raise RuntimeError(f"step {self.t}: call privatize() and optimizer.step() "
+                               "before done()")
         self.kept.put_back()
         self.finished = True
         self.engine.t += 1

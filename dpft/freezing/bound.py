@@ -67,8 +67,8 @@ def convergence_bound(
     Forms (B) and (A) of @thm-convergence; Lemma 3.1 of DP-SGD-LF, corrected.
     """
     rates = _rates(learning_rates)
-    energy = largest_signal_energy(clip, batch_size,
-                                   sample_rate) if signal_energy is None else signal_energy
+    energy = (largest_signal_energy(clip, batch_size, sample_rate)
+              if signal_energy is None else signal_energy)
     energy = torch.as_tensor(energy,
                              dtype=torch.float64) + noise_energy(dimension,
                              noise_multiplier, clip, batch_size)

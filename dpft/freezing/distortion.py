@@ -339,7 +339,8 @@ def _rest_and_kept(
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-now-and-later
 def now_and_later(norms: Tensor) -> tuple[Tensor, Tensor]:
-    "(N,) norms of all that trains now, and of what is kept; from those of rest and kept."
+    """(N,) norms of all that trains now, and of what is kept;
+    from those of rest and kept."""
     return torch.linalg.vector_norm(norms, dim=1), norms[:, 1]
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect

@@ -32,7 +32,8 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-unwrapped
 def unwrapped(model: nn.Module) -> nn.Module:
     "The model inside wrappers that have nothing of their own, such as those of peft."
-    while not isinstance(model, nn.Sequential) and not has_parameters(model, recurse=False):
+    while (not isinstance(model, nn.Sequential)
+           and not has_parameters(model, recurse=False)):
         holding = [child for child in model.children() if has_parameters(child)]
         if len(holding) != 1 or isinstance(holding[0], (nn.ModuleList, nn.ModuleDict)):
             break
@@ -54,7 +55,8 @@ def is_encoder_decoder(root: nn.Module) -> bool:
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-block-lists
 def block_lists(root: nn.Module) -> list[str]:
-    "The lists of blocks of a Transformer in forward order; none where that is not known."
+    """The lists of blocks of a Transformer in forward order;
+    none where that is not known."""
     found = stacks(root)
     if len(found) > 1:    # an encoder comes before its decoder; towers have no order
         return found if is_encoder_decoder(root) else []

@@ -233,8 +233,9 @@ def by_position(
         output = output.flatten(2).mT
     counts = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device)
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    return output, mask.bool() if isinstance(mask,
-                                             Tensor) and mask.shape == counts.shape else counts
+    return output, (mask.bool()
+                    if isinstance(mask, Tensor) and mask.shape == counts.shape
+                    else counts)
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-pooled
 def pooled(

@@ -74,7 +74,8 @@ def noisy_entries(
 
 # %% ../../nbs/2_methods/18_frost_entries.ipynb #entries-masking
 class Masking(Method):
-    "Single entries train under one bound, and a fresh head; which, a run remembers by name."
+    """Single entries train under one bound, and a fresh head;
+    which, a run remembers by name."""
     _masks: dict[nn.Parameter, Tensor]
     _names: list[str]  # of what has a mask, as it was called when it was chosen
 
@@ -133,7 +134,8 @@ class EntrySelection(Masking):
 
     def choose(self, context: Context,
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "The parameters that hold a chosen entry; `blocks` lets only these entries train."
+        """The parameters that hold a chosen entry;
+        `blocks` lets only these entries train."""
         pieces = offered(context, among)
         parameters = [parameter for part in pieces for parameter in part.parameters]
         count = admitted(self.ratio, sum(part.size for part in pieces))

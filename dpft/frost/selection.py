@@ -270,7 +270,8 @@ def released(
 class Choices:
     "What a run has selected so far, and among which partitions."
     partitions: list[Partition] = field(default_factory=list)
-    names: list[list[str]] = field(default_factory=list)  # of parameters, as they were found
+    names: list[list[str]] = field(
+        default_factory=list)  # of parameters, as they were found
     selections: list[Selection] = field(default_factory=list)
 
     @property
@@ -322,13 +323,15 @@ def due(
     if left or not 0 < number < selections:
         return False
     if made != number:
-        raise ValueError(f"selection {number + 1} of {selections} cannot follow {made}: "
-                         "step(context, t) must come once before each step, in order")
+        raise ValueError(f"selection {number + 1} of {selections} cannot follow "
+                         f"{made}: step(context, t) must come once before each step, "
+                         "in order")
     return True
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selecting
 class Selecting(Method):
-    "Partitions are selected at the start and, with `reselect`, again; a fresh head trains."
+    """Partitions are selected at the start and, with `reselect`, again;
+    a fresh head trains."""
     ratio: float
     rounds: int
     sample_rate: float
@@ -399,12 +402,13 @@ def check_reselect(reselect: int, steps: float = math.inf) -> None:
         raise ValueError(f"reselect={reselect} must be a whole number, 1 or more: how "
                          "often to select in a run")
     if reselect > steps:
-        raise ValueError(f"reselect={reselect} selections do not fit into {steps} steps; "
-                         "lower it or raise epochs")
+        raise ValueError(f"reselect={reselect} selections do not fit into {steps} "
+                         "steps; lower it or raise epochs")
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-method
 class DPFrost(Selecting):
-    """The partitions of the largest private gradient magnitudes train, and a fresh head.
+    """The partitions of the largest private gradient magnitudes train, and a fresh
+    head.
 
     Costs `rounds` releases for each selection, accounted for by `share` of epsilon.
     Raises ValueError when no partition is as small as `ratio` asks.
@@ -441,9 +445,10 @@ class DPFrost(Selecting):
     def selected(self, context: Context) -> Selection:
         "A selection in rounds, each of them one release."
         with evaluating(context.model):
-            return select(self._choices.partitions, partial(noisy_magnitudes, context, self),
-                          self.ratio, context.noise_multiplier(), self.rounds,
-                          self.sample_rate, self.gap, self.kind, self.order, self.clip)
+            return select(
+                self._choices.partitions, partial(noisy_magnitudes, context, self),
+                self.ratio, context.noise_multiplier(), self.rounds, self.sample_rate,
+                self.gap, self.kind, self.order, self.clip)
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-settings
 RATIOS = tuple(0.25**k for k in range(1, 5))

@@ -65,8 +65,8 @@ def allocate(
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-halves
 def halves(
     whole: Block,
-    weak: Mapping[nn.Parameter, Tensor],  # of each parameter, which entries are weak
-) -> list[dict[nn.Parameter, Tensor]]:    # masks of the weak part, and of the strong one
+    weak: Mapping[nn.Parameter, Tensor], # of each parameter, which entries are weak
+) -> list[dict[nn.Parameter, Tensor]]:   # masks of the weak part, and of the strong one
     "The two parts of what trains; ValueError for a parameter that was never ranked."
     parts: list[dict[nn.Parameter, Tensor]] = [{}, {}]
     for parameter, inside in members(whole):
@@ -92,7 +92,8 @@ def relevance_blocks(
     allocation: str = "tight",
     preference: float | None = None,     # of "weighted": strong over weak
 ) -> list[Block]:                        # weak, strong; without the one that is empty
-    "Split a block by relevance, bounds and noise by the blocks' counts; @thm-fixed-blocks."
+    """Split a block by relevance, bounds and noise by the blocks' counts;
+    @thm-fixed-blocks."""
     parts = halves(whole, weak)
     counts = [sum(int(mask.sum()) for mask in part.values()) for part in parts]
     kept = [i for i, count in enumerate(counts) if count]
@@ -250,8 +251,8 @@ class TwoBlocks(Method):
 def check_warmup(warmup_steps: int, steps: int) -> None:
     "ValueError when the warm-up is all of the run."
     if warmup_steps >= steps:
-        raise ValueError(f"warmup_steps={warmup_steps} leaves none of the {steps} steps "
-                         "for Rap-FT; choose fewer")
+        raise ValueError(f"warmup_steps={warmup_steps} leaves none of the {steps} "
+                         "steps for Rap-FT; choose fewer")
 
 def paid_release(sample_rate: float, share: float | None) -> list[Request]:
     "One release for private relevance; none where it has no share of epsilon."

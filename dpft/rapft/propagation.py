@@ -53,10 +53,12 @@ class Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
         query, key, value, mask = ctx.saved_tensors
-        shared = query.shape[1] // key.shape[1] if query.ndim == 4 else 1  # per key head
+        # per key head
+        shared = query.shape[1] // key.shape[1] if query.ndim == 4 else 1
         if shared > 1:
             key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
-        scores = query @ key.mT * ctx.scaling  # (B, H, T, S), made again instead of kept
+        # (B, H, T, S), made again instead of kept
+        scores = query @ key.mT * ctx.scaling
         weights = _masked(scores, mask).softmax(-1).nan_to_num(0)  # some see nothing
         to_value = weights.mT @ modified / 2
         to_weights = modified @ value.mT / 2
@@ -74,8 +76,8 @@ def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     "Scores with a mask laid over: True where to look, or numbers to add."
     if mask is None:
         return scores
-    return scores.masked_fill(~mask,
-                              float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return (scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool
+            else scores + mask)
 
 def _lower(query: Tensor, key: Tensor) -> Tensor:
     "(T, S), True where a token may look: at itself and before."
@@ -263,8 +265,8 @@ def composed(module: nn.Module) -> bool:
 def whole(module: nn.Module, rules: Rules) -> Iterator[None]:
     "An activation module whose formula is taken as one function."
     before = module.forward
-    module.forward = lambda values: Through.apply(values, before,
-                                                  rules.activation == "positive")  # type: ignore[method-assign]
+    module.forward = lambda values: Through.apply(  # type: ignore[method-assign]
+        values, before, rules.activation == "positive")
     try:
         yield
     finally:

@@ -41,7 +41,8 @@ class Initialisation:
     def __post_init__(self) -> None:
         if self.init is not None and self.init not in KEEPERS:
             raise ValueError(
-                f"init={self.init!r} is unknown: choose {', '.join(map(repr, KEEPERS))}")
+                f"init={self.init!r} is unknown: "
+                f"choose {', '.join(map(repr, KEEPERS))}")
         check_kept(self.k, self.p, self.beams)
 
     def resolved(self, scores: Tensor) -> str:
@@ -259,7 +260,7 @@ def modified_sums(
     loss: LossFunction,                     # at which relevance begins
     batches: Iterable[Batch],
     parameters: Mapping[str, nn.Parameter],
-) -> dict[str, Tensor]:                     # by name; of those that anything comes back to
+) -> dict[str, Tensor]:  # by name; of those that anything comes back to
     "The sum of the parameters' modified gradients over all examples."
     sums: dict[str, Tensor] = {}
     for batch in (batch for batch in batches if batch_rows(batch)):
@@ -275,13 +276,13 @@ def modified_sums(
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-map
 def relevance_map(
     model: nn.Module,
-    batches: Iterable[Batch],       # public, or private ones that the caller answers for
-    init: str | None = None,        # where relevance begins; see `Initialisation`
-    rule: str | Rules = "epsilon",  # of linear layers, or `Rules` for every kind
-    k: int = 5,                     # tokens that "top-k" keeps at each position
-    p: float = 0.9,  # probability that those which "top-p" keeps add up to
-    beams: int = 5,                 # most probable sequences that "beam" keeps
-) -> dict[str, Tensor]:             # name -> relevance, of the parameter's shape
+    batches: Iterable[Batch],      # public, or private ones that the caller answers for
+    init: str | None = None,       # where relevance begins; see `Initialisation`
+    rule: str | Rules = "epsilon", # of linear layers, or `Rules` for every kind
+    k: int = 5,                    # tokens that "top-k" keeps at each position
+    p: float = 0.9, # probability that those which "top-p" keeps add up to
+    beams: int = 5,                # most probable sequences that "beam" keeps
+) -> dict[str, Tensor]:            # name -> relevance, of the parameter's shape
     """Relevance of every trainable parameter, summed over the examples, with its sign.
 
     Parameter times modified gradient; eq. (13).
@@ -386,6 +387,7 @@ def clipped_relevance(
     check_started(model)
     with evaluating(model), relevance_rules(model, rule) as rules:
         taken = by_single_examples(
-            model, relevance_loss(Initialisation(init, k, p, beams), rules), batch, units)
+            model, relevance_loss(Initialisation(init, k, p, beams), rules), batch,
+            units)
     return (clipped_maps(taken, clip) if groups is None
             else clipped_groups(taken, groups, clip))
