@@ -214,7 +214,8 @@ def package_of(value: Any) -> str:
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-is-own
 def is_own(value: Any, home: str) -> bool:
-    "Whether code belongs to what is read: to the package where reading began, or to none that is installed."
+    """Whether code belongs to what is read: to the package where reading began,
+    or to none that is installed."""
     package = package_of(value)
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package not in LIBRARIES and (package == home or "site-packages" not in file)
