@@ -26,7 +26,8 @@ from torch import nn
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
 def knob(
     default: Any,             # what holds when the knob is left out
-    help: str,            # one line, for signatures, the reference and the command line
+    # one line, for signatures, the reference and the command line
+    help: str,
     of: str = "engine",       # who reads it: "engine" or "loop"
     identifies: str = "sum",  # "sum": it changes a sum; "given": it may, unless None;
                               # "run": a continued run must agree; "": neither

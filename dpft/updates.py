@@ -194,8 +194,8 @@ class Average:
     At update t it keeps min(decay, (1 + t) / (10 + t)) of itself, so the start is soon
     forgotten; @de2022.
     A parameter enters with the value from which it begins to train, and one that is
-    frozen goes on with its constant value,
-    so the result is the average of whole models, whatever trained when.
+    frozen goes on with its constant value, so the result is the average of whole
+    models, whatever trained when.
     """
 
     def __init__(self, decay: float, parameters: Iterable[nn.Parameter]):
