@@ -22,11 +22,14 @@ def ledger_of(
     ledger: Any,            # a `Ledger` or its path; None: the run's own
 ) -> tuple[Ledger, bool]:   # and whether it knows the run
     "Open a run's ledger; LedgerError when it has lost a run that was begun."
-    opened = ledger if isinstance(ledger, Ledger) else Ledger(ledger or store.ledger_path)
+    opened = (ledger if isinstance(ledger, Ledger)
+              else Ledger(ledger or store.ledger_path))
     known = store.run in opened.runs()
     if store.begun and not known:
-        raise LedgerError(f"ledger {opened.path} does not know run \"{store.run}\", which the checkpoint "
-                          "has begun: rows are missing; bring back the ledger that belongs to it")
+        raise LedgerError(
+            f"ledger {opened.path} does not know run \"{store.run}\", which the "
+            "checkpoint has begun: rows are missing; bring back the ledger that "
+            "belongs to it")
     return opened, known
 
 # %% ../nbs/5_notes/78_account.ipynb #account-ahead
@@ -34,11 +37,13 @@ def check_not_ahead(store: Store, spent: Sequence[SampledGaussian]) -> None:
     "LedgerError when a checkpoint has done more steps than its ledger was charged for."
     done = sum(mechanism.steps for mechanism in spent if mechanism.name == "train")
     if store.step > done:
-        raise LedgerError(f"the checkpoint is at step {store.step} but its ledger has only {done} steps: "
-                          "rows are missing; bring back the ledger that belongs to it")
+        raise LedgerError(
+            f"the checkpoint is at step {store.step} but its ledger has only {done} "
+            "steps: rows are missing; bring back the ledger that belongs to it")
 
 # %% ../nbs/5_notes/78_account.ipynb #account-begun
-Told = tuple[list[SampledGaussian], str]     # what was charged so far, and the ledger's last row
+# what was charged so far, and the ledger's last row
+Told = tuple[list[SampledGaussian], str]
 NOTHING: Told = ([], "")
 
 def begun(ledger: Ledger, store: Store, record: dict[str, Any], draws: str) -> Told:
@@ -60,10 +65,11 @@ class Charged:
     "What a run has been charged, as each of its processes knows it."
 
     def __init__(self, store: Store, charges: bool):
-        self.store, self.charges = store, charges    # whether the run answers for what it releases
-        self.begun = False                           # whether its plan stands in the ledger
-        self.held: Ledger | None = None              # by the first process
-        self.told = NOTHING                          # to the others
+        # whether the run answers for what it releases
+        self.store, self.charges = store, charges
+        self.begun = False               # whether its plan stands in the ledger
+        self.held: Ledger | None = None  # by the first process
+        self.told = NOTHING              # to the others
 
     @property
     def ledger(self) -> Ledger:
@@ -95,13 +101,17 @@ class Charged:
 class Account(Charged):
     "How a run is charged: by its first process, which tells the others."
 
-    def __init__(self, plan: Plan, store: Store, processes: Processes, unpaid: str, record: dict[str, Any]):
+    def __init__(
+        self, plan: Plan, store: Store, processes: Processes, unpaid: str,
+        record: dict[str, Any],
+    ):
         super().__init__(store, plan.private and not unpaid)
         self.plan, self.processes, self.record = plan, processes, record
         self.unpaid = unpaid or "epsilon is infinite"
 
     def open(self, ledger: Any, keystream: Keystream) -> None:
-        "Open the ledger; a run that it knows goes on, and it may not know less than the checkpoint."
+        """Open the ledger; a run that it knows goes on, and it may not know less
+        than the checkpoint."""
         self.shared, self.draws = ledger is not None, keystream.key("draws").hex()
         def opened() -> bool:
             self.held, known = ledger_of(self.store, ledger)
@@ -112,17 +122,22 @@ class Account(Charged):
             check_not_ahead(self.store, self.spent)
 
     def begin(self) -> None:
-        "Record the plan, before the first draw: a run that was refused at its start has spent nothing."
+        """Record the plan, before the first draw: a run that was refused at its start
+        has spent nothing."""
         if self.begun:
             return
         self.begun = True
         if self.charges:
-            self.told = self.processes.first(lambda: begun(self.ledger, self.store, self.record, self.draws))
+            self.told = self.processes.first(
+                lambda: begun(self.ledger, self.store, self.record, self.draws))
         else:
-            self.processes.first(lambda: self.ledger.note_unpaid(self.store.run, self.unpaid) if self.shared else None)
+            self.processes.first(
+                lambda: self.ledger.note_unpaid(self.store.run, self.unpaid)
+                if self.shared else None)
 
     def charge(self, name: str, number: int, digest: str) -> str:
-        "Write a release into the ledger; what enters the key of its noise besides its name; @lem-seed."
+        """Write a release into the ledger; what enters the key of its noise besides
+        its name; @lem-seed."""
         def spend() -> tuple[str, Told]:
             if not self.charges:
                 return digest, NOTHING

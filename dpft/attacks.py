@@ -41,7 +41,8 @@ class Rate:
         return self.hits / self.trials if self.trials else math.nan
 
     def interval(self, error: float = 0.05) -> tuple[float, float]:
-        "Clopper and Pearson's exact interval, each end wrong with probability at most `error` / 2; @clopper1934."
+        """Clopper and Pearson's exact interval, each end wrong with probability
+        at most `error` / 2; @clopper1934."""
         from scipy.stats import beta
         missed = self.trials - self.hits
         low = beta.ppf(error / 2, self.hits, missed + 1) if self.hits else 0.0
@@ -63,7 +64,8 @@ def score_attack(
     inside: np.ndarray,   # (m,) scores of members, large when they seem to be in
     outside: np.ndarray,  # (n,) and of others
 ) -> Membership:
-    "ROC-AUC with DeLong's standard error, and true-positive rates; ValueError for an empty set or scores that are not finite. @lem-delong"
+    """ROC-AUC with DeLong's standard error, and true-positive rates;
+    ValueError for an empty set or scores that are not finite. @lem-delong"""
     for name, scores in {"members": inside, "non-members": outside}.items():
         if len(scores) < 2 or not np.isfinite(scores).all():
             raise ValueError(f"{np.isfinite(scores).sum()} of the {len(scores)} scores "
@@ -79,10 +81,12 @@ def score_attack(
 def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
     "The share of the others that each score beats; a tie counts half."
     others = np.sort(others)
-    return (np.searchsorted(others, scores, "left") + np.searchsorted(others, scores, "right")) / (2 * len(others))
+    return (np.searchsorted(others, scores, "left")
+            + np.searchsorted(others, scores, "right")) / (2 * len(others))
 
 def true_positives(inside: np.ndarray, outside: np.ndarray, rate: float) -> Rate:
-    "Members above the lowest threshold that at most this share of the others exceeds: none of them, where they are fewer than 1 / rate."
+    """Members above the lowest threshold that at most this share of the others exceeds:
+    none of them, where they are fewer than 1 / rate."""
     threshold = np.sort(outside)[-1 - math.floor(rate * len(outside))]
     return Rate(int((inside > threshold).sum()), len(inside))
 
@@ -90,10 +94,11 @@ def true_positives(inside: np.ndarray, outside: np.ndarray, rate: float) -> Rate
 @torch.no_grad()
 def losses(
     model: nn.Module,
-    data: Any,                              # a data set
-    loss_fn: LossFunction | None = None,    # None: `example_losses`, for a language model the logarithm of its perplexity
+    data: Any, # a data set
+    # None: `example_losses`, for a language model the logarithm of its perplexity
+    loss_fn: LossFunction | None = None,
     batch_size: int = 64,
-) -> np.ndarray:                            # (N,)
+) -> np.ndarray: # (N,)
     "The loss of every example, in evaluation mode."
     device, loss_fn, numbers = (next(model.parameters()).device, loss_fn
                                 or example_losses, torch.arange(len(data)))
@@ -105,13 +110,15 @@ def losses(
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-membership-inference
 def membership_inference(
     model: nn.Module,
-    members: Any,                           # a data set that the model was trained on
-    non_members: Any,                       # one like it that the model has not seen
-    loss_fn: LossFunction | None = None,    # None: `example_losses`
-    reference: nn.Module | None = None,     # the model before; None: the loss alone is the score
+    members: Any,                         # a data set that the model was trained on
+    non_members: Any,                     # one like it that the model has not seen
+    loss_fn: LossFunction | None = None,  # None: `example_losses`
+    # the model before; None: the loss alone is the score
+    reference: nn.Module | None = None,
     batch_size: int = 64,
 ) -> Membership:
-    "Attack by loss: what the model knows well was in its data. ValueError for an empty set, or sets that share rows."
+    """Attack by loss: what the model knows well was in its data.
+    ValueError for an empty set, or sets that share rows."""
     if not len(members) or not len(non_members):
         raise ValueError(f"{len(members)} members and {len(non_members)} non-members: "
                          "both sets need examples")
@@ -129,7 +136,8 @@ def membership_inference(
 def scaled_confidence(
     losses: np.ndarray,  # cross entropies: -log p of what is true
 ) -> np.ndarray:
-    "log p / (1 - p): unlike the loss it is nearly normal over trainings; as fine as float32 tells."
+    """log p / (1 - p): unlike the loss it is nearly normal over trainings;
+    as fine as float32 tells."""
     losses = np.maximum(losses, 1e-7)
     return -losses - np.log(-np.expm1(-losses))
 
@@ -139,13 +147,15 @@ def fair_coins(
     examples: int,
     seed: int = 0,
 ) -> np.ndarray:      # (models, examples), bool
-    "Who trains which model; an example that fewer than two models would have, or lack, throws again."
+    """Who trains which model; an example that fewer than two models would have,
+    or lack, throws again."""
     if models < 6:
         raise ValueError(f"models={models}: with fewer than 6 there is too little to "
                          "compare; train more")
     generator = np.random.default_rng(seed)
     coins = generator.random((models, examples)) < 0.5
-    while len(again := np.flatnonzero(np.abs(coins.mean(0) - 0.5) > 0.5 - 1.5 / models)):
+    while len(again := np.flatnonzero(
+            np.abs(coins.mean(0) - 0.5) > 0.5 - 1.5 / models)):
         coins[:, again] = generator.random((models, len(again))) < 0.5
     return coins
 
@@ -156,14 +166,18 @@ def likelihood_ratios(
     coins: np.ndarray,    # (S, N) what they trained on
     online: bool = True,  # False: without models that saw the example
 ) -> np.ndarray:          # (N,)
-    "Logarithm of the likelihood ratio of two normal laws for each example; offline, the deviation from one. @lem-lira"
+    """Logarithm of the likelihood ratio of two normal laws for each example;
+    offline, the deviation from one. @lem-lira"""
     inside, outside = coins.sum(0), (~coins).sum(0)
     if outside.min() < 1 or (online and inside.min() < 1):
         raise ValueError("an example is in all shadow models or in none; train more "
                          "of them, and throw `fair_coins`")
-    def fit(chosen: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, float]:  # the mean of each example, the variance of all
+    def fit(
+        chosen: np.ndarray, count: np.ndarray,
+    ) -> tuple[np.ndarray, float]: # the mean of each example, the variance of all
         centre = (shadows * chosen).sum(0) / np.maximum(count, 1)
-        squares, freedom = ((shadows - centre) ** 2 * chosen).sum(), np.maximum(count - 1, 0).sum()
+        squares, freedom = (((shadows - centre) ** 2 * chosen).sum(),
+                            np.maximum(count - 1, 0).sum())
         return centre, max(float(squares / max(freedom, 1)), 1e-12)
     without, spread = fit(~coins, outside)
     if not online:
@@ -187,7 +201,8 @@ def lira(
     parts = ([(row, coin) for row, coin in zip(scores, coins, strict=True)],
              [(scores[:, blocks == block], coins[:, blocks == block])
               for block in range(blocks.max() + 1)])
-    errors = [standard_error([score_attack(part[coin], part[~coin]).auc for part, coin in its]) for its in parts]
+    errors = [standard_error([score_attack(part[coin], part[~coin]).auc
+                              for part, coin in its]) for its in parts]
     return replace(score_attack(scores[coins], scores[~coins]),
                    standard_error=math.hypot(*errors))
 
@@ -223,12 +238,14 @@ def capitalised(text: str) -> list[tuple[int, int]]:
 
 def one_of(names: Sequence[str]) -> Tagger:
     "A tagger that knows all names there are."
-    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
+    pattern = re.compile(
+        rf"\b(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
     return lambda text: [match.span() for match in pattern.finditer(text)]
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-names-in
 def names_in(text: str, tagger: Tagger) -> set[str]:
-    "The names that a tagger finds; ValueError for a span that does not lie in the text."
+    """The names that a tagger finds;
+    ValueError for a span that does not lie in the text."""
     spans = tagger(text)
     for start, end in spans:
         if not 0 <= start < end <= len(text):
@@ -248,7 +265,8 @@ def sampled_texts(
     seed: int | None = None,
     batch_size: int = 50,
 ) -> list[str]:
-    "Texts by top-k sampling; a text that ends before `length` is followed by the next. ValueError when k or length is out of range."
+    """Texts by top-k sampling; a text that ends before `length` is followed by the
+    next. ValueError when k or length is out of range."""
     from transformers import GenerationConfig
     start = prompt_tokens(tokenizer, prompt)
     check_sampling(model, len(start), samples, k, length)
@@ -278,7 +296,8 @@ def prompt_tokens(tokenizer: Any, prompt: str | None) -> list[int]:
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-generated-check-sampling
 def check_sampling(model: Any, start: int, samples: int, k: int, length: int) -> None:
     "Refuse what cannot be sampled."
-    vocabulary, context = model.config.vocab_size, getattr(model.config, "max_position_embeddings", math.inf)
+    vocabulary, context = (model.config.vocab_size,
+                           getattr(model.config, "max_position_embeddings", math.inf))
     if not 1 <= k <= vocabulary:
         raise ValueError(f"k={k}: choose between 1 and the {vocabulary} tokens of the "
                          "vocabulary")
@@ -306,9 +325,11 @@ def extraction(
     prompt: str | None = None,      # None: empty
     seed: int | None = None,
     tagger: Tagger = capitalised,   # what finds names in a text
-    known: Sequence[str] = (),      # names that do not count, such as those that the model said before
+    # names that do not count, such as those that the model said before
+    known: Sequence[str] = (),
 ) -> Extraction:
-    "Let a model talk, and look for secrets; ValueError for no secrets, and for k or length out of range. @rapft, @lukas2023"
+    """Let a model talk, and look for secrets; ValueError for no secrets,
+    and for k or length out of range. @rapft, @lukas2023"""
     hidden = set(secrets) - set(known)
     if not hidden:
         raise ValueError("there is no secret to look for; name at least one that is "
@@ -324,19 +345,22 @@ MASK = "[MASK]"
 def candidate_losses(
     model: nn.Module,
     tokenizer: Any,
-    masked_texts: Sequence[str],             # each with one `MASK`
-    candidates: Sequence[str],               # what may stand there
-    loss_fn: LossFunction = summed_losses,   # `summed_losses`: of the whole text; `example_losses`: per token
+    masked_texts: Sequence[str],  # each with one `MASK`
+    candidates: Sequence[str],    # what may stand there
+    # `summed_losses`: of the whole text; `example_losses`: per token
+    loss_fn: LossFunction = summed_losses,
     batch_size: int = 64,
-) -> np.ndarray:                             # (texts, candidates), in nats
-    "The loss of every text with every candidate in it; ValueError for a text without one mask, or longer than the model's context."
+) -> np.ndarray:                 # (texts, candidates), in nats
+    """The loss of every text with every candidate in it;
+    ValueError for a text without one mask, or longer than the model's context."""
     for text in masked_texts:
         if text.count(MASK) != 1:
             raise ValueError(f"the text {text!r} has {text.count(MASK)} places marked "
                              f"{MASK}, not one")
     filled = [text.replace(MASK, candidate) for text in masked_texts
               for candidate in candidates]
-    return losses(model, as_written(filled, tokenizer, model), loss_fn, batch_size).reshape(len(masked_texts), len(candidates))
+    return losses(model, as_written(filled, tokenizer, model), loss_fn,
+                  batch_size).reshape(len(masked_texts), len(candidates))
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-candidates-as-written
 def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> EncodedData:
@@ -356,7 +380,8 @@ def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> Encode
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-places
 def places(answers: Sequence[str], candidates: Sequence[str],
            texts: Sequence[str]) -> list[int]:
-    "Where each answer stands among the candidates; ValueError when one does not, when a candidate stands twice, or there are no texts."
+    """Where each answer stands among the candidates; ValueError when one does not,
+    when a candidate stands twice, or there are no texts."""
     if not texts or len(texts) != len(answers):
         raise ValueError(f"{len(texts)} texts and {len(answers)} answers: every text "
                          "needs one, and there must be a text")
@@ -373,12 +398,14 @@ def places(answers: Sequence[str], candidates: Sequence[str],
 def exposure(
     model: nn.Module,
     tokenizer: Any,
-    masked_texts: Sequence[str],  # where each secret was planted, with `MASK` in its place
-    secrets: Sequence[str],       # one for each
+    # where each secret was planted, with `MASK` in its place
+    masked_texts: Sequence[str],
+    secrets: Sequence[str],     # one for each
     candidates: Sequence[str],  # all that the secret could have been, itself among them
     batch_size: int = 64,
-) -> np.ndarray:                  # (secrets,) in bits: 0 to log2 of the candidates
-    "log2 of the candidates over the secret's exact rank by perplexity, ties against the attacker; @def-exposure."
+) -> np.ndarray:                # (secrets,) in bits: 0 to log2 of the candidates
+    """log2 of the candidates over the secret's exact rank by perplexity,
+    ties against the attacker; @def-exposure."""
     own = places(secrets, candidates, masked_texts)
     found = candidate_losses(model, tokenizer, masked_texts, candidates,
                              batch_size=batch_size)
@@ -394,7 +421,8 @@ def reconstruction(
     answers: Sequence[str],       # the name of each
     batch_size: int = 64,
 ) -> Rate:                        # top-1 accuracy
-    "How often the true name alone has the lowest perplexity of all candidates; @rapft, @lukas2023."
+    """How often the true name alone has the lowest perplexity of all candidates;
+    @rapft, @lukas2023."""
     own = places(answers, candidates, masked_texts)
     found = candidate_losses(model, tokenizer, masked_texts, candidates, example_losses,
                              batch_size)
@@ -403,7 +431,8 @@ def reconstruction(
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-allowed
 def allowed(guarantee: Guarantee) -> dict[str, float]:
-    "What no membership attack exceeds, in the mean over runs: AUC, and the true-positive rate at 1 %; @lem-allowed."
+    """What no membership attack exceeds, in the mean over runs: AUC,
+    and the true-positive rate at 1 %; @lem-allowed."""
     distance = (PrivacyCurve(guarantee.mechanisms, relation="replace").delta(0.0)
                 if guarantee.private else 1.0)
     return {"auc": (1 + float(distance)) / 2, "tpr": guarantee.tpr(0.01)}
@@ -416,4 +445,5 @@ def allowed_exposure(
     "The mean exposure that no attack on a secret of one row exceeds; @lem-allowed."
     found = np.array([guarantee.tpr(rank / candidates)
                       for rank in range(1, candidates + 1)])
-    return float(np.diff(found, prepend=0.0) @ np.log2(candidates / np.arange(1, candidates + 1)))
+    return float(np.diff(found, prepend=0.0)
+                 @ np.log2(candidates / np.arange(1, candidates + 1)))

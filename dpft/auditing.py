@@ -42,7 +42,8 @@ HEAD_SHARE = 0.1
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-table-model
 class CanaryTable(nn.Module):
-    "One entry for each canary: a linear model. Its picture is one pixel, the canary's number."
+    """One entry for each canary: a linear model. Its picture is one pixel,
+    the canary's number."""
 
     def __init__(self, canaries: int):
         super().__init__()
@@ -60,13 +61,16 @@ class CanaryTable(nn.Module):
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-layers
 class CanaryLayers(nn.Module):
-    "Residual layers, a norm layer and a head; canary i is the unit vector i, and owns entries in all of them."
+    """Residual layers, a norm layer and a head; canary i is the unit vector i,
+    and owns entries in all of them."""
 
     def __init__(self, canaries: int, depth: int = 2):
         super().__init__()
         self.canaries = canaries
         layers = [nn.Linear(canaries, canaries) for _ in range(depth)]
-        self.layers, self.norm, self.head = nn.ModuleList(layers), nn.LayerNorm(canaries), nn.Linear(canaries, canaries, bias=False)
+        self.layers, self.norm, self.head = (
+            nn.ModuleList(layers), nn.LayerNorm(canaries),
+            nn.Linear(canaries, canaries, bias=False))
         for layer in (*layers, self.head):
             nn.init.eye_(layer.weight).data.mul_(0.1)
         for layer in layers:
@@ -93,8 +97,11 @@ def canary_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return -STEEPNESS * outputs.gather(1, batch[1][:, None] % outputs.shape[1])[:, 0]
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-canary-losses
-def canary_losses(model: nn.Module, pictures: Callable[[Tensor], Tensor], canaries: int) -> np.ndarray:
-    "The loss of every canary in float64; ValueError when a released model is not finite."
+def canary_losses(
+    model: nn.Module, pictures: Callable[[Tensor], Tensor], canaries: int,
+) -> np.ndarray:
+    """The loss of every canary in float64;
+    ValueError when a released model is not finite."""
     model = copy.deepcopy(model).double().eval()
     with torch.no_grad():
         losses = torch.cat([canary_loss(model, (pictures(rows).double(), rows))
@@ -172,7 +179,8 @@ class Claimed:
 
     @property
     def claim(self) -> float:
-        "Epsilon of the plan: exact where it has a closed form, else as the run states it."
+        """Epsilon of the plan: exact where it has a closed form,
+        else as the run states it."""
         return (self.epsilon if self.mu is None
                 else gaussian_epsilon(self.mu, self.delta))
 
@@ -225,7 +233,8 @@ class Audit(Claimed):
 
     def p_value(self, kind: str | None = None) -> float:
         "The probability, at most, of so high a bound when the claim is true."
-        return where_bound_meets(lambda error: self.lower_bound(kind, error), self.claim)
+        return where_bound_meets(
+            lambda error: self.lower_bound(kind, error), self.claim)
 
     @cached_property
     def threshold(self) -> float:
@@ -234,7 +243,9 @@ class Audit(Claimed):
         return best_threshold(*first, self.of_rates)
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-audit
-MOVE = 1e-4  # how far one step moves an entry that gets a whole clipped gradient: so little that the loss stays linear
+# how far one step moves an entry that gets a whole clipped gradient: so little that
+# the loss stays linear
+MOVE = 1e-4
 
 class Stopped(Exception):
     "A run that was stopped on purpose."
@@ -242,17 +253,22 @@ class Stopped(Exception):
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-audit-function
 def audit(
     method: Method,
-    epsilon: float | None = None,     # target of the run; None: `noise_multiplier`, among the settings
-    delta: float = 1e-6,              # small beside one over the canaries, or the guesses say nothing
-    canaries: int = 600,              # how many coins are thrown
+    # target of the run; None: `noise_multiplier`, among the settings
+    epsilon: float | None = None,
+    # small beside one over the canaries, or the guesses say nothing
+    delta: float = 1e-6,
+    canaries: int = 600, # how many coins are thrown
     steps: int = 6,
     sample_rate: float = 1.0,
     model: CanaryTable | CanaryLayers | None = None,  # None: `CanaryLayers`
-    stop_at: int | None = None,       # step at which the run is stopped once, to be continued from its checkpoint
-    seed: int | None = None,          # of the coins and of the run; None: the operating system's entropy
-    **settings: Any,                  # of `fine_tune`
+    # step at which the run is stopped once, to be continued from its checkpoint
+    stop_at: int | None = None,
+    # of the coins and of the run; None: the operating system's entropy
+    seed: int | None = None,
+    **settings: Any, # of `fine_tune`
 ) -> Audit:
-    "Audit `fine_tune` as a black box: a run on canaries that coins chose, and their scores; @def-audit."
+    """Audit `fine_tune` as a black box: a run on canaries that coins chose,
+    and their scores; @def-audit."""
     model = model or CanaryLayers(canaries)
     canaries = model.canaries
     if canaries < 40:
@@ -272,7 +288,8 @@ def audit(
     if not run.mechanisms:
         raise ValueError("a run without noise claims nothing, so there is nothing to "
                          "audit; give a finite epsilon")
-    scores = canary_losses(model, model.pictures, canaries) - canary_losses(run.model, model.pictures, canaries)
+    scores = (canary_losses(model, model.pictures, canaries)
+              - canary_losses(run.model, model.pictures, canaries))
     return Audit(scores, coins, run.epsilon, run.delta, list(run.guarantee.planned))
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-run
@@ -354,14 +371,17 @@ IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # besides, at full size
     "one step, secure mode": ("Full", {"table": True, "steps": 1, "secure_mode": True}),
     "resumed, secure mode": ("Full", {"stop_at": 4, "secure_mode": True}),
 }
-SLOW = ("LargestWeights", "RapFT", "EntrySelection")  # a mask over entries makes every canary's gradient
-LATE = ("EntrySelection",)  # at the end of the grid, so that the others keep their seeds
+# a mask over entries makes every canary's gradient
+SLOW = ("LargestWeights", "RapFT", "EntrySelection")
+# at the end of the grid, so that the others keep their seeds
+LATE = ("EntrySelection",)
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-grid-entries
 def audit_grid(full: bool) -> Iterator[dict[str, Any]]:
     "All audits; reduced: fewer canaries, and none in secure mode."
     size, variants = (2000, VARIANTS | IN_FULL) if full else (500, VARIANTS)
-    alone: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in METHODS}
+    alone: dict[str, tuple[str, dict[str, Any]]] = {
+        name: (name, {}) for name in METHODS}
     early = {name: its for name, its in alone.items() if name not in LATE}
     grid = {**early, **variants, **{name: alone[name] for name in LATE}}
     for seed, (label, (method, own)) in enumerate(grid.items()):
@@ -395,10 +415,13 @@ def audit_entry(settings: dict[str, Any]) -> dict[str, Any]:
             "p_value": done.p_value(), "metrics": {}}
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-refuted
-ACCUSED = 1e-3  # a single audit that is not part of a family accuses an honest engine once in a thousand times
+# a single audit that is not part of a family accuses an honest engine once in a
+# thousand times
+ACCUSED = 1e-3
 
 def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
-    "Which of several claims are false, such that any true one is accused with probability at most `error`: Holm's test."
+    """Which of several claims are false, such that any true one is accused with
+    probability at most `error`: Holm's test."""
     order = sorted(range(len(p_values)), key=lambda number: p_values[number])
     found, count = [False] * len(p_values), len(p_values)
     for place, number in enumerate(order):
@@ -409,7 +432,8 @@ def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-table
 def audit_table(records: Sequence[dict[str, Any]]) -> str:
-    "Claimed and audited epsilon of every audit, Markdown; ValueError when a claim of the family is false."
+    """Claimed and audited epsilon of every audit, Markdown;
+    ValueError when a claim of the family is false."""
     false = [entry["label"]
              for entry, found in zip(records,
                                      refuted([entry["p_value"] for entry in records]),
@@ -426,7 +450,8 @@ def audit_table(records: Sequence[dict[str, Any]]) -> str:
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-processes
 def in_processes(settings: dict[str, Any]) -> Audit:
-    "An audit of a run that several processes share; all throw the same coins, from the settings' seed."
+    """An audit of a run that several processes share; all throw the same coins,
+    from the settings' seed."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [context.Process(target=_rank, args=(rank, settings, folder))

@@ -106,7 +106,8 @@ def checked_callbacks(
     given: Iterable[Any] | None, # objects, or classes that need no arguments
 ) -> list[Any]:
     "The callbacks as objects; ValueError for one that could never be called."
-    if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+    if given is not None and (
+            isinstance(given, str) or not isinstance(given, Iterable)):
         raise ValueError(f"callbacks={given!r}: give a list of callbacks, such as "
                          "[TensorBoardCallback()]")
     made = [one() if isinstance(one, type) else one for one in given or ()]
@@ -211,7 +212,8 @@ def tell_scores(
     "Tell a score, then note whether it is the best."
     if not scores or not callbacks.heard:
         return
-    metrics = {f"eval_{name.replace(' ', '_')}": value for name, value in scores.items()}
+    metrics = {f"eval_{name.replace(' ', '_')}": value
+               for name, value in scores.items()}
     args, state, name = callbacks.args, callbacks.state, next(iter(metrics))
     args.metric_for_best_model, args.greater_is_better = name, higher
     callbacks.log(**metrics)

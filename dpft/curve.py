@@ -107,7 +107,8 @@ def step_loss(
     relation: str, # "remove" | "add" | "replace"
 ) -> Any:          # dp-accounting's privacy loss
     "Privacy loss of one step, for its worst pair; @lem-worst-pairs."
-    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+    from dp_accounting.pld.privacy_loss_mechanism import (
+        AdjacencyType, GaussianPrivacyLoss)
     kind = AdjacencyType[relation.upper()]
     sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
     if group == 1 or q > 1 - 1e-9: # in a group, then all are drawn
@@ -123,7 +124,8 @@ def loss_grid(
     width: float,      # of the common grid
     nobody: float,     # probability that no unit of the group is drawn
 ) -> np.ndarray:       # increasing multiples of the width, as whole numbers
-    "Points: all near zero, then half a per cent apart; none where mixtures are cut off."
+    """Points: all near zero, then half a per cent apart;
+    none where mixtures are cut off."""
     first = math.floor(1.0001 * low / width) - 1
     last = math.ceil(1.0001 * high / width) + 1
     reach = math.asinh(max(-first, last) / 200)
@@ -159,7 +161,8 @@ def composed_loss(
 # %% ../nbs/5_notes/61_curve.ipynb #curve-tails
 def tail_masses(
     loss: Any, # dp-accounting's PLDPmf
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # losses, and both masses of the largest k
+) -> tuple[
+    np.ndarray, np.ndarray, np.ndarray]: # losses, and both masses of the largest k
     "The losses above 0, rising, and the mass of the k largest under either data set."
     pmf = loss.to_dense_pmf()
     losses = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
@@ -181,7 +184,8 @@ def deltas_of(
     if np.ndim(epsilon) == 0:
         return min(loss.get_delta_for_epsilon(float(epsilon)) + missed, 1.0)
     losses, here, there = tails
-    each = np.minimum(epsilon, 700) # e^710 is too large; a smaller one has a larger delta
+    # e^710 is too large; a smaller one has a larger delta
+    each = np.minimum(epsilon, 700)
     above = len(losses) - np.searchsorted(losses, each, side="right")
     return np.clip(here[above] - np.exp(each) * there[above] + missed, 0, 1)
 
@@ -289,7 +293,8 @@ def group_epsilon(
 def sentence_units(
     texts: Sequence[str], # rows; words are separated by white space
 ) -> list[int]:           # for each row the number of its unit, in order of appearance
-    "Assign each text to the longest, then first, text that contains its words in a row."
+    """Assign each text to the longest, then first,
+    text that contains its words in a row."""
     words = [tuple(text.split()) for text in texts]
     known, owner = set(words), dict[tuple[str, ...], tuple[str, ...]]()
     for row in sorted(dict.fromkeys(words), key=len, reverse=True): # stable

@@ -200,13 +200,14 @@ def _check_drawable(data: Any) -> None:
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
     if hasattr(data, "dataset") and not hasattr(data, "__getitem__"):
-        raise ValueError(f"this {kind} makes its own batches, and privacy needs Poisson "
-                         "draws; give the data set inside it, .dataset")
+        raise ValueError(
+            f"this {kind} makes its own batches, and privacy needs Poisson draws; "
+            "give the data set inside it, .dataset")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(f"this {kind} has no length or no rows by number, so no example "
-                         "has a known probability of being drawn; keep it in memory, "
-                         "as datasets.Dataset.from_list(list(data)) does, or load it "
-                         "without streaming")
+        raise ValueError(
+            f"this {kind} has no length or no rows by number, so no example has a "
+            "known probability of being drawn; keep it in memory, as "
+            "datasets.Dataset.from_list(list(data)) does, or load it without streaming")
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-columns
 def made_on_the_fly(

@@ -32,7 +32,8 @@ def mixed(rows: list[Tensor]) -> list[Tensor]:
 
 # %% ../nbs/5_notes/89_device_noise.ipynb #device-rounds
 def turned(rows: list[Tensor], sign: int) -> list[Tensor]:
-    "Row i of the square turned by i places: diagonals become columns, or again diagonals."
+    """Row i of the square turned by i places: diagonals become columns,
+    or again diagonals."""
     return [row if i == 0 else row.roll(sign * i, 0) for i, row in enumerate(rows)]
 
 def scrambled(square: Tensor) -> Tensor:
@@ -108,17 +109,21 @@ BLOCK = 2**16   # integers in a sum
 TOGETHER = 16   # blocks at a time: 32 MiB of products
 
 def as_integers(values: Tensor) -> Tensor:
-    "A tensor's bits as a row of integers of 16 bits, or of 8 where its numbers have no more."
+    """A tensor's bits as a row of integers of 16 bits,
+    or of 8 where its numbers have no more."""
     small = values.element_size() == 1
-    return values.detach().contiguous().reshape(-1).view(torch.int8 if small else torch.int16)
+    return values.detach().contiguous().reshape(-1).view(
+        torch.int8 if small else torch.int16)
 
 def hashed(
     values: Tensor,   # any type and shape
     factors: Tensor,  # (4, 2^16) int64 below the prime, on the same device
 ) -> Tensor:          # (blocks, 4) int64
-    "Sums of products modulo a prime, which tell any two tensors of one form apart; @lem-device-digest."
+    """Sums of products modulo a prime, which tell any two tensors of one form apart;
+    @lem-device-digest."""
     integers = as_integers(values)
     whole = len(integers) // BLOCK * BLOCK
-    parts = [*integers[:whole].view(-1, 1, BLOCK).split(TOGETHER), integers[whole:][None, None]]
+    parts = [*integers[:whole].view(-1, 1, BLOCK).split(TOGETHER),
+             integers[whole:][None, None]]
     sums = [(part.long() * factors[:, :part.shape[-1]]).sum(-1) for part in parts]
     return torch.cat(sums).remainder_(PRIME)

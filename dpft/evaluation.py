@@ -71,7 +71,8 @@ def guarantee_of_scores(
         public.append(f"that nobody has more than {given.most} of them")
     one = "row" if given.people is None else "unit"
     return Guarantee([SampledGaussian(sigma, 1.0, times, "score")],
-                     target_delta=engine.plan.delta, unit=f"{one} of the development set",
+                     target_delta=engine.plan.delta,
+                     unit=f"{one} of the development set",
                      accountant=engine.plan.accountant, assumed_public=public,
                      reproducible=engine.keystream.reproducible)
 
@@ -176,7 +177,8 @@ def note_look(evaluation: Evaluation) -> None:
         fact = f"the size of the private development set, {len(given.data)}"
     else:
         own = callable(given)
-        source = "a function of the user's" if own else f"{len(evaluation.data)} examples"
+        source = ("a function of the user's" if own
+                  else f"{len(evaluation.data)} examples")
         return engine.note_uncharged(f"scores on {source}, unless they are public")
     if fact not in engine.assumed_public:
         engine.assumed_public.append(fact)
@@ -192,7 +194,8 @@ def make_evaluation(
         return Evaluation(engine, given, given)
     if not isinstance(given, NoisyAccuracy):
         data = ready.encoded(given)
-        return Evaluation(engine, given, data, higher=more_is_better(engine.model, data))
+        return Evaluation(engine, given, data,
+                          higher=more_is_better(engine.model, data))
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
     right_answers(engine.model, [data[0]])   # refused now, not after the last step

@@ -314,8 +314,8 @@ class LedgerReader:
     ) -> bool:
         "Whether this was its head at some time, or that of a copy that it published."
         return bool(self._records.query(
-            "SELECT 1 FROM ledger WHERE hash = ? OR (kind = 'published' AND digest = ?)",
-            head, head))
+            "SELECT 1 FROM ledger WHERE hash = ? OR "
+            "(kind = 'published' AND digest = ?)", head, head))
 
     def sealed(
         self,

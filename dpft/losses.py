@@ -60,7 +60,7 @@ def unwrapped(
     "The model inside peft's, torch.compile's, Opacus' or a parallel wrapper."
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         return unwrapped(model.get_base_model())
-    for name in ("_orig_mod", "_module"):                                        # of torch.compile, of Opacus
+    for name in ("_orig_mod", "_module"): # of torch.compile, of Opacus
         if isinstance(inner := getattr(model, name, None), nn.Module):
             return unwrapped(inner)
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -325,7 +325,8 @@ def example_losses(
     return default_loss(model)(model, batch)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-device
-_COPIED = WeakTensorKeyDictionary()  # copy on a device -> what was copied, and the copy's version
+# copy on a device -> what was copied, and the copy's version
+_COPIED = WeakTensorKeyDictionary()
 
 def to_device(
     batch: Any,                   # tensors, in a dictionary or a tuple
@@ -342,7 +343,8 @@ def to_device(
     return there
 
 def copied_from(values: Tensor) -> Tensor | None:
-    "What `to_device` made this of; None when it did not, or when it was changed in place."
+    """What `to_device` made this of; None when it did not,
+    or when it was changed in place."""
     origin, before = _COPIED.get(values, (None, 0))
     return origin if version(values) == before else None
 
@@ -379,8 +381,8 @@ def answers(
         scores, labels = logits(model, batch), labels_of(batch)
         if problem_of(model, scores, labels) != SINGLE and task_of(model) != "choice":
             raise ValueError(
-                f"labels {tuple(labels.shape)} of {type(unwrapped(model)).__name__} are "
-                "not classes; score them with r2, exact_match or a function")
+                f"labels {tuple(labels.shape)} of {type(unwrapped(model)).__name__} "
+                "are not classes; score them with r2, exact_match or a function")
         labels = labels.view(len(scores))
     return scores.argmax(-1), labels, labels != -100
 

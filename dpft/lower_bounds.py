@@ -21,7 +21,8 @@ def guess_p_value(
     epsilon: float,  # of the claim
     delta: float,
 ) -> float:  # probability of so many right guesses, at most, if the claim is true
-    "Chance that an (epsilon, delta)-private mechanism lets so many guesses be right; @lem-guesses."
+    """Chance that an (epsilon, delta)-private mechanism lets so many guesses be right;
+    @lem-guesses."""
     from scipy.stats import binom
     chance = 1 / (1 + math.exp(-epsilon))
     missing = np.arange(1, correct + 1)                                   # k
@@ -34,7 +35,8 @@ def guess_p_value(
 # %% ../nbs/3_found/42_lower_bounds.ipynb #auditing-guess-bound
 def guess_bound(correct: int, guesses: int, canaries: int, delta: float,
                 error: float = 0.05) -> float:
-    "The largest epsilon that so many right guesses refute, wrongly with probability at most `error`; 0 when they refute none."
+    """The largest epsilon that so many right guesses refute, wrongly with probability
+    at most `error`; 0 when they refute none."""
     from scipy.optimize import brentq
     def excess(epsilon: float) -> float:
         return guess_p_value(correct, guesses, canaries, epsilon, delta) - error
@@ -51,7 +53,8 @@ def gaussian_epsilon(
     from scipy.optimize import brentq
     from scipy.stats import norm
     def excess(epsilon: float) -> float:
-        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(min(epsilon + norm.logcdf(-mu / 2 - epsilon / mu), 0.0)) - delta
+        return norm.cdf(mu / 2 - epsilon / mu) - math.exp(
+            min(epsilon + norm.logcdf(-mu / 2 - epsilon / mu), 0.0)) - delta
     if not mu < 1e6:
         return math.inf
     return (brentq(excess, 0.0, mu * mu / 2 + 40 * mu) if mu > 1e-9 and excess(0.0) > 0
@@ -64,7 +67,8 @@ def clopper_pearson(
     threshold: float,     # chosen without them
     error: float = 0.05,  # that either bound is wrong
 ) -> tuple[float, float]:
-    "A lower bound on the true-positive rate and an upper bound on the false-positive rate; part (a) of @lem-mu-bounds."
+    """A lower bound on the true-positive rate and an upper bound on the false-positive
+    rate; part (a) of @lem-mu-bounds."""
     hits, alarms = (Rate(int((scores > threshold).sum()), len(scores))
                     for scores in (inside, outside))
     return hits.interval(error)[0], alarms.interval(error)[1]
@@ -76,7 +80,8 @@ def mu_of_rates(true: float, false: float) -> float:
     return max(0.0, float(norm.ppf(true) - norm.ppf(false)))
 
 def epsilon_of_rates(true: float, false: float, delta: float) -> float:
-    "The least epsilon that allows these rates at this delta; the converse of @lem-tradeoff."
+    """The least epsilon that allows these rates at this delta;
+    the converse of @lem-tradeoff."""
     ratios = ((true - delta) / false, (1 - false - delta) / (1 - true) if true < 1
               else math.inf)
     return math.log(max(1.0, *ratios))
@@ -87,13 +92,16 @@ def separation_bound(
     outside: np.ndarray,
     error: float = 0.05,
 ) -> float:               # on mu
-    "Lower bound on the distance of two normal laws of one variance, in standard deviations; part (b) of @lem-mu-bounds."
+    """Lower bound on the distance of two normal laws of one variance,
+    in standard deviations; part (b) of @lem-mu-bounds."""
     from scipy.optimize import brentq
     from scipy.stats import nct
     count, scale = (len(inside)
                     + len(outside), math.sqrt(1 / len(inside) + 1 / len(outside)))
-    squares = ((inside - inside.mean()) ** 2).sum() + ((outside - outside.mean()) ** 2).sum()
-    difference, spread = float(inside.mean() - outside.mean()), math.sqrt(squares / (count - 2))
+    squares = (((inside - inside.mean()) ** 2).sum()
+               + ((outside - outside.mean()) ** 2).sum())
+    difference, spread = (float(inside.mean() - outside.mean()),
+                          math.sqrt(squares / (count - 2)))
     if difference <= 0 or difference < 1e-12 * spread:
         return 0.0
     observed = (difference / (spread * scale) if spread > 1e-12 * difference

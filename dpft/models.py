@@ -127,7 +127,8 @@ def load_model(
 #| code-fold: true
 AUTOS = {  # kind of task -> Transformers' automatic class
     "text": "AutoModelForSequenceClassification",
-    "image": "AutoModelForImageClassification", "causal": "AutoModelForCausalLM", "tagging": "AutoModelForTokenClassification",
+    "image": "AutoModelForImageClassification",
+    "causal": "AutoModelForCausalLM", "tagging": "AutoModelForTokenClassification",
     "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM",
     "question answering": "AutoModelForQuestionAnswering"}
 LABELLED = ("text", "image", "tagging")  # one output for each class
@@ -356,8 +357,9 @@ def freeze_batchnorm(
                              "dpft.models.replace_batchnorm(model)")
         spread = torch.as_tensor(module.running_var)
         if not module.running_mean.any() and bool((spread == 1).all()):
-            warnings.warn(f"{called} has measured nothing yet; to train from scratch use "
-                          "dpft.models.replace_batchnorm(model)", stacklevel=2)
+            warnings.warn(
+                f"{called} has measured nothing yet; to train from scratch use "
+                "dpft.models.replace_batchnorm(model)", stacklevel=2)
         module.__class__ = frozen_class(cast(Any, type(module)))
     return model
 
@@ -427,9 +429,9 @@ def validate(
         instance = isinstance(module, _InstanceNorm)
         kind = "InstanceNorm with running statistics" if instance else "BatchNorm"
         raise ValueError(
-            f"{name or type(module).__name__}: {kind} mixes examples, so no per-example "
-            "bound exists; use dpft.models.replace_batchnorm(model), or of a pre-trained "
-            "model dpft.models.freeze_batchnorm(model)")
+            f"{name or type(module).__name__}: {kind} mixes examples, so no "
+            "per-example bound exists; use dpft.models.replace_batchnorm(model), or of "
+            "a pre-trained model dpft.models.freeze_batchnorm(model)")
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrain
 def pretrain(

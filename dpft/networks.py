@@ -276,7 +276,8 @@ def wide_resnet(
     before = 16
     for number, filters in enumerate((16 * width, 32 * width, 64 * width)):
         first = WideBlock(before, filters, 2 if number else 1, True)
-        rest = [WideBlock(filters, filters, 1, False) for _ in range((depth - 4) // 6 - 1)]
+        rest = [WideBlock(filters, filters, 1, False)
+                for _ in range((depth - 4) // 6 - 1)]
         layers[f"group{number + 1}"] = nn.Sequential(first, *rest)
         before = filters
     layers |= {"activation": nn.ReLU(), "norm": nn.GroupNorm(16, before),

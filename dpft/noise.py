@@ -33,7 +33,8 @@ def _encode(
     part: Context,  # one part of a context
 ) -> bytes:         # unambiguous: its type, its length, itself
     if isinstance(part, bool) or not isinstance(part, (str, int, bytes)):
-        raise ValueError(f"context part {part!r}: only str, int and bytes name a stream")
+        raise ValueError(
+            f"context part {part!r}: only str, int and bytes name a stream")
     raw = part if isinstance(part, bytes) else str(part).encode()
     return type(part).__name__[:1].encode() + len(raw).to_bytes(8, "little") + raw
 
@@ -41,10 +42,12 @@ def _encode(
 #| code-fold: true
 def from_seed(seed: int) -> bytes:  # (32,)
     "The secret that a seed stands for; under tests, of the seed and their salt."
-    return hashlib.blake2b(b"seed" + _encode(seed) + test_salt(), digest_size=32).digest()
+    return hashlib.blake2b(
+        b"seed" + _encode(seed) + test_salt(), digest_size=32).digest()
 
 def test_salt() -> bytes:
-    "DPFT_SALT as part of every seed, so that tests can ask whether they rest on one draw; refused elsewhere."
+    """DPFT_SALT as part of every seed, so that tests can ask whether they rest
+    on one draw; refused elsewhere."""
     salt = os.environ.get("DPFT_SALT", "")
     if salt and "pytest" not in sys.modules and os.environ.get("DPFT_TESTING") != "1":
         raise ValueError("DPFT_SALT is set, which changes what every seed means; "
@@ -82,7 +85,8 @@ def drawn_below(
     limit = np.uint64(int(rate * 2**64))
     found = [np.flatnonzero(bits < limit) + i * CHUNK
              for i, bits in enumerate(cipher_bits(key, size))]
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *found]))  # type: ignore[return-value]
+    return torch.from_numpy(  # type: ignore[return-value]
+        np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-box-muller
 def box_muller(
@@ -92,9 +96,11 @@ def box_muller(
 ) -> Tensor:                     # (2n,) float64
     "Normal numbers from random bits, 53 of each integer."
     np.right_shift(bits, np.uint64(11), out=bits)
-    room = torch.empty(len(bits) * 3 // 2, dtype=torch.float64) if into is None else into
+    room = (torch.empty(len(bits) * 3 // 2, dtype=torch.float64)
+            if into is None else into)
     radius, angle, spare = room[:len(bits) * 3 // 2].chunk(3)
-    for half, integers in zip((radius, angle), torch.from_numpy(bits.view("<i8")).chunk(2), strict=True):
+    for half, integers in zip((radius, angle),
+                              torch.from_numpy(bits.view("<i8")).chunk(2), strict=True):
         half.copy_(integers).add_(0.5).mul_(2.0**-53)         # in (0, 1)
     radius.log_().mul_(-2).sqrt_().mul_(std)
     torch.cos(angle.mul_(2 * math.pi), out=spare)
@@ -136,8 +142,10 @@ def add_pieces(
 SHARE = 2**20  # numbers of a large sum that one thread makes at a time
 
 def threads() -> int:
-    "How many threads this process may use: as many as torch, and no more than it has cores."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many threads this process may use: as many as torch,
+    and no more than it has cores."""
+    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+             else os.cpu_count() or 1)
     return min(torch.get_num_threads(), cores)
 
 def side_by_side(
@@ -145,7 +153,8 @@ def side_by_side(
     items: Sequence[Any],
     workers: int | None = None,  # None: as many as this process may use
 ) -> list[Any]:                  # in the order of the items
-    "What a function makes of each item, in several threads where there are several cores."
+    """What a function makes of each item, in several threads where there
+    are several cores."""
     workers = min(workers or threads(), len(items))
     if workers < 2:
         return [*map(work, items)]
@@ -154,32 +163,51 @@ def side_by_side(
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-keystream
 class Keystream:
-    "Randomness from one secret: independent for different contexts, the same for the same context."
+    """Randomness from one secret: independent for different contexts,
+    the same for the same context."""
 
     def __init__(
         self,
-        secret: bytes | int | None = None,  # 32 bytes; None: from the operating system; int: a seed, reproducible and so no secret
+        # 32 bytes; None: from the operating system; int: a seed, reproducible and so
+        # no secret
+        secret: bytes | int | None = None,
     ):
         self.reproducible = isinstance(secret, int)
         secret = os.urandom(32) if secret is None else secret
         self.secret: bytes = from_seed(secret) if isinstance(secret, int) else secret
         if len(self.secret) != 32:
-            raise ValueError(f"a secret has 32 bytes, this one has {len(self.secret)}; use os.urandom(32)")
+            raise ValueError(
+                f"a secret has 32 bytes, this one has {len(self.secret)}; "
+                "use os.urandom(32)")
         self.factors: dict[torch.device, Tensor] = {}    # of digests on devices
 
-    def key(self, *context: Context) -> bytes:  # what for, e.g. "noise", step, digest; (32,)
+    def key(
+        self,
+        *context: Context,  # what for, e.g. "noise", step, digest
+    ) -> bytes:             # (32,)
         "A key that nobody can tell from random without the secret; keyed BLAKE2b."
-        return hashlib.blake2b(b"".join(map(_encode, context)), key=self.secret, digest_size=32).digest()
+        return hashlib.blake2b(
+            b"".join(map(_encode, context)), key=self.secret, digest_size=32).digest()
 
     def seed(self, *context: Context) -> int:
         "A 63-bit seed for another generator, such as torch's own for dropout."
         return int.from_bytes(self.key("seed", *context)[:8], "little") >> 1
 
-    def digest(self, tensor: Tensor, *context: Context) -> str:  # of any shape, on any device; 64 hex digits
-        "Keyed digest of a tensor's type, shape and bytes: names a sum without telling it."
+    def digest(
+        self,
+        tensor: Tensor,  # of any shape, on any device
+        *context: Context,
+    ) -> str:            # 64 hex digits
+        """Keyed digest of a tensor's type, shape and bytes:
+        names a sum without telling it."""
         return digests(self, [tensor], [context])[0]
 
-    def bernoulli(self, size: int, rate: float, *context: Context) -> LongTensor:  # units, probability of each; (n,)
+    def bernoulli(
+        self,
+        size: int,    # units
+        rate: float,  # probability of each
+        *context: Context,
+    ) -> LongTensor:  # (n,)
         "A Poisson draw of indices, increasing; @def-poisson."
         return drawn_below(self.key("bernoulli", *context), size, rate)
 
@@ -191,10 +219,13 @@ class Keystream:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        "Gaussian noise: ChaCha20 and Box–Muller in float64 on the CPU, torch's own generator with a keyed seed elsewhere."
+        """Gaussian noise: ChaCha20 and Box–Muller in float64 on the CPU,
+        torch's own generator with a keyed seed elsewhere."""
         if torch.device(device).type != "cpu":
-            generator = torch.Generator(device).manual_seed(self.seed("normal", *context))
-            return torch.empty(tuple(shape), device=device, dtype=dtype).normal_(0, std, generator=generator)
+            generator = torch.Generator(device).manual_seed(
+                self.seed("normal", *context))
+            return torch.empty(tuple(shape), device=device, dtype=dtype).normal_(
+                0, std, generator=generator)
         noise = torch.zeros(math.prod(shape), dtype=dtype)
         add_pieces(noise, cipher_pieces(self.key("normal", *context), len(noise), std))
         return noise.reshape(tuple(shape))
@@ -205,12 +236,15 @@ class Keystream:
         *context: Context,                      # names the sum
         device: torch.device | str = "cpu",
     ) -> Tensor:                                # float64
-        "Standard normal noise from the cipher on any device: half the sum of four draws; @sec-secure-mode."
+        """Standard normal noise from the cipher on any device:
+        half the sum of four draws; @sec-secure-mode."""
         total = torch.zeros(math.prod(shape), dtype=torch.float64, device=device)
         add_pieces(total, secure_pieces(self, len(total), *context, device=device))
         return total.reshape(tuple(shape))
 
-    def jobs(self, total: Tensor, std: Tensor | float, *context: Context) -> list[Callable[[], None]]:
+    def jobs(
+        self, total: Tensor, std: Tensor | float, *context: Context,
+    ) -> list[Callable[[], None]]:
         "What is to be done to add noise to a sum on the CPU; `noise_jobs`."
         return noise_jobs(self, total, std, *context)
 
@@ -223,12 +257,16 @@ def digests(
     "`Keystream.digest` of several tensors; what lies on a device is asked for once."
     there = [value for value in values if value.device.type != "cpu"]
     found = iter(device_hashes(stream, there))
-    raws = [next(found) if value.device.type != "cpu" else raw_bytes(value) for value in values]
+    raws = [next(found) if value.device.type != "cpu" else raw_bytes(value)
+            for value in values]
     def one(raw: np.ndarray, value: Tensor, context: tuple) -> str:
         way = () if value.device.type == "cpu" else ("on a device",)
         key = stream.key("digest", str(value.dtype), *value.shape, "of", *context, *way)
-        return hashlib.blake2b(memoryview(raw), key=key, digest_size=32).hexdigest()  # type: ignore[arg-type]
-    return side_by_side(lambda each: one(*each), [*zip(raws, values, contexts, strict=True)])
+        return hashlib.blake2b(
+            memoryview(raw), key=key,  # type: ignore[arg-type]
+            digest_size=32).hexdigest()
+    return side_by_side(
+        lambda each: one(*each), [*zip(raws, values, contexts, strict=True)])
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-device-hashes
 #| code-fold: true
@@ -236,26 +274,34 @@ def raw_bytes(value: Tensor) -> np.ndarray:
     "The bytes of a tensor on the CPU."
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
-def factors_of(stream: Keystream, device: torch.device) -> Tensor:  # (4, 2^16) int64 below the prime
+def factors_of(
+    stream: Keystream, device: torch.device,
+) -> Tensor:  # (4, 2^16) int64 below the prime
     "What the bits of a sum on a device are multiplied with, from a key."
     if device not in stream.factors:
         bits = cipher_bits(stream.key("digest", "factors"), ROWS * BLOCK)
-        made = np.concatenate([(chunk % np.uint64(PRIME)).astype(np.int64) for chunk in bits])
-        stream.factors[device] = torch.from_numpy(made).view(ROWS, BLOCK).to(device, non_blocking=True)
+        made = np.concatenate([(chunk % np.uint64(PRIME)).astype(np.int64)
+                               for chunk in bits])
+        stream.factors[device] = torch.from_numpy(made).view(ROWS, BLOCK).to(
+            device, non_blocking=True)
     return stream.factors[device]
 
 def device_hashes(stream: Keystream, values: Sequence[Tensor]) -> list[np.ndarray]:
     "Of each tensor, the integers that tell it apart, fetched from each device at once."
     parts = [hashed(value, factors_of(stream, value.device)) for value in values]
     devices = [*dict.fromkeys(part.device for part in parts)]
-    fetched = {device: iter(torch.cat([part for part in parts if part.device == device]).cpu().split(
-        [len(part) for part in parts if part.device == device])) for device in devices}
+    fetched = {
+        device: iter(
+            torch.cat([part for part in parts if part.device == device]).cpu().split(
+                [len(part) for part in parts if part.device == device]))
+        for device in devices}
     return [raw_bytes(next(fetched[part.device])) for part in parts]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-add
 def flat_scale(std: Tensor | float, like: Tensor) -> Tensor | float:
     "The standard deviation of each number of a flattened sum, or of all."
-    return std.expand_as(like).reshape(-1) if isinstance(std, Tensor) and std.ndim else std
+    return (std.expand_as(like).reshape(-1) if isinstance(std, Tensor) and std.ndim
+            else std)
 
 def noise_jobs(
     stream: Keystream,
@@ -264,27 +310,36 @@ def noise_jobs(
     *context: Context,
 ) -> list[Callable[[], None]]:    # in any order, in any threads
     "What is to be done to add noise to a sum, in parts."
-    flat, scale, key = total.view(-1), flat_scale(std, total), stream.key("normal", *context)
+    flat, scale, key = (
+        total.view(-1), flat_scale(std, total), stream.key("normal", *context))
     def add(start: int) -> None:
         here = slice(start, start + SHARE)
         part = flat[here]
-        add_pieces(part, cipher_pieces(key, len(part), first=start // CHUNK), part_of(scale, here))
+        add_pieces(part, cipher_pieces(key, len(part), first=start // CHUNK),
+                   part_of(scale, here))
     return [partial(add, start) for start in range(0, len(flat), SHARE)]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-protocol
 class Noise(Protocol):
     "What noise for a sum comes from."
 
-    def normal(self, shape: Sequence[int], std: float, *context: Context, device: torch.device | str = "cpu",
-               dtype: torch.dtype = torch.float32) -> Tensor:
+    def normal(
+        self, shape: Sequence[int], std: float, *context: Context,
+        device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
         "Gaussian noise, off the CPU from torch's generator."
         ...
 
-    def secure_normal(self, shape: Sequence[int], *context: Context, device: torch.device | str = "cpu") -> Tensor:
+    def secure_normal(
+        self, shape: Sequence[int], *context: Context,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
         "Standard normal noise for secure mode, float64."
         ...
 
-    def jobs(self, total: Tensor, std: Tensor | float, *context: Context) -> list[Callable[[], None]]:
+    def jobs(
+        self, total: Tensor, std: Tensor | float, *context: Context,
+    ) -> list[Callable[[], None]]:
         "What is to be done to add noise to a sum on the CPU, in any order."
         ...
 
@@ -298,7 +353,8 @@ def secure_pieces(
     "Standard normal numbers: half the sum of four draws; @sec-secure-mode."
     keys = [stream.key("normal", *context, "draw", draw) for draw in range(4)]
     on_cpu = torch.device(device).type == "cpu"
-    draws = [cipher_pieces(key, numbers, 0.5) if on_cpu else device_pieces(key, numbers, 0.5, device)
+    draws = [cipher_pieces(key, numbers, 0.5) if on_cpu
+             else device_pieces(key, numbers, 0.5, device)
              for key in keys]
     for first, *others in zip(*draws, strict=True):
         yield sum(others, first)
@@ -306,19 +362,24 @@ def secure_pieces(
 # %% ../nbs/5_notes/54_noise.ipynb #noise-seed-key
 def noise_key(
     digest: str,             # of the sum that is about to be released
-    first: str | None,       # the digest that the ledger holds first for its mechanism and step; None: none
-    portable: bool,          # whether the run has a seed, and an identity that holds all that changes a sum
-) -> str:                    # what enters the key of the noise besides the name: nothing, or the digest
-    "Whether noise is keyed by its name alone, or by the sum that it covers as well; @lem-seed."
+    # the digest that the ledger holds first for its mechanism and step; None: none
+    first: str | None,
+    # whether the run has a seed, and an identity that holds all that changes a sum
+    portable: bool,
+) -> str: # what enters the key of the noise besides the name: nothing, or the digest
+    """Whether noise is keyed by its name alone, or by the sum that it covers as well;
+    @lem-seed."""
     return "" if portable and first in (None, digest) else digest
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-grid
-GRID_BITS = 30        # the step is 2^-30 times the largest power of two that is no more than the standard deviation
+# the step is 2^-30 times the largest power of two that is no more than the standard
+# deviation
+GRID_BITS = 30
 GRID_REACH = 2.0**46  # steps from zero to the end of the grid
 
 def grid_step(
     std: Tensor | float,  # standard deviation of each entry's noise
-) -> Tensor:              # float64, of the same shape: a power of two; 2^-30 where there is no noise
+) -> Tensor: # float64, of the same shape: a power of two; 2^-30 where there is no noise
     "The step of the grid on which a sum and its noise are added."
     std = torch.as_tensor(std, dtype=torch.float64)
     std = torch.where(std > 0, std, 1.0)
@@ -337,9 +398,12 @@ def secure_std(
     bound: float,  # of one unit on the sum, in 2-norm
     entries: int,  # of the sum
 ) -> float:        # slightly more
-    "The standard deviation that also hides what rounding to the grid adds to the bound; @lem-grid."
+    """The standard deviation that also hides what rounding to the grid adds
+    to the bound; @lem-grid."""
     excess = math.sqrt(entries) * std * 2.0**-GRID_BITS / bound
     if not excess < 0.01:
-        raise ValueError(f"secure_mode: a noise of {std:.3g} for {entries:,} entries under a bound "
-                         f"of {bound:.3g} is too coarse for the grid; train less, or leave secure_mode out")
+        raise ValueError(
+            f"secure_mode: a noise of {std:.3g} for {entries:,} entries under a bound "
+            f"of {bound:.3g} is too coarse for the grid; train less, or leave "
+            "secure_mode out")
     return std / (1 - excess)

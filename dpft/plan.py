@@ -54,16 +54,20 @@ class Plan:
         return epsilon([done, *self.mechanisms[1:]], self.delta, self.accountant)
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-check-sizes
-def check_sizes(size: int, batch_size: int, steps: int, delta: float, clip: float) -> None:
+def check_sizes(
+    size: int, batch_size: int, steps: int, delta: float, clip: float,
+) -> None:
     "ValueError on sizes that no run can have, with the way out."
     checks = [
         (size >= 1, f"the data set has {size} units; at least one is needed"),
-        (1 <= batch_size <= size, f"batch_size={batch_size} must lie between 1 and {size}, "
-                                  "the number of units; choose another"),
+        (1 <= batch_size <= size,
+         f"batch_size={batch_size} must lie between 1 and {size}, "
+         "the number of units; choose another"),
         (steps >= 1, f"steps={steps} must be at least 1; raise epochs or steps"),
         (0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1"),
-        (delta < 1 / max(size, 1), f"delta={delta} must be below 1/{size}: there, publishing one "
-                           "unit at random would count as private"),
+        (delta < 1 / max(size, 1),
+         f"delta={delta} must be below 1/{size}: there, publishing one "
+         "unit at random would count as private"),
         (0 < clip < math.inf, f"clip={clip} must be positive and finite; "
                               "use epsilon=inf for a run without clipping")]
     for holds, message in checks:
@@ -72,7 +76,8 @@ def check_sizes(size: int, batch_size: int, steps: int, delta: float, clip: floa
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-defaults
 def usual_batch_size(size: int) -> int:
-    "The expected batch size where none is given: 1,024, or an eighth of a small data set."
+    """The expected batch size where none is given:
+    1,024, or an eighth of a small data set."""
     return min(1024, max(1, size // 8))
 
 def sizes_of(
@@ -90,22 +95,26 @@ def named_apart(requests: Sequence[Request]) -> list[Request]:
     apart: list[Request] = []
     for request in requests:
         numbered = (request.name if n == 1 else f"{request.name} {n}" for n in count(1))
-        apart.append(replace(request, name=next(name for name in numbered if name not in names)))
+        apart.append(
+            replace(request, name=next(name for name in numbered if name not in names)))
         names.add(apart[-1].name)
     return apart
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-solve
 def solved(
-    settings: tuple[float | None, float | None],  # target epsilon, noise multiplier: one of them
+    # target epsilon, noise multiplier: one of them
+    settings: tuple[float | None, float | None],
     delta: float,
     train: tuple[float, int],      # sample rate, steps
     requests: Sequence[Request],   # what the method spends besides training
     accountant: str,
 ) -> list[SampledGaussian]:        # training first; empty when epsilon is infinite
-    "The mechanisms of a plan; ValueError unless one of epsilon and noise_multiplier is given."
+    """The mechanisms of a plan; ValueError unless one of epsilon
+    and noise_multiplier is given."""
     target, multiplier = settings
     if (target is None) == (multiplier is None):
-        raise ValueError("give either epsilon or noise_multiplier, and only one of them")
+        raise ValueError(
+            "give either epsilon or noise_multiplier, and only one of them")
     if multiplier is not None and requests:
         raise ValueError(f"the method also spends on {requests[0].name}; give epsilon, "
                          "which it can share, instead of noise_multiplier")
@@ -128,12 +137,14 @@ def make_plan(
     accountant: str = Settings.accountant,
     requests: Sequence[Request] = (),       # what the method spends besides training
 ) -> Plan:
-    "Solve all noise multipliers so that the whole plan meets the target; Algorithm 3 of DP-FROST."
+    """Solve all noise multipliers so that the whole plan meets the target;
+    Algorithm 3 of DP-FROST."""
     delta = 0.5 / max(size, 1) if delta is None else delta
     check_sizes(size, batch_size, steps, delta, clip)
     if clipping not in ("flat", "automatic"):
         raise ValueError(f"clipping={clipping!r}: choose 'flat' or 'automatic'")
-    mechanisms = solved((target_epsilon, noise_multiplier), delta, (batch_size / size, steps), requests, accountant)
+    mechanisms = solved((target_epsilon, noise_multiplier), delta,
+                        (batch_size / size, steps), requests, accountant)
     return Plan(size, batch_size, steps, delta, clip, clipping, accountant, mechanisms)
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-check-disjoint
@@ -147,29 +158,34 @@ def check_disjoint(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) 
     for parameter in parameters:
         covers = torch.as_tensor(covered.get(id(parameter), 0))
         if not bool((covers <= 1).all()) or not bool((covers == 1).any()):
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} trains but lies in "
-                             f"{int(covers.max())} blocks; the method's blocks(context) must cover "
-                             "what trains once")
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} trains but lies in "
+                f"{int(covers.max())} blocks; the method's blocks(context) must cover "
+                "what trains once")
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-scaled-blocks
 def scaled_blocks(
     blocks: Sequence[Block],             # with relative bounds and noise
     parameters: Iterable[nn.Parameter],  # what trains
-    clip: float,                         # bound for a block of relative bound 1
-    sigma: float,                        # effective noise multiplier that the whole must have
-) -> list[Block]:                        # with absolute bounds and standard deviations
-    "Blocks that cover what trains, scaled to one effective noise multiplier; @lem-effective-noise."
+    clip: float,                        # bound for a block of relative bound 1
+    # effective noise multiplier that the whole must have
+    sigma: float,
+) -> list[Block]:                       # with absolute bounds and standard deviations
+    """Blocks that cover what trains, scaled to one effective noise multiplier;
+    @lem-effective-noise."""
     if not blocks or any(not block.clip > 0 or not block.noise > 0 for block in blocks):
         raise ValueError("every block needs a positive clip and a positive noise")
     check_disjoint(blocks, parameters)
     scale = sigma * math.sqrt(sum((block.clip / block.noise) ** 2 for block in blocks))
-    return [Block(block.parameters, block.masks, clip * block.clip, clip * scale * block.noise)
-            for block in blocks]
+    return [
+        Block(block.parameters, block.masks, clip * block.clip,
+              clip * scale * block.noise)
+        for block in blocks]
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-spread
 def noise_spread(
-    blocks: Sequence[Block],         # with absolute standard deviations
-) -> dict[int, Tensor | float]:      # id of a parameter -> each entry's; 0 where no block is
+    blocks: Sequence[Block],    # with absolute standard deviations
+) -> dict[int, Tensor | float]: # id of a parameter -> each entry's; 0 where no block is
     "The standard deviation of every entry's noise."
     spread: dict[int, Tensor | float] = {}
     for block in blocks:
@@ -181,12 +197,14 @@ def noise_spread(
 # %% ../nbs/5_notes/56_plan.ipynb #plan-entries
 def entries(block: Block) -> int:
     "How many entries a block has."
-    return sum(p.numel() if mask is None else int(mask.sum()) for p, mask in members(block))
+    return sum(p.numel() if mask is None else int(mask.sum())
+               for p, mask in members(block))
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-secured
 def secured_blocks(blocks: Sequence[Block]) -> list[Block]:
     "The blocks with the noise that secure mode adds; @lem-grid."
-    return [replace(block, noise=secure_std(block.noise, block.clip, entries(block))) for block in blocks]
+    return [replace(block, noise=secure_std(block.noise, block.clip, entries(block)))
+            for block in blocks]
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-check-secure
 def check_secure(secure_mode: bool, private: bool, device: torch.device) -> None:
@@ -219,7 +237,7 @@ def warn_of_noise(plan: Plan, entries: int) -> None:
     ratio = plan.batch_size * math.sqrt(plan.steps / entries) / sigma
     if ratio < 0.1:
         warnings.warn(
-            f"batch_size={plan.batch_size} is small for {entries:,} entries under a noise "
-            f"multiplier of {sigma:.2f}: over the whole run the noise is "
+            f"batch_size={plan.batch_size} is small for {entries:,} entries under a "
+            f"noise multiplier of {sigma:.2f}: over the whole run the noise is "
             f"{1 / ratio:,.0f} times as long as the longest signal; raise it or train "
             "less, dpft plan shows what helps", stacklevel=4)

@@ -658,15 +658,22 @@ def numbers_of(values: Tensor) -> Tensor:
 def fetched(far: Sequence[Tensor]) -> list[Tensor]:
     "Tensors of a device on the CPU; the device is asked once."
     parts = torch.cat([*map(numbers_of, far)]).cpu().split([x.nbytes for x in far])
-    return [part.clone().view(x.dtype).view(x.shape) for x, part in zip(far, parts, strict=True)]
+    return [part.clone().view(x.dtype).view(x.shape)
+            for x, part in zip(far, parts, strict=True)]
 
 def on_host(
     batch: Batch,
-) -> tuple[Batch, list[Tensor]]:  # and whether each tensor is what it was copied from, still on the device
+) -> tuple[
+    Batch, list[Tensor],
+]: # and whether each tensor is what it was copied from, still on the device
     "The batch with its tensors on the CPU."
-    far = [x for x in tensors(batch) if x.device.type != "cpu" and x.layout == torch.strided and not x.requires_grad]
+    far = [x for x in tensors(batch)
+           if x.device.type != "cpu" and x.layout == torch.strided
+           and not x.requires_grad]
     near = {id(x): origin for x in far if (origin := copied_from(x)) is not None}
-    alike = [(numbers_of(x) == numbers_of(near[id(x)]).to(x.device, non_blocking=True)).all() for x in far if id(x) in near]
+    alike = [(numbers_of(x)
+              == numbers_of(near[id(x)]).to(x.device, non_blocking=True)).all()
+             for x in far if id(x) in near]
     if unknown := [x for x in far if id(x) not in near]:
         near |= zip(map(id, unknown), fetched(unknown), strict=True)
     if not near:

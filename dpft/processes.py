@@ -29,23 +29,27 @@ class ProcessError(ValueError):
     "A process of the run is gone, or the processes do not fit together."
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-reached
-HOW_TO_GO_ON = ("all that was released is in the ledger; with a checkpoint folder, the same command with the same number of processes "
-                "continues from the last checkpoint")
+HOW_TO_GO_ON = (
+    "all that was released is in the ledger; with a checkpoint folder, the same "
+    "command with the same number of processes continues from the last checkpoint")
 Result = TypeVar("Result")
 
 @contextmanager
 def reached() -> Iterator[None]:
-    "A `ProcessError` with the way to go on, when the other processes cannot be reached."
+    """A `ProcessError` with the way to go on, when the other processes
+    cannot be reached."""
     try:
         yield
     except RuntimeError as error:
         reason = re.split(r"\. |\n", re.sub(r"^\[.*?\] *", "", str(error).strip()))[0]
-        raise ProcessError("another process of this run has ended or cannot be reached "
-                           f"({reason}), so this one ends too; {HOW_TO_GO_ON}") from error
+        raise ProcessError(
+            f"another process of this run has ended or cannot be reached ({reason}), "
+            f"so this one ends too; {HOW_TO_GO_ON}") from error
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-tried
 def tried(work: Callable[[], Any]) -> list[Any]:
-    "What `work` returns, or else its error, as [result, error] that can be told to other processes."
+    """What `work` returns, or else its error, as [result, error] that can be told
+    to other processes."""
     try:
         return [work(), None]
     except (ValueError, OSError) as error:
@@ -74,15 +78,16 @@ def gathered(value: Any, size: int) -> list[Any]:
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-checked
 def refuse_unlike(
-    found: Sequence[dict[str, Any]],  # of each process in order, its values by name
-    way_out: str,                     # what to do when they are not alike, for the error
+    found: Sequence[dict[str, Any]], # of each process in order, its values by name
+    way_out: str,                    # what to do when they are not alike, for the error
 ) -> None:
     "A `ProcessError` unless all have the values of the first; @sec-agree."
     for rank, theirs in enumerate(found):
         for name, value in theirs.items():
             if value != found[0][name]:
-                raise ProcessError(f"process {rank} has another {name.replace('_', ' ')} "
-                                   f"than process 0; {way_out}")
+                raise ProcessError(
+                    f"process {rank} has another {name.replace('_', ' ')} "
+                    f"than process 0; {way_out}")
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-reduced
 def flattened(sums: dict[str, Tensor], counts: Sequence[float]) -> Tensor:
@@ -91,10 +96,13 @@ def flattened(sums: dict[str, Tensor], counts: Sequence[float]) -> Tensor:
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     device = values[0].device
     numbers = torch.tensor(counts, dtype=dtype, device=device)
-    return torch.cat([*(value.to(device, dtype).flatten() for value in values), numbers])
+    return torch.cat(
+        [*(value.to(device, dtype).flatten() for value in values), numbers])
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-unflattened
-def unflattened(flat: Tensor, sums: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[float]]:
+def unflattened(
+    flat: Tensor, sums: dict[str, Tensor],
+) -> tuple[dict[str, Tensor], list[float]]:
     "The sums, in the shapes and types of these, and the counts."
     sizes = [value.numel() for value in sums.values()]
     *parts, numbers = flat.split([*sizes, len(flat) - sum(sizes)])
@@ -112,22 +120,27 @@ def take_over(value: Tensor) -> None:
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-class
 class Processes:
-    "The processes of one run, as torch.distributed knows them; alone, every method is trivial. @sec-one-draw"
+    """The processes of one run, as torch.distributed knows them;
+    alone, every method is trivial. @sec-one-draw"""
     sharded = False  # whether the model lies over several
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.alone = self.size == 1      # whether there is no other
-        self.is_first = self.rank == 0   # that keeps ledger and checkpoint, adds the noise, and speaks
-        self.mark = () if self.alone else (self.rank,)  # sets its keys apart from the others'
+        self.rank, self.size = ((dist.get_rank(), dist.get_world_size())
+                                if several else (0, 1))
+        self.alone = self.size == 1 # whether there is no other
+        # that keeps ledger and checkpoint, adds the noise, and speaks
+        self.is_first = self.rank == 0
+        # sets its keys apart from the others'
+        self.mark = () if self.alone else (self.rank,)
 
     def slice(self, rows: Tensor) -> Tensor:
         "This process's part of a draw: every R-th of its (n,) rows."
         return rows[self.rank::self.size]
 
     def first(self, work: Callable[[], Result]) -> Result:
-        "What `work` returns on the first process, told to all; an error there is raised on all."
+        """What `work` returns on the first process, told to all;
+        an error there is raised on all."""
         return work() if self.alone else told_by_first(work, self.is_first)
 
     def gather(self, value: Any) -> list[Any]:
@@ -139,20 +152,23 @@ class Processes:
         way_out: str,   # what to do when they are not, for the error
         **values: Any,  # what must be the same on every process, by name
     ) -> None:
-        "A `ProcessError` on all processes unless each of them has the same values; @sec-agree."
+        """A `ProcessError` on all processes unless each of them has the same values;
+        @sec-agree."""
         refuse_unlike([] if self.alone else self.gather(values), way_out)
 
     def perturbed(
         self,
-        total: Tensor,                                             # this process's sum
+        total: Tensor, # this process's sum
         keystream: Keystream,
-        add: Callable[[Tensor, Noise | None], Tensor],             # the noise of this stream, if any
+        # the noise of this stream, if any
+        add: Callable[[Tensor, Noise | None], Tensor],
     ) -> Tensor:
         "A sum with its noise, which the first process adds."
         return add(total, keystream if self.is_first else None)
 
     def idle(self, batches: int) -> int:
-        "How many passes a process joins in after its own batches: none, where it holds the whole model."
+        """How many passes a process joins in after its own batches:
+        none, where it holds the whole model."""
         return 0
 
     def together(self, work: Callable[[], Result]) -> Result:
@@ -161,10 +177,12 @@ class Processes:
 
     def total(
         self,
-        sums: dict[str, Tensor],        # this process's; the same names and shapes on all
-        counts: Sequence[float] = (),   # numbers to add up along with them, exact below 2^24
+        sums: dict[str, Tensor], # this process's; the same names and shapes on all
+        # numbers to add up along with them, exact below 2^24
+        counts: Sequence[float] = (),
     ) -> tuple[dict[str, Tensor], list[float]]:
-        "The sums and counts over all processes, in one reduction; the same bits on each of them. @lem-sliced-sum"
+        """The sums and counts over all processes, in one reduction;
+        the same bits on each of them. @lem-sliced-sum"""
         if self.alone:
             return sums, list(counts)
         flat = flattened(sums, counts)
@@ -173,7 +191,8 @@ class Processes:
         return unflattened(flat, sums)
 
     def spread(self, model: nn.Module) -> None:
-        "Parameters and buffers of the first process's model, bit for bit, into all the others'."
+        """Parameters and buffers of the first process's model, bit for bit,
+        into all the others'."""
         for value in () if self.alone else (*model.parameters(), *model.buffers()):
             take_over(value)
 
@@ -181,16 +200,21 @@ class Processes:
 def check_whole(model: nn.Module) -> None:
     "ValueError for what exchanges gradients by itself, or holds a part of the layers."
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("the model is wrapped in DistributedDataParallel, which exchanges gradients before they are private; "
-                         "pass model.module, the engine adds up over the processes itself")
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which exchanges "
+            "gradients before they are private; pass model.module, the engine adds up "
+            "over the processes itself")
     kinds = {kind.__module__ for kind in type(model).__mro__}
     if any(kind.startswith("torch.distributed.pipelining") for kind in kinds):
-        raise ValueError("the model is a stage of a pipeline, so no process sees an example's whole gradient; "
-                         "pass the whole model, cut by fully_shard or parallelize_module")
+        raise ValueError(
+            "the model is a stage of a pipeline, so no process sees an example's whole "
+            "gradient; pass the whole model, cut by fully_shard or parallelize_module")
     parts = model.modules() if isinstance(model, nn.Module) else ()
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts):
-        raise ValueError("the model is wrapped in FullyShardedDataParallel, which flattens its layers' parameters; "
-                         "apply torch.distributed.fsdp.fully_shard to it instead")
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel, which flattens its "
+            "layers' parameters; apply torch.distributed.fsdp.fully_shard to it "
+            "instead")
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-form
 def form(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
@@ -209,7 +233,8 @@ def whole(values: Tensor) -> Tensor:
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-plain-of
 def plain_of(model: nn.Module) -> nn.Module | None:
-    "A model that lies over processes as a whole one, on the first of them; others as they are."
+    """A model that lies over processes as a whole one, on the first of them;
+    others as they are."""
     if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
         return model
     from dpft.sharded_state import plain_copy
@@ -218,23 +243,28 @@ def plain_of(model: nn.Module) -> nn.Module | None:
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start
 def launched() -> bool:
     "Whether `torchrun` started this process as one of several."
-    return dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return (dist.is_available() and dist.is_torchelastic_launched()
+            and int(os.environ.get("WORLD_SIZE", 1)) > 1)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-own-device
 def own_device(device: str | None) -> str:
-    "The device of this process: the one that was asked for, or a GPU if there is one; of several processes each has a GPU of its own."
+    """The device of this process: the one that was asked for, or a GPU if there is one;
+    of several processes each has a GPU of its own."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not launched() or not kind.startswith("cuda"):
         return kind
     number, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if kind != "cuda" or number >= there:
-        raise ValueError(f"device={kind}: each process takes a GPU of its own, and this machine has {there}; "
-                         "start no more processes than that and ask for --device cuda, or for --device cpu")
+        raise ValueError(
+            f"device={kind}: each process takes a GPU of its own, and this machine has "
+            f"{there}; start no more processes than that and ask for --device cuda, "
+            "or for --device cpu")
     torch.cuda.set_device(number)
     return f"cuda:{number}"
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start-code
-_store: Any = None  # shared by the processes of one `torchrun`; None: nobody to agree with
+# shared by the processes of one `torchrun`; None: nobody to agree with
+_store: Any = None
 
 def start(
     device: str | None = None,  # "cpu" or "cuda"; None: cuda if there is one
@@ -248,8 +278,11 @@ def start(
     _store = store
     chosen = own_device(device)
     backend = "cpu:gloo,cuda:nccl" if chosen.startswith("cuda") else "gloo"
-    with reached():                            # a day: the others wait while the first scores, and a death is noticed without a clock
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
+    # a day: the others wait while the first scores, and a death is noticed without
+    # a clock
+    with reached():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size,
+                                timeout=timedelta(days=1))
     return chosen
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-stop
@@ -259,7 +292,8 @@ def stop() -> None:
         dist.destroy_process_group()
 
 def speaks() -> bool:
-    "Whether this process is the first of the run that has an error to tell: the cause comes before what follows from it."
+    """Whether this process is the first of the run that has an error to tell:
+    the cause comes before what follows from it."""
     try:
         return _store is None or _store.add("dpft: an error was told", 1) == 1
     except RuntimeError:
@@ -267,8 +301,10 @@ def speaks() -> bool:
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-told-to-stop
 def told_to_stop(number: int, frame: Any) -> None:
-    "For SIGTERM, by which `torchrun` also ends the others when one has failed: a sentence, and an exit that undoes what is half done."
+    """For SIGTERM, by which `torchrun` also ends the others when one has failed:
+    a sentence, and an exit that undoes what is half done."""
     if speaks():
         why = "" if _store is None else ", as when another of the run has ended"
-        print(f"dpft: this process was told to stop{why}; {HOW_TO_GO_ON}", file=sys.stderr, flush=True)
+        print(f"dpft: this process was told to stop{why}; {HOW_TO_GO_ON}",
+              file=sys.stderr, flush=True)
     raise SystemExit(128 + number)

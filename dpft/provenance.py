@@ -103,8 +103,8 @@ def sentence(note: dict[str, Any]) -> str:
     "How the guarantee names an earlier run that made the start."
     called = f'run "{note["run"]}"' if note["run"] else "an earlier run"
     if not note["private"]:
-        return (f"{START}: {called} trained them and promises nothing, so whoever is in "
-                "its data is not protected by this run either")
+        return (f"{START}: {called} trained them and promises nothing, so whoever is "
+                "in its data is not protected by this run either")
     spent = epsilon([SampledGaussian(**one) for one in note["mechanisms"]],
                     note["delta"], note["accountant"])
     return (f"{START}: {called} trained them at epsilon {spent:.2f} and delta "
@@ -124,7 +124,8 @@ def notes_on(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-look
 def look_at_start(engine: Any, fingerprint: Callable[[], str]) -> None:
-    "Name the runs that made the start of this one; ValueError where noise comes too late."
+    """Name the runs that made the start of this one;
+    ValueError where noise comes too late."""
     if not engine.plan.private:
         return
     found = [note for note in notes_on(engine.model) if note["run"] != engine.store.run]
@@ -133,9 +134,9 @@ def look_at_start(engine: Any, fingerprint: Callable[[], str]) -> None:
     for note in held:
         if not note["private"]:
             raise ValueError(
-                f'run "{note["run"]}" of this ledger has trained this model on the same '
-                "data without privacy, so no noise that comes now hides it; start from "
-                "the weights as they were before that run, or set epsilon=inf")
+                f'run "{note["run"]}" of this ledger has trained this model on the '
+                "same data without privacy, so no noise that comes now hides it; start "
+                "from the weights as they were before that run, or set epsilon=inf")
     found += [note for note in held if note["run"] not in known | {engine.store.run}]
     if found:
         engine.assumed_public = [one for one in engine.assumed_public

@@ -68,9 +68,9 @@ def gather(
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-numbers
 def unit_numbers(
-    labels: Sequence[Hashable] | Tensor,  # (N,) the unit of each row, by any name
-    name: str = "unit",                   # of the column, for errors
-) -> Tensor:                              # (N,) in the order in which units first appear
+    labels: Sequence[Hashable] | Tensor, # (N,) the unit of each row, by any name
+    name: str = "unit",                  # of the column, for errors
+) -> Tensor:                             # (N,) in the order in which units first appear
     "Numbers for names; refuses rows without a unit, and units of one row each."
     arrays = isinstance(labels, (Tensor, np.ndarray))
     values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]

@@ -32,10 +32,12 @@ from .models import (
 from .rows import LedgerFile
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-additions
-RESTORERS: dict[str, Callable[..., Any]] = {}  # "module:name" -> a function that adds parameters to a model again
+# "module:name" -> a function that adds parameters to a model again
+RESTORERS: dict[str, Callable[..., Any]] = {}
 
 def restores(function: Callable[..., Any]) -> Callable[..., Any]:
-    "Allow `load` to call this function, as function(model, **settings) with what `note_addition` noted."
+    """Allow `load` to call this function, as function(model, **settings)
+    with what `note_addition` noted."""
     RESTORERS[f"{function.__module__}:{function.__name__}"] = function
     return function
 
@@ -46,8 +48,10 @@ def note_addition(
     parameters: Iterable[str],     # names of what it added
     **settings: Any,               # JSON; what it is to be called with
 ) -> None:
-    "Write down on the model how parameters that are not the base model's are added again."
-    noted = {"function": f"{function.__module__}:{function.__name__}", "parameters": list(parameters), "settings": settings,
+    """Write down on the model how parameters that are not the base
+    model's are added again."""
+    noted = {"function": f"{function.__module__}:{function.__name__}",
+             "parameters": list(parameters), "settings": settings,
              "after_peft": bool(adapter_names(model))}
     model.__dict__.setdefault("_added", []).append(json.loads(json.dumps(noted)))
 
@@ -68,7 +72,8 @@ def add_again(
     model: nn.Module,
     noted: Sequence[dict[str, Any]],  # as `additions` gave them
 ) -> None:
-    "Add to a base model what was added to the one that was saved; ValueError on a function that is not marked with `restores`."
+    """Add to a base model what was added to the one that was saved;
+    ValueError on a function that is not marked with `restores`."""
     for addition in noted:
         module, _, _ = addition["function"].partition(":")
         if module.startswith("dpft."):
@@ -81,16 +86,19 @@ def add_again(
         RESTORERS[addition["function"]](model, **addition["settings"])
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-names
-WRAPPING = "base_model.model."  # what a PeftModel puts before all names, and peft's files with it
+# what a PeftModel puts before all names, and peft's files with it
+WRAPPING = "base_model.model."
 
 def stored_name(
     name: str,
     adapters: Sequence[str],  # as `adapter_names` gave them
 ) -> str:
-    "A parameter's name in a file: as in the model, or as peft has it when there is an adapter."
+    """A parameter's name in a file: as in the model,
+    or as peft has it when there is an adapter."""
     if not adapters:
         return name
-    kept = [part for part in name.removeprefix(WRAPPING).split(".") if part not in (*adapters, "modules_to_save")]
+    kept = [part for part in name.removeprefix(WRAPPING).split(".")
+            if part not in (*adapters, "modules_to_save")]
     return WRAPPING + ".".join(kept)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-base-name
@@ -100,7 +108,8 @@ def base_name(
 ) -> str:
     "A parameter's name in the base model, before its layer was wrapped."
     plain = stored_name(name, adapters).removeprefix(WRAPPING)
-    return ".".join(part for part in plain.split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(part for part in plain.split(".")
+                    if part not in ("base_layer", "original_module"))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-parts
 def is_wrapped(model: nn.Module) -> bool:
@@ -113,7 +122,8 @@ def inner_model(model: Any) -> Any:
 
 def all_additions(model: nn.Module) -> list[dict[str, Any]]:
     "What was added to a model, before it was wrapped and after."
-    return additions(inner_model(model)) + (additions(model) if is_wrapped(model) else [])
+    return (additions(inner_model(model))
+            + (additions(model) if is_wrapped(model) else []))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-part-names
 def part_names(
@@ -122,12 +132,17 @@ def part_names(
 ) -> list[str]:
     "Names of what the base model cannot give: all that trained or was added."
     adapters = adapter_names(model)
-    wanted = {base_name(name, adapters) for name in (*trained, *(name for noted in all_additions(model) for name in noted["parameters"]))}
+    wanted = {
+        base_name(name, adapters)
+        for name in (*trained, *(name for noted in all_additions(model)
+                                 for name in noted["parameters"]))}
     if adapters:
         from peft import get_peft_model_state_dict
-        inside = get_peft_model_state_dict(model, adapter_name=adapters[0], save_embedding_layers=False)
+        inside = get_peft_model_state_dict(
+            model, adapter_name=adapters[0], save_embedding_layers=False)
         wanted |= {base_name(name, adapters) for name in inside}
-    return [name for name, _ in model.named_parameters() if base_name(name, adapters) in wanted and ".original_module." not in name]
+    return [name for name, _ in model.named_parameters()
+            if base_name(name, adapters) in wanted and ".original_module." not in name]
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-base
 SAMPLE = 1024  # values of each parameter that enter its fingerprint
@@ -136,20 +151,24 @@ def frozen_fingerprint(
     model: nn.Module,        # the trained one, or its base
     without: Iterable[str],  # names in the base model of what trained or was added
 ) -> str:                    # sha256, hex
-    "Identity of what a run left frozen, the same for the base model itself; @def-frozen-fingerprint."
+    """Identity of what a run left frozen, the same for the base model itself;
+    @def-frozen-fingerprint."""
     digest, skipped, adapters = hashlib.sha256(), set(without), adapter_names(model)
-    frozen = {base_name(name, adapters): parameter for name, parameter in model.named_parameters()}
+    frozen = {base_name(name, adapters): parameter
+              for name, parameter in model.named_parameters()}
     for name in sorted(frozen.keys() - skipped):
         values = frozen[name].detach().flatten()
         sample = full(values[::max(1, len(values) // SAMPLE)]).cpu().contiguous()
-        digest.update(f"{name}{tuple(frozen[name].shape)}".encode() + sample.numpy().tobytes())
+        digest.update(
+            f"{name}{tuple(frozen[name].shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-load-base
 def class_named(name: str | None) -> Any:
     "The Transformers class, or the book's own, of this name; None when there is none."
     import transformers
-    return mean_pooled_classifier() if name == "MeanPooledClassifier" else getattr(transformers, name or "", None)
+    return (mean_pooled_classifier() if name == "MeanPooledClassifier"
+            else getattr(transformers, name or "", None))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-load-base-function
 def load_base(
@@ -158,14 +177,17 @@ def load_base(
     folder: str | Path,     # where config.json lies
     dtype: str = "float32",
 ) -> nn.Module:
-    "Pre-trained weights under a saved configuration; what they do not hold is drawn from a fixed seed."
+    """Pre-trained weights under a saved configuration;
+    what they do not hold is drawn from a fixed seed."""
     path, file = gguf_of(name)
-    source, model_class = minilm_folder() if name == "minilm" else path, class_named(kind)
+    source, model_class = (
+        minilm_folder() if name == "minilm" else path, class_named(kind))
     config = model_class.config_class.from_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return load_pretrained(model_class, source, config=config, ignore_mismatched_sizes=True,
-                               dtype=getattr(torch, dtype), **gguf_options(file))
+        return load_pretrained(
+            model_class, source, config=config, ignore_mismatched_sizes=True,
+            dtype=getattr(torch, dtype), **gguf_options(file))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write
 PART, ADAPTER = "trained.safetensors", "adapter_model.safetensors"
@@ -174,30 +196,36 @@ def named_base(
     model: nn.Module,
     recipe: dict[str, Any] | None,  # how `load_model` made the model, if it did
 ) -> str | None:
-    "Name or folder of the pre-trained weights that a model came from, as far as it is known."
-    name = recipe["name"] if recipe else getattr(getattr(model, "config", None), "_name_or_path", "")
+    """Name or folder of the pre-trained weights that a model came from,
+    as far as it is known."""
+    name = (recipe["name"] if recipe
+            else getattr(getattr(model, "config", None), "_name_or_path", ""))
     return name if name and name not in BUILT else None
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-identity
 def base_identity(
     model: nn.Module,
-    names: Sequence[str],           # as `part_names` gave them
+    names: Sequence[str],  # as `part_names` gave them
     recipe: dict[str, Any] | None,
-    folder: Path,                   # holds config.json
-) -> dict[str, Any]:                # "name" is None where the base could not be loaded again
-    "The base under a part; a name is kept only if loading it gives the same frozen parameters."
+    folder: Path,          # holds config.json
+) -> dict[str, Any]:       # "name" is None where the base could not be loaded again
+    """The base under a part; a name is kept only if loading it gives the same
+    frozen parameters."""
     adapters, inner = adapter_names(model), inner_model(model)
     without = {base_name(name, adapters) for name in names}
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    base: dict[str, Any] = {"name": named_base(inner, recipe), "class": type(inner).__name__, "dtype": dtype,
-                            "fingerprint": frozen_fingerprint(model, without)}
-    if base["name"] is None or class_named(base["class"]) is None or not (folder / "config.json").exists():
+    base: dict[str, Any] = {
+        "name": named_base(inner, recipe), "class": type(inner).__name__,
+        "dtype": dtype, "fingerprint": frozen_fingerprint(model, without)}
+    if (base["name"] is None or class_named(base["class"]) is None
+            or not (folder / "config.json").exists()):
         return base | {"name": None}
     try:
         again = load_base(base["name"], base["class"], folder, base["dtype"])
     except (OSError, ValueError, RuntimeError):
         return base | {"name": None}
-    return base if frozen_fingerprint(again, without) == base["fingerprint"] else base | {"name": None}
+    return (base if frozen_fingerprint(again, without) == base["fingerprint"]
+            else base | {"name": None})
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-model
 def _check_form(
@@ -208,8 +236,9 @@ def _check_form(
 ) -> None:
     "ValueError on what cannot be saved as it was asked for."
     if len(adapters) > 1:
-        raise ValueError(f"the model holds {len(adapters)} adapters "
-                         f"({', '.join(adapters)}); delete all but the one that trained")
+        raise ValueError(
+            f"the model holds {len(adapters)} adapters ({', '.join(adapters)}); "
+            "delete all but the one that trained")
     if whole and is_wrapped(model):
         raise ValueError("a PeftModel is saved as its adapter; for the whole model "
                          "save model.merge_and_unload() with Transformers")
@@ -222,7 +251,8 @@ def write_model(
     model: nn.Module,
     trained: Iterable[str],         # names of what trained
     folder: Path,
-    whole: bool | None = None,      # None: only the part where it is small and its base is known
+    # None: only the part where it is small and its base is known
+    whole: bool | None = None,
     recipe: dict[str, Any] | None = None,
 ) -> dict[str, Any]:                # for dpft.json
     "Write a model's weights, or those that its base lacks; @sec-saving."
@@ -243,9 +273,11 @@ def write_model(
     else:
         _write_whole(model, folder)
     if adapters:
-        _write_adapter_config(model, adapters[0], folder if part else folder / "peft", base)
-    return {"recipe": recipe, "part": part, "names": names if part else [], "base": base, "class": type(inner).__name__,
-            "added": all_additions(model), "adapters": adapters, "wrapped": is_wrapped(model)}
+        _write_adapter_config(
+            model, adapters[0], folder if part else folder / "peft", base)
+    return {"recipe": recipe, "part": part, "names": names if part else [],
+            "base": base, "class": type(inner).__name__, "added": all_additions(model),
+            "adapters": adapters, "wrapped": is_wrapped(model)}
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-part-base
 def _part_base(
@@ -266,7 +298,8 @@ def _part_base(
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-parts
 #| code-fold: true
 def _clear(folder: Path) -> None:
-    "Remove a run that was saved here before, so that no old file is read for a new one."
+    """Remove a run that was saved here before,
+    so that no old file is read for a new one."""
     if not (folder / "dpft.json").exists():
         return
     old = [*folder.glob("model*.safetensors"), folder / "adapter_config.json",
@@ -282,11 +315,15 @@ def _clear(folder: Path) -> None:
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-part
 #| code-fold: true
-def _write_part(model: nn.Module, names: Sequence[str], adapters: Sequence[str], folder: Path) -> None:
+def _write_part(
+    model: nn.Module, names: Sequence[str], adapters: Sequence[str], folder: Path,
+) -> None:
     from safetensors.torch import save_file
     parameters = dict(model.named_parameters())
-    values = {stored_name(name, adapters): parameters[name].detach().cpu().contiguous() for name in names}
-    save_file(values, folder / (ADAPTER if adapters else PART), metadata={"format": "pt"})
+    values = {stored_name(name, adapters): parameters[name].detach().cpu().contiguous()
+              for name in names}
+    save_file(values, folder / (ADAPTER if adapters else PART),
+              metadata={"format": "pt"})
 
 def _write_whole(model: Any, folder: Path) -> None:
     from safetensors.torch import save_model
@@ -297,20 +334,24 @@ def _write_whole(model: Any, folder: Path) -> None:
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-adapter-config
 #| code-fold: true
-def _write_adapter_config(model: Any, adapter: str, folder: Path, base: dict[str, Any] | None) -> None:
+def _write_adapter_config(
+    model: Any, adapter: str, folder: Path, base: dict[str, Any] | None,
+) -> None:
     config = copy.deepcopy(model.peft_config[adapter])
     config.base_model_name_or_path, config.inference_mode = base and base["name"], True
     config.save_pretrained(folder)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-target
-KEPT = ("dpft.json", "guarantee.json", "README.md") # one of them: there is something to lose
+# one of them: there is something to lose
+KEPT = ("dpft.json", "guarantee.json", "README.md")
 
 def check_target(
     path: str | Path,        # the folder that a run is to be saved in
     overwrite: bool = False, # whether a run that is there may be replaced
     room: int = 0,           # bytes that the run will need
 ) -> Path:                   # the folder, which exists now
-    "Refuse, before training, a place where a run could not be saved, or would replace one."
+    """Refuse, before training, a place where a run could not be saved,
+    or would replace one."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
@@ -335,11 +376,14 @@ def check_room(
     checkpoint: str | Path | None = None,  # where its state is kept
     recipe: dict[str, Any] | None = None,  # how `load_model` made the model, if it did
 ) -> None:
-    "ValueError, before anything is drawn, for a place without room for what the run writes."
+    """ValueError, before anything is drawn, for a place without room
+    for what the run writes."""
     whole, part = _bytes(model.parameters()), _bytes(trains)
     small = 2 * part < whole and named_base(inner_model(model), recipe) is not None
-    needs = [(Path(place), room) for place, room in (
-        (output, part if small else whole), (checkpoint, 2 * STATE * part)) if place is not None]
+    needs = [(Path(place), room)
+             for place, room in ((output, part if small else whole),
+                                 (checkpoint, 2 * STATE * part))
+             if place is not None]
     disks = [check_target(folder, overwrite=True).stat().st_dev for folder, _ in needs]
     for (folder, _), own in zip(needs, disks):
         room = sum(size for (_, size), disk in zip(needs, disks) if disk == own)
@@ -350,7 +394,8 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-free-room
 def free_room(folder: Path) -> int:
-    "Bytes that a folder, made if need be, has room for; ValueError where none can be written."
+    """Bytes that a folder, made if need be, has room for;
+    ValueError where none can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -363,7 +408,8 @@ def free_room(folder: Path) -> int:
 # %% ../nbs/5_notes/79_saving.ipynb #saving-nothing-left
 @contextmanager
 def nothing_left(*places: Any) -> Iterator[None]:
-    "Where a call fails, remove the empty folders and the empty ledger among its new places."
+    """Where a call fails, remove the empty folders and the empty ledger
+    among its new places."""
     paths = [Path(place) for place in places if isinstance(place, str | Path)]
     new = [one for path in paths for one in (path, *path.parents) if not one.exists()]
     try:
@@ -376,7 +422,8 @@ def nothing_left(*places: Any) -> Iterator[None]:
 
 
 def remove_empty(path: Path) -> None:
-    "Remove an empty folder, or a ledger without a row; OSError or ValueError for any other."
+    """Remove an empty folder, or a ledger without a row;
+    OSError or ValueError for any other."""
     if not path.is_file():
         return path.rmdir()
     ledger = LedgerFile(path, timeout=0)
@@ -392,9 +439,11 @@ def tokenizer_of_base(
     tokenizer: Any,
     base: dict[str, Any] | None,  # as in dpft.json
 ) -> bool:
-    "Whether a tokenizer came with the base model, and so need not be saved beside a part of it."
+    """Whether a tokenizer came with the base model, and so need not be saved
+    beside a part of it."""
     name = base and base["name"]
-    return bool(name) and tokenizer.name_or_path in (name, str(minilm_folder()) if name == "minilm" else name)
+    return bool(name) and tokenizer.name_or_path in (
+        name, str(minilm_folder()) if name == "minilm" else name)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-how-to-load
 def how_to_load(
@@ -413,7 +462,8 @@ def how_to_load(
         lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
                   f"`base` is a {kind} with a head of the same size."]
     elif part and not description["added"]:
-        lines += [f"Without this package: `base.load_state_dict(safetensors.torch.load_file(\"{PART}\"), strict=False)`."]
+        lines += ["Without this package: `base.load_state_dict(safetensors.torch."
+                  f"load_file(\"{PART}\"), strict=False)`."]
     return "\n".join(["## How to load", "", *lines]) + "\n"
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-read
@@ -422,7 +472,8 @@ def read_model(
     description: dict[str, Any],     # from dpft.json
     model: nn.Module | None = None,  # the architecture, or for a part the base
 ) -> nn.Module:
-    "A saved model; ValueError on another base, and on an architecture that is not known."
+    """A saved model; ValueError on another base,
+    and on an architecture that is not known."""
     if description.get("part"):
         return _read_part(folder, description, model)
     grown = description.get("added") or description.get("adapters")
@@ -434,12 +485,14 @@ def read_model(
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-architecture
 def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
-    "The model that a whole save describes; from Transformers it comes with its weights."
+    """The model that a whole save describes;
+    from Transformers it comes with its weights."""
     recipe, kind = description["recipe"], description.get("class")
     if (folder / "config.json").exists() and class_named(kind) is not None:
         return load_base(str(folder), str(kind), folder)
     if (folder / "config.json").exists():
-        return load_model(str(folder), classes=(recipe or {}).get("classes", 2), kind=description["kind"])
+        return load_model(str(folder), classes=(recipe or {}).get("classes", 2),
+                          kind=description["kind"])
     if recipe is None:
         raise ValueError(f"{folder} was saved from a module of one's own; pass it: "
                          "load(path, model=MyModule())")
@@ -453,8 +506,10 @@ def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
     for file in sorted(folder.glob("model*.safetensors")):
         values |= load_file(file)
     unknown = model.load_state_dict(values, strict=False).unexpected_keys
-    filled = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items() if name in values}
-    empty = [name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in filled]
+    filled = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
+              if name in values}
+    empty = [name for name, tensor in model.state_dict(keep_vars=True).items()
+             if id(tensor) not in filled]
     if unknown or empty:
         raise ValueError(f"{folder} and {type(model).__name__} are not of one form: "
                          f"{(unknown + empty)[0]} is in one of them only; pass the "
@@ -462,7 +517,9 @@ def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
     return model
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-read-part
-def _read_part(folder: Path, description: dict[str, Any], model: nn.Module | None) -> nn.Module:
+def _read_part(
+    folder: Path, description: dict[str, Any], model: nn.Module | None,
+) -> nn.Module:
     "The trained part on top of its base."
     from safetensors.torch import load_file
     base, adapters = description["base"], description["adapters"]
@@ -472,23 +529,27 @@ def _read_part(folder: Path, description: dict[str, Any], model: nn.Module | Non
         raise ValueError(f"{folder} holds only what trained, on a base without a name; "
                          "pass the base: load(path, model=base)")
     try:
-        model = model if model is not None else load_base(base["name"], base["class"], folder, base["dtype"])
+        model = (model if model is not None
+                 else load_base(base["name"], base["class"], folder, base["dtype"]))
     except OSError as error:
-        raise ValueError(f"{folder} holds only what trained, and its base{where} "
-                         "cannot be loaded; pass the base: load(path, model=base)") from error
+        raise ValueError(
+            f"{folder} holds only what trained, and its base{where} cannot be loaded; "
+            "pass the base: load(path, model=base)") from error
     if frozen_fingerprint(model, without) != base["fingerprint"]:
         raise ValueError(f"{folder} was trained on another base "
                          f"model,{where or ' which has no name'} ({base['class']}), "
                          f"than this {type(model).__name__}: what it left frozen "
                          "differs; pass that base")
     model = _grown(model, folder, description)
-    _fill(model, load_file(folder / (ADAPTER if adapters else PART)), description["names"], adapters, folder)
+    _fill(model, load_file(folder / (ADAPTER if adapters else PART)),
+          description["names"], adapters, folder)
     return model
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-grown
 #| code-fold: true
 def _grown(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Module:
-    "A base model with what was added to it, and peft's layers, in the order in which they came."
+    """A base model with what was added to it, and peft's layers,
+    in the order in which they came."""
     added = description.get("added", [])
     add_again(model, [noted for noted in added if not noted["after_peft"]])
     if description.get("adapters"):
@@ -504,16 +565,22 @@ def _adapted(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.
     config, name = PeftConfig.from_pretrained(str(folder)), description["adapters"][0]
     config.inference_mode = False
     model_any: Any = model
-    return get_peft_model(model_any, config, name) if description["wrapped"] else inject_adapter_in_model(config, model, name)
+    return (get_peft_model(model_any, config, name)
+            if description["wrapped"]
+            else inject_adapter_in_model(config, model, name))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-fill
 #| code-fold: true
-def _fill(model: nn.Module, values: dict[str, Tensor], names: Sequence[str], adapters: Sequence[str], folder: Path) -> None:
+def _fill(
+    model: nn.Module, values: dict[str, Tensor], names: Sequence[str],
+    adapters: Sequence[str], folder: Path,
+) -> None:
     "Put stored values into their parameters; ValueError when one has no place."
     parameters = dict(model.named_parameters())
     for name in names:
         value = values.get(stored_name(name, adapters))
-        if name not in parameters or value is None or value.shape != parameters[name].shape:
+        if (name not in parameters or value is None
+                or value.shape != parameters[name].shape):
             raise ValueError(f"{folder}: {name} has no place in this "
                              f"{type(model).__name__}, or not of its shape; pass the "
                              "base it was trained on")

@@ -37,9 +37,10 @@ def _column(data: Any, name: str) -> list[Hashable]:
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people
 def people_of(
-    data: Any,                               # rows
-    unit: str | Sequence[Hashable] | Tensor, # column that names them, or a list of names
-) -> list[Hashable]:                         # one for each row
+    data: Any, # rows
+    # column that names them, or a list of names
+    unit: str | Sequence[Hashable] | Tensor,
+) -> list[Hashable]: # one for each row
     "Whose row each is; ValueError where that is not known for all of them."
     data = data.data if isinstance(data, Public) else data
     names = _column(data, unit) if isinstance(unit, str) else (
@@ -61,7 +62,8 @@ class NoisyAccuracy:
         self,
         data: Any,                             # labelled rows, none of them trained on
         noise_multiplier: float | None = None, # None: `tune` solves it for its budget
-        unit: str | Sequence[Hashable] | Tensor | None = None, # whose each row is; None: a row
+        # whose each row is; None: a row
+        unit: str | Sequence[Hashable] | Tensor | None = None,
     ):
         self.data, self.noise_multiplier, self.unit = data, noise_multiplier, unit
         if not len(data):
@@ -109,9 +111,9 @@ def right_answers(
     for batch in evaluation_batches(model, data, None, 256):
         said, labels, counted = answers(model, batch)
         if labels.ndim > 1:
-            raise ValueError("NoisyAccuracy counts rows that are answered right, and this "
-                             "model answers for each token of a row; score it on public "
-                             "data instead")
+            raise ValueError(
+                "NoisyAccuracy counts rows that are answered right, and this model "
+                "answers for each token of a row; score it on public data instead")
         right += int(((said == labels) & counted).sum())
     return right
 

@@ -370,7 +370,8 @@ def chosen_by(law: TrialLaw) -> str:
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-tuned-guarantee
 @dataclass
 class TunedGuarantee(Guarantee):
-    "Of the best of a random number of trials; its mechanisms are one's; @thm-selection."
+    """Of the best of a random number of trials;
+    its mechanisms are one's; @thm-selection."""
     law: TrialLaw = field(kw_only=True)
 
     def __post_init__(self) -> None:

@@ -26,59 +26,105 @@ from torch import nn
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
 def knob(
     default: Any,             # what holds when the knob is left out
-    help: str,                # one line, for signatures, the reference and the command line
+    # one line, for signatures, the reference and the command line
+    help: str,
     of: str = "engine",       # who reads it: "engine" or "loop"
     identifies: str = "sum",  # "sum": it changes a sum; "given": it may, unless None;
                               # "run": a continued run must agree; "": neither
 ) -> Any:                     # a field of `Settings`
     "Declare one knob of a run."
-    return field(default=default, metadata={"help": help, "of": of, "identifies": identifies})
+    return field(
+        default=default,
+        metadata={"help": help, "of": of, "identifies": identifies})
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-class
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    "Every knob of a run; `fine_tune`, `Engine`, the command line, the ledger and a run's identity derive from it."
+    """Every knob of a run; `fine_tune`, `Engine`, the command line,
+    the ledger and a run's identity derive from it."""
     epsilon: float | None = knob(None, "target epsilon; inf: the non-private reference")
     delta: float | None = knob(None, "target delta; None: 1 / (2 N)")
-    noise_multiplier: float | None = knob(None, "noise multiplier instead of epsilon, as papers do")
+    noise_multiplier: float | None = knob(
+        None, "noise multiplier instead of epsilon, as papers do")
     accountant: str = knob("prv", "'prv' or 'rdp'")
     epochs: float = knob(3, "expected passes over the data")
     steps: int | None = knob(None, "training steps, instead of epochs")
-    batch_size: int | None = knob(None, "expected privacy units in a draw; None: 1,024, or an eighth of a small data set")
+    batch_size: int | None = knob(
+        None, "expected privacy units in a draw; "
+        "None: 1,024, or an eighth of a small data set")
     clip: float = knob(0.1, "bound on one unit's gradient, 2-norm")
     clipping: str = knob("flat", "'flat' or 'automatic'")
     learning_rate: float = knob(1e-3, "learning rate", "loop")
-    schedule: Any = knob("constant", "learning rate over the run: 'constant', 'linear', 'cosine', or one's own", "loop")
-    warmup: float = knob(0, "steps of rising learning rate, or a share of the run below 1", "loop")
-    optimizer: Any = knob("adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
+    schedule: Any = knob(
+        "constant",
+        "learning rate over the run: 'constant', 'linear', 'cosine', or one's own",
+        "loop")
+    warmup: float = knob(
+        0, "steps of rising learning rate, or a share of the run below 1", "loop")
+    optimizer: Any = knob(
+        "adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
     weight_decay: float = knob(0.0, "weight decay of the optimizer", "loop")
-    average: float | None = knob(None, "decay of the average of the parameters; None: no average", "loop", identifies="run")
-    loss_fn: Callable[..., Any] | None = knob(None, "(model, batch) -> (B,) losses; None: from the model and the data")
-    collate_fn: Callable[..., Any] | None = knob(None, "rows -> batch; None: from the data")
-    tokenizer: Any = knob(None, "tokenizer of texts; None: the model's own", "loop", identifies="")
-    columns: Any = knob(None, "text columns, then the label's; None: found by name and type", "loop", identifies="")
-    unit: Any = knob(None, "column that names each row's person, or one name a row; None: an example", identifies="")
-    unit_cap: int | None = knob(None, "most rows that a unit brings to a draw; None: all")
+    average: float | None = knob(
+        None, "decay of the average of the parameters; None: no average",
+        "loop", identifies="run")
+    loss_fn: Callable[..., Any] | None = knob(
+        None, "(model, batch) -> (B,) losses; None: from the model and the data")
+    collate_fn: Callable[..., Any] | None = knob(
+        None, "rows -> batch; None: from the data")
+    tokenizer: Any = knob(
+        None, "tokenizer of texts; None: the model's own", "loop", identifies="")
+    columns: Any = knob(
+        None, "text columns, then the label's; None: found by name and type",
+        "loop", identifies="")
+    unit: Any = knob(
+        None,
+        "column that names each row's person, or one name a row; None: an example",
+        identifies="")
+    unit_cap: int | None = knob(
+        None, "most rows that a unit brings to a draw; None: all")
     augment: Any = knob(None, "views of each picture, averaged before the bound")
-    public_size: int | None = knob(None, "number of units, if it is public; None: as counted, listed as assumed public")
-    physical_batch_size: int | None = knob(None, "rows in memory at once, Opacus' max_physical_batch_size; None: 64")
+    public_size: int | None = knob(
+        None, "number of units, if it is public; "
+        "None: as counted, listed as assumed public")
+    physical_batch_size: int | None = knob(
+        None, "rows in memory at once, Opacus' max_physical_batch_size; None: 64")
     precision: str | None = knob(None, "'bf16' autocast; None: the model's own")
     dropout: bool = knob(True, "False: evaluation mode throughout")
-    secure_mode: bool = knob(False, "add noise on a grid, whose lowest bits tell nothing")
-    cache: float = knob(1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies="")
-    cache_folder: Any = knob(None, "folder of that cache; None: in memory", identifies="")
-    evaluate: Any = knob(None, "data set, or function of the model, to score the result on", "loop", identifies="")
-    evaluate_every: int | None = knob(None, "steps between scores during the run; None: only at its end", "loop", identifies="")
-    callbacks: Any = knob(None, "list of callbacks as Transformers' Trainer takes them", "loop", identifies="given")
+    secure_mode: bool = knob(
+        False, "add noise on a grid, whose lowest bits tell nothing")
+    cache: float = knob(
+        1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies="")
+    cache_folder: Any = knob(
+        None, "folder of that cache; None: in memory", identifies="")
+    evaluate: Any = knob(
+        None, "data set, or function of the model, to score the result on",
+        "loop", identifies="")
+    evaluate_every: int | None = knob(
+        None, "steps between scores during the run; None: only at its end",
+        "loop", identifies="")
+    callbacks: Any = knob(
+        None, "list of callbacks as Transformers' Trainer takes them",
+        "loop", identifies="given")
     ledger: Any = knob(None, "Ledger or its path; None: the run's own", identifies="")
-    checkpoint: Any = knob(None, "folder from which an interrupted run continues", identifies="")
-    checkpoint_every: int | None = knob(None, "steps between checkpoints; None: ten in a run", "loop", identifies="")
-    keep_secrets: bool = knob(False, "leave the noise key in the checkpoint folder", identifies="")
-    output: Any = knob(None, "folder to save the finished run in, before the noise key is removed", "loop", identifies="")
-    overwrite: bool = knob(False, "whether a run that is saved there may be replaced", "loop", identifies="")
-    statement: Any = knob(None, "a Statement: what only people know, for the model card", identifies="")
-    seed: int | None = knob(None, "reproducible run; None: the operating system's entropy", identifies="")
-    show_loss: bool = knob(False, "show and record the loss and the share of clipped gradients, uncharged", "loop", identifies="")
+    checkpoint: Any = knob(
+        None, "folder from which an interrupted run continues", identifies="")
+    checkpoint_every: int | None = knob(
+        None, "steps between checkpoints; None: ten in a run", "loop", identifies="")
+    keep_secrets: bool = knob(
+        False, "leave the noise key in the checkpoint folder", identifies="")
+    output: Any = knob(
+        None, "folder to save the finished run in, before the noise key is removed",
+        "loop", identifies="")
+    overwrite: bool = knob(
+        False, "whether a run that is saved there may be replaced",
+        "loop", identifies="")
+    statement: Any = knob(
+        None, "a Statement: what only people know, for the model card", identifies="")
+    seed: int | None = knob(
+        None, "reproducible run; None: the operating system's entropy", identifies="")
+    show_loss: bool = knob(
+        False, "show and record the loss and the share of clipped gradients, uncharged",
+        "loop", identifies="")
     progress: bool = knob(True, "progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
@@ -94,35 +140,46 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:  # (holds, messa
     "What must hold of each knob by itself."
     own = callable(settings.schedule) or hasattr(settings.schedule, "get_last_lr")
     checks = [((name == "schedule" and own) or getattr(settings, name) in allowed,
-               f"{name}={getattr(settings, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+               f"{name}={getattr(settings, name)!r}: "
+               f"choose one of {', '.join(map(repr, allowed))}")
               for name, allowed in CHOICES.items()]
-    rate, decay, average = settings.learning_rate, settings.weight_decay, settings.average
-    for name in ("steps", "batch_size", "physical_batch_size", "unit_cap", "public_size", "checkpoint_every",
-                 "evaluate_every"):
+    rate, decay, average = (
+        settings.learning_rate, settings.weight_decay, settings.average)
+    for name in ("steps", "batch_size", "physical_batch_size", "unit_cap",
+                 "public_size", "checkpoint_every", "evaluate_every"):
         value = getattr(settings, name)
-        checks.append((value is None or value >= 1, f"{name}={value} must be at least 1"))
+        checks.append(
+            (value is None or value >= 1, f"{name}={value} must be at least 1"))
     return [*checks,
             (settings.epochs > 0, f"epochs={settings.epochs} must be positive"),
             (0 < rate < math.inf, f"learning_rate={rate} must be positive and finite"),
-            (0 <= decay < math.inf, f"weight_decay={decay} must be zero or positive, and finite"),
-            (0 <= settings.warmup < math.inf, f"warmup={settings.warmup} must be zero or positive"),
-            (average is None or 0 < average < 1, f"average={average}: the decay must lie between 0 and 1"),
-            (settings.cache >= 0, f"cache={settings.cache} must be zero or positive, in GiB")]
+            (0 <= decay < math.inf,
+             f"weight_decay={decay} must be zero or positive, and finite"),
+            (0 <= settings.warmup < math.inf,
+             f"warmup={settings.warmup} must be zero or positive"),
+            (average is None or 0 < average < 1,
+             f"average={average}: the decay must lie between 0 and 1"),
+            (settings.cache >= 0,
+             f"cache={settings.cache} must be zero or positive, in GiB")]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-takes
 def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keyword-only
     "The knobs that these readers take, as parameters of a function."
-    return [inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=knob.default, annotation=knob.type)
+    return [inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY,
+                              default=knob.default, annotation=knob.type)
             for knob in fields(Settings) if knob.metadata["of"] in readers]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-decorator
 def takes_settings(*readers: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    "Decorator: the knobs of these readers in place of `**knobs` in a function's signature."
+    """Decorator: the knobs of these readers in place of `**knobs`
+    in a function's signature."""
     def derive(function: Callable[..., Any]) -> Callable[..., Any]:
         known = inspect.signature(function)
-        own = [p for p in known.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [p for p in known.parameters.values()
+               if p.kind is not inspect.Parameter.VAR_KEYWORD]
         derived = [p for p in parameters_of(readers) if p.name not in known.parameters]
-        function.__signature__ = known.replace(parameters=[*own, *derived])  # type: ignore[attr-defined]
+        function.__signature__ = known.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *derived])
         return function
     return derive
 
@@ -132,29 +189,34 @@ def settings_from(
     readers: tuple[str, ...],   # whose knobs it takes
     knobs: Mapping[str, Any],   # what it was given
 ) -> Settings:
-    "The settings of a call; TypeError on a name that is no knob of it, with the nearest that is."
+    """The settings of a call; TypeError on a name that is no knob of it,
+    with the nearest that is."""
     allowed = [parameter.name for parameter in parameters_of(readers)]
     for name in knobs:
         if name not in allowed:
             near = get_close_matches(name, allowed, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument '{name}'{hint}")
     return Settings(**knobs)
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-own
 HEAP = 1 << 9    # the flag of a class that was made by a class statement
-LIBRARIES = {"dpft", "torch", "transformers", "peft", "opacus", "numpy", *sys.stdlib_module_names} - {"__main__"}
+LIBRARIES = {"dpft", "torch", "transformers", "peft", "opacus", "numpy",
+             *sys.stdlib_module_names} - {"__main__"}
 
 def package_of(value: Any) -> str:
     "The package that a function, a class or an object's class comes from."
-    named = value if isinstance(value, ModuleType | FunctionType | type) else type(value)
+    named = (value if isinstance(value, ModuleType | FunctionType | type)
+             else type(value))
     module = named.__name__ if isinstance(named, ModuleType) else named.__module__ or ""
     written = isinstance(named, FunctionType) or getattr(named, "__flags__", 0) & HEAP
     return "" if written and module == "builtins" else module.partition(".")[0]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-is-own
 def is_own(value: Any, home: str) -> bool:
-    "Whether code belongs to what is read: to the package where reading began, or to none that is installed."
+    """Whether code belongs to what is read: to the package where reading began,
+    or to none that is installed."""
     package = package_of(value)
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package not in LIBRARIES and (package == home or "site-packages" not in file)
@@ -170,16 +232,20 @@ Parts = Iterator[str | None]
 
 @singledispatch
 def parts_of(value: Any, reading: Reading) -> Parts:
-    "What a value is, in parts that change when it does; None for a part that cannot be read."
+    """What a value is, in parts that change when it does;
+    None for a part that cannot be read."""
     text = repr(value)
-    frozen = getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+    frozen = getattr(
+        getattr(type(value), "__dataclass_params__", None),
+        "frozen", False)
     yield text if frozen and " at 0x" not in text else None
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-plain
 @parts_of.register(int)
 @parts_of.register(float)
 def _(value: float, reading: Reading) -> Parts:
-    yield repr(float(value)) if abs(value) < 2**53 or isinstance(value, float) else repr(value)
+    yield (repr(float(value)) if abs(value) < 2**53 or isinstance(value, float)
+           else repr(value))
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-plain-words
 @parts_of.register(type(None))
@@ -195,7 +261,8 @@ def _(value: Any, reading: Reading) -> Parts:
 @parts_of.register(torch.Tensor)
 def _(value: torch.Tensor, reading: Reading) -> Parts:
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw.tobytes()).hexdigest()}"
+    yield (f"{value.dtype} {tuple(value.shape)} "
+           f"{hashlib.sha256(raw.tobytes()).hexdigest()}")
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-containers
 @parts_of.register(list)
@@ -223,7 +290,8 @@ def source_of(function: FunctionType) -> str | None:
     except (OSError, TypeError):
         return None
     told_apart = function.__name__ != "<lambda>"     # two of them may stand on one line
-    return source if told_apart and set(function.__code__.co_freevars) <= {"__class__"} else None
+    return (source if told_apart and set(function.__code__.co_freevars) <= {"__class__"}
+            else None)
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-function-parts
 @parts_of.register(FunctionType)
@@ -234,7 +302,9 @@ def _(value: FunctionType, reading: Reading) -> Parts:
         value = inspect.unwrap(value)          # what a decorator was given
         yield source_of(value)
         known = value.__globals__
-        named = [known[name] for name in sorted(names_in(value.__code__)) if name in known]
+        named = [known[name]
+                 for name in sorted(names_in(value.__code__))
+                 if name in known]
         for one in (value.__defaults__, value.__kwdefaults__, *named):
             yield from parts_of(one, reading)
 
@@ -247,8 +317,10 @@ def _(value: type, reading: Reading) -> Parts:
         for base in value.__bases__:
             yield from parts_of(base, reading)
         for name, member in vars(value).items():
-            made = getattr(getattr(member, "__code__", None), "co_filename", "") == "<string>"
-            if (not name.startswith("__") or inspect.isroutine(member)) and not (made and hasattr(value, "__dataclass_fields__")):
+            made = getattr(
+                getattr(member, "__code__", None), "co_filename", "") == "<string>"
+            if ((not name.startswith("__") or inspect.isroutine(member))
+                    and not (made and hasattr(value, "__dataclass_fields__"))):
                 yield name
                 yield from parts_of(member, reading)
 
@@ -279,22 +351,26 @@ def _(value: BuiltinFunctionType, reading: Reading) -> Parts:
     yield f"{value.__module__}.{value.__qualname__}"
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-structure
-NOTES = {*vars(nn.Module()), "name_or_path", "_origin", "_recipe", "_trained_by"} # torch's tables, and where a model comes from
+# torch's tables, and where a model comes from
+NOTES = {*vars(nn.Module()), "name_or_path", "_origin", "_recipe", "_trained_by"}
 
 
 def constants_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    "What a module computes with, besides parameters, buffers and modules: its attributes, a configuration's, its hooks."
+    """What a module computes with, besides parameters, buffers and modules:
+    its attributes, a configuration's, its hooks."""
     public = {name: value for name, value in vars(module).items() if name not in NOTES}
     config = public.pop("config", None)
     if config is not None and not is_own(config, ""):
-        plain = {name: value for name, value in vars(config).items() if isinstance(value, bool | int | float | str)}
+        plain = {name: value for name, value in vars(config).items()
+                 if isinstance(value, bool | int | float | str)}
         public |= {f"config.{name}": value for name, value in plain.items()
                    if not name.startswith("_") and name != "transformers_version"}
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     return chain(public.items(), (("hook", hook) for hook in hooks))
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-module
-PLAIN = (type(None), bool, int, float, str, list, tuple, dict, torch.Tensor, FunctionType, BuiltinFunctionType, type)
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict, torch.Tensor,
+         FunctionType, BuiltinFunctionType, type)
 
 @parts_of.register(nn.Module)
 def _(value: nn.Module, reading: Reading) -> Parts:
@@ -311,11 +387,14 @@ def _(value: nn.Module, reading: Reading) -> Parts:
             yield from parts_of(child, reading)
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-identity
-def name_of_code(value: Any) -> tuple[str, bool]:  # the name; whether it changes whenever what it names does
+def name_of_code(
+    value: Any,
+) -> tuple[str, bool]: # the name; whether it changes whenever what it names does
     "How a value, a function or an object enters a run's identity."
     parts = list(parts_of(value, Reading(package_of(value), set())))
     code = isinstance(value, FunctionType | type)
-    name = f"{value.__module__}.{value.__qualname__}" if code else type(value).__qualname__
+    name = (f"{value.__module__}.{value.__qualname__}"
+            if code else type(value).__qualname__)
     if None in parts:
         return name, False
     if len(parts) == 1 and len(parts[0] or "") < 200:
@@ -324,21 +403,25 @@ def name_of_code(value: Any) -> tuple[str, bool]:  # the name; whether it change
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-optimizer
 def name_of_optimizer(value: Any) -> tuple[str, bool]:
-    """How an optimizer enters a run's identity: by the nearest class of torch.optim, and by its settings.
+    """How an optimizer enters a run's identity: by the nearest class of torch.optim,
+    and by its settings.
 
-    A subclass may say `same_as = "AdamW"` when it moves the parameters as that class does.
+    A subclass may say `same_as = "AdamW"` when it moves the parameters as that class
+    does.
     """
     if isinstance(value, str):
         return value, True
     made = value if isinstance(value, type) else type(value)
-    own = (c for c in made.__mro__ if c.__module__.startswith("torch.optim") and c.__name__ != "Optimizer")
+    own = (c for c in made.__mro__
+           if c.__module__.startswith("torch.optim") and c.__name__ != "Optimizer")
     known = next(own, made)
     alike = made is known or getattr(made, "same_as", None) == known.__name__
     if isinstance(value, type):
         return known.__name__.lower(), alike
     if not hasattr(value, "defaults"):         # a function that makes one
         return name_of_code(value)
-    plain = {k: v for k, v in value.defaults.items() if isinstance(v, bool | int | float | str | tuple | None)}
+    plain = {k: v for k, v in value.defaults.items()
+             if isinstance(v, bool | int | float | str | tuple | None)}
     return f"{known.__name__.lower()} {plain}", alike
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-identity-of
@@ -353,12 +436,14 @@ def identity(
     settings: Settings,
     readers: tuple[str, ...] = ("engine", "loop"),  # whose knobs
 ) -> Identity:
-    "What a run must have in common with another to be the same run, as far as knobs tell; @sec-identity."
+    """What a run must have in common with another to be the same run,
+    as far as knobs tell; @sec-identity."""
     found: dict[str, dict[str, str]] = {"sum": {}, "run": {}, "": {}}
     complete = True
     for one in fields(settings):
-        decided = one.name == "epochs" and settings.steps is not None      # by the steps
-        kind = "" if decided or one.metadata["of"] not in readers else one.metadata["identifies"]
+        decided = one.name == "epochs" and settings.steps is not None  # by the steps
+        kind = ("" if decided or one.metadata["of"] not in readers
+                else one.metadata["identifies"])
         if kind == "given":
             kind = "" if getattr(settings, one.name) is None else "sum"
         if kind:

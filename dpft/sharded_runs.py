@@ -120,7 +120,9 @@ class ShardStream:
         return noise_into(self.piece, partial(window, key, std=made), total, std)
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-counts
-def added_counts(ranks: Ranks, counts: Sequence[float], device: torch.device) -> list[float]:
+def added_counts(
+    ranks: Ranks, counts: Sequence[float], device: torch.device,
+) -> list[float]:
     "Numbers added up over the teams; within a team, the largest."
     numbers = torch.tensor([*counts], dtype=torch.float32, device=device)
     ranks.add(numbers)
@@ -217,7 +219,8 @@ def check_taps(
 def joined_rows(every: Sequence[Batch]) -> Batch:
     "Batches of one shape as one batch; what is no tensor is the first one's."
     items: list[dict[Any, Any]] = [
-        dict(one) if isinstance(one, Mapping) else dict(enumerate(one)) for one in every]
+        dict(one) if isinstance(one, Mapping) else dict(enumerate(one))
+        for one in every]
     joint = {
         key: value if not isinstance(value, Tensor)
         else torch.cat([one[key] for one in items])

@@ -279,8 +279,9 @@ class Layout:
         cut = managed(self.model)
         self.parts = {id(p): part_of(p, cut.get(id(p)), self.first)
                       for p in self.model.parameters()}
-        self.layers = {id(module): {
-            name: self.parts[id(p)] for name, p in module.named_parameters(recurse=False)}
+        self.layers = {
+            id(module): {name: self.parts[id(p)]
+                         for name, p in module.named_parameters(recurse=False)}
             for module in self.model.modules()}
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-local-view
@@ -319,7 +320,9 @@ def keep_shards(model: nn.Module) -> None:
             module.set_reshard_after_forward(True, recurse=False)
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-placed
-def placed_sum(part: Part, ranks: Ranks, parameter: nn.Parameter, total: Tensor) -> Tensor:
+def placed_sum(
+    part: Part, ranks: Ranks, parameter: nn.Parameter, total: Tensor,
+) -> Tensor:
     "A sum over all rows, as the parameter lies; of what is not cut, still this team's."
     if not isinstance(parameter, DTensor):
         return total

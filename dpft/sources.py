@@ -211,7 +211,8 @@ def _pictures(found: dict[str, list[Path]], classes: Sequence[str]) -> Any:
     from datasets import ClassLabel, Dataset, Features, Image
 
     rows = [(str(path), classes.index(name)) for name in found for path in found[name]]
-    columns = {"image": [path for path, _ in rows], "label": [label for _, label in rows]}
+    columns = {"image": [path for path, _ in rows],
+               "label": [label for _, label in rows]}
     kinds = Features({"image": Image(), "label": ClassLabel(names=[*classes])})
     return Dataset.from_dict(columns, features=kinds)
 

@@ -39,10 +39,12 @@ def sync_folder(folder: Path) -> None:
 
 # %% ../nbs/5_notes/57_store.ipynb #store-write
 def write_whole(path: Path, content: bytes) -> None:
-    "Replace a file in one move, readable by its owner alone; CheckpointError when there is no room."
+    """Replace a file in one move, readable by its owner alone;
+    CheckpointError when there is no room."""
     part = path.with_suffix(".part")
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+                  "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -50,8 +52,9 @@ def write_whole(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} could not be written ({error.strerror}); the last good checkpoint "
-                              "stays, so make room and start the same command again") from error
+        raise CheckpointError(
+            f"{path} could not be written ({error.strerror}); the last good checkpoint "
+            "stays, so make room and start the same command again") from error
 
 # %% ../nbs/5_notes/57_store.ipynb #store-read
 def write_identity(path: Path, facts: dict[str, Any]) -> None:
@@ -67,9 +70,10 @@ def read_identity(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError):
         whole = False
     if not whole:
-        raise CheckpointError(f"{path} is damaged, or of an older version, so the key of the run's noise "
-                              "is lost; choose an empty folder for a new run, which is charged by itself, "
-                              "and keep the ledger")
+        raise CheckpointError(
+            f"{path} is damaged, or of an older version, so the key of the run's noise "
+            "is lost; choose an empty folder for a new run, which is charged by "
+            "itself, and keep the ledger")
     return recorded
 
 # %% ../nbs/5_notes/57_store.ipynb #store-state
@@ -85,9 +89,10 @@ def read_state(path: Path) -> dict[str, Any]:
     "The last state, if the file is as it was written."
     content = path.read_bytes()
     if hashlib.sha256(content[32:]).digest() != content[:32]:
-        raise CheckpointError(f"{path} is damaged, or of an older version; remove it, and the same command "
-                              "repeats the run from its first step, where the same sums get the same noise "
-                              "and cost nothing more")
+        raise CheckpointError(
+            f"{path} is damaged, or of an older version; remove it, and the same "
+            "command repeats the run from its first step, where the same sums get the "
+            "same noise and cost nothing more")
     return torch.load(io.BytesIO(content[32:]), weights_only=True, map_location="cpu")
 
 # %% ../nbs/5_notes/57_store.ipynb #store-secret
@@ -97,8 +102,10 @@ def canonical(value: Any) -> str:
 
 # %% ../nbs/5_notes/57_store.ipynb #store-keyed
 def keyed(stream: Keystream, private: dict[str, Any]) -> dict[str, str]:
-    "Digests of the data under the run's secret: they tell one data set from another to its owner alone."
-    return {name: stream.key("data", name, canonical(value)).hex() for name, value in private.items()}
+    """Digests of the data under the run's secret: they tell one data set from another
+    to its owner alone."""
+    return {name: stream.key("data", name, canonical(value)).hex()
+            for name, value in private.items()}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-secret-of
 def secret_of(
@@ -110,10 +117,12 @@ def secret_of(
     if seed is None:
         return os.urandom(32)
     stream = Keystream(seed)
-    return stream.key("run", canonical(identity), stream.key("data", canonical(private)))
+    return stream.key(
+        "run", canonical(identity), stream.key("data", canonical(private)))
 
 # %% ../nbs/5_notes/57_store.ipynb #store-lock
-_HELD: dict[Path, int] = {}   # folders that this process has locked, and the descriptor of each
+# folders that this process has locked, and the descriptor of each
+_HELD: dict[Path, int] = {}
 
 def lock(folder: Path) -> None:
     "Lock a folder for this process; CheckpointError while another one has it."
@@ -126,8 +135,9 @@ def lock(folder: Path) -> None:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(number)
-        raise CheckpointError(f"another process is using checkpoint {folder}; wait for it, "
-                              "or choose another folder") from error
+        raise CheckpointError(
+            f"another process is using checkpoint {folder}; wait for it, "
+            "or choose another folder") from error
     _HELD[path] = number
 
 # %% ../nbs/5_notes/57_store.ipynb #store-unlock
@@ -141,11 +151,12 @@ def unlock(folder: Path) -> None:
 @dataclass
 class Facts:
     "Who a run is; all but `complete` as JSON."
-    identity: dict[str, Any]              # public facts, of which a seeded run's secret is made
-    private: dict[str, Any]               # digests of its data, of which it is made too
-    complete: bool = False                # whether these hold all that changes a sum
-    further: dict[str, Any] = field(default_factory=dict)   # what a checkpoint must agree with besides
-    version: str = ""                     # of dpft: part of the secret alone
+    identity: dict[str, Any]   # public facts, of which a seeded run's secret is made
+    private: dict[str, Any]    # digests of its data, of which it is made too
+    complete: bool = False     # whether these hold all that changes a sum
+    # what a checkpoint must agree with besides
+    further: dict[str, Any] = field(default_factory=dict)
+    version: str = ""          # of dpft: part of the secret alone
 
     def secret(self, seed: int | None) -> bytes:
         "The secret of a new run."
@@ -154,19 +165,22 @@ class Facts:
 
     def under(self, secret: bytes) -> dict[str, Any]:
         "All that a checkpoint must agree with, the data under the run's secret."
-        return {**self.identity, **self.further, **keyed(Keystream(secret), self.private)}
+        return {**self.identity, **self.further,
+                **keyed(Keystream(secret), self.private)}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-check-same
 def check_same(folder: Path, facts: Facts, recorded: dict[str, Any]) -> None:
     "CheckpointError when a folder belongs to another run, naming what differs."
     for name, value in facts.under(bytes.fromhex(recorded["secret"])).items():
         if recorded["identity"].get(name) != value:
-            raise CheckpointError(f"checkpoint {folder} belongs to another {name}; continue with "
-                                  f"the {name} it was made with, or choose an empty folder")
+            raise CheckpointError(
+                f"checkpoint {folder} belongs to another {name}; continue with "
+                f"the {name} it was made with, or choose an empty folder")
 
 # %% ../nbs/5_notes/57_store.ipynb #store-found
 def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-    "The run that a folder has, and its last state; nothing where there is none. From now on the folder is locked."
+    """The run that a folder has, and its last state; nothing where there is none.
+    From now on the folder is locked."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock(folder)
     known, state = folder / "run.json", folder / "state.pt"
@@ -180,23 +194,26 @@ def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]
 # %% ../nbs/5_notes/57_store.ipynb #store-class
 #| code-fold: true
 class Store:
-    "The folder of an unfinished run: who it is, its secret, its ledger, and its last good state."
+    """The folder of an unfinished run: who it is, its secret, its ledger,
+    and its last good state."""
 
     def __init__(
         self,
-        folder: str | Path | None,      # None: nothing is kept
-        identity: dict[str, Any],       # public facts that a checkpoint must agree with, JSON
-        private: dict[str, Any],        # digests of the data that it must agree with, JSON
+        folder: str | Path | None, # None: nothing is kept
+        identity: dict[str, Any], # public facts that a checkpoint must agree with, JSON
+        private: dict[str, Any],  # digests of the data that it must agree with, JSON
         seed: int | None = None,
         **more: Any,                    # of `Facts`
     ):
         self.folder = None if folder is None else Path(folder)
-        self.identity, self.private = json.loads(canonical(identity)), json.loads(canonical(private))
+        self.identity, self.private = (
+            json.loads(canonical(identity)), json.loads(canonical(private)))
         self.facts = Facts(self.identity, self.private, **more)
         self.run, self.secret = os.urandom(8).hex(), self.facts.secret(seed)
-        self.portable = seed is not None and self.facts.complete   # noise keyed by name, while one sum has it
+        # noise keyed by name, while one sum has it
+        self.portable = seed is not None and self.facts.complete
         self.state: dict[str, Any] = {}
-        self.begun = False                                         # whether the ledger knows of the run
+        self.begun = False         # whether the ledger knows of the run
         if self.folder is not None:
             self._open(self.folder)
 
@@ -240,7 +257,8 @@ class Store:
         if self.folder is not None:
             for name in ("state.pt", "run.json"):
                 (self.folder / name).unlink(missing_ok=True)
-            for shards in self.folder.glob("shards-*"):     # of a model that lies over processes
+            # of a model that lies over processes
+            for shards in self.folder.glob("shards-*"):
                 shutil.rmtree(shards)
 
     def close(self) -> None:
@@ -270,7 +288,8 @@ def snapshot(
         "step": engine.t, "method": engine.method.state(engine.context), "more": more,
         "held": held_by(optimizer, names), "trains": sorted(engine.trains),
         "stored": len(engine.prefix.shelf.places) if engine.prefix else 0,
-        "trained": {name: p.detach() for name, p in parameters.items() if id(p) in touched},
+        "trained": {name: p.detach()
+                    for name, p in parameters.items() if id(p) in touched},
         "optimizer": optimizer.state_dict() if optimizer else None,
         "schedule": schedule.state_dict() if schedule else None}
 

@@ -128,7 +128,8 @@ def encode_tags(
     max_length: int = 128,   # tokens kept of each row
     classes: int | Sequence[str] | None = None,  # of the tags; None: the tags' own
 ) -> EncodedData:
-    "Tokenise words; the first token of each has its tag. Refuses rows that do not match."
+    """Tokenise words; the first token of each has its tag.
+    Refuses rows that do not match."""
     words, name = columns
     rows = [list(row) for row in column(data, words)]
     tags = read_tags(column(data, name), name, classes).rows
@@ -357,8 +358,9 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
         tensors = [torch.as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError):
         kind = type(values[0]).__name__
-        raise ValueError(f"{name} of an item has type {kind}, which is no tensor; convert "
-                         "it, or pass collate_fn=") from None
+        raise ValueError(
+            f"{name} of an item has type {kind}, which is no tensor; convert "
+            "it, or pass collate_fn=") from None
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)
     return pad_sequence(tensors, batch_first=True, padding_value=fill)

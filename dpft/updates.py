@@ -27,13 +27,14 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
 
 
 def make_optimizer(
-    optimizer: Any,                    # "adamw" | "adam" | "sgd", a class, or an instance
+    optimizer: Any,                  # "adamw" | "adam" | "sgd", a class, or an instance
     parameters: list[nn.Parameter],
     learning_rate: float,
     weight_decay: float = 0.0,
-    model: nn.Module | None = None,    # an instance may hold no parameter outside it
+    model: nn.Module | None = None,  # an instance may hold no parameter outside it
 ) -> torch.optim.Optimizer:
-    "An optimizer over what trains; ValueError on an unknown name, or an instance over other parameters."
+    """An optimizer over what trains; ValueError on an unknown name,
+    or an instance over other parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         check_held(optimizer, parameters, model)
         return optimizer
@@ -42,7 +43,8 @@ def make_optimizer(
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     several = len({getattr(one, "device_mesh", None) for one in parameters}) > 1
-    apart = {"foreach": False} if several and isinstance(optimizer, str) else {}    # on meshes that torch does not mix
+    # on meshes that torch does not mix
+    apart = {"foreach": False} if several and isinstance(optimizer, str) else {}
     return make(parameters, lr=learning_rate, weight_decay=weight_decay, **apart)
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-held
@@ -51,7 +53,8 @@ def check_held(
     parameters: Sequence[nn.Parameter], # what trains
     model: nn.Module | None,
 ) -> None:
-    "ValueError unless an optimizer holds all that trains, and nothing outside the model."
+    """ValueError unless an optimizer holds all that trains,
+    and nothing outside the model."""
     groups = optimizer.param_groups
     held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
     if missing := sum(id(p) not in held for p in parameters):
@@ -60,9 +63,9 @@ def check_held(
     inside = {id(p) for p in model.parameters()} if model is not None else set(held)
     if foreign := [shape for one, shape in held.items() if one not in inside]:
         raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters outside the model (the first "
-            f"of shape {foreign[0]}), whose gradients nothing bounds; make them part of "
-            "the model, or leave them out")
+            f"the optimizer holds {len(foreign)} parameters outside the model (the "
+            f"first of shape {foreign[0]}), whose gradients nothing bounds; make them "
+            "part of the model, or leave them out")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-schedules
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the run done -> factor
@@ -95,7 +98,8 @@ def makes_scheduler(schedule: Any) -> bool:
         return issubclass(plain, LRScheduler)
     if isinstance(plain, LRScheduler):
         return True
-    parameters = inspect.signature(plain).parameters if inspect.isfunction(plain) else {}
+    parameters = (inspect.signature(plain).parameters
+                  if inspect.isfunction(plain) else {})
     return next(iter(parameters), "") == "optimizer"
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-own-scheduler
@@ -104,7 +108,8 @@ def own_scheduler(
     optimizer: torch.optim.Optimizer,
     warmup: float,
 ) -> LRScheduler:
-    "The user's scheduler over the run's optimizer; ValueError where it cannot be stepped."
+    """The user's scheduler over the run's optimizer;
+    ValueError where it cannot be stepped."""
     if warmup:
         raise ValueError(f"warmup={warmup:g} beside a scheduler of one's own; put the "
                          "warm-up into the scheduler")
@@ -113,8 +118,9 @@ def own_scheduler(
         raise ValueError(f"schedule= gave a {type(made).__name__}; give a scheduler of "
                          "torch.optim.lr_scheduler whose step() takes no score")
     if made.optimizer is not optimizer:
-        raise ValueError("the scheduler belongs to another optimizer than the run's; pass "
-                         "the same instance as optimizer=, or what makes the scheduler")
+        raise ValueError(
+            "the scheduler belongs to another optimizer than the run's; pass "
+            "the same instance as optimizer=, or what makes the scheduler")
     return made
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-own-schedule
@@ -161,38 +167,49 @@ class OwnSchedule:
 # %% ../nbs/5_notes/80_updates.ipynb #updates-make-schedule
 def make_schedule(
     optimizer: torch.optim.Optimizer,
-    schedule: Any,      # a name in SCHEDULES, a function of the share, or a scheduler's maker
-    steps: int,         # of the whole run
-    warmup: float = 0,  # steps, or a share of them if below 1, in which the rate rises from 0
-    rate_factor: Callable[[int], float] = lambda t: 1.0,  # of step t: what the method wants
-) -> Any:               # with step, get_last_lr, state_dict and load_state_dict
-    "The learning rate over the run; it depends on the step alone, so it costs no privacy."
+    # a name in SCHEDULES, a function of the share, or a scheduler's maker
+    schedule: Any,
+    steps: int, # of the whole run
+    # steps, or a share of them if below 1, in which the rate rises from 0
+    warmup: float = 0,
+    # of step t: what the method wants
+    rate_factor: Callable[[int], float] = lambda t: 1.0,
+) -> Any: # with step, get_last_lr, state_dict and load_state_dict
+    """The learning rate over the run; it depends on the step alone,
+    so it costs no privacy."""
     if isinstance(schedule, str) and schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}, "
-                         "or pass a function")
+        raise ValueError(
+            f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}, "
+            "or pass a function")
     if makes_scheduler(schedule):
-        return OwnSchedule(own_scheduler(schedule, optimizer, warmup), optimizer, rate_factor)
+        return OwnSchedule(
+            own_scheduler(schedule, optimizer, warmup), optimizer, rate_factor)
     return LambdaLR(optimizer, rate_course(schedule, steps, warmup, rate_factor))
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-average
 class Average:
-    """Exponential moving average of the model's parameters; an average of private models is as private as they are.
+    """Exponential moving average of the model's parameters; an average of private
+    models is as private as they are.
 
-    At update t it keeps min(decay, (1 + t) / (10 + t)) of itself, so the start is soon forgotten; @de2022.
-    A parameter enters with the value from which it begins to train, and one that is frozen goes on with its constant value,
-    so the result is the average of whole models, whatever trained when.
+    At update t it keeps min(decay, (1 + t) / (10 + t)) of itself, so the start is soon
+    forgotten; @de2022.
+    A parameter enters with the value from which it begins to train, and one that is
+    frozen goes on with its constant value, so the result is the average of whole
+    models, whatever trained when.
     """
 
     def __init__(self, decay: float, parameters: Iterable[nn.Parameter]):
         if not 0 < decay < 1:
-            raise ValueError(f"average={decay}: the decay of the parameter average must lie "
-                             "between 0 and 1")
+            raise ValueError(
+                f"average={decay}: the decay of the parameter average must lie "
+                "between 0 and 1")
         self.decay, self.updates = decay, 0
         self.values: dict[nn.Parameter, Tensor] = {}
         self.follow(parameters)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        "Take up those that are new, with their present values: call it before they move."
+        """Take up those that are new, with their present values:
+        call it before they move."""
         for parameter in parameters:
             if parameter not in self.values:
                 self.values[parameter] = full(parameter.detach()).clone()
@@ -205,12 +222,15 @@ class Average:
             value.lerp_(full(parameter.detach()), 1 - kept)
 
     def state(self, names: dict[int, str]) -> tuple[int, dict[str, Tensor]]:
-        "For a checkpoint: updates so far, and the averages by the parameters' names, which are found by id."
-        named = ((names.get(id(parameter)), value) for parameter, value in self.values.items())
+        """For a checkpoint: updates so far, and the averages by the parameters' names,
+        which are found by id."""
+        named = ((names.get(id(parameter)), value)
+                 for parameter, value in self.values.items())
         return self.updates, {name: value for name, value in named if name is not None}
 
     def restore(
-        self, parameters: dict[str, nn.Parameter], updates: int, values: dict[str, Tensor]
+        self, parameters: dict[str, nn.Parameter], updates: int,
+        values: dict[str, Tensor],
     ) -> None:
         "Go on from a checkpoint."
         self.updates = updates
@@ -225,7 +245,8 @@ class Average:
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-take-up
 def take_up(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    "Give the optimizer what the method has added; drop its moments of another phase, and of what trains no more."
+    """Give the optimizer what the method has added;
+    drop its moments of another phase, and of what trains no more."""
     access, groups = engine.context.needs(), optimizer.param_groups
     held = {id(parameter) for group in groups for parameter in group["params"]}
     groups[0]["params"] += [p for p in engine.parameters() if id(p) not in held]
@@ -240,7 +261,8 @@ class Updates:
 
     def __init__(self, engine: Engine):
         given, method = engine.settings, engine.method
-        every = list(engine.model.parameters()) if method.changes else engine.parameters()
+        every = (list(engine.model.parameters()) if method.changes
+                 else engine.parameters())
         self.engine = engine
         self.optimizer = make_optimizer(given.optimizer, every, given.learning_rate,
                                         given.weight_decay, engine.model)

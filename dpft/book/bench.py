@@ -48,8 +48,11 @@ def watched(setting: Setting) -> WatchedLoss:
 # %% ../../nbs/3_found/37_cost.ipynb #cost-compare
 #| code-fold: true
 #| code-summary: "Code: measure"
-def measure(setting: Setting, device: torch.device, rate: float | None = None) -> Iterator[dict[str, Any]]:
-    "One record for each contender of a setting; `rate` is the device's matrix rate, to tell which share of it was used."
+def measure(
+    setting: Setting, device: torch.device, rate: float | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One record for each contender of a setting; `rate` is the device's matrix rate,
+    to tell which share of it was used."""
     loss = watched(setting)
     model, batch = setting.build(device), setting.batch(setting.rows, device)
     entered = list(enter(setting, model, loss, device))
@@ -72,7 +75,9 @@ def measure(setting: Setting, device: torch.device, rate: float | None = None) -
         yield entry
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-compare-described
-def described(setting: Setting, who: str, model: nn.Module, error: float, reason: str) -> dict[str, Any]:
+def described(
+    setting: Setting, who: str, model: nn.Module, error: float, reason: str,
+) -> dict[str, Any]:
     "What was asked, and whether the answer was right."
     asked = {name: value for name, value in asdict(setting).items() if name != "who"}
     return {"experiment": "cost", **asked, "who": who,
@@ -99,7 +104,8 @@ def weighed(own: Memory, plain: Memory) -> dict[str, Any]:
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-measure-largest
 def measure_largest(setting: Setting, device: torch.device) -> Iterator[dict[str, Any]]:
-    "For each contender the largest batch that fits in the setting's memory, weights included, and the throughput at it."
+    """For each contender the largest batch that fits in the setting's memory,
+    weights included, and the throughput at it."""
     loss, model = watched(setting), setting.build(device)
     for name, contender, error, reason in enter(setting, model, loss, device):
         entry = described(setting, name, model, error, reason) | provenance(device)
@@ -147,7 +153,8 @@ def run_bench(
     rate: bool = False,                  # measure the device's matrix rate too
     numbers: int = 0,                    # and what each of so many numbers costs
 ) -> Iterator[dict[str, Any]]:           # records, as they come
-    "Measure all settings, the freed memory kept for all contenders alike; who is not installed gets one record that says so."
+    """Measure all settings, the freed memory kept for all contenders alike;
+    who is not installed gets one record that says so."""
     reuse_memory()
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings, known = list(settings), CONTENDERS | WHOLE
@@ -182,9 +189,12 @@ def number_ways(numbers: int, device: torch.device) -> dict[str, Callable[[], An
             "noise": lambda: perturbed(total, 1.0, stream, "noise"),
             "secure noise": lambda: perturbed_on_grid(total, 1.0, stream, "noise")}
 
-def measure_numbers(numbers: int, repeats: int, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure_numbers(
+    numbers: int, repeats: int, device: torch.device,
+) -> Iterator[dict[str, Any]]:
     "One record for each way: nanoseconds a number, the median and its interval."
-    ways = {name: Contender(nn.Identity(), lambda batch, work=work: work())  # type: ignore[misc]
+    ways = {name: Contender(
+                nn.Identity(), lambda batch, work=work: work())  # type: ignore[misc]
             for name, work in number_ways(numbers, device).items()}
     for name, seconds in interleaved(ways, (), repeats).items():
         each = [1e9 * value / numbers for value in seconds]
@@ -207,7 +217,8 @@ class Sizes:
     lengths: tuple[int, ...] = (64, 128, 256, 512, 1024)  # tokens
     sides: tuple[int, ...] = (16, 32, 64, 128)            # pixels
     width: int = 384                                      # of the encoder over lengths
-    widths: tuple[int, ...] = (64, 128, 256)              # of the encoders whose size is compared; the middle one over depths
+    # of the encoders whose size is compared; the middle one over depths
+    widths: tuple[int, ...] = (64, 128, 256)
     depths: tuple[int, ...] = (2, 4, 8)                   # layers
     layers: int = 2                                       # of all other encoders
     rows: int = 4
@@ -237,7 +248,8 @@ def plan_bench(
     who: Iterable[str] = tuple(CONTENDERS),
     trains: Iterable[str] = TRAINS,
 ) -> list[Setting]:
-    "The settings of a run; ValueError names what there is no part, contender or way to train for."
+    """The settings of a run;
+    ValueError names what there is no part, contender or way to train for."""
     for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"),
                                (trains, TRAINS, "choice of what trains")):
         if wrong := [name for name in names if name not in known]:
@@ -267,12 +279,14 @@ def plan_bench(
 #| code-summary: "Code: plan_marks"
 def plan_marks(
     widths: tuple[int, int] = (384, 768),
-    layers: tuple[int, int] = (2, 6),  # of the encoder whose biases train, and of that of which everything does
+    # of the encoder whose biases train, and of that of which everything does
+    layers: tuple[int, int] = (2, 6),
     lengths: tuple[int, ...] = (128, 512),
     rows: tuple[int, ...] = (8, 32),
     repeats: int = 15,
 ) -> list[Setting]:
-    "The settings by which this package is measured: biases over lengths and batches, everything at two widths."
+    """The settings by which this package is measured:
+    biases over lengths and batches, everything at two widths."""
     def setting(width: int, size: int, count: int, trains: str, *who: str) -> Setting:
         depth = layers[TRAINS.index(trains)]
         # short steps, many rounds
@@ -289,8 +303,8 @@ def plan_marks(
 Shape = tuple[str, int, int, int, int]  # model, width, layers, size, rows
 PEERS: tuple[tuple[Shape, tuple[str, ...], int], ...] = (  # shape, what trains, rounds
     (("encoder", 384, 4, 128, 8), TRAINS, 9), (("encoder", 768, 2, 128, 8), TRAINS, 6),
-    (("encoder", 384, 4, 256, 8), TRAINS, 6), (("encoder", 768, 2, 64, 32), ("full",), 6),
-    (("gpt2", 384, 2, 64, 8), TRAINS, 6),
+    (("encoder", 384, 4, 256, 8), TRAINS, 6),
+    (("encoder", 768, 2, 64, 32), ("full",), 6), (("gpt2", 384, 2, 64, 8), TRAINS, 6),
     (("tanh convolutions", 16, 2, 28, 2048), ("full",), 9))
 TINY: tuple[tuple[Shape, tuple[str, ...], int], ...] = (
     (("encoder", 32, 1, 16, 4), TRAINS, 2), (("gpt2", 32, 1, 16, 4), TRAINS, 2),
@@ -314,10 +328,12 @@ def plan_peers(
 def plan_gpu(
     tiny: bool = False,  # the same questions of models that a CPU can hold
 ) -> list[Setting]:
-    "RoBERTa-base in mixed precision, and a Llama of seven billion parameters and added biases in bf16."
+    """RoBERTa-base in mixed precision, and a Llama of seven billion parameters
+    and added biases in bf16."""
     who, repeats = ("plain", "dpft"), 2 if tiny else 15
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (768, 12, 256, 64)
-    base = [Setting("gpu", "encoder", width, layers, size, rows, which, who, repeats, precision="bf16") for which in TRAINS]
+    base = [Setting("gpu", "encoder", width, layers, size, rows, which, who, repeats,
+                    precision="bf16") for which in TRAINS]
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (4096, 32, 1024, 4)
     return [*base, Setting("gpu", "llama", width, layers, size, rows, "biases", who,
                            repeats, precision="bf16 weights")]
@@ -326,14 +342,16 @@ def plan_gpu(
 #| code-fold: true
 #| code-summary: "Code: cost_table"
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
-    "Markdown: one row for each setting and contender, with the reason where it has no numbers."
-    lines = ["| model | size | rows | trains | step | time / plain | 95 % interval | peak "
-             "/ plain | held / plain | after, MiB |",
+    """Markdown: one row for each setting and contender,
+    with the reason where it has no numbers."""
+    lines = ["| model | size | rows | trains | step | time / plain | 95 % interval | "
+             "peak / plain | held / plain | after, MiB |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     for e in found:
         if e["part"] in ("absent", "batches", "numbers"):
             continue
-        start = f"| {e['model']}, {e['layers']} × {e['width']} | {e['size']} | {e['rows']} | {e['trains']} | {e['who']} |"
+        start = (f"| {e['model']}, {e['layers']} × {e['width']} | {e['size']} | "
+                 f"{e['rows']} | {e['trains']} | {e['who']} |")
         if e["cannot"]:
             lines.append(f"{start} cannot: {e['cannot']} | | | | |")
         else:
@@ -348,8 +366,8 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
 #| code-summary: "Code: batch_table"
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
-    lines = ["| model | size | memory, MiB | trains | step | largest batch | examples / s |",
-             "|---|---|---|---|---|---|---|"]
+    lines = ["| model | size | memory, MiB | trains | step | largest batch | "
+             "examples / s |", "|---|---|---|---|---|---|---|"]
     for e in found:
         if e["part"] == "batches":
             end = (f"cannot: {e['cannot']} | |" if e["cannot"]
@@ -363,14 +381,16 @@ def batch_table(found: Iterable[dict[str, Any]]) -> str:
 #| code-fold: true
 #| code-summary: "Code: rate_table"
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
-    "Markdown: throughput, share of the device's matrix rate, and peak memory, weights included."
-    lines = ["| model | trains | step | examples / s | tokens / s | share of matrix rate | "
-             "weights and peak, MiB | peak / plain |",
+    """Markdown: throughput, share of the device's matrix rate, and peak memory,
+    weights included."""
+    lines = ["| model | trains | step | examples / s | tokens / s | share of matrix "
+             "rate | weights and peak, MiB | peak / plain |",
              "|---|---|---|---|---|---|---|---|"]
     lines += [f"| {e['model']}, {e['layers']} × {e['width']}, {e['precision']} | "
               f"{e['trains']} | {e['who']} | {e['examples_per_second']:.1f} | "
-              f"{e['examples_per_second'] * e['size']:.0f} | {e['share_of_rate']:.3f} | "
-              f"{e['weights_mib'] + e['peak_mib']:.0f} | {e['peak_ratio']:.3f} |"
+              f"{e['examples_per_second'] * e['size']:.0f} | "
+              f"{e['share_of_rate']:.3f} | {e['weights_mib'] + e['peak_mib']:.0f} | "
+              f"{e['peak_ratio']:.3f} |"
               for e in found if "share_of_rate" in e]
     return "\n".join(lines)
 
@@ -437,14 +457,17 @@ FULL_MARKS = {384: 1.25, 768: 1.15}
 def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
     "Every mark with its value, its bound, and whether it is met."
     marked = [entry for entry in found if entry["part"] == "marks"]
-    times = {(e["size"], e["rows"], e["width"], e["trains"], e["who"]): e.get("time_ratio", math.inf) for e in marked}
+    times = {(e["size"], e["rows"], e["width"], e["trains"], e["who"]):
+             e.get("time_ratio", math.inf) for e in marked}
     results = []
     for (size, rows, width, trains, who), time_ratio in times.items():
         if who == "dpft" and (trains == "biases" or width in FULL_MARKS):
             same = next(e for e in marked
                         if (e["size"], e["rows"], e["width"], e["trains"], e["who"])
                         == (size, rows, width, trains, who))
-            bounds = [("time / plain", time_ratio, FULL_MARKS[width])] if trains == "full" else [
+            bounds = [
+                ("time / plain", time_ratio, FULL_MARKS[width])
+            ] if trains == "full" else [
                 ("time / plain", time_ratio, 1.03),
                 ("held / plain", same.get("held_ratio", math.inf), 1.02),
                 ("time / plain, beside Opacus'", time_ratio,
@@ -461,12 +484,15 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
 WHOLE_MARKS = {"biases": 1.03, 384: 1.35, 768: 1.25, 16: 1.30}
 EIGHTHS_MARK, PEAK_MARK = 1.15, 1.2
 
-def judged_peers(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
+def judged_peers(
+    found: Iterable[dict[str, Any]],
+) -> list[tuple[str, float, float, bool]]:
     "Every bound on a whole step of this package, its value, and whether it is met."
     results = []
     for row in whole_rows(found):
         entry = row.get("dpft-step", {"cannot": "absent"})
-        which = entry["trains"] if entry.get("trains") == "biases" else entry.get("width")
+        which = (entry["trains"] if entry.get("trains") == "biases"
+                 else entry.get("width"))
         if entry["cannot"] or which not in WHOLE_MARKS:
             continue
         bound = EIGHTHS_MARK if entry["part"] == "eighths" else WHOLE_MARKS[which]
@@ -480,14 +506,19 @@ def judged_peers(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, floa
 # %% ../../nbs/3_found/37_cost.ipynb #cost-marks-table-function
 def marks_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown."
-    lines, known = ["| promise | value | bound | in these records |", "|:--|--:|--:|:--|"], list(found)
+    lines, known = (
+        ["| promise | value | bound | in these records |", "|:--|--:|--:|:--|"],
+        list(found))
     return "\n".join([*lines,
                       *(f"| {name} | {value:.3f} | {bound:.3f} | "
                         f"{'met' if met else 'missed'} |"
-                        for name, value, bound, met in judged(known) + judged_peers(known))])
+                        for name, value, bound, met
+                        in judged(known) + judged_peers(known))])
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-figure
-COLOURS = {"opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9", "dpft": "#009E73"}  # Okabe and Ito's
+# Okabe and Ito's
+COLOURS = {"opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9",
+           "dpft": "#009E73"}
 MARKERS = {"opacus": "s", "opacus-ghost": "^", "fastdp": "v", "dpft": "D"}
 WORDS = {"opacus": "Opacus", "opacus-ghost": "ghost clipping", "fastdp": "fastDP",
          "dpft": "dpft"}
@@ -504,7 +535,8 @@ def panels(
     columns: Iterable[tuple[str, str]],      # (part, field along the horizontal axis)
     quantities: Iterable[tuple[str, str]],   # (field, what the panel shows)
 ) -> "Figure":
-    "A grid of ratios: quantities down, parts and what trains across, one line for each contender."
+    """A grid of ratios: quantities down, parts and what trains across,
+    one line for each contender."""
     from matplotlib import pyplot as plt
 
     entries, rows = [e for e in found if not e["cannot"]], list(quantities)
@@ -520,7 +552,8 @@ def panels(
         for axis, (field, label) in zip(grid[:, column], rows, strict=True):
             axis.set_title(f"{label}, {TRAINED[which]}")
             _lines(axis, own, along, field)
-            axis.set_xticks(sizes[part, along], [f"{size:g}" for size in sizes[part, along]])
+            axis.set_xticks(sizes[part, along],
+                            [f"{size:g}" for size in sizes[part, along]])
         grid[-1, column].set_xlabel(AXES[part])
     return figure
 
@@ -547,7 +580,9 @@ def _lines(axis: Any, entries: list[dict[str, Any]], along: str, field: str) -> 
     names_at_lines(axis, plain | ends, {"plain": "black"}
                    | {WORDS[who]: colour for who, colour in COLOURS.items()})
 
-def _bars(axis: Any, entries: list[dict[str, Any]], places: list[float], colour: str) -> None:
+def _bars(
+    axis: Any, entries: list[dict[str, Any]], places: list[float], colour: str,
+) -> None:
     "The intervals of ratios of time."
     axis.vlines(places, *zip(*(e["time_interval"] for e in entries), strict=True),
                 color=colour, linewidth=1, alpha=0.5)
@@ -569,7 +604,8 @@ def _ratio_axis(axis: Any, *limits: float) -> None:
 #| code-fold: true
 #| code-summary: "Code: cost_figure, _shape, plain_of, beside_plain, batch_figure"
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
-    "Time and peak memory of a step beside the plain one, over the length of a text and the side of an image; Figure 3 of DP-BiTFiT."
+    """Time and peak memory of a step beside the plain one, over the length of a text
+    and the side of an image; Figure 3 of DP-BiTFiT."""
     return panels(found, [("text", "size"), ("images", "size")],
                   [("time_ratio", "time / plain"), ("peak_ratio", "peak / plain")])
 
@@ -585,7 +621,8 @@ def plain_of(found: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str,
             and not e["cannot"]}
 
 def beside_plain(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    "Records of the largest batches with their ratios to the plain step's; a contender that fits no example has ratio zero."
+    """Records of the largest batches with their ratios to the plain step's;
+    a contender that fits no example has ratio zero."""
     entries = [e for e in found if e["part"] == "batches"]
     plain = plain_of(entries)
     return [{**e, "rows_ratio": e["rows"] / own["rows"],
@@ -593,7 +630,8 @@ def beside_plain(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             for e in entries if (own := plain.get(_shape(e)))]
 
 def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
-    "The largest batch that fits and the throughput at it, beside the plain step's, over the width of the model; Figure 4 of DP-BiTFiT."
+    """The largest batch that fits and the throughput at it, beside the plain step's,
+    over the width of the model; Figure 4 of DP-BiTFiT."""
     return panels(beside_plain(found), [("batches", "width")],
                   [("rows_ratio", "largest batch / plain"),
                    ("rate_ratio", "examples a second / plain")])
@@ -603,7 +641,8 @@ def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
 #| code-summary: "Code: model_figure"
 @style()
 def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure":
-    "One contender's time beside the plain step's, over what the plain step takes; each point is a model and a size."
+    """One contender's time beside the plain step's, over what the plain step takes;
+    each point is a model and a size."""
     from matplotlib import pyplot as plt
 
     known = list(found)
@@ -613,14 +652,17 @@ def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure"
     axis.axhline(1, color="black", linewidth=1)
     colours = dict(zip(TRAINED.values(), ("#009E73", "#0072B2"), strict=True))
     for which, marker in zip(TRAINS, "Do", strict=True):
-        own, colour = [e for e in known if e.get("time_ratio") and (e["who"], e["trains"])
-                       == (who, which)], colours[TRAINED[which]]
+        own, colour = [
+            e for e in known
+            if e.get("time_ratio") and (e["who"], e["trains"]) == (who, which)
+        ], colours[TRAINED[which]]
         points = [(1000 * plain[_shape(e)]["seconds"], e["time_ratio"]) for e in own]
         if points:
             axis.plot(*zip(*points, strict=True), marker, color=colour, markersize=5)
             _bars(axis, own, [x for x, _ in points], colour)
             ends[TRAINED[which]] = max(points)
-    axis.set(xlabel="time of the plain step, in ms", ylabel=f"time of {WORDS[who]} / plain")
+    axis.set(xlabel="time of the plain step, in ms",
+             ylabel=f"time of {WORDS[who]} / plain")
     plain_log(axis.xaxis)
     _ratio_axis(axis, 0.7, 4)
     axis.set_xlim(right=1.1 * max((x for x, _ in ends.values()), default=1.0))
@@ -631,7 +673,8 @@ def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure"
 #| code-fold: true
 #| code-summary: "Code: _named_marks, _whole_row"
 def _named_marks(axis: "Axes", marks: dict[str, tuple[float, str]], row: float) -> None:
-    "Each mark's name above it, in its colour; a name that would meet the last one stands higher."
+    """Each mark's name above it, in its colour;
+    a name that would meet the last one stands higher."""
     from math import log10
     low, high = map(log10, axis.get_xlim())
     ends: list[float] = []  # where the names at each height end, as shares of the panel
@@ -639,13 +682,16 @@ def _named_marks(axis: "Axes", marks: dict[str, tuple[float, str]], row: float) 
         place = (log10(ratio) - low) / (high - low)
         level = next((i for i, end in enumerate(ends) if end < place), len(ends))
         ends[level:level + 1] = [place + 0.03 + 0.024 * len(name)]
-        axis.annotate(name, (ratio, row), (-3, 8 + 10 * level), color=colour, fontsize=8,
-                      textcoords="offset points", annotation_clip=False)
+        axis.annotate(name, (ratio, row), (-3, 8 + 10 * level), color=colour,
+                      fontsize=8, textcoords="offset points", annotation_clip=False)
 
-def _whole_row(axis: "Axes", row: dict[str, dict[str, Any]], place: float) -> dict[str, tuple[float, str]]:
+def _whole_row(
+    axis: "Axes", row: dict[str, dict[str, Any]], place: float,
+) -> dict[str, tuple[float, str]]:
     "The marks of one shape; by name, where each stands and in which colour."
-    looks = {who: (COLOURS[who.removesuffix("-step")], MARKERS[who.removesuffix("-step")])
-             for who in STEPS}
+    looks = {
+        who: (COLOURS[who.removesuffix("-step")], MARKERS[who.removesuffix("-step")])
+        for who in STEPS}
     named = {}
     for who, (colour, marker) in looks.items():
         if entry := row.get(who, {}).get("time_ratio") and row[who]:
@@ -692,11 +738,15 @@ def _row_name(entry: dict[str, Any]) -> str:
         " in 8 parts" if entry["part"] == "eighths" else "")
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-begun
-def begun(path: Path, settings: Iterable[Setting]) -> tuple[list[dict[str, Any]], list[Setting]]:
+def begun(
+    path: Path, settings: Iterable[Setting],
+) -> tuple[list[dict[str, Any]], list[Setting]]:
     "The records that a file holds, and the settings that it lacks."
     found = [*read_records(path)] if path.exists() else []
-    done = {_shape(entry) for entry in found if entry["part"] not in ("absent", "numbers")}
-    return found, [setting for setting in settings if _shape(asdict(setting)) not in done]
+    done = {_shape(entry) for entry in found
+            if entry["part"] not in ("absent", "numbers")}
+    return found, [setting for setting in settings
+                   if _shape(asdict(setting)) not in done]
 
 # %% ../../nbs/3_found/37_cost.ipynb #cost-report
 #| code-fold: true
@@ -709,7 +759,8 @@ def write_bench(
     numbers: int = 0,    # measure what each of so many numbers costs, too
     resume: bool = False,  # keep what the file holds, and measure what it lacks
 ) -> list[dict[str, Any]]:
-    "Measure, write each record as it comes, and draw what can be drawn; returns the records."
+    """Measure, write each record as it comes, and draw what can be drawn;
+    returns the records."""
     from tqdm import tqdm
 
     output.mkdir(parents=True, exist_ok=True)
@@ -717,8 +768,10 @@ def write_bench(
     if not resume:
         path.unlink(missing_ok=True)
     found, left = begun(path, settings)
-    there = {entry["who"] for entry in found if entry["part"] in ("absent", "numbers")}
-    for entry in tqdm(run_bench(left, rate=rate, numbers=0 if "noise" in there else numbers),
+    there = {entry["who"] for entry in found
+             if entry["part"] in ("absent", "numbers")}
+    for entry in tqdm(run_bench(left, rate=rate,
+                                numbers=0 if "noise" in there else numbers),
                       total=sum(len(setting.who) for setting in left), unit="record"):
         if entry["part"] != "absent" or entry["who"] not in there:
             write_records(path, [entry])

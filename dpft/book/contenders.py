@@ -38,15 +38,16 @@ from ..baselines import Trainable
 from ..bitfit import biases
 from ..engine import Engine
 from ..gradients import (
-    Batch, LossFunction, batch_rows, by_example, clipped_sum, full, per_example_gradients,
-    reuse_memory, select_rows, trainable)
+    Batch, LossFunction, batch_rows, by_example, clipped_sum, full,
+    per_example_gradients, reuse_memory, select_rows, trainable)
 from ..guarantee import installed_versions
 from ..losses import example_losses
 from .provenance import device_name
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
 def heads(width: int) -> int:
-    "Attention heads of 64 numbers each, as in RoBERTa, or of 32 where 64 does not divide the width."
+    """Attention heads of 64 numbers each, as in RoBERTa,
+    or of 32 where 64 does not divide the width."""
     return width // 64 if width % 64 == 0 else width // 32
 
 def encoder(width: int, layers: int, size: int) -> nn.Module:
@@ -60,7 +61,8 @@ def encoder(width: int, layers: int, size: int) -> nn.Module:
         attention_probs_dropout_prob=0.0))
 
 def bert(width: int, layers: int, size: int) -> nn.Module:
-    "A classifier of BERT's shape: one look-up of the position embeddings serves the whole batch."
+    """A classifier of BERT's shape: one look-up of the position embeddings
+    serves the whole batch."""
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(BertConfig(
@@ -78,7 +80,8 @@ def gpt2(width: int, layers: int, size: int) -> nn.Module:
                                       embd_pdrop=0.0, attn_pdrop=0.0))
 
 def llama(width: int, layers: int, size: int) -> nn.Module:
-    "A language model of Llama's shape, with biases added to every linear layer of its blocks."
+    """A language model of Llama's shape, with biases added to every linear
+    layer of its blocks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
@@ -88,7 +91,8 @@ def llama(width: int, layers: int, size: int) -> nn.Module:
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-convolutions
 def convolutions(width: int, layers: int, size: int) -> nn.Module:
-    "Convolutions of 3 x 3 with GroupNorm: the channels double and the side halves from layer to layer."
+    """Convolutions of 3 x 3 with GroupNorm: the channels double and the side halves
+    from layer to layer."""
     found: list[nn.Module] = []
     for before, after in zip([3, *(width * 2**i for i in range(layers - 1))],
                              (width * 2**i for i in range(layers)), strict=True):
@@ -99,12 +103,14 @@ def convolutions(width: int, layers: int, size: int) -> nn.Module:
 
 def tanh_convolutions(width: int, layers: int, size: int) -> nn.Module:
     "The network of 26,010 parameters for pictures of 28 by 28 at width 16; @tempered."
-    return nn.Sequential(nn.Conv2d(1, width, 8, 2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
-                         nn.Conv2d(width, 2 * width, 4, 2), nn.Tanh(), nn.MaxPool2d(2, 1),
-                         nn.Flatten(), nn.Linear(32 * width, 2 * width), nn.Tanh(),
-                         nn.Linear(2 * width, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, width, 8, 2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(width, 2 * width, 4, 2), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(32 * width, 2 * width), nn.Tanh(),
+        nn.Linear(2 * width, 10))
 
-MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {  # (width, layers, tokens of a text or side of an image)
+# (width, layers, tokens of a text or side of an image)
+MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "encoder": encoder, "bert": bert, "gpt2": gpt2, "llama": llama,
     "convolutions": convolutions, "tanh convolutions": tanh_convolutions}
 
@@ -153,8 +159,10 @@ class Setting:
     trains: str             # "biases" or "full"
     who: tuple[str, ...]    # names in `CONTENDERS`; plain comes first
     repeats: int            # timed rounds
-    memory: int | None = None     # bytes for weights and step: find the largest batch that fits, instead of `rows`
-    precision: str | None = None  # "bf16" for mixed precision, "bf16 weights" for a model that is in bf16 itself
+    # bytes for weights and step: find the largest batch that fits, instead of `rows`
+    memory: int | None = None
+    # "bf16" for mixed precision, "bf16 weights" for a model that is in bf16 itself
+    precision: str | None = None
 
     def build(self, device: torch.device) -> nn.Module:
         "The model on its device, with the same random weights each time."
@@ -178,7 +186,8 @@ class WatchedLoss:
     "Per-example losses, and a word to a listener when they are there."
 
     def __init__(self, loss_fn: LossFunction = example_losses):
-        self.loss_fn, self.full_precision = loss_fn, getattr(loss_fn, "full_precision", loss_fn)
+        self.loss_fn, self.full_precision = (
+            loss_fn, getattr(loss_fn, "full_precision", loss_fn))
         self.listener: Callable[[], None] = lambda: None
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -191,7 +200,8 @@ class WatchedLoss:
 class Contender:
     "A way to take a step, and the model that it acts on."
     model: nn.Module
-    step: Callable[[Batch], dict[str, Tensor]]  # the sum of clipped gradients by parameter; plain: the gradient of the mean loss
+    # the sum of clipped gradients by parameter; plain: the gradient of the mean loss
+    step: Callable[[Batch], dict[str, Tensor]]
 
 def collected(model: nn.Module, attribute: str) -> dict[str, Tensor]:
     "What was left at the parameters, by name."
@@ -200,8 +210,11 @@ def collected(model: nn.Module, attribute: str) -> dict[str, Tensor]:
             if getattr(parameter, attribute, None) is not None}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-quiet
-def quiet(step: Callable[[Batch], dict[str, Tensor]]) -> Callable[[Batch], dict[str, Tensor]]:
-    "The step without PyTorch's remark that a hook fires at a layer whose input needs no gradient."
+def quiet(
+    step: Callable[[Batch], dict[str, Tensor]],
+) -> Callable[[Batch], dict[str, Tensor]]:
+    """The step without PyTorch's remark that a hook fires at a layer
+    whose input needs no gradient."""
     def hushed(batch: Batch) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing")
@@ -233,7 +246,8 @@ def hooked(model: nn.Module, noise_multiplier: float) -> tuple[Any, Any]:
                                 expected_batch_size=None, loss_reduction="sum")
 
 def opacus_hooks(model: nn.Module, loss: WatchedLoss) -> Contender:
-    "Opacus' hooks: per-example gradients in memory, then norms, factors and sums by its optimizer."
+    """Opacus' hooks: per-example gradients in memory, then norms,
+    factors and sums by its optimizer."""
     wrapped, optimizer = hooked(model, 0.0)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
@@ -265,7 +279,8 @@ def fastdp_engine(model: nn.Module, noise_multiplier: float) -> Any:
 
     return PrivacyEngine(model, batch_size=1, sample_size=10**6, epochs=1,
                          noise_multiplier=noise_multiplier, max_grad_norm=CLIP,
-                         clipping_fn="Abadi", clipping_mode="MixOpt", loss_reduction="sum")
+                         clipping_fn="Abadi", clipping_mode="MixOpt",
+                         loss_reduction="sum")
 
 def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     "FastDP: norms and sums in the hooks of one backward pass."
@@ -282,7 +297,8 @@ def in_parts(batch: Batch, parts: int) -> list[Batch]:
     "A batch as it is, or cut into physical batches."
     if parts == 1:
         return [batch]
-    return [select_rows(batch, rows) for rows in torch.arange(batch_rows(batch)).chunk(parts)]
+    return [select_rows(batch, rows)
+            for rows in torch.arange(batch_rows(batch)).chunk(parts)]
 
 def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     "PyTorch without privacy, and its optimizer."
@@ -313,7 +329,9 @@ class OneBatch:
         return select_rows(self.rows, torch.as_tensor(indices))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-engine
-def steps_of(model: nn.Module, loss: WatchedLoss, batch: Batch, parts: int = 1) -> Iterator[Any]:
+def steps_of(
+    model: nn.Module, loss: WatchedLoss, batch: Batch, parts: int = 1,
+) -> Iterator[Any]:
     "The steps of a long private run that draws the whole batch each time."
     rows = batch_rows(batch)
     return iter(Engine(model, loss, Trainable(), OneBatch(batch), noise_multiplier=1.0,
@@ -359,7 +377,8 @@ def opacus_ghost_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
         losses = loss(wrapped, batch)
-        DPTensorFastGradientClipping(wrapped, optimizer, losses, "sum").backward()  # type: ignore[arg-type]
+        DPTensorFastGradientClipping(
+            wrapped, optimizer, losses, "sum").backward()  # type: ignore[arg-type]
         optimizer.step()
         return {}
     return Contender(wrapped, quiet(step))
@@ -377,7 +396,8 @@ def fastdp_step(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-contenders-table
-CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {  # how it is made, and the package that it needs
+# how it is made, and the package that it needs
+CONTENDERS: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {
     "plain": (plain, "torch"), "opacus": (opacus_hooks, "opacus"),
     "opacus-ghost": (opacus_ghost, "opacus"),
     "fastdp": (fastdp, "fastDP"), "dpft": (dpft, "torch")}
@@ -393,22 +413,31 @@ WHOLE: dict[str, tuple[Callable[[nn.Module, WatchedLoss], Contender], str]] = {
 TOLERANCE = {None: 1e-3, "bf16": 0.05, "bf16 weights": 0.1}
 
 def wanted_sum(rows: dict[str, Tensor], clipped: bool) -> dict[str, Tensor]:
-    "What a step must return, from the examples' own gradients: their clipped sum, or their mean for the plain step."
+    """What a step must return, from the examples' own gradients:
+    their clipped sum, or their mean for the plain step."""
     size = len(next(iter(rows.values())))
-    norms = torch.stack([by_example(full(values)).square().sum(1) for values in rows.values()]).sum(0).sqrt()
-    factors = (CLIP / norms).clamp(max=1.0) if clipped else torch.full_like(norms, 1 / size)
+    norms = torch.stack([by_example(full(values)).square().sum(1)
+                         for values in rows.values()]).sum(0).sqrt()
+    factors = ((CLIP / norms).clamp(max=1.0) if clipped
+               else torch.full_like(norms, 1 / size))
     return {name: torch.tensordot(factors, full(values), dims=1)
             for name, values in rows.items()}
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    "2-norm of the difference over that of what is wanted; what is missing counts as zero."
-    apart = sum(((full(found[name]) if name in found else 0) - values).square().sum().item() for name, values in wanted.items())
+    """2-norm of the difference over that of what is wanted;
+    what is missing counts as zero."""
+    apart = sum(
+        ((full(found[name]) if name in found else 0) - values).square().sum().item()
+        for name, values in wanted.items())
     return math.sqrt(apart / sum(values.square().sum().item()
                                  for values in wanted.values()))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-check-enter
-def enter(setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.device) -> Iterator[tuple[str, Contender, float, str]]:
-    "Every contender with the error of its result and the reason why it cannot take part, empty if it can."
+def enter(
+    setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.device,
+) -> Iterator[tuple[str, Contender, float, str]]:
+    """Every contender with the error of its result and the reason why it cannot take
+    part, empty if it can."""
     small = setting.batch(3, device)
     rows = per_example_gradients(model, loss.full_precision, small)
     for name in setting.who:
@@ -423,7 +452,8 @@ def enter(setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.d
             if name in CONTENDERS and not error < TOLERANCE[setting.precision]:
                 reason = f"its sum is wrong by {error:.0%}"
         except Exception as failure:  # whatever a peer stops with is its result
-            reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            reason = (f"{type(failure).__name__}: "
+                      f"{(str(failure).splitlines() or [''])[0]}")
         yield name, contender, error, reason
         own.zero_grad()
 
@@ -431,7 +461,9 @@ def enter(setting: Setting, model: nn.Module, loss: WatchedLoss, device: torch.d
 def median_interval(
     values: Iterable[float],
     level: float = 0.95,
-) -> tuple[float, float]:  # all that was seen, when there are too few values for the level
+) -> tuple[
+    float, float,
+]: # all that was seen, when there are too few values for the level
     "Confidence interval of the median from order statistics; @lem-median-interval."
     ordered = sorted(values)
     count, missed, outside = len(ordered), 0.0, 0
@@ -444,8 +476,11 @@ def median_interval(
     return ordered[first], ordered[-1 - first]
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-time
-def interleaved(them: dict[str, Contender], batch: Batch, repeats: int, warm: int = 2) -> dict[str, list[float]]:
-    "Seconds of each round after some to warm up; all take turns, and who begins moves on."
+def interleaved(
+    them: dict[str, Contender], batch: Batch, repeats: int, warm: int = 2,
+) -> dict[str, list[float]]:
+    """Seconds of each round after some to warm up; all take turns,
+    and who begins moves on."""
     seconds: dict[str, list[float]] = {name: [] for name in them}
     names = list(them)
     for repeat in range(-warm, repeats):
@@ -471,10 +506,13 @@ def seconds_of(contender: Contender, batch: Batch) -> float:
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-memory
 class LiveBytes(TorchDispatchMode):
-    "Counts the bytes of the storages that operators make, from making to freeing, forward and backward."
+    """Counts the bytes of the storages that operators make, from making to freeing,
+    forward and backward."""
 
     def __init__(self) -> None:
-        import torch._dynamo  # noqa: F401  # the mode's first use would import it within the step, which keeps some of the step's tensors
+        # the mode's first use would import it within the step, which keeps some of
+        # the step's tensors
+        import torch._dynamo  # noqa: F401
 
         super().__init__()
         self.now = self.peak = 0
@@ -486,7 +524,9 @@ class LiveBytes(TorchDispatchMode):
         given = {value.untyped_storage()._cdata
                  for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in given:  # else a view, or changed in place
+            # else a view, or changed in place
+            if (isinstance(value, Tensor)
+                    and value.untyped_storage()._cdata not in given):
                 self._made(value.untyped_storage())
         return result
 
@@ -569,10 +609,12 @@ def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-largest
 def largest_batch(
-    peak: Callable[[int], float],  # bytes of a step on so many examples; grows with their number
-    memory: float,                 # bytes that there are
-) -> int:                          # 0 when not even one example fits
-    "The most examples whose step fits: a line through two counts, then a check and bisection."
+    # bytes of a step on so many examples; grows with their number
+    peak: Callable[[int], float],
+    memory: float, # bytes that there are
+) -> int:          # 0 when not even one example fits
+    """The most examples whose step fits: a line through two counts,
+    then a check and bisection."""
     if peak(1) > memory:
         return 0
     if peak(2) > memory:
@@ -596,15 +638,17 @@ def provenance(device: torch.device) -> dict[str, Any]:
     "Where a record was made."
     from importlib.metadata import version
 
-    peers = {"fastDP": getattr(sys.modules["fastDP"], "__version__", "")} if "fastDP" in sys.modules else {}
+    peers = ({"fastDP": getattr(sys.modules["fastDP"], "__version__", "")}
+             if "fastDP" in sys.modules else {})
     return {"device": device_name(device),
             "machine": f"{platform.machine()}, {platform.system()}",
             "processor": processor(),
             "threads": torch.get_num_threads(), "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
             "memory_reused": device.type == "cpu" and reuse_memory(),
-            "versions": installed_versions() | {"transformers": version("transformers"),
-                                                "python": platform.python_version()} | peers,
+            "versions": installed_versions() | {
+                "transformers": version("transformers"),
+                "python": platform.python_version()} | peers,
             "made": time.strftime("%Y-%m-%d")}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-processor
@@ -614,7 +658,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next((line.partition(":")[2].strip() for line in lines
+                 if line.startswith("model name")), platform.processor())
 
 # %% ../../nbs/3_found/38_contenders.ipynb #contenders-machine-matrix-rate
 def matrix_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:

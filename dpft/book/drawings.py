@@ -16,9 +16,10 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from .figures import (
-    COLOURS, MARKERS, NAMES, SERIES, Drawing, Records, budget_axis, counted, draw_leads,
-    image_tradeoff, label_of, language_tradeoff, lead_limits, leads, legend_beside, look,
-    names_at_lines, place_of_budget, plain_log, student, style, text_tradeoff, tradeoff)
+    COLOURS, MARKERS, NAMES, SERIES, Drawing, Records, budget_axis, counted,
+    draw_leads, image_tradeoff, label_of, language_tradeoff, lead_limits, leads,
+    legend_beside, look, names_at_lines, place_of_budget, plain_log, student, style,
+    text_tradeoff, tradeoff)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +67,8 @@ def _names_before_lines(axis: "Axes", starts: dict[str, tuple[float, float]]) ->
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-freezing-similarity-figure
 @style()
 def similarity_figure(records: Records) -> "Figure":
-    "PWCCA distance of each layer from its own end of the run, over steps; a panel for each data set."
+    """PWCCA distance of each layer from its own end of the run, over steps;
+    a panel for each data set."""
     from matplotlib import pyplot as plt
 
     panels: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -97,18 +99,21 @@ ANGLES = {"strength": "strength of the signal, ratio",
           "total": "angle to the reference, change in degrees"}
 
 def change(look: dict[str, Any], layer: str, kind: str) -> float:
-    "A batch's signal under the factor of the layers that stay beside that of all: strengths as a ratio, angles in degrees."
+    """A batch's signal under the factor of the layers that stay beside that of all:
+    strengths as a ratio, angles in degrees."""
     before, after = (float(look[when][layer][kind]) for when in ("before", "after"))
     return after / before if kind == "strength" else 180 / pi * (after - before)
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-angle-figure
 @style()
 def angle_figure(records: Records) -> "Figure":
-    "What the clip factor of the layers that stay changes, batch by batch along a run: the signal's strength and its three angles."
+    """What the clip factor of the layers that stay changes, batch by batch along a run:
+    the signal's strength and its three angles."""
     from matplotlib import pyplot as plt
 
     runs = list(records)
-    kept, steps = list(runs[0]["series"][0]["before"]), [at["step"] for at in runs[0]["series"]]
+    kept, steps = (list(runs[0]["series"][0]["before"]),
+                   [at["step"] for at in runs[0]["series"]])
     names = layer_names(runs[0].get("model"), len(kept))
     figure, axes = plt.subplots(2, 2, figsize=(7.4, 4.2), sharex=True,
                                 layout="constrained")
@@ -136,7 +141,9 @@ PLACES = {"attention.self.query": "query", "attention.self.key": "key",
           "output.dense": "feed-forward, second",
           "output.LayerNorm": "norm after feed-forward"}
 
-def place_of(name: str) -> tuple[str, int | None]:  # what it is, and in which layer from 1
+def place_of(
+    name: str,
+) -> tuple[str, int | None]: # what it is, and in which layer from 1
     "Where a partition of BERT stands, by its name."
     _, inside, rest = name.partition("layer.")
     if not inside:
@@ -149,7 +156,8 @@ def place_of(name: str) -> tuple[str, int | None]:  # what it is, and in which l
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-selection-figure
 @style()
 def selection_figure(records: Records) -> "Figure":
-    "Layers by kinds of partition: the estimated magnitude in the first private run, and how many of the runs selected it."
+    """Layers by kinds of partition: the estimated magnitude in the first private run,
+    and how many of the runs selected it."""
     from matplotlib import pyplot as plt
     from matplotlib.colors import LogNorm
 
@@ -176,13 +184,17 @@ def selection_figure(records: Records) -> "Figure":
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-selected
 Cell = tuple[str, int | None]
 
-def _selected(runs: Sequence[dict[str, Any]]) -> tuple[dict[Cell, float | None], dict[Cell, str]]:
-    "For each partition its estimate in the first run, and how many runs selected it: a dot for all, nothing for none."
+def _selected(
+    runs: Sequence[dict[str, Any]],
+) -> tuple[dict[Cell, float | None], dict[Cell, str]]:
+    """For each partition its estimate in the first run, and how many runs selected it:
+    a dot for all, nothing for none."""
     first, count = runs[0]["rounds"][-1]["values"], len(runs)
     values: dict[Cell, float | None] = {}
     marks: dict[Cell, str] = {}
     for number, part in enumerate(runs[0]["partitions"]):
-        cell, took = place_of(part["name"]), sum(number in own["chosen"] for own in runs)
+        cell, took = place_of(part["name"]), sum(
+            number in own["chosen"] for own in runs)
         values[cell] = first[number] if first[number] and first[number] > 0 else None
         marks[cell] = "●" if took == count else f"{took}/{count}" if took else ""
     return values, marks
@@ -204,23 +216,27 @@ def _cells(axis: "Axes", keys: Sequence[Sequence[Cell]],
     axis.tick_params(length=0)
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-price
-PRICES = {"step_seconds": "processor time\nof a step", "peak_mib": "peak memory\nof a step"}
+PRICES = {"step_seconds": "processor time\nof a step",
+          "peak_mib": "peak memory\nof a step"}
 
 @style()
 def price_figure(records: Records) -> "Figure":
-    "Test accuracy on SST-2 at epsilon 2 and what a step costs in time and in memory, all beside `Full`."
+    """Test accuracy on SST-2 at epsilon 2 and what a step costs in time and in memory,
+    all beside `Full`."""
     from matplotlib import pyplot as plt
 
     known = list(records)
     costs = {label: cost for entry in known
              for label, cost in entry.get("costs", {}).items()}
-    scored = [e for e in known if "costs" not in e and float(e["target_epsilon"]) == 2.0]
+    scored = [e for e in known
+              if "costs" not in e and float(e["target_epsilon"]) == 2.0]
     found = {label: [100 * d for d in its] for label, its in
              leads(scored, "Full", "test_accuracy").items() if label in costs}
     order = sorted(found, key=lambda label: -mean(found[label]))
     rows = {label: f"{label} ({len(found[label])})" for label in order}
-    figure, axes = plt.subplots(1, 3, figsize=(7.4, 0.24 * len(rows) + 1.0), sharey=True,
-                                layout="constrained", width_ratios=(1.4, 1, 1))
+    figure, axes = plt.subplots(
+        1, 3, figsize=(7.4, 0.24 * len(rows) + 1.0), sharey=True,
+        layout="constrained", width_ratios=(1.4, 1, 1))
     draw_leads(axes[0], rows, found, lead_limits([found]))
     axes[0].set_xlabel("test accuracy less\nthat of Full, in points")
     for axis, (quantity, words) in zip(axes[1:], PRICES.items(), strict=True):
@@ -249,7 +265,8 @@ def _ratios(axis: "Axes", rows: dict[str, str], ratios: dict[str, float]) -> Non
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-attack
 @style()
 def audit_figure(records: Records) -> "Figure":
-    "Audited epsilon (markers; lines end at the bound that one audit alone would have) beside the cost of each plan (black bars)."
+    """Audited epsilon (markers; lines end at the bound that one audit alone would have)
+    beside the cost of each plan (black bars)."""
     from matplotlib import pyplot as plt
 
     known = list(records)[::-1]
@@ -277,7 +294,8 @@ ATTACKS = {"membership": "language model, by loss",
 
 @style()
 def attack_figure(records: Records) -> "Figure":
-    "AUC of membership attacks over epsilon; bars are two standard errors, short black lines what no attack exceeds."
+    """AUC of membership attacks over epsilon; bars are two standard errors,
+    short black lines what no attack exceeds."""
     from matplotlib import pyplot as plt
 
     known = list(records)
@@ -301,7 +319,9 @@ def _attacked(axis: "Axes", entries: Sequence[dict[str, Any]], kind: str) -> Non
     for number, label in enumerate(labels):
         runs = [entry for entry in entries if entry["method"] == label]
         shift = 1.05 ** (number - (len(labels) - 1) / 2)
-        seeds = counted(sum(other["target_epsilon"] == entry["target_epsilon"] for other in runs) for entry in runs)
+        seeds = counted(
+            sum(other["target_epsilon"] == entry["target_epsilon"] for other in runs)
+            for entry in runs)
         axis.errorbar([place_of_budget(float(entry["target_epsilon"]), budgets) * shift
                        for entry in runs],
                       [entry[kind]["auc"] for entry in runs],
@@ -346,7 +366,8 @@ def _twin(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry["data"], entry["steps"], entry["target_epsilon"], entry["seed"]
 
 def _branch(entry: dict[str, Any], kind: str) -> int | None:
-    "Where a run stands in a panel, if it belongs there; the lower half, frozen, belongs into two."
+    """Where a run stands in a panel, if it belongs there; the lower half, frozen,
+    belongs into two."""
     first, last = entry["kept"][0], entry["kept"][-1]
     if kind == "when":
         half = entry["kind"] == "upper" and first == (last + 2) // 2
@@ -359,7 +380,8 @@ BRANCHES = {"one": "layer that trains", "upper": "frozen layers",
 
 @style()
 def layers_figure(records: Records) -> "Figure":
-    "Accuracy less that of training all layers: one layer trains, the lowest are frozen, or the lower half is for so many steps."
+    """Accuracy less that of training all layers: one layer trains, the lowest are
+    frozen, or the lower half is for so many steps."""
     from matplotlib import pyplot as plt
 
     known = list(records)
@@ -379,7 +401,8 @@ def layers_figure(records: Records) -> "Figure":
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-paired-relevance-figure
 @style()
 def relevance_figure(records: Records) -> "Figure":
-    "Perplexity of each variant of Rap-FT less that of the plain run with the same seed, at the smallest budget."
+    """Perplexity of each variant of Rap-FT less that of the plain run with the same
+    seed, at the smallest budget."""
     from textwrap import fill
 
     from matplotlib import pyplot as plt
@@ -401,7 +424,8 @@ def relevance_figure(records: Records) -> "Figure":
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-swept
 @style()
 def share_figure(records: Records) -> "Figure":
-    "Perplexity of Rap-FT over the share of entries that are taken for weakly significant; dots are seeds, lines their means."
+    """Perplexity of Rap-FT over the share of entries that are taken for weakly
+    significant; dots are seeds, lines their means."""
     import seaborn as sns
     from matplotlib import pyplot as plt
 
@@ -414,9 +438,10 @@ def share_figure(records: Records) -> "Figure":
     figure, axis = plt.subplots(figsize=(6.2, 3.0), layout="constrained")
     sns.lineplot(**own, errorbar=None, linewidth=1, ax=axis)
     last = max(own["x"])
-    names_at_lines(axis, {kind: (last, mean(y for x, y, its in zip(own["x"], own["y"], kinds, strict=True)
-                                            if (x, its) == (last, kind)))
-                          for kind in colours}, colours)
+    names_at_lines(axis, {
+        kind: (last, mean(y for x, y, its in zip(own["x"], own["y"], kinds, strict=True)
+                          if (x, its) == (last, kind)))
+        for kind in colours}, colours)
     sns.scatterplot(**own, s=25, ax=axis)
     axis.set(xlabel=r"irrelevance ratio $\beta$", ylabel="perplexity per token")
     return figure
@@ -424,7 +449,8 @@ def share_figure(records: Records) -> "Figure":
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-swept-rate-figure
 @style()
 def rate_figure(records: Records) -> "Figure":
-    "Accuracy over the learning rate for each method; bars are 95 % intervals over seeds."
+    """Accuracy over the learning rate for each method;
+    bars are 95 % intervals over seeds."""
     import seaborn as sns
     from matplotlib import pyplot as plt
 
@@ -442,16 +468,19 @@ def rate_figure(records: Records) -> "Figure":
                   dodge=0.15, errorbar=student, capsize=0.08, linewidth=1.2, ax=axis,
                   legend=False)
     axis.set(xlabel="learning rate", ylabel="accuracy")
-    names_at_lines(axis, {name: (1.1 * max(rates), mean(e["metrics"]["accuracy"] for e in known
-                                                  if (label_of(e), e["learning_rate"]) == (label, max(rates))))
-                          for label, name in seeds.items()
-                          for rates in [[rate for its, rate in runs if its == label]]})
+    names_at_lines(axis, {
+        name: (1.1 * max(rates),
+               mean(e["metrics"]["accuracy"] for e in known
+                    if (label_of(e), e["learning_rate"]) == (label, max(rates))))
+        for label, name in seeds.items()
+        for rates in [[rate for its, rate in runs if its == label]]})
     return figure
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-swept-status-figure
 @style()
 def status_figure(records: Records) -> "Figure":
-    "What the first run shows of the two assumptions: angles of clipped and unclipped gradients, and how many are clipped, by bound."
+    """What the first run shows of the two assumptions: angles of clipped and unclipped
+    gradients, and how many are clipped, by bound."""
     from matplotlib import pyplot as plt
 
     run = next(iter(records))
@@ -489,13 +518,14 @@ def _over_steps(axis: "Axes", run: dict[str, Any], bounds: Sequence[str], part: 
 DRAWINGS = {
     "quickstart": Drawing("accuracy on handwritten digits over epsilon", tradeoff,
                           ("quickstart",)),
-    "tradeoff-text": Drawing("test accuracy on SST-2 less full fine-tuning's", text_tradeoff,
-                             ("frost-text",),
+    "tradeoff-text": Drawing("test accuracy on SST-2 less full fine-tuning's",
+                             text_tradeoff, ("frost-text",),
                              ("methods-text", "methods-headline",
                               "compositions-confirmed"), ("sst2",)),
-    "tradeoff-images": Drawing("accuracy on images less full fine-tuning's", image_tradeoff,
-                               ("quickstart",),
-                               ("frost-vision", "methods-images", "compositions-confirmed"), ("digits", "cifar10")),
+    "tradeoff-images": Drawing("accuracy on images less full fine-tuning's",
+                               image_tradeoff, ("quickstart",),
+                               ("frost-vision", "methods-images",
+                                "compositions-confirmed"), ("digits", "cifar10")),
     "tradeoff-language": Drawing("perplexity on E2E over epsilon", language_tradeoff,
                                  ("e2e-methods",)),
     "pwcca": Drawing("PWCCA of each layer over training", similarity_figure,
@@ -512,8 +542,8 @@ DRAWINGS = {
     "irrelevance": Drawing("Rap-FT over the share of the weakly significant",
                            share_figure, ("rap-beta",)),
     "selection": Drawing("what DP-FROST selects", selection_figure, ("frost-text",)),
-    "price": Drawing("test accuracy, time and memory of a step beside full fine-tuning", price_figure,
-                     ("methods-cost", "frost-text"),
+    "price": Drawing("test accuracy, time and memory of a step beside full fine-tuning",
+                     price_figure, ("methods-cost", "frost-text"),
                      ("methods-text", "methods-headline")),
     "audits": Drawing("audited against claimed epsilon", audit_figure, ("audits",)),
     "attacks": Drawing("membership attacks over epsilon", attack_figure, ("attacks",))}

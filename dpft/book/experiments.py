@@ -47,11 +47,12 @@ from .provenance import forget_peak, machine, provenance, roots_of, source_hash
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(
-    experiment: str,               # which grid it belongs to
-    configuration: dict[str, Any], # data, model, method, seed and every setting that differs from the defaults
+    experiment: str, # which grid it belongs to
+    # data, model, method, seed and every setting that differs from the defaults
+    configuration: dict[str, Any],
     run: Run,
-    seconds: float,                # wall time of the run
-) -> dict[str, Any]:               # JSON
+    seconds: float,  # wall time of the run
+) -> dict[str, Any]: # JSON
     "One run with its provenance."
     return {"experiment": experiment, **configuration, **outcome(run),
             "seconds": round(seconds, 2),
@@ -97,27 +98,35 @@ Settings = dict[str, Any]
 class Experiment:
     "A question, and the runs that answer it."
     question: str
-    grid: Callable[[bool], Iterable[Settings]]   # True: in full; False: reduced; JSON, one entry for each run
-    measure: Callable[[Settings], Settings]      # what one run found; JSON
+    # True: in full; False: reduced; JSON, one entry for each run
+    grid: Callable[[bool], Iterable[Settings]]
+    measure: Callable[[Settings], Settings] # what one run found; JSON
     needs: str  # data, device and time of the full grid
-    elsewhere: tuple[str, ...] = ()              # data that is not among the local files: left out unless it is named
-    priority: Callable[[Settings], float] = lambda settings: 0.0  # of a run in a queue: the lowest first
-    seconds: Callable[[Settings], float] = lambda settings: 60.0  # of a run on one core, before any record tells
-    group: Callable[[Settings], str] = lambda settings: ""  # runs that share what the first of them makes
+    # data that is not among the local files: left out unless it is named
+    elsewhere: tuple[str, ...] = ()
+    # of a run in a queue: the lowest first
+    priority: Callable[[Settings], float] = lambda settings: 0.0
+    # of a run on one core, before any record tells
+    seconds: Callable[[Settings], float] = lambda settings: 60.0
+    # runs that share what the first of them makes
+    group: Callable[[Settings], str] = lambda settings: ""
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-experiment-results-file
 def results_file(name: str) -> Path:
-    "Where the records of an experiment lie: under `DPFT_RESULTS`, or in the book's own folder, from wherever in the checkout."
+    """Where the records of an experiment lie: under `DPFT_RESULTS`,
+    or in the book's own folder, from wherever in the checkout."""
     return Path(os.environ.get("DPFT_RESULTS") or _book()) / f"{name}.jsonl"
 
 def _book() -> Path:
-    "The results of the checkout around the working directory, or of one that is to be there; relative, so that no path tells the machine."
+    """The results of the checkout around the working directory, or of one that is
+    to be there; relative, so that no path tells the machine."""
     above = (Path("../" * depth) / "nbs" / "results"
              for depth in range(len(Path.cwd().parts)))
     return next((folder for folder in above if folder.is_dir()), Path("nbs/results"))
 
 def records_of(*names: str) -> list[Settings]:
-    "The records of some experiments: those of full grids as soon as there are any, else the reduced ones, never both."
+    """The records of some experiments: those of full grids as soon as there are any,
+    else the reduced ones, never both."""
     found = [entry for name in names for entry in recorded(results_file(name))]
     return [entry for entry in found if not entry.get("reduced", True)] or found
 
@@ -127,8 +136,11 @@ def run_experiment(
     experiment: Experiment,
     path: str | Path,  # records are appended; what is there already is skipped
     full: bool = False,
-    wanted: Callable[[Settings], bool] = lambda settings: True,  # leave out the entries for which this is False
-) -> Iterator[Settings | None]:                  # one for each entry of the grid: its record, or None if it was there
+    # leave out the entries for which this is False
+    wanted: Callable[[Settings], bool] = lambda settings: True,
+) -> Iterator[
+    Settings | None
+]: # one for each entry of the grid: its record, or None if it was there
     "Run what a file does not hold yet, and write each record as soon as it is made."
     there = recorded(path)
     for settings in filter(wanted, experiment.grid(full)):
@@ -166,11 +178,15 @@ OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_ou
 
 def measured_run(
     settings: Settings,  # `OWN`, and any argument of `fine_tune`
-    look: Callable[[Run, Method], Settings] = lambda run, method: {},  # what else to keep of the run
-    score: Callable[[nn.Module, Task], dict[str, float]] | None = None,  # None: accuracy, with all answers
-    prepare: Callable[[Settings], tuple[nn.Module, Task]] | None = None,  # None: by the names of model and data
+    # what else to keep of the run
+    look: Callable[[Run, Method], Settings] = lambda run, method: {},
+    # None: accuracy, with all answers
+    score: Callable[[nn.Module, Task], dict[str, float]] | None = None,
+    # None: by the names of model and data
+    prepare: Callable[[Settings], tuple[nn.Module, Task]] | None = None,
 ) -> Settings:
-    "One call of `fine_tune` as the settings say, scored on held-out rows, or on the development and the test data."
+    """One call of `fine_tune` as the settings say, scored on held-out rows,
+    or on the development and the test data."""
     check_known(settings)
     model, task = (prepare or _named)(settings)
     method = method_from(settings["method"], settings.get("options", {}))
@@ -229,7 +245,8 @@ def kept_in() -> Path | None:
 
 @contextmanager
 def unfinished(settings: Settings) -> Iterator[Path | None]:
-    "The folder of a run's state, which vanishes when the run is finished; None where none is kept."
+    """The folder of a run's state, which vanishes when the run is finished;
+    None where none is kept."""
     if not _KEPT:
         yield None
         return
@@ -241,7 +258,8 @@ def unfinished(settings: Settings) -> Iterator[Path | None]:
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-answers
 def answers_and_scores(
     model: nn.Module, task: Task) -> tuple[dict[str, float], dict[str, Settings]]:
-    "Accuracy on the development and the test data; and, of each, the answers and which are right."
+    """Accuracy on the development and the test data; and, of each,
+    the answers and which are right."""
     parts = {"accuracy": task.dev} | ({} if task.test is None
                                       else {"test_accuracy": task.test})
     scores, kept = {}, {}
@@ -255,7 +273,8 @@ def answers_and_scores(
 def answered(
     model: nn.Module,
     data: Any,                # labelled examples
-) -> tuple[Tensor, Tensor]:   # (N,) answers; (N,) whether each is right; in the data's order
+) -> tuple[
+    Tensor, Tensor]: # (N,) answers; (N,) whether each is right; in the data's order
     "Each answer of a model, in batches of like lengths."
     found = [answers(model, batch)[:2]
              for batch in evaluation_batches(model, data, None, 64)]
@@ -275,7 +294,8 @@ def packed(
     raw = values.cpu().numpy()
     bits = np.packbits(raw) if values.dtype == torch.bool else raw.astype(np.uint8)
     kind = "bits" if values.dtype == torch.bool else "bytes"
-    return f"{kind} {len(raw)} {base64.b85encode(zlib.compress(bits.tobytes(), 9)).decode()}"
+    return (f"{kind} {len(raw)} "
+            f"{base64.b85encode(zlib.compress(bits.tobytes(), 9)).decode()}")
 
 def unpacked(text: str) -> Tensor:  # (N,) bool or uint8
     "What `packed` was given."
@@ -330,11 +350,14 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
         return pretrain(load_model(name, classes, kind, shape), font_digits(),
                         epochs=epochs)
     source = load_data(public, limit=limit)
-    known = hashlib.sha256(repr((name, shape, public, epochs, limit)).encode()).hexdigest()[:12]
-    return with_fresh_head(_cached(known,
-                                   load_model(name, len(source.classes), kind, shape),
-                                   lambda model: pretrain(
-        model, Public(source.train, source=source.source), epochs=epochs, learning_rate=1e-3)), load_model(name, classes, kind, shape))
+    known = hashlib.sha256(
+        repr((name, shape, public, epochs, limit)).encode()).hexdigest()[:12]
+    return with_fresh_head(
+        _cached(known, load_model(name, len(source.classes), kind, shape),
+                lambda model: pretrain(
+                    model, Public(source.train, source=source.source),
+                    epochs=epochs, learning_rate=1e-3)),
+        load_model(name, classes, kind, shape))
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-prepared-cache-folder
 def cache_folder() -> Path:
@@ -375,7 +398,8 @@ def quickstart(
     seeds: Iterable[int] = (0, 1, 2),
     epochs: float = 10,
 ) -> Iterator[dict[str, Any]]:  # records, as they come
-    "Full, LastLayer and BiTFiT on the handwritten digits, from a network that has seen printed ones."
+    """Full, LastLayer and BiTFiT on the handwritten digits,
+    from a network that has seen printed ones."""
     task = load_data("digits")
     start = printed_digits_network(task)
     for epsilon in epsilons:
@@ -396,7 +420,8 @@ def quickstart(
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-quickstart-printed-digits-network
 def printed_digits_network(task: Task) -> nn.Module:
-    "The small convolutional network, trained on font digits: public, so it costs nothing."
+    """The small convolutional network, trained on font digits:
+    public, so it costs nothing."""
     recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
                               "image_shape": task.image_shape}
     assert task.public is not None

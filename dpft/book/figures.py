@@ -36,7 +36,9 @@ COLOURS = {
     "EntrySelection": "#AA4499", "Then": "#44AA99", "Chain": "#332288",
     "Trainable": "#117733"}
 MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH8", strict=True))
-SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999933")  # of what is no method: layers, kinds
+# of what is no method: layers, kinds
+SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000",
+          "#999933")
 STYLE: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 9, "axes.spines.top": False,
                          "axes.spines.right": False,
                          "legend.frameon": False, "legend.fontsize": 8}
@@ -59,14 +61,18 @@ EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-interval-function
 def interval(
-    values: list[float],      # one for each seed
-    examples: int = 0,        # accuracies on how many test examples; 0: no interval over examples
-) -> tuple[float, float]:     # mean, and half the width of its 95 % confidence interval
-    "Mean over seeds with Student's interval, which for a single seed is 0 and says nothing; over examples too; @lem-score-interval."
+    values: list[float],  # one for each seed
+    # accuracies on how many test examples; 0: no interval over examples
+    examples: int = 0,
+) -> tuple[float, float]: # mean, and half the width of its 95 % confidence interval
+    """Mean over seeds with Student's interval, which for a single seed is 0 and says
+    nothing; over examples too; @lem-score-interval."""
     centre, half = values[0], 0.0
     if len(values) > 1:
-        centre, half = mean(values), T_QUANTILES.get(len(values), 1.96) * stdev(values) / sqrt(len(values))
-    return (centre, sqrt(half**2 + 1.96**2 * centre * (1 - centre) / examples)) if examples else (centre, half)
+        centre, half = mean(values), (
+            T_QUANTILES.get(len(values), 1.96) * stdev(values) / sqrt(len(values)))
+    return ((centre, sqrt(half**2 + 1.96**2 * centre * (1 - centre) / examples))
+            if examples else (centre, half))
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-student
 def student(values: Iterable[float]) -> tuple[float, float]:
@@ -83,11 +89,15 @@ def label_of(entry: dict[str, Any]) -> str:
 def by_method(
     records: Records,
     metric: str,
-) -> dict[str, dict[float, list[float]]]:  # method -> target epsilon -> one value for each seed
-    "The values of one metric, sorted for plotting: methods in the order of `COLOURS`, compositions after them."
+) -> dict[
+    str, dict[float, list[float]],
+]: # method -> target epsilon -> one value for each seed
+    """The values of one metric, sorted for plotting: methods in the order of
+    `COLOURS`, compositions after them."""
     table: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for entry in records:
-        table[label_of(entry)][float(entry["target_epsilon"])].append(entry["metrics"][metric])
+        table[label_of(entry)][float(entry["target_epsilon"])].append(
+            entry["metrics"][metric])
     order = sorted(table, key=lambda label: [*COLOURS, label].index(label))
     return {label: dict(sorted(table[label].items())) for label in order}
 
@@ -128,14 +138,16 @@ def draw_tradeoff(
     named: bool = False,  # names at the lines in place of a legend, for few methods
     scale: str = "linear",
 ) -> None:
-    "A metric over epsilon, or over the methods when there is one epsilon; bars are 95 % intervals of the mean, numbers are seeds."
+    """A metric over epsilon, or over the methods when there is one epsilon;
+    bars are 95 % intervals of the mean, numbers are seeds."""
     table = by_method(records, metric)
     budgets = sorted({epsilon for row in table.values() for epsilon in row})
     alone, ends = len(budgets) == 1, {}
     for number, (label, row) in enumerate(table.items()):
         # so that bars do not hide each other
         shift = 1.05 ** (number - (len(table) - 1) / 2)
-        points = [(number if alone else place_of_budget(e, budgets) * shift, *interval(values, examples)) for e, values in row.items()]
+        points = [(number if alone else place_of_budget(e, budgets) * shift,
+                   *interval(values, examples)) for e, values in row.items()]
         axis.errorbar(*zip(*points, strict=True), linestyle="none", markersize=4.5,
                       capsize=2, linewidth=1, **look(label),
                       label=f"{label} ({counted(map(len, row.values()))})")
@@ -145,7 +157,8 @@ def draw_tradeoff(
                       linewidth=1.2)
             ends[f"{label} ({counted(map(len, row.values()))})"] = private[-1]
     axis.set(ylabel=metric.replace("_", " "), yscale=scale)
-    budget_axis(axis, budgets) if not alone else _method_axis(axis, axis.get_legend_handles_labels()[1])
+    (budget_axis(axis, budgets) if not alone
+     else _method_axis(axis, axis.get_legend_handles_labels()[1]))
     if named and not alone:
         names_at_lines(axis, ends)
 
@@ -154,7 +167,7 @@ def names_at_lines(
     axis: "Axes",
     ends: Mapping[str, tuple[float, float]],  # name -> the last point of its line
     colours: Mapping[str, str] | None = None, # of the names; None: those of the methods
-    apart: float = 11.0,                      # points from one name to the next, at least
+    apart: float = 11.0, # points from one name to the next, at least
 ) -> None:
     "Each line's name, in its colour, at the height of its last point."
     at = {name: axis.transData.transform(end)[1] * 72 / axis.figure.dpi
@@ -201,7 +214,8 @@ def tradeoff(
 
     records = list(records)
     few = len({label_of(entry) for entry in records}) <= 4
-    figure, axis = plt.subplots(figsize=(6.2 if few else 7.0, 3.6), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.2 if few else 7.0, 3.6),
+                                layout="constrained")
     draw_tradeoff(axis, records, metric, examples, few, scale)
     if not few or not axis.texts:
         legend_beside(figure)
@@ -213,7 +227,8 @@ NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",
 LEAST = 3  # seeds for a place in a figure of differences
 
 def leads(records: Records, base: str, metric: str) -> dict[str, list[float]]:
-    "Each method's metric less that of `base` with the same seed, where at least three seeds have both."
+    """Each method's metric less that of `base` with the same seed,
+    where at least three seeds have both."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for entry in records:
         found[label_of(entry)][entry["seed"]] = entry["metrics"][metric]
@@ -225,11 +240,13 @@ def leads(records: Records, base: str, metric: str) -> dict[str, list[float]]:
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-draw-leads
 def draw_leads(
     axis: "Axes",
-    rows: Mapping[str, str],                 # method -> its name with its seeds, from the top down
-    found: Mapping[str, Sequence[float]],    # method -> differences, one for each seed
-    limits: tuple[float, float],             # of the panel
+    # method -> its name with its seeds, from the top down
+    rows: Mapping[str, str],
+    found: Mapping[str, Sequence[float]],  # method -> differences, one for each seed
+    limits: tuple[float, float],           # of the panel
 ) -> None:
-    "Differences of methods as rows: seeds, means, Student's intervals, and a line at none."
+    """Differences of methods as rows: seeds, means, Student's intervals,
+    and a line at none."""
     axis.axvline(0, color="0.4", linewidth=0.9, linestyle=":")
     axis.hlines(range(len(rows)), 0, 1, "0.93", linewidth=0.8, zorder=0,
                 transform=axis.get_yaxis_transform())
@@ -253,14 +270,15 @@ def _beyond(axis: "Axes", place: int, value: float, limits: tuple[float, float],
             colour: str) -> None:
     side = 1 if value > 0 else -1
     axis.annotate(f"{value:+.2g}".replace("-", "−"), (limits[side > 0], place),
-                  (-18 * side, 0), textcoords="offset points", color=colour, va="center",
-                  ha="right" if side > 0 else "left",
+                  (-18 * side, 0), textcoords="offset points", color=colour,
+                  va="center", ha="right" if side > 0 else "left",
                   arrowprops={"arrowstyle": "->", "color": colour})
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-limits
 def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
                 reach: float = inf) -> tuple[float, float]:
-    "The least and the greatest end of the intervals whose means lie within reach, with some room, and none beyond reach."
+    """The least and the greatest end of the intervals whose means lie within reach,
+    with some room, and none beyond reach."""
     known = [interval(list(its)) for own in found for its in own.values()]
     ends = [0.0, *(centre + side * half for centre, half in known
                    if abs(centre) <= reach for side in (-1, 1))]
@@ -269,7 +287,6 @@ def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-figure
 Panels = Mapping[str, Sequence[dict[str, Any]]]  # title -> records
-
 @style()
 def lead_figure(
     panels: Panels,
@@ -277,17 +294,17 @@ def lead_figure(
     base: str = "Full",
     reach: float = inf,    # points
 ) -> "Figure":
-    "Methods less `base`, in points, a panel for each group of records in which three seeds have both."
+    """Methods less `base`, in points, a panel for each group of records
+    in which three seeds have both."""
     from matplotlib import pyplot as plt
-
-    found = {title: {label: [100 * d for d in its] for label, its in leads(own, base, metric).items()}
+    found = {title: {label: [100 * d for d in its]
+                     for label, its in leads(own, base, metric).items()}
              for title, own in panels.items()}
     found = {title: own for title, own in found.items() if own}
     rows = _lead_rows(found)
-    figure, axes = plt.subplots(1, max(len(found), 1), sharex=True, sharey=True,
-                                squeeze=False,
-                                figsize=(7.4, 0.23 * len(rows) + 1.15),
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        1, max(len(found), 1), sharex=True, sharey=True, squeeze=False,
+        figsize=(7.4, 0.23 * len(rows) + 1.15), layout="constrained")
     limits = lead_limits(found.values(), reach)
     for axis, (title, own) in zip(axes[0], found.items(), strict=False):
         draw_leads(axis, rows, own, limits)
@@ -299,13 +316,16 @@ def lead_figure(
     return figure
 
 def _lead_rows(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, str]:
-    "Each method's name with its seeds, by falling lead in the panel that has most of them."
+    """Each method's name with its seeds, by falling lead in the panel that
+    has most of them."""
     fullest = max(found.values(), key=len, default={})
     order = sorted(fullest, key=lambda label: -mean(fullest[label]))
     order += dict.fromkeys(label for own in found.values() for label in own
                            if label not in fullest)
-    return {label: f"{label} ({counted(len(own[label]) for own in found.values() if label in own)})"
-            for label in order}
+    return {
+        label: f"{label} ("
+               f"{counted(len(own[label]) for own in found.values() if label in own)})"
+        for label in order}
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-by-budget
 def by_budget(records: Records) -> dict[str, list[dict[str, Any]]]:
@@ -322,12 +342,14 @@ def text_tradeoff(records: Records, base: str = "Full") -> "Figure":
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-image-tradeoff
 def image_tradeoff(records: Records) -> "Figure":
-    "All methods on images beside full fine-tuning, a panel for each data set and model, at their common budget."
+    """All methods on images beside full fine-tuning, a panel for each data set
+    and model, at their common budget."""
     panels: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for entry in records:
         if float(entry["target_epsilon"]) < inf:
             panels[entry["data"], entry["model"].partition(",")[0]].append(entry)
-    budgets = {key: {float(e["target_epsilon"]) for e in own} for key, own in panels.items()}
+    budgets = {key: {float(e["target_epsilon"]) for e in own}
+               for key, own in panels.items()}
     common = set.intersection(*budgets.values()) if budgets else set()
     shown = {}
     for (data, model), own in panels.items():
@@ -338,7 +360,8 @@ def image_tradeoff(records: Records) -> "Figure":
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-language-tradeoff
 def language_tradeoff(records: Records) -> "Figure":
-    "Perplexity on E2E over epsilon, on a logarithmic axis; dashed, the model as pre-training left it."
+    """Perplexity on E2E over epsilon, on a logarithmic axis;
+    dashed, the model as pre-training left it."""
     known = list(records)
     figure = tradeoff([e for e in known if e["method"] != "Untouched"], "perplexity",
                       scale="log")
@@ -355,13 +378,16 @@ def language_tradeoff(records: Records) -> "Figure":
     return figure
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-save
-ENDINGS: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}  # metadata that would change
+# metadata that would change
+ENDINGS: dict[str, dict[str, Any]] = {
+    "svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 
 def save_figure(
     figure: "Figure",
     path: str | Path,  # its ending says the format: svg and pdf are vectors, png is not
 ) -> None:
-    "Write a figure so that the same records give the same file, byte for byte; ValueError for another format."
+    """Write a figure so that the same records give the same file, byte for byte;
+    ValueError for another format."""
     from matplotlib import rc_context
 
     ending = Path(path).suffix[1:]
@@ -377,9 +403,10 @@ class Drawing:
     "A figure of the book, and the records that it stands on."
     shows: str
     draw: Callable[[Records], "Figure"]
-    needs: tuple[str, ...]           # names of experiments; left out while one of them has no records
-    also: tuple[str, ...] = ()       # drawn too where there are records
-    data: tuple[str, ...] = ()       # only records on these data sets; empty: on any
+    # names of experiments; left out while one of them has no records
+    needs: tuple[str, ...]
+    also: tuple[str, ...] = ()  # drawn too where there are records
+    data: tuple[str, ...] = ()  # only records on these data sets; empty: on any
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-redraw
 def redraw(
@@ -387,7 +414,8 @@ def redraw(
     folder: Path,                    # one file for each figure
     ending: str = "svg",             # or pdf, png
 ) -> Iterator[str]:                  # a sentence on each figure
-    "Draw figures from the records under `DPFT_RESULTS`, and say what each stands on or what it lacks."
+    """Draw figures from the records under `DPFT_RESULTS`, and say what each stands
+    on or what it lacks."""
     from matplotlib import pyplot as plt
 
     if ending not in ENDINGS:
@@ -397,30 +425,39 @@ def redraw(
     for name, drawing in drawings.items():
         records, missing = standing_on(drawing)
         if lacks := [part for part in drawing.needs if part in missing]:
-            yield f"{name}: skipped, for there are no records of {' and '.join(lacks)}; {made_by(lacks[0])} makes them."
+            yield (f"{name}: skipped, for there are no records of "
+                   f"{' and '.join(lacks)}; {made_by(lacks[0])} makes them.")
             continue
         figure = drawing.draw(records)
         save_figure(figure, folder / f"{name}.{ending}")
         plt.close(figure)
-        yield f"{name}: {drawing.shows}; {described(records)}" + "".join(f"; none yet "
-                                                                         f"of {part}" for part in missing) + "."
+        yield (f"{name}: {drawing.shows}; {described(records)}"
+               + "".join(f"; none yet of {part}" for part in missing) + ".")
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-standing-on
-def standing_on(drawing: Drawing) -> tuple[list[dict[str, Any]], list[str]]:  # records, and the names of which there are none
-    "The records of a figure: those of the full grid if what it needs has such, else the reduced ones."
+def standing_on(
+    drawing: Drawing,
+) -> tuple[
+    list[dict[str, Any]], list[str],
+]: # records, and the names of which there are none
+    """The records of a figure: those of the full grid if what it needs has such,
+    else the reduced ones."""
     found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
                     or entry.get("data") in drawing.data]
              for name in (*drawing.needs, *drawing.also)}
-    marks = {name: {entry.get("reduced") for entry in its} for name, its in found.items()}                 # None: of no grid
+    marks = {name: {entry.get("reduced") for entry in its} # None: of no grid
+             for name, its in found.items()}
     full = (any(False in its for its in marks.values())
             and all(marks[name] & {False, None} for name in drawing.needs))
     found = {name: [entry for entry in its if entry.get("reduced") in (None, not full)]
              for name, its in found.items()}
-    return [entry for its in found.values() for entry in its], [name for name, its in found.items() if not its]
+    return ([entry for its in found.values() for entry in its],
+            [name for name, its in found.items() if not its])
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-described
 def described(records: Sequence[dict[str, Any]]) -> str:
-    "How many records, whether reduced, on what devices, with how many seeds, and how many other code has made."
+    """How many records, whether reduced, on what devices, with how many seeds,
+    and how many other code has made."""
     devices = ", ".join(sorted({entry["device"]
                                 for entry in records if "device" in entry}))
     seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
@@ -429,14 +466,16 @@ def described(records: Sequence[dict[str, Any]]) -> str:
     of_them = (f"{stale} of them by code that has changed since" if stale
                else "all by the code as it is now")
     return (f"{len(records)} "
-            f"{'reduced ' * any(entry.get('reduced') for entry in records)}record{'s' * (len(records) != 1)}, "
+            f"{'reduced ' * any(entry.get('reduced') for entry in records)}"
+            f"record{'s' * (len(records) != 1)}, "
             + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
             + f"{devices or 'device unknown'}; {of_them}")
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-made-by
 def made_by(experiment: str) -> str:
     "The command that makes the records of an experiment."
-    return {"costs": "dpft bench", "quickstart": "dpft quickstart"}.get(experiment, f"dpft run {experiment}")
+    return {"costs": "dpft bench", "quickstart": "dpft quickstart"}.get(
+        experiment, f"dpft run {experiment}")
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-table
 def text_table(
@@ -444,7 +483,8 @@ def text_table(
     metric: str = "accuracy",
     examples: int = 0,  # of the test file; 0: intervals over seeds alone
 ) -> str:  # Markdown
-    "One row for each method, one column for each epsilon: mean and half-width of its 95 % interval, if there are several seeds."
+    """One row for each method, one column for each epsilon: mean and half-width of its
+    95 % interval, if there are several seeds."""
     table = by_method(records, metric)
     columns = sorted({epsilon for row in table.values() for epsilon in row})
     head = ["method",

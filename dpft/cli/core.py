@@ -161,7 +161,8 @@ def print_json(value: Any) -> None:
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-with-schedule
 #| code-fold: true
 def with_schedule(method: Any, layers: str | None, after: str | None) -> Any:
-    "A method that freezes layers, with the schedule that was asked for; else ValueError."
+    """A method that freezes layers, with the schedule that was asked for;
+    else ValueError."""
     if layers is None and after is None:
         return method
     from dpft.freezing.schedule import LayerFreeze
@@ -180,16 +181,16 @@ METHOD = typer.Option(help=f"What trains: {', '.join(METHODS)}, an installed met
 AS_JSON = typer.Option("--json", help="Print JSON, for programs.")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-knobs
-# no text says these
 OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate", "statement",
-           "callbacks")
+           "callbacks") # no text says these
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can say
     "optimizer": str, "schedule": str, "columns": str | None, "unit": str | None,
     "learning_rate": float | None, "cache_folder": Path | None, "ledger": Path | None,
     "checkpoint": Path | None, "output": Path | None}
 # given another form before `fine_tune` sees them
 SET_HERE = ("columns", "learning_rate")
-HELP = {"columns": "with commas: text columns, then the label's; None: by name and type",
+HELP = {"columns": "with commas: text columns, then the label's; "
+                   "None: by name and type",
         "learning_rate": "learning rate; None: by method",
         "optimizer": "'adamw', 'adam' or 'sgd'",
         "schedule": "learning rate over the run: 'constant', 'linear' or 'cosine'",
@@ -202,7 +203,8 @@ HELP = {"columns": "with commas: text columns, then the label's; None: by name a
 def knob_options() -> list[Parameter]:
     "An option for each knob of `Settings` that can be written as text."
     def option(knob: Field[Any]) -> Parameter:
-        said, _, unset = HELP.get(knob.name, knob.metadata["help"]).partition("; None: ")
+        said, _, unset = HELP.get(
+            knob.name, knob.metadata["help"]).partition("; None: ")
         text = said[:1].upper() + said[1:] + "." + f" (default: {unset})" * bool(unset)
         default = None if knob.name in SET_HERE else knob.default
         kind: Any = Annotated[TYPES.get(knob.name, knob.type), typer.Option(help=text)]
@@ -215,7 +217,8 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     known = signature(command)
     own = [one for one in known.parameters.values() if one.kind is not one.VAR_KEYWORD]
     every = [*own, *knob_options()]
-    command.__signature__ = known.replace(parameters=every)  # type: ignore[attr-defined]
+    command.__signature__ = known.replace(  # type: ignore[attr-defined]
+        parameters=every)
     command.__annotations__ = {one.name: one.annotation for one in every}
     return command
 
@@ -233,7 +236,8 @@ def train(
                                        "file.gguf in one.")],
     method: Annotated[str, METHOD] = "bitfit",
     option: Annotated[list[str] | None, typer.Option(
-        help="Of the method, as name=value, such as ratio=0.25; may come again.")] = None,
+        help="Of the method, as name=value, such as ratio=0.25; "
+             "may come again.")] = None,
     layers: Annotated[str | None, typer.Option(
         help="Of layer-freeze: how many of the first layers freeze; several stages "
              "with commas. (default: the lower half)")] = None,
@@ -258,9 +262,11 @@ def train(
                                    "BatchNorm as they are.")] = False,
     **knobs: Any,
 ) -> None:
-    "Fine-tune a model privately, and print what was promised; torchrun spreads it over processes."
-    job = Job(data, model, method, option or (), (layers, freeze_after), limit, pretrain,
-              root, score, who, device, freeze_batchnorm)
+    ("Fine-tune a model privately, and print what was promised; "
+     "torchrun spreads it over processes.")
+    job = Job(
+        data, model, method, option or (), (layers, freeze_after), limit, pretrain,
+        root, score, who, device, freeze_batchnorm)
     from dpft.saving import nothing_left
     with nothing_left(knobs["ledger"], knobs["output"]):
         train_job(job, knobs)
@@ -326,7 +332,8 @@ def handler_kept() -> Iterator[None]:
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-checked-knobs
 def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
-    "The options as `fine_tune` takes them; ValueError for a value that no run can have."
+    """The options as `fine_tune` takes them;
+    ValueError for a value that no run can have."""
     columns = knobs["columns"]
     known = {name: value for name, value in knobs.items() if name not in SET_HERE}
     known["columns"] = None if columns is None else tuple(columns.split(","))
@@ -370,8 +377,9 @@ def check_learnable(task: Any) -> None:
     if task.kind != "text" or not names:
         return
     if "input_ids" not in names and "text" not in kinds_of(task.train).values():
-        raise ValueError(f"{task.name} has no column of texts, only {', '.join(names)}; "
-                         "the command reads texts or pictures, fine_tune any tensors")
+        raise ValueError(
+            f"{task.name} has no column of texts, only {', '.join(names)}; "
+            "the command reads texts or pictures, fine_tune any tensors")
     if not task.classes:
         raise ValueError(f"the labels of {task.name} are numbers rather than classes, "
                          "which the command cannot learn; fine_tune can, with a model "
@@ -406,16 +414,17 @@ def check_model_folder(name: str) -> None:
     path = here or name.endswith("/") or (name.count("/") > 1 and not packed)
     there = Path(name).expanduser()
     if path and not (there.is_file() if packed else there.is_dir()):
-        raise ValueError(f"--model {name}: there is no such "
-                         f"{'file' if packed else 'folder'}; give a folder that holds a "
-                         "model, a file.gguf in one, or a name such as minilm or "
-                         "owner/name")
+        raise ValueError(
+            f"--model {name}: there is no such {'file' if packed else 'folder'}; "
+            "give a folder that holds a model, a file.gguf in one, or a name such as "
+            "minilm or owner/name")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-prepared
 def prepared_model(
     name: str, task: Any, pretrain: int, device: str,
 ) -> tuple[Any, dict[str, Any]]:
-    "The model on its device, after public pre-training if asked for, and how to load it."
+    """The model on its device, after public pre-training if asked for,
+    and how to load it."""
     from dpft import models
     recipe = {"name": name, "classes": len(task.classes) or 2, "kind": task.kind,
               "image_shape": task.image_shape}
@@ -439,7 +448,8 @@ def prepared_model(
     return model, {**recipe, "tokenizer": tokenizer}
 
 def pretrained(model: Any, task: Any, epochs: int) -> None:
-    "Train on a task's public data; with several processes, the others receive the weights."
+    """Train on a task's public data; with several processes,
+    the others receive the weights."""
     from dpft import models
     from dpft.identity import check_disjoint_rows
     from dpft.processes import Processes
@@ -457,7 +467,8 @@ def plan(
     data: Annotated[str | None, typer.Option(
         help="A data set whose size is published: digits, sst2, e2e, …")] = None,
     model: Annotated[str | None, typer.Option(
-        help="Model, to count what trains: minilm, cnn, …, or a Transformers name.")] = None,
+        help="Model, to count what trains: minilm, cnn, …, "
+             "or a Transformers name.")] = None,
     method: Annotated[str, METHOD] = "bitfit",
     size: Annotated[int | None, typer.Option(
         help="Number of examples, instead of --data.")] = None,
@@ -465,8 +476,10 @@ def plan(
         help="Number of parameters that train, instead of --model.")] = None,
     delta: Annotated[float | None, typer.Option(help="(default: 1 / (2 N))")] = None,
     batch_sizes: Annotated[str | None, typer.Option(
-        help="With commas. (default: powers of two up to a quarter of the data)")] = None,
-    steps: Annotated[str, typer.Option(help="With commas.")] = "100,200,400,800,1600,3200",
+        help="With commas. "
+             "(default: powers of two up to a quarter of the data)")] = None,
+    steps: Annotated[str, typer.Option(
+        help="With commas.")] = "100,200,400,800,1600,3200",
     seconds_per_example: Annotated[float | None, typer.Option(
         help="Measured, to show how long each plan takes.")] = None,
     probe: Annotated[bool, typer.Option(

@@ -19,8 +19,8 @@ from .core import AS_JSON, app, check_positive, print_json
 @app.command()
 def account(
     ledger: Annotated[Path, typer.Argument(help="A ledger file.")],
-    delta: Annotated[float | None, typer.Option(
-        help="Delta of epsilon. (default: the budget's, or the smallest of the runs')")] = None,
+    delta: Annotated[float | None, typer.Option(help="Delta of epsilon. "
+        "(default: the budget's, or the smallest of the runs')")] = None,
     accountant: Annotated[str, typer.Option(
         help="rdp, which budgets use too, or prv.")] = "rdp",
     budget: Annotated[float | None, typer.Option(
@@ -59,7 +59,8 @@ def account(
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-accounted
 def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]:
-    "Every run of a ledger, their total, every budget that was ever set, and what is left."
+    """Every run of a ledger, their total, every budget that was ever set,
+    and what is left."""
     held, runs = book.budget, book.runs()
     planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
     at = delta if delta is not None else held.delta if held else planned
@@ -126,7 +127,8 @@ def verify(
         help="The run's ledger. (default: ledger.sqlite in the folder)")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    "Recompute a saved guarantee from its ledger; what does not agree ends in exit status 1."
+    ("Recompute a saved guarantee from its ledger; "
+     "what does not agree ends in exit status 1.")
     from dpft import verification
 
     said: Iterable[str] = verification.verify(folder, ledger)

@@ -33,7 +33,8 @@ from ...sources import load_data
 from ...texts import EncodedData, encode
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-experiment
-LANGUAGE: dict[str, tuple[Callable[[], Method], float, float]] = {  # method, learning rate, and that without privacy
+# method, learning rate, and that without privacy
+LANGUAGE: dict[str, tuple[Callable[[], Method], float, float]] = {
     "Full": (Full, 6e-3, 2e-3), "BiTFiT": (BiTFiT, 3e-2, 3e-2),
     "LoRA": (lambda: LoRA(rank=4, alpha=32), 2e-2, 2e-2),
     "DPFrost": (lambda: DPFrost(0.25, rounds=2, sample_rate=0.2), 6e-3, 2e-3),
@@ -45,7 +46,8 @@ PICTURES: dict[str, tuple[Callable[[], Method], float, float]] = {
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-attack-grid
 def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
-    "Planted names and membership in a language model, and LiRA on digits; reduced: fewer rows, canaries and shadow models."
+    """Planted names and membership in a language model, and LiRA on digits;
+    reduced: fewer rows, canaries and shadow models."""
     own: dict[str, Any] = {"batch_size": 64, "delta": 1e-5, "accountant": "rdp",
                            "clip": 0.1}
     told = {**own, "data": "e2e", "model": "tiny", "rows": 4800 if full else 400,
@@ -59,7 +61,8 @@ def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
     for seed in range(3 if full else 1):
         for shared, methods in ((told, LANGUAGE), (seen, PICTURES)):
             for method, (_, rate, plain) in methods.items():
-                for target in ("inf", 8.0, 2.0) if full or method not in SELECTIVE else (8.0,):
+                for target in (("inf", 8.0, 2.0) if full or method not in SELECTIVE
+                               else (8.0,)):
                     yield {**shared, "method": method,
                            "learning_rate": plain if target == "inf" else rate,
                            "target_epsilon": target,
@@ -106,8 +109,10 @@ SENTENCE = f"Ask for {MASK}."
 @cache
 def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
             seed: int) -> Planted:
-    "Coins choose the members among the shortest rows of different prompts; a canary is a made place, and a made name to ask for."
-    task, tokenizer, generator = load_data(data), load_tokenizer(folder), np.random.default_rng(seed)
+    """Coins choose the members among the shortest rows of different prompts;
+    a canary is a made place, and a made name to ask for."""
+    task, tokenizer, generator = (load_data(data), load_tokenizer(folder),
+                                  np.random.default_rng(seed))
     prompt, completion = task.columns
     distinct = {text: row for row, text in enumerate(task.train[prompt])}.values()
     short = sorted(distinct,
@@ -132,7 +137,8 @@ def planted(folder: str, data: str, rows: int, canaries: int, candidates: int,
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-text-attack-text
 def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    "Membership, exposure, reconstruction and extraction, of one fine-tuned language model."
+    """Membership, exposure, reconstruction and extraction,
+    of one fine-tuned language model."""
     known = planted(folder,
                     *(settings[name]
                       for name in ("data", "rows", "canaries", "candidates", "seed")))
@@ -152,7 +158,9 @@ def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
              | {"exposure": allowed_exposure(run.guarantee, settings["candidates"])})
     return {"epsilon": json_number(run.epsilon), "exposure": bits.tolist(),
             "allowed": bound,
-            "reconstruction": rate_record(reconstruction(run.model, tokenizer, known.masked_texts, known.candidates, known.secrets)),
+            "reconstruction": rate_record(reconstruction(
+                run.model, tokenizer, known.masked_texts, known.candidates,
+                known.secrets)),
             "precision": rate_record(told.precision),
             "recall": rate_record(told.recall),
             **{name: membership_record(its) for name, its in found.items()},
@@ -190,4 +198,5 @@ def attack_pictures(settings: dict[str, Any]) -> dict[str, Any]:
     return {"epsilon": json_number(run.epsilon), "allowed": allowed(run.guarantee),
             "plain": {"auc": float(np.mean(plain)),
                       "standard_error": standard_error(plain)},
-            **{name: membership_record(lira(confidences, coins, name == "online")) for name in ("online", "offline")}, "metrics": {}}
+            **{name: membership_record(lira(confidences, coins, name == "online"))
+               for name in ("online", "offline")}, "metrics": {}}

@@ -25,7 +25,8 @@ from ...loop import Run
 from ...method import Context, Method
 from ...models import load_model
 from ..contenders import live_peak
-from ..experiments import Experiment, Settings, measured_run, prepared_task, recorded, results_file
+from ..experiments import (
+    Experiment, Settings, measured_run, prepared_task, recorded, results_file)
 
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-text-code
 #| code-fold: true
@@ -36,7 +37,8 @@ RATES = {"Full": (3e-3, 1e-3), "BiTFiT": (1e-2, 3e-3), "LastLayer": (3e-2, 1e-2)
          "DPFrost": (3e-3, 1e-3)}
 
 def text_run(full: bool) -> Settings:
-    "What all runs on SST-2 share; reduced: 30 steps of 256 examples instead of 197 of 1,024, and half the paper's selection rate."
+    """What all runs on SST-2 share; reduced: 30 steps of 256 examples instead of 197
+    of 1,024, and half the paper's selection rate."""
     own = (paper_settings("sst2", SST2) if full
            else {"steps": 30, "batch_size": 256, "clip": 0.1})
     return {"data": "sst2", "model": "minilm", "physical_batch_size": 64,
@@ -53,7 +55,8 @@ def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rate and ratio at epsilon 2, on rows held out of the training data."
     for method in METHODS:
         for rate in LEARNING_RATES if full else RATES[method]:
-            for ratio in (RATIOS if full else RATIOS[:2]) if method == "DPFrost" else (None,):
+            for ratio in ((RATIOS if full else RATIOS[:2]) if method == "DPFrost"
+                          else (None,)):
                 yield {**text_run(full), "held_out": 1500, "method": method,
                        "options": {} if ratio is None else frost_options(full, ratio),
                        "learning_rate": rate, "target_epsilon": 2.0, "seed": 100}
@@ -63,7 +66,8 @@ def tuned(
     experiment: str = "frost-tuning",
     methods: Iterable[str] = METHODS,
 ) -> dict[str, Settings]:  # method -> learning rate and options
-    "The settings of highest accuracy on the held-out rows; ValueError when they have not been looked for."
+    """The settings of highest accuracy on the held-out rows;
+    ValueError when they have not been looked for."""
     file = results_file(experiment)
     records = [entry for entry in recorded(file) if entry["reduced"] != full]
     if missing := set(methods) - {entry["method"] for entry in records}:
@@ -97,8 +101,11 @@ def text_grid(full: bool) -> Iterator[Settings]:
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-ablation
 #| code-fold: true
 #| code-summary: "Code: variants"
-def variants(options: Settings) -> Iterator[tuple[str, str, Settings]]:  # label, method, options
-    "Tables 3 and 7: how magnitudes are measured, in one round or in five, and single entries."
+def variants(
+    options: Settings,
+) -> Iterator[tuple[str, str, Settings]]: # label, method, options
+    """Tables 3 and 7: how magnitudes are measured, in one round or in five,
+    and single entries."""
     for kind in ("mg", "mgn", "mgna"):
         for order in (1, 2):
             for rounds in (1, 5):
@@ -110,13 +117,15 @@ def variants(options: Settings) -> Iterator[tuple[str, str, Settings]]:  # label
 
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-digits
 def digits_run() -> Settings:
-    "A small vision transformer that has learned printed digits, on handwritten ones; nothing here needs a GPU."
+    """A small vision transformer that has learned printed digits, on handwritten ones;
+    nothing here needs a GPU."""
     return {"data": "digits", "model": "vit-small", "public": "font digits",
             "public_epochs": 10, "steps": 60, "batch_size": 256,
             "learning_rate": 3e-3, "clip": 0.1, "accountant": "rdp"}
 
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-beside
-BESIDE: dict[str, Settings] = {  # the baselines on digits: options, and the rate of those that train little
+# the baselines on digits: options, and the rate of those that train little
+BESIDE: dict[str, Settings] = {
     "Full": {"options": {}}, "LastLayer": {"options": {}},
     "RandomPartitions": {"options": {"ratio": 0.25}},
     "LargestWeights": {"options": {"ratio": 0.25}},
@@ -170,7 +179,8 @@ def reselection_grid(full: bool) -> Iterator[Settings]:
 #| code-fold: true
 #| code-summary: "Code: rate_grid"
 def rate_grid(full: bool) -> Iterator[Settings]:
-    "Table 6: how much of the data a selection round looks at; reduced: on digits alone."
+    """Table 6: how much of the data a selection round looks at;
+    reduced: on digits alone."""
     for seed in range(5 if full else 3):
         for rate in (1.0, 0.5, 0.2, 0.1, 0.05):
             options = {"ratio": 0.25, "sample_rate": rate}
@@ -189,7 +199,8 @@ def rate_grid(full: bool) -> Iterator[Settings]:
 VISION_RATES = {"Full": 1e-3, "BiTFiT": 5e-3, "LastLayer": 5e-3, "DPFrost": 1e-3}
 
 def vision_grid(full: bool) -> Iterator[Settings]:
-    "Table 2's place: a small vision transformer from CIFAR-100 to CIFAR-10; reduced: little pre-training, 30 steps of 400 examples."
+    """Table 2's place: a small vision transformer from CIFAR-100 to CIFAR-10;
+    reduced: little pre-training, 30 steps of 400 examples."""
     own = ({**paper_settings("cifar100", 50_000), "public_epochs": 30} if full else
            {"steps": 30, "batch_size": 400, "clip": 0.1, "optimizer": "adam",
             "public_epochs": 4, "public_limit": 10_000})
@@ -213,7 +224,9 @@ def selection_of(run: Run, method: Method) -> Settings:
 
 def measured(settings: Settings) -> Settings:
     "A run, with what it selected."
-    return measured_run({name: value for name, value in settings.items() if name != "label"}, selection_of)
+    return measured_run(
+        {name: value for name, value in settings.items() if name != "label"},
+        selection_of)
 
 class Timed(DPFrost):
     "DP-FROST that notes how long its selection took; for the book, not for runs."
@@ -226,7 +239,8 @@ class Timed(DPFrost):
         self.seconds = clock() - began
 
 def clock() -> float:
-    "Seconds that count: of this process's work, whatever else the machine does; on a GPU, of the wall's clock."
+    """Seconds that count: of this process's work, whatever else the machine does;
+    on a GPU, of the wall's clock."""
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 # %% ../../../nbs/3_found/33_frost_evidence.ipynb #frost-evidence-measure-cost-grid
@@ -240,8 +254,10 @@ def cost_grid(full: bool) -> Iterator[Settings]:
 #| code-fold: true
 #| code-summary: "Code: cost_entry"
 def cost_entry(settings: Settings) -> Settings:
-    "Seconds of selecting and of training; peak bytes of selecting and of a full private step on one and the same batch."
-    task, method = prepared_task(settings["data"], settings["model"]), Timed(**settings["options"])
+    """Seconds of selecting and of training; peak bytes of selecting and of a full
+    private step on one and the same batch."""
+    task, method = (prepared_task(settings["data"], settings["model"]),
+                    Timed(**settings["options"]))
     engine = measured_engine(settings, task, method)
     seconds, began = [], clock()
     for step in engine:
@@ -260,7 +276,8 @@ def cost_entry(settings: Settings) -> Settings:
 #| code-fold: true
 #| code-summary: "Code: measured_engine"
 def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
-    "Without a cache of the frozen prefix, so that a step costs what it costs the first time."
+    """Without a cache of the frozen prefix, so that a step costs what
+    it costs the first time."""
     recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
                               "image_shape": task.image_shape}
     names = ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")
@@ -275,11 +292,14 @@ def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
 #| code-fold: true
 #| code-summary: "Code: _peaks"
 def _peaks(settings: Settings, task: Task) -> Settings:
-    "Most MiB alive at once on the widest physical batch of a draw, for both ways of using its gradients."
+    """Most MiB alive at once on the widest physical batch of a draw,
+    for both ways of using its gradients."""
     engine = measured_engine(settings, task, Full())
-    model, loss_fn, batch = engine.model, engine.loss_fn, max(next(iter(engine)), key=lambda batch: sum(map(torch.numel, tensors(batch))))
+    model, loss_fn, batch = engine.model, engine.loss_fn, max(
+        next(iter(engine)), key=lambda batch: sum(map(torch.numel, tensors(batch))))
     uses: dict[str, Callable[[], Any]] = {
-        "selection_peak_mib": lambda: gradient_magnitudes(model, loss_fn, [batch], partitions(model)),
+        "selection_peak_mib": lambda: gradient_magnitudes(
+            model, loss_fn, [batch], partitions(model)),
         "full_step_peak_mib": lambda: clipped_sum(model, loss_fn, batch,
                                                   settings["clip"])}
     for use in uses.values():  # the first look at a batch's form also checks it
@@ -307,6 +327,7 @@ EXPERIMENTS = {
                                     "SST-2, MiniLM, digits; about 1 h on a GPU"),
     "frost-rate": Experiment("Table 6: how many examples does a selection need?",
                              rate_grid, measured,
-                             "frost-tuning's records; SST-2, MiniLM; about 2 h on a GPU"),
+                             "frost-tuning's records; SST-2, MiniLM; about 2 h on a "
+                             "GPU"),
     "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry,
                              "SST-2, MiniLM; 2 min on a GPU")}

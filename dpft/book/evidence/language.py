@@ -42,7 +42,8 @@ from ...registry import method_from
 from ...tasks import public_text
 from ...texts import EncodedData, encode
 from ..contenders import Contender, interleaved, live_peak, train_only
-from ..experiments import Experiment, Settings, cache_folder, measured_run, prepared_task
+from ..experiments import (
+    Experiment, Settings, cache_folder, measured_run, prepared_task)
 from ..freezing_costs import whole_steps
 from ..pretrained import smollm2
 from ..text_scores import text_scores
@@ -52,7 +53,8 @@ from ..text_scores import text_scores
 #| code-summary: "Code: Recipe, RECIPES, END"
 @dataclass(frozen=True)
 class Recipe:
-    "A small GPT-2 and how it learns from public text; all that is written here, and nothing else, decides what it becomes."
+    """A small GPT-2 and how it learns from public text; all that is written here,
+    and nothing else, decides what it becomes."""
     layers: int
     width: int
     heads: int
@@ -78,7 +80,8 @@ def train_tokenizer(
     texts: Sequence[str],  # public
     recipe: Recipe,
 ) -> Any:                  # a Transformers tokenizer
-    "Byte-pair encoding learnt from the public text alone; one token ends a text and begins the next, as for GPT-2."
+    """Byte-pair encoding learnt from the public text alone;
+    one token ends a text and begins the next, as for GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -97,9 +100,12 @@ def packed_windows(
     tokenizer: Any,
     context: int,    # tokens in a window
 ) -> EncodedData:
-    "All texts end to end, cut into windows of equal length; what is left over at the end is dropped."
+    """All texts end to end, cut into windows of equal length;
+    what is left over at the end is dropped."""
     rows = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    stream = torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)], dtype=torch.int32)
+    stream = torch.tensor(
+        [token for row in rows for token in (*row, tokenizer.eos_token_id)],
+        dtype=torch.int32)
     count = len(stream) // context
     stream = stream[:count * context]
     return EncodedData({"input_ids": stream, "labels": stream},
@@ -128,8 +134,10 @@ def pretrained_gpt2(
     recipe: Recipe,
     text: Public | None = None,  # None: that of `public_text`
 ) -> Path:                       # a folder as `load_model` and `load_tokenizer` take it
-    "Tokeniser and model of a recipe, from the user's cache, or trained now; a twentieth of the windows is held out and scored."
-    known_by = hashlib.sha256(json.dumps([asdict(recipe), text and list(text["text"])]).encode()).hexdigest()[:12]
+    """Tokeniser and model of a recipe, from the user's cache, or trained now;
+    a twentieth of the windows is held out and scored."""
+    known_by = hashlib.sha256(json.dumps(
+        [asdict(recipe), text and list(text["text"])]).encode()).hexdigest()[:12]
     folder = cache_folder() / f"gpt2-{known_by}"
     if not folder.exists():
         text = text or public_text()
@@ -166,7 +174,8 @@ def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> N
     "A Transformers folder, which appears whole or not at all."
     from transformers.utils import logging
 
-    unfinished, bar = folder.with_name(f"{folder.name}.{os.getpid()}"), logging.is_progress_bar_enabled()
+    unfinished, bar = (folder.with_name(f"{folder.name}.{os.getpid()}"),
+                       logging.is_progress_bar_enabled())
     shutil.rmtree(unfinished, ignore_errors=True)
     logging.disable_progress_bar()
     model.cpu().save_pretrained(unfinished)
@@ -180,7 +189,8 @@ def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> N
 def language_model(
     name: str,  # of a recipe, or as `load_model` takes it, such as gpt2
 ) -> str:       # for `load_model` and `load_tokenizer`
-    "The folder of a recipe's model, trained on public text if need be; any other name is left as it is."
+    """The folder of a recipe's model, trained on public text if need be;
+    any other name is left as it is."""
     return str(pretrained_gpt2(RECIPES[name])) if name in RECIPES else name
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-scores
@@ -193,16 +203,20 @@ def score_set(
     every: int = 1,  # of the distinct prompts, in order of their first row; 1: all
     max_length: int = 192,
 ) -> EncodedData:
-    "The rows of every so many prompts, whole: a prompt is there with all its completions or not at all."
+    """The rows of every so many prompts, whole:
+    a prompt is there with all its completions or not at all."""
     prompts = list(dict.fromkeys(data[columns[0]]))[::every]
     known = set(prompts)
-    return encode(data.subset([row for row, prompt in enumerate(data[columns[0]]) if prompt in known]), tokenizer, columns, max_length,
-                  "causal")
+    return encode(
+        data.subset([row for row, prompt in enumerate(data[columns[0]])
+                     if prompt in known]), tokenizer, columns, max_length, "causal")
 
 def prompts_and_references(
-    data: EncodedData,                          # with its table
+    data: EncodedData, # with its table
     columns: Sequence[str],
-) -> tuple[list[list[int]], list[list[str]]]:   # tokens of each distinct prompt, up to where the completion begins; its completions
+) -> tuple[
+    list[list[int]], list[list[str]],
+]: # tokens of each distinct prompt, up to where the completion begins; its completions
     "What to complete, and what people have written there."
     tokens: dict[str, list[int]] = {}
     written: dict[str, list[str]] = {}
@@ -226,7 +240,8 @@ def completions(
     new_tokens: int = 80,            # at most
     batch_size: int = 64,
 ) -> list[str]:
-    "The most probable continuation of each prompt, as far as greedy or beam search finds it."
+    """The most probable continuation of each prompt,
+    as far as greedy or beam search finds it."""
     device, texts = next(model.parameters()).device, list[str]()
     with evaluating(model):
         for first in range(0, len(prompts), batch_size):
@@ -236,7 +251,9 @@ def completions(
             width = batch["input_ids"].shape[1]
             found = model.generate(**batch, num_beams=beams, do_sample=False,
                                    pad_token_id=tokenizer.pad_token_id,
-                                   max_new_tokens=min(new_tokens, model.config.max_position_embeddings - width))
+                                   max_new_tokens=min(
+                                       new_tokens,
+                                       model.config.max_position_embeddings - width))
             texts += tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     return texts
 
@@ -252,7 +269,8 @@ def generation_scores(
     beams: int = 1,              # 0: no texts, perplexity alone
     max_length: int = 192,
 ) -> dict[str, float]:
-    "Perplexity over the tokens of completions and their end, each token counted once; and the scores of generated texts."
+    """Perplexity over the tokens of completions and their end, each token counted once;
+    and the scores of generated texts."""
     encoded = score_set(data, tokenizer, columns, every, max_length)
     scores = {"perplexity": perplexity(model, encoded)}
     if beams:
@@ -267,7 +285,8 @@ def generation_scores(
 APART = ("base", "variant", "accounting", "every", "beams")
 
 def language_run(settings: Settings) -> Settings:
-    "One fine-tuning of a language model, with its perplexity and, where `beams` asks for texts, their quality."
+    """One fine-tuning of a language model, with its perplexity and,
+    where `beams` asks for texts, their quality."""
     model, score = language_model(settings["model"]), scored_by(settings)
     if settings["method"] == UNTOUCHED:
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
@@ -321,9 +340,10 @@ def language_measured(settings: Settings) -> Settings:
            if name not in ("label", "every", "beams")}
     def score(model: nn.Module, task: Task) -> dict[str, float]:
         data, every = task.test or task.dev, settings["every"]
-        return generation_scores(model, load_tokenizer(study_model(settings)), data.table,
-                                 task.columns, 1 if "held_out" in settings else every,
-                                 settings["beams"], settings["max_length"])
+        return generation_scores(
+            model, load_tokenizer(study_model(settings)), data.table, task.columns,
+            1 if "held_out" in settings else every, settings["beams"],
+            settings["max_length"])
     return measured_run(own, trained_entries, score, language_prepared)
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-run-with-public
@@ -332,21 +352,25 @@ def language_measured(settings: Settings) -> Settings:
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
     "Options in which the name of a public data set is replaced by the data."
     named = options.get("relevance_data")
-    return options if named not in PUBLIC else {**options,
-                                                "relevance_data": PUBLIC[named](model, max_length)}
+    return options if named not in PUBLIC else {
+        **options, "relevance_data": PUBLIC[named](model, max_length)}
 
 @cache
 def public_windows(model: str, max_length: int) -> Public:
-    "A little of the text that the model was pre-trained on, in windows: no assumption is needed to use it."
+    """A little of the text that the model was pre-trained on, in windows:
+    no assumption is needed to use it."""
     text, tokenizer = public_text(), load_tokenizer(model)
     return Public(packed_windows(text["text"][:40], tokenizer, min(max_length, 128)),
                   text.source)
 
 @cache
 def development_pairs(model: str, max_length: int) -> Public:
-    "A twentieth of E2E's development split, taken as public: the best case for a relevance that comes from elsewhere."
+    """A twentieth of E2E's development split, taken as public:
+    the best case for a relevance that comes from elsewhere."""
     task = prepared_task("e2e", model, None, 0, max_length)
-    return Public(score_set(task.dev.table, load_tokenizer(model), task.columns, 20, max_length), "the development split of E2E")
+    return Public(
+        score_set(task.dev.table, load_tokenizer(model), task.columns, 20, max_length),
+        "the development split of E2E")
 
 PUBLIC = {"public text": public_windows, "development pairs": development_pairs}
 
@@ -354,7 +378,8 @@ PUBLIC = {"public text": public_windows, "development pairs": development_pairs}
 #| code-fold: true
 #| code-summary: "Code: papers_noise"
 def papers_noise(settings: Settings) -> float:
-    "The multiplier that a run of Rap-FT really has when its blocks are bounded and hidden as the paper says; RAP-T1, @lem-effective-noise."
+    """The multiplier that a run of Rap-FT really has when its blocks are bounded
+    and hidden as the paper says; RAP-T1, @lem-effective-noise."""
     size = len(prepared_task(settings["data"], language_model(settings["model"]), None,
                              0, settings["max_length"]).train)
     steps = (settings.get("steps")
@@ -369,7 +394,9 @@ def papers_noise(settings: Settings) -> float:
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-grids
 #| code-fold: true
 #| code-summary: "Code: language_settings, method_entry, TRIED, RATES, BASES"
-BASES: dict[str, Settings] = {"LoRA": {"rank": 4, "alpha": 32}, "Adapter": {"width": 64}, "BiTFiT": {}}  # Rap-FT's settings
+# Rap-FT's settings
+BASES: dict[str, Settings] = {
+    "LoRA": {"rank": 4, "alpha": 32}, "Adapter": {"width": 64}, "BiTFiT": {}}
 TRIED = {  # learning rates
     "Full": (2e-3, 6e-3, 2e-2), "BiTFiT": (1e-2, 3e-2, 1e-1),
     "LoRA": (2e-3, 6e-3, 2e-2), "Adapter": (3e-3, 9e-3, 3e-2)}
@@ -377,7 +404,8 @@ TRIED = {  # learning rates
 RATES = {"Full": 6e-3, "BiTFiT": 3e-2, "LoRA": 2e-2, "Adapter": 3e-2}
 
 def language_settings(full: bool) -> Settings:
-    "What all runs share; reduced: 24 steps of 128 pairs instead of ten epochs of 1,024."
+    """What all runs share; reduced:
+    24 steps of 128 pairs instead of ten epochs of 1,024."""
     own: Settings = ({"model": "small", "epochs": 10, "batch_size": 1024} if full
                      else {"model": "tiny", "steps": 24, "batch_size": 128})
     return {"data": "e2e", "max_length": 192, "physical_batch_size": 64,
@@ -404,7 +432,8 @@ def tuning_grid(full: bool) -> Iterator[Settings]:
             yield {**method_entry(shared, method, 3.0), "learning_rate": rates[number]}
 
 def methods_grid(full: bool) -> Iterator[Settings]:
-    "Table 4 of DP-BiTFiT: each method at two budgets and without privacy, with generated texts."
+    """Table 4 of DP-BiTFiT: each method at two budgets and without privacy,
+    with generated texts."""
     shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0,
               "beams": 5 if full else 1}
     yield {**shared, "method": UNTOUCHED, "options": {}, "target_epsilon": 0.0,
@@ -418,7 +447,8 @@ def methods_grid(full: bool) -> Iterator[Settings]:
 #| code-fold: true
 #| code-summary: "Code: rap_settings, rap_entry"
 def rap_settings(full: bool) -> Settings:
-    "What the runs of Rap-FT's tables share: flat clipping to norm 1 as the paper has it, and no texts."
+    """What the runs of Rap-FT's tables share: flat clipping to norm 1
+    as the paper has it, and no texts."""
     return {**language_settings(full), "clip": 1.0, "beams": 0}
 
 def rap_entry(
@@ -432,7 +462,8 @@ def rap_entry(
     own, outer = VARIANTS[variant]
     warmup = 0 if base == "BiTFiT" else max(1, (shared.get("steps") or 400) // 6)
     entry = method_entry(shared, base, target) | outer
-    anew = {"reinitialise": "random"} if (base, variant) == ("BiTFiT", "as published") else {}
+    anew = ({"reinitialise": "random"} if (base, variant) == ("BiTFiT", "as published")
+            else {})
     return {**entry, "method": "RapFT", "base": base, "variant": variant, "options": {
         "method": [base, {**BASES[base], **anew}], "irrelevance": 0.7,
         "warmup_steps": warmup, **own, **changed}}
@@ -440,7 +471,8 @@ def rap_entry(
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-grids-variants
 #| code-fold: true
 #| code-summary: "Code: rap_grid, FOR_NOTHING, VARIANTS"
-FOR_NOTHING: Settings = {"relevance_data": "paper", "allow_non_private": True, "relevance_rate": 0.01}
+FOR_NOTHING: Settings = {"relevance_data": "paper", "allow_non_private": True,
+                         "relevance_rate": 0.01}
 VARIANTS: dict[str, tuple[Settings, Settings]] = {  # options of Rap-FT, other settings
     "tight": ({"relevance_data": "development pairs", "allocation": "tight"}, {}),
     "paper's noise": ({"relevance_data": "development pairs", "allocation": "paper"},
@@ -449,14 +481,18 @@ VARIANTS: dict[str, tuple[Settings, Settings]] = {  # options of Rap-FT, other s
                   "preference": 4.0}, {}),
     "private relevance": ({"relevance_data": "private", "share": 0.1,
                            "relevance_rate": 0.01, "allocation": "tight"}, {}),
-    "paper's noise and accounting": ({"relevance_data": "development pairs", "allocation": "paper"}, {"accounting": "paper"}),
-    "relevance for nothing": ({**FOR_NOTHING, "ranking": "signed", "allocation": "paper"},
-                              {"accounting": "paper"}),
+    "paper's noise and accounting": (
+        {"relevance_data": "development pairs", "allocation": "paper"},
+        {"accounting": "paper"}),
+    "relevance for nothing": (
+        {**FOR_NOTHING, "ranking": "signed", "allocation": "paper"},
+        {"accounting": "paper"}),
     "as published": ({**FOR_NOTHING, **AS_PUBLISHED}, {"accounting": "paper"}),
     "text relevance": ({"relevance_data": "public text", "allocation": "tight"}, {})}
 
 def rap_grid(full: bool) -> Iterator[Settings]:
-    "Tables I and II: three methods at 3, and LoRA at 5 and 7 as well; in full all three."
+    """Tables I and II: three methods at 3, and LoRA at 5 and 7 as well;
+    in full all three."""
     shared = rap_settings(full)
     for seed in range(3):
         for target in (3.0, 7.0, 5.0):
@@ -466,7 +502,9 @@ def rap_grid(full: bool) -> Iterator[Settings]:
                 if target == 3.0:
                     yield {**method_entry(shared, base, "inf"), "base": base,
                            "variant": "plain", "seed": seed}
-                for variant in VARIANTS if full or target == 3.0 else ("tight", "paper's noise", "paper's noise and accounting"):
+                for variant in (VARIANTS if full or target == 3.0 else
+                                ("tight", "paper's noise",
+                                 "paper's noise and accounting")):
                     yield {**rap_entry(shared, base, target, variant), "seed": seed}
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-grids-beta-grid
@@ -487,13 +525,15 @@ def init_grid(full: bool) -> Iterator[Settings]:
               or given in ({}, {"k": 5}, {"p": 0.9}, {"beams": 5})]
     for seed in range(3):
         for init, given in chosen:
-            yield {**rap_entry(rap_settings(full), "LoRA", 3.0, "tight", init=init, **given), "seed": seed}
+            yield {**rap_entry(rap_settings(full), "LoRA", 3.0, "tight", init=init,
+                               **given), "seed": seed}
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-costs
 #| code-fold: true
 #| code-summary: "Code: cost_grid, cost_entry, INITIALISATIONS"
 def cost_grid(full: bool) -> Iterator[Settings]:
-    "Tables III and IV: a step of each method without privacy, with it and with Rap-FT; and for each initialisation a batch's relevance."
+    """Tables III and IV: a step of each method without privacy, with it
+    and with Rap-FT; and for each initialisation a batch's relevance."""
     shared = {**rap_settings(full), "seed": 0, "rounds": 31 if full else 11}
     for base in BASES:
         yield {**rap_entry(shared, base, 3.0, "tight", warmup_steps=1), "kind": "step"}
@@ -508,13 +548,15 @@ INITIALISATIONS: list[tuple[str, Settings]] = [
 
 def cost_entry(settings: Settings) -> Settings:
     "Median seconds and peak bytes."
-    return {"step": step_costs, "relevance": relevance_costs}[settings["kind"]](settings)
+    return {"step": step_costs, "relevance": relevance_costs}[
+        settings["kind"]](settings)
 
 # %% ../../../nbs/3_found/35_language_evidence.ipynb #language-costs-step-costs
 #| code-fold: true
 #| code-summary: "Code: step_costs, relevance_costs, _called"
 def step_costs(settings: Settings) -> Settings:
-    "Whole steps of three runs that take turns; bytes that are alive at once in one step of each, beyond weights."
+    """Whole steps of three runs that take turns;
+    bytes that are alive at once in one step of each, beyond weights."""
     def steps(name: str, options: Settings, target: float) -> Contender:
         model = language_model(settings["model"])
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
@@ -538,7 +580,9 @@ def relevance_costs(settings: Settings) -> Settings:
     "The relevance of all biases for one batch, beside their plain gradient."
     name = language_model(settings["model"])
     model = load_model(name, kind="causal").eval()
-    batch = prepared_task(settings["data"], name, None, 0, settings["max_length"]).train.batch(range(settings["physical_batch_size"]))
+    batch = prepared_task(
+        settings["data"], name, None, 0, settings["max_length"]).train.batch(
+            range(settings["physical_batch_size"]))
     train_only(model, "biases")
     parameters = list(trainable(model).values())
     work: dict[str, Callable[[], Any]] = {
@@ -572,10 +616,12 @@ EXPERIMENTS = {
                              "a GPU"),
     "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little "
                            "relevance?", beta_grid, language_run,
-                           "E2E and the public text; 36 runs, about 4 min each on a GPU"),
+                           "E2E and the public text; 36 runs, about 4 min each on a "
+                           "GPU"),
     "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?",
                            init_grid, language_run,
-                           "E2E and the public text; 30 runs, about 4 min each on a GPU"),
+                           "E2E and the public text; 30 runs, about 4 min each on a "
+                           "GPU"),
     "rap-cost": Experiment("Tables III and IV of Rap-FT: what does a step cost, and "
                            "what a relevance?", cost_grid, cost_entry,
                            "E2E and the public text; 10 min on a GPU")}

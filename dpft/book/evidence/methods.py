@@ -22,7 +22,8 @@ from ...frost.selection import LEARNING_RATES
 from ...plan import entries
 from ...registry import method_from
 from ..contenders import live_peak
-from ..experiments import Experiment, Settings, prepared_task, recorded, results_file
+from ..experiments import (
+    Experiment, Settings, prepared_task, recorded, results_file)
 from ..figures import interval, label_of
 from .frost import (
     METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine,
@@ -33,7 +34,8 @@ def score_interval(
     scores: list[float],       # accuracies, one for each seed
     examples: int,             # in the file that all are scored on
 ) -> tuple[float, float]:      # mean, and half the width of its 95 % interval
-    "Mean accuracy with an interval over seeds and examples; of a single seed over examples alone; @lem-score-interval."
+    """Mean accuracy with an interval over seeds and examples;
+    of a single seed over examples alone; @lem-score-interval."""
     return interval(scores, examples)
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-paired
@@ -45,7 +47,8 @@ def paired(
     second: str,               # labels
     metric: str,
 ) -> list[float]:              # first minus second, for each seed that both have
-    "Differences seed by seed, in which what a seed and the test file do to both cancels."
+    """Differences seed by seed, in which what a seed and the test file do
+    to both cancels."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for entry in records:
         found[label_of(entry)][entry["seed"]] = entry["metrics"][metric]
@@ -79,7 +82,8 @@ OTHER_RATES = {"LoRA": (1e-2, 3e-3), "Adapter": (1e-2, 3e-3), "NormOnly": (1e-2,
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-options
 def other_options(method: str, full: bool, seed: int) -> Settings:
-    "The size of what is added, or DP-FROST's own ratio; a random choice is another one for each seed."
+    """The size of what is added, or DP-FROST's own ratio;
+    a random choice is another one for each seed."""
     if method in ("RandomPartitions", "LargestWeights"):
         ratio = {"ratio": tuned(full)["DPFrost"]["options"]["ratio"]}
         return ratio | {"seed": seed} if method == "RandomPartitions" else ratio
@@ -106,7 +110,8 @@ def settings_of(method: str, full: bool, seed: int) -> Settings:
 #| code-fold: true
 #| code-summary: "Code: others_grid"
 def others_grid(full: bool) -> list[Settings]:
-    "What frost-text has for its four methods, for the other five; without privacy once."
+    """What frost-text has for its four methods, for the other five;
+    without privacy once."""
     runs = []
     for seed in range(10 if full else 3):
         for epsilon in (2.0, 0.5, 8.0, *(("inf",) if seed == 0 else ())):
@@ -123,7 +128,8 @@ def others_grid(full: bool) -> list[Settings]:
 #| code-fold: true
 #| code-summary: "Code: headline_grid, slowest_last"
 def headline_grid(full: bool) -> list[Settings]:
-    "All nine at epsilon 2, with the seeds that the tables lack: ten together, or twenty in full."
+    """All nine at epsilon 2, with the seeds that the tables lack: ten together,
+    or twenty in full."""
     return slowest_last({**text_run(full), "method": method,
                          **settings_of(method, full, seed), "target_epsilon": 2.0,
                          "seed": seed}
@@ -152,7 +158,8 @@ def two_phases(first: str, second: str, rates: dict[str, float], steps: int,
 #| code-fold: true
 #| code-summary: "Code: images_grid"
 def images_grid(full: bool) -> Iterator[Settings]:
-    "From CIFAR-100 to CIFAR-10: 0, 1/3, 2/3 and all of the steps train everything, then the biases; a transformer and a CNN."
+    """From CIFAR-100 to CIFAR-10: 0, 1/3, 2/3 and all of the steps train everything,
+    then the biases; a transformer and a CNN."""
     kept = ("data", "public", "public_epochs", "public_limit", "accountant", "steps",
             "epochs", "batch_size", "clip", "optimizer", "delta")
     base = next(vision_grid(full))
@@ -178,7 +185,8 @@ def images_grid(full: bool) -> Iterator[Settings]:
 SENSITIVITY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 def sensitivity_grid(full: bool) -> Iterator[Settings]:
-    "Appendix E.4: six learning rates on digits, from where nothing is learned to where training breaks down."
+    """Appendix E.4: six learning rates on digits, from where nothing is learned
+    to where training breaks down."""
     for seed in range(10 if full else 3):
         for method in ("Full", "BiTFiT", "LastLayer"):
             for rate in SENSITIVITY:
@@ -199,7 +207,8 @@ def cost_grid(full: bool) -> Iterator[Settings]:
            "rounds": 10 if full else 3, "target_epsilon": 2.0, "seed": 0}
 
 def cost_entry(settings: Settings) -> Settings:
-    "For each method the seconds of a step, of its start, and the peak of what a step makes; weights and optimizer state not counted."
+    """For each method the seconds of a step, of its start, and the peak of what a step
+    makes; weights and optimizer state not counted."""
     task = prepared_task(settings["data"], settings["model"])
     took: dict[str, list[float]] = defaultdict(list)
     engines: dict[str, tuple[Engine, torch.optim.Optimizer]] = {}
@@ -246,7 +255,8 @@ COMPOSITIONS = {
 
 def composed(label: str, rates: dict[str, float], options: dict[str, Settings],
              steps: int) -> Settings:
-    "A composition at the rates of its parts: a first phase lasts a third of the steps, and a chain takes the rate of its first part."
+    """A composition at the rates of its parts: a first phase lasts a third of the
+    steps, and a chain takes the rate of its first part."""
     kind, first, second = COMPOSITIONS[label]
     own = (two_phases(first, second, rates, steps // 3, options) if kind == "Then" else
            {"parts": [[part, options.get(part, {})] for part in (first, second)]})
@@ -274,12 +284,16 @@ def parts_grid(full: bool) -> Iterator[Settings]:
                 yield {**searched(), **single(method, {method: rate}, PART_OPTIONS),
                        "seed": seed}
 
-def mean_scores(experiment: str, full: bool) -> dict[tuple[str, float], float]:  # (label, learning rate) -> accuracy
-    "What an experiment on digits found, over its seeds; ValueError while there is nothing."
+def mean_scores(
+    experiment: str, full: bool,
+) -> dict[tuple[str, float], float]: # (label, learning rate) -> accuracy
+    """What an experiment on digits found, over its seeds;
+    ValueError while there is nothing."""
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
     for entry in recorded(results_file(experiment)):
         if entry["reduced"] != full:
-            found[entry["label"], entry["learning_rate"]].append(entry["metrics"]["accuracy"])
+            found[entry["label"], entry["learning_rate"]].append(
+                entry["metrics"]["accuracy"])
     if not found:
         raise ValueError(f"{results_file(experiment)} holds no "
                          f"{'full' if full else 'reduced'} runs; make them first: dpft "
@@ -289,7 +303,9 @@ def mean_scores(experiment: str, full: bool) -> dict[tuple[str, float], float]: 
 def part_rates(full: bool) -> dict[str, float]:
     "The better of the two rates of each part, over the seeds of the search."
     scores = mean_scores("compositions-parts", full)
-    return {method: max((rate for label, rate in scores if label == method), key=lambda rate: scores[method, rate]) for method in PARTS}
+    return {method: max((rate for label, rate in scores if label == method),
+                        key=lambda rate: scores[method, rate])
+            for method in PARTS}
 
 def search_grid(full: bool) -> Iterator[Settings]:
     "All compositions, at the rates that their parts have alone."
@@ -309,12 +325,16 @@ def winner(full: bool) -> str:
     return max(scores, key=lambda key: scores[key])[0]
 
 def rivals(label: str) -> tuple[str, ...]:
-    "What a composition has to beat: its parts, the papers' methods, and the simplest two."
+    """What a composition has to beat: its parts, the papers' methods,
+    and the simplest two."""
     return tuple(dict.fromkeys((*COMPOSITIONS[label][1:], "BiTFiT", "DPFrost",
                                 "LayerFreeze", "Full", "LastLayer")))
 
-def task_settings(task: str, full: bool) -> tuple[Settings, dict[str, float], dict[str, Settings]]:  # run, rates, options
-    "The three tasks: what their other experiments use, with the rates that were found or fixed there."
+def task_settings(
+    task: str, full: bool,
+) -> tuple[Settings, dict[str, float], dict[str, Settings]]: # run, rates, options
+    """The three tasks: what their other experiments use, with the rates
+    that were found or fixed there."""
     if task == "digits":
         return digits_run(), part_rates(full), PART_OPTIONS
     if task == "cifar10":
@@ -335,7 +355,8 @@ def task_settings(task: str, full: bool) -> tuple[Settings, dict[str, float], di
 #| code-fold: true
 #| code-summary: "Code: confirmation_grid, _elsewhere"
 def confirmation_grid(full: bool) -> Iterator[Settings]:
-    "The winner and its rivals on three tasks, with seeds that the search has not seen; what other experiments hold is left to them."
+    """The winner and its rivals on three tasks, with seeds that the search has not
+    seen; what other experiments hold is left to them."""
     label = winner(full)
     for task, seeds in (("digits", 10), ("cifar10", 5), ("sst2", 5)):
         run, rates, options = task_settings(task, full)
@@ -347,7 +368,8 @@ def confirmation_grid(full: bool) -> Iterator[Settings]:
                     yield {**run, **own, "target_epsilon": 2.0, "seed": seed}
 
 def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
-    "Whether frost-text, methods-text and methods-headline, or frost-vision, hold a run."
+    """Whether frost-text, methods-text and methods-headline,
+    or frost-vision, hold a run."""
     texts = task == "sst2" and method in (*METHODS, *OTHERS)
     pictures = task == "cifar10" and method in METHODS
     return texts or (pictures and seed < (5 if full else 3))
@@ -355,8 +377,11 @@ def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-confirmation-comparisons
 #| code-fold: true
 #| code-summary: "Code: comparisons"
-def comparisons(records: Iterable[Settings], label: str) -> Iterator[tuple[str, str, list[float]]]:  # task, rival, differences
-    "A composition against each rival on each task, at epsilon 2, as far as there are records of both."
+def comparisons(
+    records: Iterable[Settings], label: str,
+) -> Iterator[tuple[str, str, list[float]]]: # task, rival, differences
+    """A composition against each rival on each task, at epsilon 2,
+    as far as there are records of both."""
     known = list(records)
     for task, model in (("digits", "vit-small"), ("cifar10", "vit-small"),
                         ("sst2", "minilm")):
@@ -394,7 +419,8 @@ EXPERIMENTS = {
                                "digits; 180 runs, 10 s each on a CPU"),
     "methods-cost": Experiment("What does a step of each method cost?", cost_grid,
                                cost_entry,
-                               "frost-tuning's records; SST-2, MiniLM; 10 min on a CPU"),
+                               "frost-tuning's records; SST-2, MiniLM; 10 min on a "
+                               "CPU"),
     "compositions-parts": Experiment("At which rates are the parts best?", parts_grid,
                                      measured, "digits; 140 runs, 10 s each on a CPU"),
     "compositions": Experiment("Which composition is best?", search_grid, measured,

@@ -28,7 +28,8 @@ class Way:
     options: Settings
     rate: float         # the middle of the five
     speed: float        # examples a second on one core
-    shares: dict[str, float] = field(default_factory=dict)  # options in steps, of the run's
+    # options in steps, of the run's
+    shares: dict[str, float] = field(default_factory=dict)
     seeded: bool = False  # whether what it chooses is drawn by the run's seed
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Study:
     epsilons: tuple[float, ...] = (2.0, 0.5, 8.0)  # the first is tuned in full
     headline: int = 5   # seeds at the first budget
     seeds: int = 3      # at the others
-    elsewhere: tuple[str, ...] = ()  # the methods that run at the other budgets too; none: all
+    # the methods that run at the other budgets too; none: all
+    elsewhere: tuple[str, ...] = ()
     fixed: float = 20.0 # seconds of a run besides its steps
 
 CLIPS: dict[str, Settings] = {"0.1": {"clip": 0.1}, "1": {"clip": 1.0},
@@ -49,24 +51,29 @@ TUNED_WITH = 100  # the seed
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-options
 def options_at(way: Way, steps: int, seed: int) -> Settings:
-    "The options of a way in a run of so many steps; a share is at least one step, and leaves one."
+    """The options of a way in a run of so many steps;
+    a share is at least one step, and leaves one."""
     own = {name: min(max(1, round(share * steps)), steps - 1)
            for name, share in way.shares.items()}
     return {**way.options, **own, **({"seed": seed} if way.seeded else {})}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-entry
-def entry(study: Study, label: str, clip: str, rate: float, epsilon: float, seed: int) -> Settings:
+def entry(
+    study: Study, label: str, clip: str, rate: float, epsilon: float, seed: int,
+) -> Settings:
     "The settings of one run."
     way, bound = study.ways[label], CLIPS[clip]
     own = rate / bound["clip"] if study.shared.get("optimizer") == "sgd" else rate
     options = options_at(way, study.shared["steps"], seed)
     return {**study.shared, "label": label, "method": way.method, "options": options,
-            **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon, "seed": seed}
+            **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon,
+            "seed": seed}
 
 def short(study: Study) -> Study:
     "The study of a quarter of the steps, scored on rows that are held out."
-    return replace(study, shared={**study.shared, "steps": max(1, study.shared["steps"] // 4),
-                                  "held_out": study.held_out})
+    return replace(study, shared={
+        **study.shared, "steps": max(1, study.shared["steps"] // 4),
+        "held_out": study.held_out})
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
 def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
@@ -76,8 +83,11 @@ def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
 
 Found = dict[float, tuple[str, float]]  # epsilon -> clip and rate
 
-def _ladder(name: str, study: Study, label: str, full: bool) -> tuple[list[Settings], Found]:
-    "The tuning runs of a method, and what they found at the budgets at which all are there."
+def _ladder(
+    name: str, study: Study, label: str, full: bool,
+) -> tuple[list[Settings], Found]:
+    """The tuning runs of a method, and what they found at the budgets
+    at which all are there."""
     way, first = study.ways[label], study.epsilons[0]
     scores = _scores(name, full)
     def at(clip: str, rate: float, epsilon: float) -> Settings:
@@ -98,7 +108,8 @@ def _ladder(name: str, study: Study, label: str, full: bool) -> tuple[list[Setti
             break
         rates = sorted([*rates, best * 3 if best == rates[-1] else best / 3])
     found[first] = clip, best
-    budgets = study.epsilons[1:] if not study.elsewhere or label in study.elsewhere else ()
+    budgets = (study.epsilons[1:]
+               if not study.elsewhere or label in study.elsewhere else ())
     for epsilon in budgets:
         near = {rate: at(clip, rate, epsilon) for rate in (best / 3, best, best * 3)}
         runs += near.values()
@@ -109,12 +120,13 @@ def _ladder(name: str, study: Study, label: str, full: bool) -> tuple[list[Setti
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-scores
 #| code-fold: true
 def _key(run: Settings) -> tuple[Any, ...]:
-    return tuple(run.get(name) for name in ("label", "clip", "clipping", "learning_rate",
-                                            "target_epsilon", "steps"))
+    return tuple(run.get(name) for name in (
+        "label", "clip", "clipping", "learning_rate", "target_epsilon", "steps"))
 
 def _scores(name: str, full: bool) -> dict[tuple[Any, ...], float]:
     "What tuning runs scored: accuracy, or less perplexity."
-    return {_key(run): run["metrics"].get("accuracy", -run["metrics"].get("perplexity", 0.0))
+    return {_key(run): run["metrics"].get(
+                "accuracy", -run["metrics"].get("perplexity", 0.0))
             for run in recorded(results_file(name)) if run["reduced"] != full}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-grid
@@ -122,16 +134,20 @@ def study_grid(name: str, study: Study, full: bool) -> list[Settings]:
     "The runs of a study, at what tuning found; ValueError while nothing is tuned."
     runs = []
     for label in study.ways:
-        for epsilon, (clip, rate) in _ladder(f"{name}-tuning", short(study), label, full)[1].items():
+        for epsilon, (clip, rate) in _ladder(
+                f"{name}-tuning", short(study), label, full)[1].items():
             count = study.headline if epsilon == study.epsilons[0] else study.seeds
-            runs += [entry(study, label, clip, rate, epsilon, seed) for seed in range(count)]
+            runs += [entry(study, label, clip, rate, epsilon, seed)
+                     for seed in range(count)]
     if not runs:
-        raise ValueError(f"{results_file(f'{name}-tuning')} holds no complete tuning of any method; "
-                         f"make it first: dpft run {name}-tuning{' --full' if full else ''}")
+        raise ValueError(
+            f"{results_file(f'{name}-tuning')} holds no complete tuning of any method; "
+            f"make it first: dpft run {name}-tuning{' --full' if full else ''}")
     return runs
 
 def weight(study: Study, settings: Settings) -> float:
-    "Priority in a queue: tuning and the headline budget before the others, seed by seed."
+    """Priority in a queue: tuning and the headline budget before the others,
+    seed by seed."""
     if "held_out" in settings:
         return 0.0 if settings["target_epsilon"] == study.epsilons[0] else 20.0
     later = 0 if settings["target_epsilon"] == study.epsilons[0] else 20
@@ -139,7 +155,8 @@ def weight(study: Study, settings: Settings) -> float:
 
 def believed(study: Study, settings: Settings) -> float:
     "Seconds that a run is believed to take."
-    return study.fixed + settings["steps"] * settings["batch_size"] / study.ways[settings["label"]].speed
+    return (study.fixed + settings["steps"] * settings["batch_size"]
+            / study.ways[settings["label"]].speed)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ways
 FROST = {"ratio": 0.25, "sample_rate": 0.02}
@@ -155,7 +172,8 @@ IMAGE_WAYS = {
         "Then", {"first": ["LastLayer", {}], "epochs": None, "second": ["BiTFiT", {}],
                  "rate": 0.2}, 1e-2, 120.0, {"steps": 1 / 3}),
     "RapFT": Way("RapFT", {"method": ["BiTFiT", {}], **PAID}, 2e-3, 80.0),
-    "RandomPartitions": Way("RandomPartitions", {"ratio": 0.25}, 5e-4, 70.0, seeded=True),
+    "RandomPartitions": Way(
+        "RandomPartitions", {"ratio": 0.25}, 5e-4, 70.0, seeded=True),
     "LargestWeights": Way("LargestWeights", {"ratio": 0.25}, 3e-4, 55.0)}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-text-ways
@@ -170,7 +188,8 @@ TEXT_WAYS = {
                  {"warmup_steps": 0.1}),
     "Adapter": Way("Adapter", {"width": 64}, 3e-3, 200.0),
     "NormOnly": Way("NormOnly", {}, 5e-3, 220.0),
-    "RandomPartitions": Way("RandomPartitions", {"ratio": 0.25}, 5e-4, 180.0, seeded=True),
+    "RandomPartitions": Way(
+        "RandomPartitions", {"ratio": 0.25}, 5e-4, 180.0, seeded=True),
     "LargestWeights": Way("LargestWeights", {"ratio": 0.25}, 5e-4, 120.0)}
 LORA: Settings = {"rank": 4, "alpha": 32}
 LANGUAGE_WAYS = {
@@ -180,52 +199,75 @@ LANGUAGE_WAYS = {
                  {"warmup_steps": 0.2})}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
-PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64, "steps": 100,
-                      "batch_size": 512, "optimizer": "adamw", "accountant": "prv", "physical_batch_size": 64}
-HEAD: Settings = {"data": "cifar10", "model": "head", "side": 128, "steps": 150, "batch_size": 4096,
-                  "optimizer": "sgd", "accountant": "prv", "physical_batch_size": 1024}
+PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64,
+                      "steps": 100, "batch_size": 512, "optimizer": "adamw",
+                      "accountant": "prv", "physical_batch_size": 64}
+HEAD: Settings = {"data": "cifar10", "model": "head", "side": 128, "steps": 150,
+                  "batch_size": 4096, "optimizer": "sgd", "accountant": "prv",
+                  "physical_batch_size": 1024}
 HEAD_WAYS = {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}
 STUDIES = {
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
-    "images-head-600": Study({**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
-    "images": Study(PICTURES, IMAGE_WAYS, 5000, elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
-    "images-small": Study({**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS, 1000, (2.0,)),
+    "images-head-600": Study(
+        {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
+    "images": Study(PICTURES, IMAGE_WAYS, 5000,
+                    elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
+    "images-small": Study(
+        {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS, 1000, (2.0,)),
     "text-full": Study(
-        {"data": "sst2", "model": "minilm", "scale": 10.0, "steps": 197, "batch_size": 1024, "optimizer": "adamw",
-         "accountant": "prv", "physical_batch_size": 64}, TEXT_WAYS, 1500,
+        {"data": "sst2", "model": "minilm", "scale": 10.0, "steps": 197,
+         "batch_size": 1024, "optimizer": "adamw", "accountant": "prv",
+         "physical_batch_size": 64}, TEXT_WAYS, 1500,
         elsewhere=("LastLayer", "BiTFiT"), fixed=60),
     "language": Study(
-        {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24, "batch_size": 128, "optimizer": "adamw",
-         "accountant": "prv", "delta": 1e-5, "physical_batch_size": 8, "every": 20, "beams": 0},
+        {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
+         "batch_size": 128, "optimizer": "adamw", "accountant": "prv", "delta": 1e-5,
+         "physical_batch_size": 8, "every": 20, "beams": 0},
         LANGUAGE_WAYS, 200, (8.0, 3.0), 3, 3, fixed=120)}
 
-def experiments_of(name: str, study: Study, measure: Any, question: str, needs: str) -> dict[str, Experiment]:
+def experiments_of(
+    name: str, study: Study, measure: Any, question: str, needs: str,
+) -> dict[str, Experiment]:
     "A study and its tuning; both have one grid, for two cores as for others."
     def made(question: str, grid: Any, needs: str) -> Experiment:
-        return Experiment(question, grid, measure, needs, priority=partial(weight, study),
+        return Experiment(question, grid, measure, needs,
+                          priority=partial(weight, study),
                           seconds=partial(believed, study))
-    return {f"{name}-tuning": made(f"{question} Its tuning.", partial(tuning_grid, f"{name}-tuning", study), needs),
-            name: made(question, partial(study_grid, name, study), f"{name}-tuning's records; {needs}")}
+    return {
+        f"{name}-tuning": made(f"{question} Its tuning.",
+                               partial(tuning_grid, f"{name}-tuning", study), needs),
+        name: made(question, partial(study_grid, name, study),
+                   f"{name}-tuning's records; {needs}")}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
-    "images-head": ("How far does a private head go on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
-    "images-head-224": ("How far does it go on pictures of ImageNet's size?", "CIFAR-10, EfficientNet-Lite0"),
-    "images-head-600": ("And in four times as many steps?", "CIFAR-10, EfficientNet-Lite0"),
-    "images": ("Does training more than the head pay on CIFAR-10?", "CIFAR-10, EfficientNet-Lite0"),
+    "images-head": ("How far does a private head go on CIFAR-10?",
+                    "CIFAR-10, EfficientNet-Lite0"),
+    "images-head-224": ("How far does it go on pictures of ImageNet's size?",
+                        "CIFAR-10, EfficientNet-Lite0"),
+    "images-head-600": ("And in four times as many steps?",
+                        "CIFAR-10, EfficientNet-Lite0"),
+    "images": ("Does training more than the head pay on CIFAR-10?",
+               "CIFAR-10, EfficientNet-Lite0"),
     "images-small": ("And with 5,000 rows?", "CIFAR-10, EfficientNet-Lite0"),
-    "text-full": ("Which method is best on SST-2 at the paper's length?", "SST-2, MiniLM"),
-    "language": ("Which method is best on E2E with a pre-trained language model?", "E2E, SmolLM2")}
-EXPERIMENTS = {each: its for name, study in STUDIES.items() for each, its in experiments_of(
-    name, study, language_measured if name == "language" else measured, *QUESTIONS[name]).items()}
+    "text-full": ("Which method is best on SST-2 at the paper's length?",
+                  "SST-2, MiniLM"),
+    "language": ("Which method is best on E2E with a pre-trained language model?",
+                 "E2E, SmolLM2")}
+EXPERIMENTS = {
+    each: its for name, study in STUDIES.items()
+    for each, its in experiments_of(
+        name, study, language_measured if name == "language" else measured,
+        *QUESTIONS[name]).items()}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
     "Hours on one core."
     tuning = runs = 0.0
     for label, way in study.ways.items():
-        more = len(study.epsilons) - 1 if not study.elsewhere or label in study.elsewhere else 0
+        more = (len(study.epsilons) - 1
+                if not study.elsewhere or label in study.elsewhere else 0)
         whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
         brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
         tuning += brief * (7 + 3 * more)
@@ -246,7 +288,8 @@ def holm(
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-p
 def p_value(differences: list[float], margin: float = 0.0) -> float:
-    "Two-sided, of a mean difference equal to the margin; 1 where there are fewer than two."
+    """Two-sided, of a mean difference equal to the margin;
+    1 where there are fewer than two."""
     from scipy.stats import ttest_1samp
     if len(differences) < 2:
         return 1.0
@@ -271,10 +314,13 @@ def compared(differences: list[float], margin: float = 0.0) -> Comparison | None
     return Comparison(sum(differences) / len(differences), p_value(differences, margin),
                       len(differences))
 
-def compared_once(gap: float, error: float, seeds: int, margin: float = 0.0) -> Comparison:
+def compared_once(
+    gap: float, error: float, seeds: int, margin: float = 0.0,
+) -> Comparison:
     "A difference with its standard error, by the normal distribution."
     far = abs(gap - margin)
-    return Comparison(gap, math.erfc(far / error / 2**0.5) if error else float(far == 0), seeds)
+    return Comparison(
+        gap, math.erfc(far / error / 2**0.5) if error else float(far == 0), seeds)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-verdict
 def verdict(
@@ -296,7 +342,8 @@ def verdict(
 Verdict = tuple[str, str]  # and what it stands on
 
 def sides(known: list[Comparison], margin: float) -> tuple[int, int]:
-    "How many comparisons lie on the claimed side of the margin, and how many on the other, by Holm."
+    """How many comparisons lie on the claimed side of the margin,
+    and how many on the other, by Holm."""
     sure = holm({str(number): its.p for number, its in enumerate(known)})
     above = [its.mean > margin for number, its in enumerate(known) if sure[str(number)]]
     return sum(above), len(above) - sum(above)
@@ -310,8 +357,8 @@ def judged(
     "The verdict on a claim that takes several comparisons; @sec-protocol-verdicts."
     known = [its for its in comparisons if its is not None]
     right, wrong = sides(known, margin)
-    said = (f"{right} of {len(known)} {'level' if margin < 0 else 'ahead'}, {wrong} behind"
-            if known else "nothing was run")
+    said = (f"{right} of {len(known)} {'level' if margin < 0 else 'ahead'}, "
+            f"{wrong} behind" if known else "nothing was run")
     if untestable:
         return "not testable here", f"{untestable}; {said}"
     missing = missing_of(comparisons) + [lacks] * bool(lacks)
@@ -323,7 +370,8 @@ def missing_of(comparisons: list[Comparison | None]) -> list[str]:
     "Which runs a verdict lacks."
     known = [its.seeds for its in comparisons if its is not None]
     absent, least = len(comparisons) - len(known), min(known, default=SEEDS)
-    return ([f"{absent} not run"] * bool(known and absent) + ["no comparison"] * (not known)
+    return ([f"{absent} not run"] * bool(known and absent)
+            + ["no comparison"] * (not known)
             + [f"{least} of {SEEDS} seeds"] * (least < SEEDS))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-counted
@@ -358,7 +406,8 @@ def timed(
         return "undecided", "nothing was run"
     if rounds < ROUNDS or within + beyond < len(intervals):
         return "undecided", said + f"; {rounds} of {ROUNDS} rounds" * (rounds < ROUNDS)
-    return ("held" if not beyond else "held in part" if within else "did not hold"), said
+    return ("held" if not beyond else "held in part" if within
+            else "did not hold"), said
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-untuned
 def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
@@ -369,7 +418,8 @@ def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy
         tried: dict[float, list[float]] = {}
         its = [run for run in records if method in (run.get("label"), run["method"])]
         for run in its:
-            tried.setdefault(run["learning_rate"], []).append(sign * run["metrics"][metric])
+            tried.setdefault(run["learning_rate"], []).append(
+                sign * run["metrics"][metric])
         if not tried:
             absent.append(method)
             continue
@@ -422,5 +472,6 @@ def study_verdict(
                 and run["target_epsilon"] == study.epsilons[0]]
     records, tried = at(name), at(f"{name}-tuning")
     lacks = untuned(tried, [claimed, *others], *scored_by(tried))
-    return judged([compared(ahead(records, claimed, other), margin) for other in others],
-                  margin, lacks, untestable)
+    return judged(
+        [compared(ahead(records, claimed, other), margin) for other in others],
+        margin, lacks, untestable)
