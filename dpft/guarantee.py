@@ -24,7 +24,7 @@ import numpy as np
 
 from .card import (
     Statement, assumptions, cautions, claim, details, meaning, questions)
-from .curve import PrivacyCurve, privacy_curve
+from .curve import PrivacyCurve, best_of_pairs, grouped, privacy_curve
 from .ledger import Ledger
 from .privacy import SampledGaussian, epsilon, epsilon_at_order, rdp_orders
 
@@ -177,18 +177,27 @@ class Epsilon(Facts):
             return math.inf
         delta = self.target_delta if delta is None else delta
         one = stated_epsilon(self, delta)
-        return one if group == 1 else max(
-            one, *(self._curve(way, group).epsilon(delta) for way in ("remove", "add")))
+        if group == 1:
+            return one
+        if self.beyond_plan:
+            return max(one, grouped(self._filtered, delta, group))
+        return max(one, *(self._curve(way, group).epsilon(delta)
+                          for way in ("remove", "add")))
 
     def replace_epsilon(
         self,
         delta: float | None = None, # None: the target
     ) -> float:
-        "Epsilon if neighbours replace one unit, from the curve; @lem-worst-pairs."
+        """Epsilon if neighbours replace one unit, from the curve; @lem-worst-pairs.
+        Beyond the plan, that of a group of two: one is removed, and one added."""
         if not self.private:
             return math.inf
         delta = self.target_delta if delta is None else delta
-        return self._curve("replace").epsilon(delta)
+        return (self.epsilon(delta, group=2) if self.beyond_plan
+                else self._curve("replace").epsilon(delta))
+
+    def _filtered(self, delta: float) -> float:
+        return filter_epsilon(self.stated, self.planned, delta, self.target_delta)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         return privacy_curve(tuple(self.stated), group, relation)
@@ -237,6 +246,8 @@ class Readings(Epsilon):
             raise ValueError(f"fpr={fpr}: it must lie in [0, 1]")
         if not self.private:
             return 1.0
+        if self.beyond_plan:
+            return best_of_pairs(self.epsilon, self.target_delta, fpr)
         return curve_tpr(self._curve("remove"), self._curve("add"), fpr)
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-digest

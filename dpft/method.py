@@ -8,6 +8,7 @@ __all__ = ['UNSAID', 'NO_RUN', 'overrides', 'Method', 'given_to', 'arguments_of'
 
 # %% ../nbs/1_start/12_method.ipynb #method-imports
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -226,6 +227,9 @@ def released_from(
     if number is None:
         raise ValueError("release needs a draw of its own: call "
                          "context.draw(sample_rate) before it")
+    if not 0 < sensitivity < math.inf:
+        raise ValueError(f"sensitivity={sensitivity}: the noise is scaled to it, so it "
+                         "must be a positive bound on what one unit adds to the sum")
     if refused := access.unasked():
         raise ValueError(refused)
     done = allowance.released.get(number, 0)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
-from .curve import PrivacyCurve, best_true_positive_rate
+from .curve import PrivacyCurve, best_of_pairs, grouped
 from .guarantee import Guarantee
 from .privacy import (
     NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier)
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
-           'selection_epsilon', 'Price', 'repeated', 'price', 'trial_noise', 'Charge', 'settle', 'grouped',
-           'best_of_pairs', 'chosen_by', 'TunedGuarantee']
+           'selection_epsilon', 'Price', 'repeated', 'price', 'trial_noise', 'Charge', 'settle', 'chosen_by',
+           'TunedGuarantee']
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-law-names
 # the shape eta; infinite: Poisson, the limit
@@ -325,38 +325,6 @@ def settle(
                             TrialLaw(law, float(count)) if way == "selection"
                             else None))
     return min(found, key=lambda one: one.noise_multiplier)
-
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-grouped
-def grouped(
-    curve: Callable[[float], float], # epsilon of one unit at a delta
-    delta: float,                    # for the whole group
-    group: int,                      # units, at least 2
-) -> float:                          # infinite where the curve says nothing
-    "Epsilon of a group by the bound that holds for any algorithm; @lem-group."
-    def enough(log_delta: float) -> float:
-        one = curve(math.exp(log_delta))
-        terms = sum(math.exp(-k * one) for k in range(group))
-        return log_delta + (group - 1) * one + math.log(terms) - math.log(delta)
-
-    high = low = math.log(delta)
-    while enough(low) > 0:
-        high, low = low, 2 * low
-        if low < -700:
-            return math.inf
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if enough(middle) <= 0 else (low, middle)
-    return group * curve(math.exp(low))
-
-# %% ../nbs/5_notes/83_selection.ipynb #selection-pairs
-def best_of_pairs(
-    curve: Callable[[float], float], # epsilon at a delta
-    target: float,                   # delta that is among those tried
-    fpr: float,                      # false-positive rate, in [0, 1]
-) -> float:
-    "Best true-positive rate that some pairs of a curve allow; @lem-tradeoff."
-    deltas = {target, *(10.0 ** -(k / 2) for k in range(1, 11))}
-    return min(best_true_positive_rate(curve(delta), delta, fpr) for delta in deltas)
 
 # %% ../nbs/5_notes/83_selection.ipynb #selection-words
 #| code-fold: true

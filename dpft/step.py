@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'Drawn', 'taken', 'Population',
-           'Draws', 'idle_batch', 'again', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision', 'set_modes',
-           'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients', 'write_gradients',
-           'Kept', 'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals', 'released', 'Step']
+           'Draws', 'idle_batch', 'again', 'own_groups', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision',
+           'set_modes', 'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients',
+           'write_gradients', 'Kept', 'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals',
+           'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ class Drawn:
     batch: Batch
     numbers: Tensor   # (rows,) number of each row's unit within the batch
     rows: Tensor      # (rows,) of the data set
+    draw: tuple[float | str | int, ...]  # the rate of its draw, and what names it
     counts: bool = True  # False: not drawn; a process without rows joins in a pass
 
 # %% ../nbs/1_start/05_step.ipynb #engine-taken
@@ -43,12 +45,16 @@ WRONG_BATCH = ("a step takes the batches that it yields, each once and whole; th
                "another one, so its examples were not drawn with the rate that is "
                "charged")
 
-def taken(given_out: list[Drawn], batch: Batch) -> Drawn:
+def taken(
+    given_out: list[Drawn],
+    batch: Batch,
+    *draw: float | str | int,  # whose batch it has to be; none: any that is open
+) -> Drawn:
     "Take a batch back, once and whole; ValueError for any other."
     for number, drawn in enumerate(given_out):
         if drawn.batch is batch:
             del given_out[number]
-            if batch_rows(batch) == len(drawn.numbers):
+            if draw in ((), drawn.draw) and batch_rows(batch) == len(drawn.numbers):
                 return drawn
             break
     raise ValueError(WRONG_BATCH)
@@ -112,10 +118,11 @@ class Draws:
             batch = self.read(people.data, rows, people.collate_fn)
             if augment:
                 batch = augment(batch, rows, self.keystream.key("augment", *context))
-            self.open.append(Drawn(batch, numbers.repeat_interleave(copies), rows))
+            self.open.append(Drawn(batch, numbers.repeat_interleave(copies), rows,
+                                   (sample_rate, *context)))
             yield batch
         for _ in range(idle):
-            self.open.append(idle_batch(self, augment, *context))
+            self.open.append(idle_batch(self, augment, sample_rate, *context))
             yield self.open[-1].batch
 
     def read(self, data: Any, rows: Tensor, collate_fn: Any) -> Batch:
@@ -126,15 +133,17 @@ class Draws:
         "Whether a batch was drawn; WRONG_BATCH is said when it is taken."
         return all(drawn.counts for drawn in self.open if drawn.batch is batch)
 
-    def take(self, batch: Batch) -> Groups | None:
-        """Take a batch back, once and whole, with the rows of each unit;
+    def take(self, batch: Batch, *draw: float | str | int) -> Groups | None:
+        """Take a batch of this draw back, once and whole, with the rows of each unit;
         None when each row is a unit."""
-        numbers = taken(self.open, batch).numbers
+        numbers = taken(self.open, batch, *draw).numbers
         plain = self.population.units is None and len(numbers) == len(numbers.unique())
         return None if plain else Groups(numbers)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-idle
-def idle_batch(draws: Draws, augment: Any, *context: str | int) -> Drawn:
+def idle_batch(
+    draws: Draws, augment: Any, sample_rate: float, *context: str | int,
+) -> Drawn:
     "A batch that was not drawn and adds exactly nothing; @sec-sharded."
     rows, copies = torch.arange(min(2, len(draws.population.data))), 1
     batch = draws.read(draws.population.data, rows, draws.population.collate_fn)
@@ -142,7 +151,7 @@ def idle_batch(draws: Draws, augment: Any, *context: str | int) -> Drawn:
         batch, copies = (augment(batch, rows, draws.keystream.key("augment", *context)),
                          augment.copies)
     return Drawn(batch, torch.arange(len(rows)).repeat_interleave(copies), rows,
-                 counts=False)
+                 (sample_rate, *context), counts=False)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-again
 def again(
@@ -162,6 +171,10 @@ def again(
     return recollate
 
 # %% ../nbs/1_start/05_step.ipynb #engine-bound
+def own_groups(engine: Any, batch: Batch) -> Groups | None:
+    "The rows of each unit in a batch of the step's own draw, which is taken back."
+    return engine.draws.take(batch, engine.plan.sample_rate, "train", engine.t)
+
 Added = tuple[  # sums by parameter; (B,) losses; (units, blocks) norms
     dict[str, Tensor], Tensor, Tensor]
 
@@ -171,7 +184,7 @@ def bounded_sums(engine: Any, batch: Batch) -> Added:
     counts = engine.draws.counts(batch)
     engine.losses.coupling.look(batch, again(engine.draws, batch))
     found = gradients(engine.model, engine.losses.of_view, batch,
-                      engine.draws.take(batch))
+                      own_groups(engine, batch))
     sums, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True,
                                     counts=counts)
     return ((sums, found.losses, norms) if counts
@@ -181,7 +194,7 @@ def bounded_sums(engine: Any, batch: Batch) -> Added:
 def plain_sums(engine: Any, batch: Batch) -> Added:
     "The sum of a batch's gradients as they are, for epsilon = inf."
     counts = engine.draws.counts(batch)
-    engine.draws.take(batch)
+    own_groups(engine, batch)
     losses = per_example_losses(engine.model, engine.losses.of_view, batch)
     if lying(engine.model) is not WHOLE:
         from dpft.sharded_runs import plain_shards

@@ -751,3 +751,16 @@ def test_the_record_of_sst2_adds_up():
     found = json.loads((Path(__file__).parent.parent / "nbs/results/sst2_units.json").read_text())
     assert found["rows"] == 67349 and 0.89 < found["rows_inside_another"] / found["rows"] < 0.91
     assert found["units"] * found["mean_rows_per_unit"] == pytest.approx(found["rows"])
+
+
+@pytest.mark.parametrize("repeats", [1, 5, 50])
+def test_beyond_the_plan_every_reading_is_that_of_the_filter(repeats):
+    "Replacing one unit was read from a curve, and came out at a third of what adding one costs."
+    plan = [SampledGaussian(0.8, 0.01, 1000)]
+    spent = [SampledGaussian(0.8 / math.sqrt(2), 0.01, repeats), SampledGaussian(0.8, 0.01, 1000 - repeats)]
+    found = Guarantee(spent, target_delta=1e-5, planned=plan, spent=spent)
+    one, two = found.epsilon(), found.epsilon(group=2)
+    assert one < two == found.replace_epsilon() and two >= 2 * one
+    pairs = [(found.epsilon(delta), delta) for delta in (1e-5, 1e-3, 1e-1)]
+    for rate in (0.0, 0.01, 0.3):
+        assert rate <= found.tpr(rate) <= min(min(delta + math.exp(min(value, 700)) * rate, 1) for value, delta in pairs) + 1e-12

@@ -161,6 +161,51 @@ def test_a_step_takes_its_own_batches_each_once(unit):
         step.add(batches[0])
 
 
+@pytest.mark.parametrize("unit", [None, [row // 2 for row in range(60)]])
+def test_a_step_refuses_the_batches_of_another_draw(unit):
+    "At another rate, under another name, or of an earlier step, they are drawn otherwise than is charged."
+    e = engine(unit=unit, batch_size=20 if unit is None else 10, steps=2, physical_batch_size=4)
+    steps = iter(e)
+    step = next(steps)
+    own = list(step)
+    for other in (e.batches(1.0, "mine"), e.batches(1.0, "train", 0), e.batches(e.plan.sample_rate, "train", 1)):
+        with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
+            step.add(next(iter(other)))
+    e.draws.open = []
+    step.drawn = False
+    own = list(step)
+    step.add(own[0])
+    step.privatize()
+    step.done()
+    with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
+        next(steps).add(own[1])                          # left over from the step before
+
+
+@pytest.mark.parametrize("sensitivity", [0.0, -1.0, math.nan, math.inf])
+def test_a_release_without_a_bound_is_refused(sensitivity):
+    "With sensitivity 0 no noise was added, and epsilon stayed what it was."
+    class Odd(Method):
+        def requests(self, context):
+            return [Request(0.5, 1, 0.2)]
+        def start(self, context):
+            context.release(sum(batch[0].sum(0) for batch in context.draw(0.5)), sensitivity)
+            context.train_only(context.body)
+    with pytest.raises(ValueError, match="sensitivity"):
+        engine(method=Odd(), epsilon=1.0)
+
+
+@pytest.mark.parametrize("mask", [lambda p: torch.full_like(p, 0.5), lambda p: torch.ones_like(p, dtype=torch.int64),
+                                  lambda p: torch.ones(1, dtype=torch.bool)])
+def test_a_mask_that_is_not_of_truth_values_is_refused(mask):
+    "The noise was multiplied by a mask of 0.01, and the sum was not."
+    class Soft(Full):
+        def blocks(self, context):
+            trains = [p for p in context.model.parameters() if p.requires_grad]
+            return [Block(trains, masks=[mask(p) for p in trains])]
+    with pytest.raises(ValueError, match=r"masks.*torch\.bool"):
+        engine(method=Soft(), noise_multiplier=1.0, epsilon=None)
+
+
 def test_a_run_that_is_stopped_states_its_plan():
     "P11: after 5 of 40 steps the guarantee said 1.12 where 3.00 was planned."
     e = engine(epsilon=3.0, steps=8)

@@ -19,6 +19,7 @@ from dpft import planning, tuning
 from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
+from dpft.curve import grouped
 from dpft.datasets import Public, TensorData
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
@@ -38,7 +39,6 @@ from dpft.selection import (
     Charge,
     TrialLaw,
     TunedGuarantee,
-    grouped,
     price,
     selected_renyi,
     selection_epsilon,
