@@ -249,7 +249,7 @@ def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: in
 @app.command()
 def llm(
     output: Annotated[Path, LLM_OUTPUT] = Path("llm"),
-    steps: Annotated[int, LLM_STEPS] = 48,
+    steps: Annotated[int, LLM_STEPS] = 36,
     batch_size: Annotated[int, LLM_BATCH] = 128,
     epsilon: Annotated[float, LLM_EPSILON] = 8.0,
     every: Annotated[int, LLM_EVERY] = 60,
