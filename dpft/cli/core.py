@@ -267,7 +267,7 @@ def train(
     job = Job(
         data, model, method, option or (), (layers, freeze_after), limit, pretrain,
         root, score, who, device, freeze_batchnorm)
-    from dpft.saving import nothing_left
+    from dpft.store import nothing_left
     with nothing_left(knobs["ledger"], knobs["output"]):
         train_job(job, knobs)
 
