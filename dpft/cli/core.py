@@ -223,6 +223,8 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-train
+#| code-fold: true
+#| code-summary: "Code: train"
 @app.command()
 @takes_knobs
 def train(
