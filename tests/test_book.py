@@ -301,6 +301,15 @@ def test_a_page_leads_to_a_notebook_in_a_folder_and_docstrings_are_plain(referen
     assert r"Itself, x\^2 \~ `y^2`, \_\_len\_\_; @lem-a." in page
 
 
+def test_the_overview_shows_the_first_paragraph_of_a_docstring(reference, made, tmp_path, monkeypatch):
+    wrapped = '"""Short, and wrapped\n    at its line.\n\n    More.\n    """'
+    (tmp_path / "pack/thing.py").write_text(SOURCE.replace('"Short."', wrapped))
+    module = reference.Module(tmp_path / "pack/thing.py")
+    monkeypatch.setattr(reference, "modules", lambda: [module])
+    monkeypatch.setattr(reference, "offered", lambda: [("dpft", entry) for entry in module.entries if entry.name == "short"])
+    assert "| Short, and wrapped at its line. |" in reference.overview()
+
+
 def test_what_a_user_meets_first_stands_first(reference, made):
     page = reference.page(made, frozenset({"Thing"}))
     assert page.index("class Thing") < page.index("Thing.grown") < page.index("class Base") < page.index("work(first")
