@@ -147,7 +147,7 @@ def trial_leaks(
     plan: Sequence[SampledGaussian], # of one trial
     renyi: np.ndarray,               # (orders,) its divergences
     accountant: str,                 # "prv" or "rdp"
-) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
+) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both ways
     "How often a trial's loss is more than the Poisson law forgives; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
