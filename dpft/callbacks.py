@@ -129,6 +129,8 @@ def noisy_norm(parameters: Iterable[nn.Parameter]) -> dict[str, float]:
     return {"grad_norm": torch.stack(norms).norm().item()} if norms else {}
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-class
+#| code-fold: true
+#| code-summary: "Code: Callbacks"
 class Callbacks:
     "A run's callbacks: what they are told, and what they ask for."
 

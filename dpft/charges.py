@@ -36,6 +36,8 @@ def planned_mechanisms(
     return found
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-records
+#| code-fold: true
+#| code-summary: "Code: Records"
 class Records:
     "What the rows of a ledger say about its runs."
 

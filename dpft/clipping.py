@@ -40,7 +40,7 @@ def clip_factor(
 # %% ../nbs/1_start/03_clipping.ipynb #clipping-effective-noise
 def effective_noise_multiplier(
     clips: Tensor,  # (K,) bound on one example's 2-norm in each block
-    stds: Tensor,   # (K,) standard deviation of each block's noise, in the same unit as the bounds
+    stds: Tensor,   # (K,) standard deviation of a block's noise, in the bounds' unit
 ) -> float:         # the sigma of the one Gaussian mechanism that costs the same
     """Noise multiplier of a Gaussian mechanism over disjoint blocks of unequal bound
     and noise.

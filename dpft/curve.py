@@ -217,6 +217,8 @@ def inverse_of(
     return max(float(found[np.argmax(fits)]), 0.0) # none fits: there is less mass
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-curve
+#| code-fold: true
+#| code-summary: "Code: PrivacyCurve"
 class PrivacyCurve:
     "All (epsilon, delta) pairs of a plan, for one kind of neighbours; upper values."
 

@@ -151,6 +151,8 @@ def stated_epsilon(
                filter_epsilon(stated, planned, delta, guarantee.target_delta))
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-epsilon
+#| code-fold: true
+#| code-summary: "Code: Epsilon"
 class Epsilon(Facts):
     "Epsilon of a run, for the relation and the group that is asked for."
 

@@ -36,13 +36,15 @@ from .privacy import SampledGaussian
 from .processes import plain_of, speaks
 from .provenance import START, came_from
 from .saving import (
-    check_room, check_target, how_to_load, nothing_left, read_model, tokenizer_of_base,
-    write_model)
+    check_room, how_to_load, read_model, tokenizer_of_base, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
+from .store import check_target, nothing_left
 from .updates import Updates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
+#| code-fold: true
+#| code-summary: "Code: Run"
 @dataclass(repr=False)
 class Run:
     "A finished run: the model, what happened, and what is promised."

@@ -162,6 +162,8 @@ def side_by_side(
         return [*pool.map(work, items)]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-keystream
+#| code-fold: true
+#| code-summary: "Code: Keystream"
 class Keystream:
     """Randomness from one secret: independent for different contexts,
     the same for the same context."""

@@ -153,8 +153,9 @@ def check_mask(mask: Tensor | None, parameter: nn.Parameter) -> None:
     "ValueError unless a mask says of each entry that it belongs or that it does not."
     if mask is not None and (mask.dtype, mask.shape) != (torch.bool, parameter.shape):
         raise ValueError(
-            f"masks of a block hold {mask.dtype} of shape {tuple(mask.shape)} for a "
-            f"parameter of shape {tuple(parameter.shape)}; give torch.bool of its shape")
+            f"masks of a block hold {mask.dtype} of shape {tuple(mask.shape)} for "
+            f"a parameter of shape {tuple(parameter.shape)}; give torch.bool of its "
+            "shape")
 
 def check_disjoint(blocks: Sequence[Block], parameters: Iterable[nn.Parameter]) -> None:
     "ValueError unless every parameter that trains is in a block, and no entry in two."

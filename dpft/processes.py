@@ -119,6 +119,8 @@ def take_over(value: Tensor) -> None:
         value.detach().copy_(whole)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-class
+#| code-fold: true
+#| code-summary: "Code: Processes"
 class Processes:
     """The processes of one run, as torch.distributed knows them;
     alone, every method is trivial. @sec-one-draw"""

@@ -83,6 +83,8 @@ def unit_numbers(
     return torch.tensor([numbers[value] for value in values])
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-units
+#| code-fold: true
+#| code-summary: "Code: Units"
 class Units:
     "Which rows belong to the same unit of privacy, such as a person; @lem-units."
 

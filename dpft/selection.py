@@ -28,6 +28,8 @@ __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_
 LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-law
+#| code-fold: true
+#| code-summary: "Code: TrialLaw"
 @dataclass(frozen=True)
 class TrialLaw:
     "How many trials a selection runs: at random, at least one; @def-trial-law."
@@ -145,7 +147,7 @@ def trial_leaks(
     plan: Sequence[SampledGaussian], # of one trial
     renyi: np.ndarray,               # (orders,) its divergences
     accountant: str,                 # "prv" or "rdp"
-) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both directions
+) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both ways
     "How often a trial's loss is more than the Poisson law forgives; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
@@ -336,6 +338,8 @@ def chosen_by(law: TrialLaw) -> str:
             "are those of one trial; epsilon is that of the whole search.")
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-tuned-guarantee
+#| code-fold: true
+#| code-summary: "Code: TunedGuarantee"
 @dataclass
 class TunedGuarantee(Guarantee):
     """Of the best of a random number of trials;

@@ -344,6 +344,8 @@ def measured_table(found: list[Measured]) -> Tensor:
     return torch.stack([torch.stack([*vars(one).values()]) for one in found])
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-sharding
+#| code-fold: true
+#| code-summary: "Code: Sharding"
 class Sharding(Whole):
     "How the parameters of one model lie over the processes; @sec-sharded."
 

@@ -6,8 +6,7 @@
 __all__ = ['WRONG_BATCH', 'Added', 'SAME_INPUT', 'SAME_CHOICE', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'Drawn', 'taken', 'Population',
            'Draws', 'idle_batch', 'again', 'own_groups', 'bounded_sums', 'plain_sums', 'Lowered', 'with_precision',
            'set_modes', 'perturbed', 'perturbed_on_grid', 'each_perturbed', 'Releases', 'forget_gradients',
-           'write_gradients', 'Kept', 'count_of', 'Tally', 'mean_loss', 'clipped_share', 'Counted', 'summed', 'Totals',
-           'released', 'Step']
+           'write_gradients', 'Kept', 'summed', 'Totals', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .account import Account
+from .account import Account, Counted
 from .datasets import has_batch_protocol
 from .gradients import (
     WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying)
@@ -381,116 +380,6 @@ class Kept:
             raise ValueError("the optimizer does not hold the parameters that train "
                              "from this step on; make it over all parameters of the "
                              "model, or anew over engine.parameters() when they change")
-
-# %% ../nbs/1_start/05_step.ipynb #engine-count
-def count_of(
-    losses: Tensor,                 # (B,)
-    norms: Tensor,                  # (units, K)
-    bounds: Sequence[float] | None, # (K,) None: nobody asks who was clipped
-) -> Tensor: # (3,) the summed loss, units that are not finite, units clipped
-    """The counts of one batch; a unit is clipped if it is longer than its bound in some
-    block, and finite in all."""
-    finite = norms.isfinite().all(1)
-    clipped = torch.zeros_like(finite)
-    if bounds is not None:
-        limits = torch.tensor(bounds, dtype=norms.dtype).to(norms.device,
-                                                            non_blocking=True)
-        clipped = (norms > limits).any(1) & finite
-    wide = torch.float32 if losses.device.type == "mps" else torch.float64
-    total = losses.detach().nan_to_num(0.0, 0.0, 0.0).sum()
-    return torch.stack([part.to(wide)
-                        for part in (total, (~finite).sum(), clipped.sum())])
-
-# %% ../nbs/1_start/05_step.ipynb #engine-tally
-class Tally:
-    "What a step counts besides its sums: private, and paid for by nobody."
-    def __init__(self, bounds: Sequence[float] | None):
-        self.bounds = bounds  # of the blocks; None: nobody asks who was clipped
-        self.examples, self.units = 0, 0
-        self.known = [0.0, 0.0, 0.0]  # loss, not finite, clipped
-        # the same of later batches, where they were computed
-        self.unread: Tensor | None = None
-
-    def add(self, examples: int, losses: Tensor, norms: Tensor) -> None:
-        "Count a batch, without asking a device for anything."
-        found = count_of(losses, norms, self.bounds)
-        self.unread = found if self.unread is None else self.unread + found
-        self.examples += examples
-        self.units += len(norms) if self.bounds is not None else 0
-
-    def read(self) -> list[float]:
-        "Summed loss, units that are not finite, units clipped; a device is asked once."
-        if self.unread is not None:
-            found, self.unread = self.unread.tolist(), None
-            self.known = [one + other for one, other in
-                          zip(self.known, found, strict=True)]
-        return self.known
-
-    @property
-    def counts(self) -> list[float]:
-        "The numbers, to be added up over the processes."
-        loss, not_finite, clipped = self.read()
-        return [self.examples, loss, not_finite, self.units, clipped]
-    @counts.setter
-    def counts(self, found: Sequence[float]) -> None:
-        examples, loss, not_finite, units, clipped = found
-        self.examples, self.units, self.unread = round(examples), round(units), None
-        self.known = [loss, not_finite, clipped]
-
-    loss = property(lambda self: self.read()[0], doc="Summed over the examples.")
-    not_finite = property(lambda self: round(self.read()[1]),
-                          doc="Units that contributed nothing.")
-    clipped = property(lambda self: round(self.read()[2]),
-                       doc="Units longer than their bound.")
-
-# %% ../nbs/1_start/05_step.ipynb #engine-shown
-def mean_loss(tally: Tally) -> float:
-    "Mean over the examples of a draw; 0 for an empty one."
-    return tally.loss / max(tally.examples, 1)
-
-def clipped_share(tally: Tally) -> float:
-    """Share of the units that were longer than their bound;
-    ValueError when nobody asked for it in time."""
-    if tally.bounds is None:
-        raise ValueError("the share of clipped gradients is counted only with "
-                         "show_loss=True: give that to fine_tune, or Engine(..., "
-                         "settings=Settings(show_loss=True, ...))")
-    return tally.clipped / max(tally.units, 1)
-
-# %% ../nbs/1_start/05_step.ipynb #engine-counted
-class Counted:
-    "What a step has counted, and shows to whoever asks."
-
-    def __init__(self, engine: Any):
-        self.engine, shows = engine, engine.settings.show_loss
-        self.tally = Tally([block.clip for block in engine.blocks] if shows else None)
-
-    @property
-    def examples(self) -> int:
-        "How many were drawn so far: private, as the draw is."
-        return self.tally.examples
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the draw so far: an access to private data that nothing pays
-        for, and that the guarantee names."""
-        self.engine.note_uncharged("the training loss")
-        return mean_loss(self.tally)
-
-    @property
-    def not_finite(self) -> int:
-        """How many units contributed nothing; an access that nothing pays for,
-        named in the guarantee."""
-        self.engine.note_uncharged("the number of gradients that were not finite")
-        return self.tally.not_finite
-
-    @property
-    def clipped(self) -> float:
-        """Share of the units that were longer than their bound, counted with
-        `show_loss=True`; named in the guarantee."""
-        share = clipped_share(self.tally)
-        self.engine.note_uncharged("the share of gradients that were clipped")
-        return share
 
 # %% ../nbs/1_start/05_step.ipynb #engine-summed
 def summed(engine: Any, batch: Batch, t: int, number: int) -> Added:

@@ -40,6 +40,8 @@ def token_places(
     return rows, places, position < own[:, None]
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encoded
+#| code-fold: true
+#| code-summary: "Code: EncodedData"
 @dataclass(eq=False, repr=False)
 class EncodedData:
     "Tokenised texts, end to end; an item is a dictionary of 1-D tensors."

@@ -347,7 +347,7 @@ def overview() -> str:
         own = sorted((pair for pair in names if pair[1].module is module), key=lambda pair: pair[1].node.lineno)
         lines += [f"## [{module.title}]({module.stem}.qmd) {{.unnumbered}}", "", "| name | what it is |", "|:---|:-------|"] if own else []
         for package, entry in own:
-            words = _cell(entry.docstring.splitlines()[0]) + ("" if package == "dpft" else f" (`{package}`)")
+            words = _cell(" ".join(entry.docstring.partition("\n\n")[0].split())) + ("" if package == "dpft" else f" (`{package}`)")
             lines.append(f"| [`{entry.name}`]({entry.module.stem}.qmd#{entry.anchor}) | {words} |")
         lines += [""] if own else []
     lines += ["", "## Modules {.unnumbered}", "", "| module | what lives there |", "|:---|:-------|"]

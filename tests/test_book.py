@@ -167,7 +167,18 @@ def test_epochs_are_computed_from_steps(book):
     assert seen > 1
 
 
-# ---- the size of what is in the core
+# ---- the width of code, and the size of what is in the core
+
+# cells with longer lines; whoever breaks the last of a cell takes its name out
+WIDE = {"gradients-select-rows", "gradients-buffers", "gradients-block", "gradients-coupling", "gradients-gradients",
+        "gradients-norms", "gradients-clipped-sum", "engine-class", "method-context"}
+
+
+def test_a_line_of_code_has_at_most_88_characters(book):
+    found = {cell["id"] for chapter in notebooks(book) for cell in chapter.cells if cell["cell_type"] == "code"
+             for line in book.source(cell).splitlines() if len(line) > 88 and not line.startswith(("#|", "%"))}
+    assert found == WIDE, f"too wide: {sorted(found - WIDE)}; no longer, so take them out of WIDE: {sorted(WIDE - found)}"
+
 
 WHOLE = {"gradients", "prefix"}                                  # modules that read from front to back
 OPEN = {"loop.fine_tune", "engine.Engine.__init__", "tuning.tune"}  # their arguments are a run's knobs, or a search's
@@ -299,6 +310,15 @@ def test_a_page_leads_to_a_notebook_in_a_folder_and_docstrings_are_plain(referen
     page = reference.page(reference.Module(tmp_path / "pack/thing.py"))
     assert "Derived in [What *is* kept](../nbs/1_start/01_a.ipynb)." in page and "[source](../nbs/1_start/01_a.ipynb#a-work)" in page
     assert r"Itself, x\^2 \~ `y^2`, \_\_len\_\_; @lem-a." in page
+
+
+def test_the_overview_shows_the_first_paragraph_of_a_docstring(reference, made, tmp_path, monkeypatch):
+    wrapped = '"""Short, and wrapped\n    at its line.\n\n    More.\n    """'
+    (tmp_path / "pack/thing.py").write_text(SOURCE.replace('"Short."', wrapped))
+    module = reference.Module(tmp_path / "pack/thing.py")
+    monkeypatch.setattr(reference, "modules", lambda: [module])
+    monkeypatch.setattr(reference, "offered", lambda: [("dpft", entry) for entry in module.entries if entry.name == "short"])
+    assert "| Short, and wrapped at its line. |" in reference.overview()
 
 
 def test_what_a_user_meets_first_stands_first(reference, made):

@@ -26,7 +26,6 @@ from dpft.saving import (
     add_again,
     additions,
     base_name,
-    check_target,
     frozen_fingerprint,
     how_to_load,
     note_addition,
@@ -34,6 +33,7 @@ from dpft.saving import (
     stored_name,
     write_model,
 )
+from dpft.store import check_target
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
              max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
@@ -359,13 +359,13 @@ def test_room_is_looked_for_before_the_first_draw(tmp_path, monkeypatch, places,
         torch.manual_seed(0)
         return dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
                               progress=False, ledger=tmp_path / "book", **{place: tmp_path / place for place in places})
-    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room - 1))
+    monkeypatch.setattr("dpft.store.shutil.disk_usage", lambda _: SimpleNamespace(free=room - 1))
     with pytest.raises(ValueError, match=r"^.* has room for .* and the run needs .*; make room, or choose another place$"):
         tuned()
     if (tmp_path / "book").exists():
         with Ledger(tmp_path / "book") as book:
             assert not any(book.spent(name) for name in book.runs())
-    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room))
+    monkeypatch.setattr("dpft.store.shutil.disk_usage", lambda _: SimpleNamespace(free=room))
     assert [m.steps for m in tuned().guarantee.spent] == [2]
 
 

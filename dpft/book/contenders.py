@@ -287,7 +287,8 @@ def fastdp(model: nn.Module, loss: WatchedLoss) -> Contender:
     fastdp_engine(model, 0.0)
     def step(batch: Batch) -> dict[str, Tensor]:
         for parameter in model.parameters():
-            parameter.grad = parameter.summed_clipped_grad = None  # type: ignore[attr-defined]
+            parameter.grad = None
+            parameter.summed_clipped_grad = None  # type: ignore[attr-defined]
         loss(model, batch).sum().backward()
         return collected(model, "summed_clipped_grad")
     return Contender(model, step)

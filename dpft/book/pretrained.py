@@ -284,7 +284,8 @@ def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-keep-smollm
 READ_GGUF = """
 import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM)
 folder, file, kept = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype="float32")
 facts = model.config.to_dict()

@@ -223,6 +223,8 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-train
+#| code-fold: true
+#| code-summary: "Code: train"
 @app.command()
 @takes_knobs
 def train(
@@ -267,7 +269,7 @@ def train(
     job = Job(
         data, model, method, option or (), (layers, freeze_after), limit, pretrain,
         root, score, who, device, freeze_batchnorm)
-    from dpft.saving import nothing_left
+    from dpft.store import nothing_left
     with nothing_left(knobs["ledger"], knobs["output"]):
         train_job(job, knobs)
 

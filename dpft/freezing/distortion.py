@@ -136,6 +136,8 @@ class Angles:
                 for i, layer in enumerate(self.layers)}
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-signals-class
+#| code-fold: true
+#| code-summary: "Code: Signals"
 @dataclass(frozen=True)
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."

@@ -303,8 +303,8 @@ def activations(
     batch_size: int = 256,
     collate: Callable[[list[Any]], Any] | None = None,  # None: that of `collate_for`
     seed: int = 0,                    # of which positions; the same seed takes the same
-) -> dict[str, Tensor]:  # layer -> (N, d), or (N positions, d), in the data's order, on the CPU
-    """What layers put out for each example, in evaluation mode.
+) -> dict[str, Tensor]:  # layer -> (N, d), or (N positions, d), on the CPU
+    """What layers put out for each example, in the data's order and in evaluation mode.
 
     The model is left as it was.
 

@@ -329,6 +329,8 @@ def due(
     return True
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selecting
+#| code-fold: true
+#| code-summary: "Code: Selecting"
 class Selecting(Method):
     """Partitions are selected at the start and, with `reselect`, again;
     a fresh head trains."""
@@ -406,6 +408,8 @@ def check_reselect(reselect: int, steps: float = math.inf) -> None:
                          "steps; lower it or raise epochs")
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-method
+#| code-fold: true
+#| code-summary: "Code: DPFrost"
 class DPFrost(Selecting):
     """The partitions of the largest private gradient magnitudes train, and a fresh
     head.

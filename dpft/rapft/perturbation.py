@@ -201,6 +201,8 @@ def mask_from(model: nn.Module, state: Any) -> dict[nn.Parameter, Tensor] | None
                                        for name, mask in state.items()}
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-class
+#| code-fold: true
+#| code-summary: "Code: TwoBlocks"
 class TwoBlocks(Method):
     "A method whose one block is split in two by a mask, once there is a mask."
     method: Method
@@ -259,6 +261,8 @@ def paid_release(sample_rate: float, share: float | None) -> list[Request]:
     return [] if share is None else [Request(sample_rate, 1, share, "relevance")]
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-ranking
+#| code-fold: true
+#| code-summary: "Code: Ranking"
 class Ranking(TwoBlocks):
     "A method whose mask is taken once, at the start or after a warm-up."
     relevance_data: Public | str
