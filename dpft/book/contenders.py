@@ -451,7 +451,7 @@ def enter(
             if name in CONTENDERS:
                 error = relative_error(found, wanted_sum(rows, clipped=name != "plain"))
             if name in CONTENDERS and not error < TOLERANCE[setting.precision]:
-                reason = f"its sum is wrong by {error:.0%}"
+                reason = f"its sum is wrong by {error:.1%}"
         except Exception as failure:  # whatever a peer stops with is its result
             reason = (f"{type(failure).__name__}: "
                       f"{(str(failure).splitlines() or [''])[0]}")
