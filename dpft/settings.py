@@ -261,7 +261,7 @@ def parts_of(value: Any, reading: Reading) -> Parts:
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-objects
 ORIGINS = {"_name_or_path", "_commit_hash", "architectures", "transformers_version",
-           "base_model_name_or_path", "dtype", "torch_dtype",
+           "base_model_name_or_path", "model_type", "dtype", "torch_dtype",
            "_attn_implementation_internal", "_experts_implementation_internal"}
 
 def in_order(value: Any) -> Any:
@@ -489,7 +489,7 @@ def _(value: Any, reading: Reading) -> Parts:
 # %% ../nbs/5_notes/55_settings.ipynb #settings-structure
 # torch's tables, where a model comes from, and how it generates
 NOTES = {*vars(nn.Module()), "name_or_path", "generation_config", "_origin", "_recipe",
-         "_trained_by"}
+         "_trained_by", "_is_hf_initialized", "_weight_conversions"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
          "_backward_pre_hooks", "_post_accumulate_grad_hooks")
 
