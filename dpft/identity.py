@@ -246,7 +246,8 @@ def identity(
             kind = "" if getattr(settings, one.name) is None else "sum"
         if kind:
             name = name_of_optimizer if one.name == "optimizer" else name_of_code
-            found[kind][one.name], sure = name(getattr(settings, one.name))
+            told, sure = name(getattr(settings, one.name))
+            found[kind][one.name] = told if sure else told.partition(" ")[0]
             complete = complete and (sure or kind != "sum")
     return Identity(found["sum"], found["run"], complete)
 
