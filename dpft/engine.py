@@ -4,18 +4,13 @@
 
 # %% auto #0
 __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sharded', 'asked', 'planned', 'public_facts',
-           'model_fingerprint', 'fingerprint_of', 'content_of', 'facts_of', 'opened', 'record_of', 'account_of',
-           'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'method_release', 'access_of', 'random_state',
-           'alike', 'start_method', 'take_over', 'look_again', 'look_back', 'record_final', 'close_account', 'steps_of',
-           'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
+           'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'method_release',
+           'access_of', 'random_state', 'alike', 'start_method', 'take_over', 'look_again', 'look_back', 'record_final',
+           'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +20,9 @@ from . import __version__
 from .account import Account, Told
 from .datasets import has_batch_protocol
 from .gradients import (
-    WHOLE, Batch, Block, Coupling, Groups, LossFunction, full, lying)
-from .gradients import reuse_memory, trainable
+    WHOLE, Batch, Block, Coupling, Groups, LossFunction, lying, reuse_memory, trainable)
 from .guarantee import Guarantee, promised, secrets_in
-from .identity import fingerprint
+from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
 from .losses import default_loss
 from .method import Access, Context, Method, noted
@@ -39,11 +33,10 @@ from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
-from .processes import Processes, check_whole, form, whole
+from .processes import Processes, check_whole, form
 from .provenance import look_at_start, mark_trained
 from .sampling import Share
-from .settings import Settings, known_of, name_of_code, settings_from
-from .settings import takes_settings, turned
+from .settings import Settings, settings_from, takes_settings
 from .step import SAME_CHOICE, SAME_INPUT, Draws, Population, Releases, Step
 from .step import set_modes, with_precision
 from .store import Store, put_back, snapshot
@@ -132,54 +125,6 @@ def public_facts(engine: "Engine", further: Sequence[str]) -> list[str]:
                   if frozen else [])
     return [f"the number of {engine.unit}s, {engine.plan.size}", *further, *statistics]
 
-# %% ../nbs/1_start/06_engine.ipynb #engine-digests
-def model_fingerprint(model: nn.Module) -> str:
-    """Hash of the names, shapes and values of all parameters and buffers:
-    tells one start from another."""
-    digest, kept = hashlib.sha256(), set(model.state_dict())
-    buffers = ((name, value) for name, value in model.named_buffers() if name in kept)
-    for name, value in chain(model.named_parameters(), buffers):
-        values = full(whole(value.detach())).cpu().contiguous().flatten().view(
-            torch.uint8)
-        digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(memoryview(values.numpy()))  # type: ignore[arg-type]
-    return digest.hexdigest()
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-fingerprint
-def fingerprint_of(engine: "Engine") -> Callable[[], str]:
-    "What hashes the model, or knows its hash; all processes call it together."
-    if not engine.processes.sharded:
-        return cache(partial(model_fingerprint, engine.model))
-    found = model_fingerprint(engine.model)
-    return lambda: found
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-content
-def content_of(population: Population) -> dict[str, Any]:
-    """Digests that tell the data from other data, and its units from other units:
-    private, and keyed before they are kept."""
-    train, units = population.data, population.units
-    # texts are the same data whatever tokenizer reads them
-    table = getattr(train, "table", None)
-    return {"data": fingerprint(train if table is None else table),
-            "tokens": None if table is None else fingerprint(train),
-            "units": None if units is None else hashlib.sha256(
-                units.index.numpy().tobytes()).hexdigest()}
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-store
-def facts_of(engine: "Engine", start: Callable[[], str]) -> tuple[dict[str, Any], bool]:
-    """Who a run is, and whether this holds all that changes a sum;
-    nothing where nobody compares it."""
-    given = engine.settings
-    if given.seed is None and given.checkpoint is None:
-        return {}, False
-    code, code_known = name_of_code(engine.method)
-    structure, structure_known = name_of_code(engine.model)
-    facts = {**engine.known.sums, "model": start(), "model's structure": structure,
-             "method": repr(engine.method), "method's code": code,
-             "plan": asdict(engine.plan),
-             "number of processes": engine.processes.size, "device": engine.device.type}
-    return facts, engine.known.complete and code_known and structure_known
-
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened
 def opened(
     engine: "Engine", content: dict[str, Any], start: Callable[[], str],
@@ -197,19 +142,6 @@ def opened(
     keystream.reproducible = given.seed is not None
     return store, keystream, Draws(engine.population, keystream, engine.processes,
                                    engine.device)
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-record
-def record_of(engine: "Engine", data: str) -> dict[str, Any]:
-    """What the ledger writes down of the run before its first draw;
-    its data under the ledger's own key."""
-    plan, given = engine.plan, engine.settings
-    secure = {"secure_mode": True} if given.secure_mode else {}
-    return {"mechanisms": [vars(mechanism) for mechanism in plan.mechanisms],
-            "delta": plan.delta, "epsilon": plan.epsilon(),
-            "accountant": plan.accountant, "size": plan.size, "data": data,
-            "method": repr(engine.method), "clip": plan.clip, "clipping": plan.clipping,
-            "unit": engine.unit, "reproducible": given.seed is not None,
-            "knobs": turned(engine.known), **secure}
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-account-of
 def account_of(engine: "Engine", data: str) -> Account:

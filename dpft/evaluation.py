@@ -16,7 +16,7 @@ from torch import nn
 from .datasets import Public
 from .engine import Engine
 from .guarantee import Guarantee
-from .identity import check_disjoint_rows
+from .identity import check_disjoint_rows, fingerprint
 from .losses import measure_for
 from .noise import Keystream
 from .prepared import Prepared
@@ -199,6 +199,7 @@ def make_evaluation(
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
     right_answers(engine.model, [data[0]])   # refused now, not after the last step
+    fingerprint([data[0]])                   # which keys the noise
     return Evaluation(engine, given, data, sigma,
                       guarantee_of_scores(given, sigma, times, engine))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import Public
+from .identity import fingerprint
 from .losses import accuracy, answers, evaluation_batches, perplexity
 from .noise import Keystream
 from .privacy import SampledGaussian
@@ -128,8 +129,9 @@ def noisy_accuracy(
 ) -> float:                  # may lie outside [0, 1]
     "Share of right answers plus Gaussian noise; @lem-noisy-accuracy."
     right = torch.tensor([right_answers(model, data)], dtype=torch.float64)
-    digest = keystream.digest(right, "score", *context)
-    noise = keystream.normal((1,), noise_multiplier * most, "score", *context, digest,
+    std = float(noise_multiplier * most)
+    place = ("score", *context, fingerprint(data), repr(std))
+    noise = keystream.normal((1,), std, *place, keystream.digest(right, *place),
                              dtype=torch.float64)
     return float(right + noise) / len(data)
 

@@ -376,7 +376,8 @@ def test_schedules_that_cannot_be_are_refused(given, why):
 
 def test_callbacks_make_a_seeded_runs_identity_incomplete():
     """They may move the weights, so two seeded runs with other callbacks must not share their noise by name alone."""
-    from dpft.settings import Settings, identity
+    from dpft.identity import identity
+    from dpft.settings import Settings
     watched, plain = identity(Settings(callbacks=[Recorder()])), identity(Settings())
     assert watched.complete is False and plain.complete is True
     assert "callbacks" in watched.sums and "callbacks" not in plain.sums

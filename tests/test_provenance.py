@@ -13,7 +13,7 @@ import dpft
 from dpft import Full, LoRA
 from dpft.boundary import neighbours, toy_network, toy_pictures
 from dpft.datasets import Public
-from dpft.engine import model_fingerprint
+from dpft.identity import model_fingerprint
 from dpft.ledger import record_weights, trained_in
 from dpft.loop import load
 from dpft.provenance import START, notes_on

@@ -1,25 +1,33 @@
 """The identity of a run: whatever changes a sum changes the secret of a seeded run; what cannot be named leaves the digest in its keys."""
 
+import functools
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 from zoo import toy
 
 import dpft
 from dpft import engine as engine_room
+from dpft import identity as identity_room
 from dpft.baselines import Full
 from dpft.composition import Chain, Then
-from dpft.settings import Settings, identity, name_of_code
+from dpft.identity import identity, name_of_code, name_of_optimizer
+from dpft.settings import Settings
 
 NUMBERS = itertools.count()
 
@@ -161,8 +169,8 @@ def test_the_version_of_the_package_is_part_of_the_identity(monkeypatch):
 
 
 def test_the_model_is_hashed_only_where_somebody_compares_it(tmp_path, monkeypatch):
-    hashed, honest = [], engine_room.model_fingerprint
-    monkeypatch.setattr(engine_room, "model_fingerprint", lambda model: hashed.append(model) or honest(model))
+    hashed, honest = [], identity_room.model_fingerprint
+    monkeypatch.setattr(identity_room, "model_fingerprint", lambda model: hashed.append(model) or honest(model))
     store(seed=None)
     store(seed=None, ledger=tmp_path / "ledger.sqlite")
     assert hashed == []
@@ -177,6 +185,192 @@ def test_one_pass_tells_what_changes_a_sum_from_what_only_a_continued_run_must_a
     assert found.sums["epsilon"] == "1.0" and found.run == {"average": "0.9"} and "average" not in found.sums
     assert found.complete and not identity(Settings(loss_fn=lambda model, batch: batch)).complete
     assert "learning_rate" not in identity(Settings(), ("engine",)).sums
+
+
+def test_every_entry_of_a_dictionary_is_read(tmp_path):
+    "Also the third, and those of a keyword-only default and of `partial`."
+    for size in (2, 3, 6):
+        plain = {f"k{i}": float(i) for i in range(size)}
+        assert len({name_of_code(plain), *(name_of_code({**plain, k: 9.0}) for k in plain)}) == size + 1 and name_of_code(plain)[1]
+    made = [functools.partial(torch.optim.AdamW, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay) for decay in (0.0, 0.0, 0.5)]
+    first, again, other = map(name_of_optimizer, made)
+    assert first == again != other and first[1]
+    losses = [functools.partial(focal, temperature=1.0, smoothing=0.1, gamma=gamma) for gamma in (0.0, 0.0, 4.0)]
+    first, again, other = (store(loss_fn=loss) for loss in losses)
+    assert first.portable and first.secret == again.secret != other.secret
+
+
+def focal(model, batch, temperature=1.0, smoothing=0.0, gamma=0.0):
+    losses = F.cross_entropy(model(batch[0]) / temperature, batch[1], label_smoothing=smoothing, reduction="none")
+    return (1 - (-losses).exp())**gamma * losses
+
+
+def test_a_list_enters_by_what_it_holds_and_may_hold_itself():
+    pair, ring = [1, 2], [1]
+    ring.append(ring)
+    assert name_of_code([pair, pair]) == name_of_code([[1, 2], [1, 2]]) != name_of_code([[1, 2], []])
+    assert name_of_code(ring)[1] and name_of_code({"a", "b"}) == name_of_code({"b", "a"}) != name_of_code({"a", "c"})
+    shared = [net(), net()]
+    assert name_of_code([*shared, shared[0]]) != name_of_code([*shared, shared[1]])
+
+
+class Weighted(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("weight", torch.tensor(weight), persistent=False)
+
+    def forward(self, model, batch): return F.cross_entropy(model(batch[0]), batch[1], weight=self.weight, reduction="none")
+
+
+class Scale(nn.Module):
+    def __init__(self, how, scale):
+        super().__init__()
+        if how == "buffer":
+            self.register_buffer("scale", torch.tensor(scale), persistent=False)
+        else:
+            self.scale = {"array": lambda: np.array([scale]), "number": lambda: np.float32(scale)}[how]()
+
+    def forward(self, x): return x * torch.as_tensor(self.scale, dtype=torch.float32)
+
+
+TEACHER = nn.Linear(16, 3)
+CRITERION = nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none")
+
+
+def distilled(model, batch): return F.cross_entropy(model(batch[0]), TEACHER(batch[0].flatten(1)).detach().softmax(1), reduction="none")
+
+
+def weighted(model, batch): return CRITERION(model(batch[0]), batch[1])
+
+
+def test_the_tensors_of_every_module_that_is_reached_are_read(monkeypatch):
+    first, again, other = (store(loss_fn=Weighted(weight)) for weight in ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 3.0]))
+    assert first.portable and first.secret == again.secret != other.secret
+    for how in ("buffer", "array", "number"):
+        first, again, other = (store(net(Scale(how, scale))) for scale in (1.0, 1.0, 2.0))
+        assert first.portable and first.secret == again.secret != other.secret, how
+    for loss, name, value in [(distilled, "TEACHER", nn.Linear(16, 3)),
+                              (weighted, "CRITERION", nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, 3.0]), reduction="none"))]:
+        before = store(loss_fn=loss)
+        monkeypatch.setattr(sys.modules[__name__], name, value)
+        assert before.portable and store(loss_fn=loss).secret != before.secret
+
+
+def test_a_configuration_is_read_whole_and_not_by_where_it_lies(tmp_path):
+    def llama(**more):
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                                          num_attention_heads=2, pad_token_id=0, **more))
+    first, again, other = llama(), llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    assert name_of_code(first) == name_of_code(again) != name_of_code(other) and name_of_code(first)[1]
+    named = name_of_code(llama())
+    first.save_pretrained(tmp_path)
+    assert named == name_of_code(first)
+    one, two = (name_of_code(LlamaForSequenceClassification.from_pretrained(tmp_path)) for _ in range(2))
+    assert one == two and one[1]
+
+
+@pytest.mark.parametrize("name", [*zoo.NAMES, "llama", "lstm"])
+def test_ordinary_models_are_read_whole(name):
+    made = [nn.LSTM(4, 4) if name == "lstm" else zoo.build(name)[0] for _ in range(2)]
+    weights = [list(model.parameters()) for model in made]
+    first, again = map(name_of_code, made, weights)
+    assert first == again and first[1]
+
+
+def halved(module, grad_input, grad_output): return (grad_input[0] * 0.5,)
+
+
+def tripled(module, inputs): return 3 * module.weight.new_tensor(1)
+
+
+def test_what_trains_at_the_start_hooks_and_a_forward_of_ones_own_are_read():
+    def frozen(model): model[1].requires_grad_(False)
+    def forward(model): model[1].forward = types.MethodType(tripled, model[1])
+    def hook(model): model[1].register_full_backward_hook(halved)
+    def of_tensor(model): model[1].weight.register_hook(torch.neg)
+    def half(model): model.bfloat16()
+    names = [name_of_code(net())]
+    for change in (frozen, forward, hook, of_tensor, half):
+        model = net()
+        change(model)
+        weights = list(model.parameters())
+        names.append(name_of_code(model, weights))
+    names[0] = name_of_code(model := net(), list(model.parameters()))
+    assert len(set(names)) == 6 and all(sure for _, sure in names)
+    model = net()
+    model[1].forward = lambda x: x
+    assert not store(model).portable
+    starts = [net(), net()]
+    frozen(starts[1])
+    assert len({store(model, dpft.baselines.Trainable()).secret for model in starts}) == 2
+
+
+def test_an_attribute_that_nobody_can_read_keeps_the_digest_in_its_keys():
+    "Of a library's layer too; but the name still tells what can be read."
+    models = net(), net(nn.ReLU())
+    for model in models:
+        model[1].kept = object()
+    stores = [store(model) for model in models]
+    assert not any(one.portable for one in stores) and stores[0].secret != stores[1].secret
+    model = net()
+    model[1].log = logging.getLogger(__name__)
+    assert store(model).portable
+
+
+def test_an_optimizer_enters_by_its_groups_and_by_what_it_remembers():
+    def made(rate, swapped=False, steps=0):
+        model = net()
+        parts = [model[1], model[3]][::-1 if swapped else 1]
+        rates = [{"params": part.parameters(), "lr": lr} for part, lr in zip(parts, (0.1, rate), strict=True)]
+        optimizer = torch.optim.SGD(rates, lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+    named = [name_of_optimizer(made(*given)[1]) for given in [(0.1,), (0.1,), (0.2,), (0.1, False, 1)]]
+    assert named[0] == named[1] and len(set(named)) == 3 and all(sure for _, sure in named)
+    groups = [identity_room.names_by_group(optimizer, model) for model, optimizer in (made(0.2), made(0.2, True))]
+    assert groups[0] == groups[1][::-1] == [["1.weight", "1.bias"], ["3.weight", "3.bias"]]
+
+
+CONSTANTS = """
+ALPHA = 1.0
+def helped(x): return x * ALPHA
+"""
+
+
+def test_what_a_name_stands_for_when_the_run_begins_is_read(tmp_path):
+    own = written(tmp_path, CONSTANTS)
+    path = tmp_path / "loss_of_a_test.py"
+    path.write_text("def loss(model, batch): return own.helped(model(batch[0])) * own.ALPHA * loss.by\n")
+    spec = importlib.util.spec_from_file_location("loss_of_a_test", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.own, module.loss.by = own, 1.0
+    names = [name_of_code(module.loss)]
+    own.ALPHA = 2.0
+    names.append(name_of_code(module.loss))
+    module.loss.by = 2.0
+    names.append(name_of_code(module.loss))
+    assert len(set(names)) == 3 and all(sure for _, sure in names)
+
+
+def test_layout_and_comments_change_nothing(tmp_path):
+    texts = ("def loss(model, batch):\n    'One.'\n    return F.relu(model(batch[0]), inplace=False)  # so\n",
+             "def loss(model, batch):\n    'Another.'\n\n    return F.relu(\n        model(batch[0]),\n        inplace=False)\n",
+             "def loss(model, batch):\n    'One.'\n    return F.relu(model(batch[0]), inplace=True)  # so\n")
+    first, again, other = (name_of_code(written(tmp_path, text).loss) for text in texts)
+    assert first == again != other and first[1]
+
+
+def test_a_wrapper_of_ones_own_is_not_taken_for_what_it_wraps(tmp_path):
+    text = ("import functools\ndef loss(model, batch): return model(batch[0]).mean(1)\n"
+            "def times(k):\n    @functools.wraps(loss)\n    def wrapper(*given): return k * loss(*given)\n    return wrapper\n"
+            "two, three = times(2), times(3)\n@torch.no_grad()\ndef still(model, batch): return loss(model, batch)\n")
+    own = written(tmp_path, text)
+    assert not name_of_code(own.two)[1] and not name_of_code(own.three)[1]
+    assert name_of_code(own.loss)[1] and name_of_code(own.still)[1] and name_of_code(F.max_pool2d)[1]
 
 
 FIRST = "    epsilon: float | None = knob("

@@ -23,6 +23,7 @@ from zoo import toy
 
 import dpft
 from dpft import engine as engine_room
+from dpft import identity as identity_room
 from dpft import loop
 from dpft.auditing import Stopped, stopping
 from dpft.datasets import TableData, TensorData
@@ -1004,12 +1005,12 @@ def test_a_checkpoint_must_agree_in_all_that_a_run_depends_on():
 
 def test_every_entry_of_a_small_model_tells_it_from_others():
     model = nn.Linear(3, 2)
-    known = engine_room.model_fingerprint(model)
+    known = identity_room.model_fingerprint(model)
     for parameter in model.parameters():
         for place in range(parameter.numel()):
             other = copy.deepcopy(model)
             dict(other.named_parameters())[next(n for n, p in model.named_parameters() if p is parameter)].data.view(-1)[place] += 1
-            assert engine_room.model_fingerprint(other) != known
+            assert identity_room.model_fingerprint(other) != known
 
 
 def test_what_has_trained_is_remembered_after_it_is_frozen():

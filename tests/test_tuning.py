@@ -442,6 +442,23 @@ def test_people_are_compared_by_the_column_that_names_them():
     assert apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
 
 
+def test_no_two_development_sets_and_no_two_sizes_of_noise_share_the_noise_of_a_score():
+    """Under one seed: else equal scores would tell that two counts are equal, and two sizes of noise what the count is.
+
+    Each assertion fails by chance only where two normal numbers agree to 1e-9 of their spread."""
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2)), model.bias.zero_()
+    rows = [(torch.eye(2)[i % 2], i % 2) for i in range(50)]
+    other = [(1.5 * rows[0][0], 0), *rows[1:]]
+    assert accuracy(model, rows) == accuracy(model, other) == 1
+    noises = [50 * noisy_accuracy(model, data, sigma, Keystream(5), 0, most=most) - 50
+              for data, sigma, most in ((rows, 3.0, 1), (list(rows), 3.0, 1), (other, 3.0, 1), (rows, 6.0, 1), (rows, 3.0, 2))]
+    assert noises[0] == noises[1]
+    assert abs(noises[0] - noises[2]) > 1e-9
+    assert all(abs(noises[0] - noise / 2) > 1e-9 for noise in noises[3:])
+
+
 def test_the_noise_of_a_score_hides_all_rows_of_a_person():
     model = torch.nn.Linear(2, 2)
     rows = [(torch.eye(2)[i % 2], 0) for i in range(50)]
