@@ -1,6 +1,7 @@
 """What a batch leaves behind besides its clipped sum: nothing in the loss, in buffers or in a message; and what is refused."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dpft.gradients import (
     per_example_gradients,
     per_example_losses,
 )
+from dpft.step import Lowered
 
 # ---- parameters of the loss ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +140,117 @@ def test_frozen_batch_norm_in_evaluation_mode_is_welcome():
         warnings.simplefilter("error")
         clipped_sum(model, wave, batch, 1.0)
     assert all(before[name][0] == id(value) and torch.equal(before[name][1], value) for name, value in model.named_buffers())
+
+
+# ---- parameters, attributes, and what the loss holds -----------------------------------------------------------------------------
+
+
+class Writer(Chain):
+    "A model that writes what it sees where no buffer was before."
+
+    def __init__(self, how):
+        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+        self.how, self.most, self.tensor, self.log, self.meter = how, 0.0, torch.zeros(1), {"seen": [0.0]}, Meter()
+        self.code = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        most = x.detach().abs().max()
+        if self.how == "number":
+            self.most = float(most)
+        elif self.how == "tensor":
+            self.tensor.fill_(most.item())
+        elif self.how == "list":
+            self.log["seen"].append(float(most))
+        elif self.how == "entry":
+            self.log["most"] = most
+        elif self.how == "object":
+            self.meter.value = float(most)
+        elif self.how == "new buffer" and not hasattr(self, "late"):
+            self.register_buffer("late", most)
+        elif self.how == "new attribute":
+            self.late = most
+        elif self.how == "parameter":
+            with torch.no_grad():
+                self.code.copy_(x.detach().flatten(0, -2).amax(0))
+        elif self.how == "parameter behind autograd":
+            self.code.data.copy_(x.detach().flatten(0, -2).amax(0))
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Meter:
+    value = 0.0
+
+
+@pytest.mark.parametrize("how", ["number", "tensor", "list", "entry", "object", "new buffer", "new attribute"])
+def test_an_attribute_is_after_a_pass_what_it_was_before(how):
+    model, batch = Writer(how).train(), (77 * noise(5, 4),)
+    for evaluate in (clipped_sum, per_example_gradients, per_example_losses):
+        evaluate(model, wave, batch, *[1.0][:evaluate is clipped_sum])
+        assert model.most == 0.0 and not model.tensor.any() and model.meter.value == 0.0, evaluate
+        assert model.log == {"seen": [0.0]} and not hasattr(model, "late"), evaluate
+        assert model.state_dict().keys() == {"a.weight", "a.bias", "b.weight", "b.bias", "code"}
+
+
+@pytest.mark.parametrize("how", ["parameter", "parameter behind autograd"])
+def test_a_pass_that_writes_into_a_parameter_is_refused_by_its_name(how):
+    with pytest.raises(RuntimeError, match="changed the parameters code.*load the model again"):
+        clipped_sum(Writer(how), wave, (noise(5, 4),), 1.0)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(frozen):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 2)
+
+        def forward(self, ids):
+            return self.head(self.table(ids).mean(1))
+
+    torch.manual_seed(0)
+    model, ids = Words(), torch.randint(0, 9, (5, 3))
+    model.table.requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match="table.weight.*max_norm"):
+        clipped_sum(model, lambda m, b: m(b[0]).square().sum(1), (ids,), 1.0)
+
+
+class Balanced(nn.Module):
+    "A loss divided by a running mean of the losses before."
+
+    def __init__(self):
+        super().__init__()
+        self.number = 1.0
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, model, batch):
+        losses = wave(model, batch) / (self.mean + self.number)
+        self.mean.add_(1e-9 * losses.detach().sum())
+        self.number += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+class Called:
+    "The same, not as a module."
+    number, mean = 1.0, 1.0
+
+    def __call__(self, model, batch):
+        losses = wave(model, batch) / self.number
+        self.number += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+AROUND = {"itself": lambda loss: loss, "method": lambda loss: loss.__call__, "partial": lambda loss: partial(loss),
+          "autocast": lambda loss: Lowered(loss), "function": lambda loss: lambda model, batch: loss(model, batch)}
+
+
+@pytest.mark.parametrize(("kind", "around"), [(kind, around) for kind in (Balanced, Called) for around in AROUND
+                                              if (kind, around) != (Called, "function")])
+def test_what_a_loss_holds_carries_no_example_to_the_next_batch(kind, around):
+    loss, model = kind(), Chain(a=nn.Linear(4, 2))
+    wrapped = AROUND[around](loss)
+    for _ in range(3):
+        clipped_sum(model, wrapped, (noise(5, 4),), 1.0)
+    assert loss.number == 1.0 == loss.mean
 
 
 # ---- coupling --------------------------------------------------------------------------------------------------------------------
