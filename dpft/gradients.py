@@ -4,26 +4,27 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
-           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'NEIGHBOURS', 'PADDING',
-           'UNSTEADY', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows',
-           'select_rows', 'entries', 'modules_around', 'called_with', 'leads_to', 'version', 'some_of', 'same_bits',
-           'Held', 'refill', 'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable',
-           'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth',
-           'pair_squares', 'added', 'Contribution', 'Dense', 'summed_products', 'Outer', 'Rows', 'distinct',
-           'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight',
-           'last_bias', 'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight',
-           'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight',
-           'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
-           'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
-           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input',
-           'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of',
-           'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
-           'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel',
-           'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero',
-           'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
-           'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length', 'looked_at',
-           'check_uncoupled', 'taps_see', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'unseen',
-           'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'COUPLED',
+           'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS',
+           'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'entries', 'modules_around', 'called_with', 'leads_to',
+           'version', 'some_of', 'same_bits', 'Held', 'refill', 'refuse_lost', 'buffers_kept', 'per_example_losses',
+           'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth',
+           'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'summed_products',
+           'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group',
+           'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded', 'one_channel_gradients',
+           'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight', 'layer_norm_weight',
+           'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block',
+           'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter',
+           'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats',
+           'measured_again', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds',
+           'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
+           'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
+           'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
+           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
+           'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length',
+           'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'mapped_gradients', 'mapping_works', 'record',
+           'can_skip', 'Counting', 'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'gradients',
+           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -36,7 +37,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -943,7 +944,8 @@ def plain_arithmetic(
 ) -> Iterator[None]:
     "No autocast, and float32 products in float32: no TF32, no bfloat16 inside."
     backends: list[Any] = [getattr(torch.backends.mkldnn, "matmul"),  # noqa: B009
-                           torch.backends.cuda.matmul]
+                           torch.backends.cuda.matmul,
+                           getattr(torch.backends.cudnn, "conv")]  # noqa: B009
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -1406,6 +1408,9 @@ class Gradients:
                               last), norms
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collector
+ROWS = ("keep examples first in every layer that trains, the same number of rows for "
+        "each, or freeze the layer")
+
 class NotByExample(RuntimeError):
     "A layer's output is not ordered by example."
 
@@ -1461,8 +1466,8 @@ def tap_layer(
     if len(output) == 1 < rows:  # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
     elif len(output) % rows:
-        raise NotByExample(f"{type(module).__name__}: its output has leading size "
-                           f"{len(output)}, not examples first")
+        raise NotByExample(f"{type(module).__name__}: the rows of its output are not "
+                           f"those of the examples; {ROWS}")
     if output.is_leaf and output.requires_grad:  # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
@@ -1700,7 +1705,11 @@ def nothing_hidden(model: nn.Module, *others: Any) -> Iterator[None]:
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-still
 class Still(TorchDispatchMode):
-    "Random numbers are constants, the same for each example; dropout drops nothing."
+    "Random numbers are one constant, for each example; dropout drops nothing."
+
+    def __init__(self, value: float = 0.5):
+        super().__init__()
+        self.value = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
@@ -1718,14 +1727,14 @@ class Still(TorchDispatchMode):
         out = func(*args, **kwargs)
         if "dropout" in name or "attention" in name or not isinstance(out, Tensor):
             return out
-        return out.copy_(steady(name, out)) if not out.is_sparse else out
+        return out.copy_(steady(name, out, self.value)) if not out.is_sparse else out
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-steady
-def steady(name: str, out: Tensor) -> Tensor:
+def steady(name: str, out: Tensor, value: float) -> Tensor:
     "What stands where random numbers would."
     if "randperm" in name:
         return torch.arange(len(out) - 1, -1, -1, device=out.device, dtype=out.dtype)
-    value = 1.0 if "bernoulli" in name or "dropout" in name else 0.5
+    value = 1.0 if "bernoulli" in name or "dropout" in name else value
     return torch.full((), value if out.is_floating_point() else "bernoulli" in name,
                       device=out.device).to(out.dtype)
 
@@ -1750,6 +1759,7 @@ def different_rows(
             else torch.arange(0))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-uncoupled
+COUPLED = "an example's {} changes with {}; so its influence has no bound: {}"
 NEIGHBOURS = ("average within an example, never over the batch, and use no layer that "
               "mixes examples, such as BatchNorm in training mode")
 PADDING = ("divide by the number of an example's own tokens, never by the length of "
@@ -1757,6 +1767,8 @@ PADDING = ("divide by the number of an example's own tokens, never by the length
 UNSTEADY = ("the loss of the same example is another number each time, though torch's "
             "random numbers are held still: draw them with torch, "
             "not with numpy or random")
+
+VALUES = (0.5, 0.02, 0.98)  # that stand for random numbers, in one look and the next
 
 def tolerance(values: Tensor) -> float:
     "Relative difference that rounding explains."
@@ -1770,12 +1782,12 @@ def refuse_change(
     way_out: str,
 ) -> None:
     "ValueError when losses change with what they must not depend on."
-    near = tolerance(losses)
-    # what is left of large numbers
-    scale = max(1.0, 0.01 * losses.nan_to_num(0, 0, 0).abs().max().item())
-    if not torch.allclose(losses, other, rtol=near, atol=near * scale, equal_nan=True):
-        raise ValueError(f"an example's loss changes with {change}; so its influence "
-                         f"has no bound: {way_out}")
+    near, largest = tolerance(losses), losses.nan_to_num(0, 0, 0).abs().max().item()
+    # rounding of numbers of the size of one, from which a small loss is left
+    least = min(near, 16 * torch.finfo(losses.dtype).eps)
+    off = max(0.01 * near * largest, least)
+    if not torch.allclose(losses, other, rtol=near, atol=off, equal_nan=True):
+        raise ValueError(COUPLED.format("loss", change, way_out))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-settings
 Recollate = Callable[[list[int], int | None],
@@ -1788,6 +1800,7 @@ def same_losses_in_all_settings(
     rows: list[int],                     # to look at
     recollate: Recollate | None = None,  # of this batch; None: it cannot be padded
     longest: int = 0,                    # a length that the model is known to take
+    value: float = 0.5,                  # what random numbers are
 ) -> None:
     "ValueError when a loss changes with the neighbours, the order or the padding."
     def losses(*parts: Batch) -> Tensor:
@@ -1796,7 +1809,8 @@ def same_losses_in_all_settings(
                               for part in parts])
     def chosen(rows: list[int]) -> Batch:
         return select_rows(batch, torch.tensor(rows))
-    with torch.no_grad(), Still():
+    device = next(model.parameters()).device.type
+    with torch.no_grad(), Still(value), plain_arithmetic(device):
         together = losses(chosen(rows))
         refuse_change(together, losses(chosen(rows)), "nothing at all", UNSTEADY)
         beside = "the examples beside it"
@@ -1843,9 +1857,10 @@ class Coupling:
         "ValueError when examples are coupled; most batches are let through unseen."
         if not self.due(batch):
             return False
-        with buffers_kept(self.model):
+        with buffers_kept(self.model, self.loss_fn):
             same_losses_in_all_settings(self.model, self.loss_fn, batch,
-                                        looked_at(batch), recollate, self.longest)
+                                        looked_at(batch), recollate, self.longest,
+                                        VALUES[len(self.shapes) % len(VALUES)])
         self.looked(batch)
         return True
 
@@ -1907,13 +1922,20 @@ def check_uncoupled(
                                       select_rows(batch, torch.tensor(rows)))
     rows = [*range(size)]
     with torch.no_grad(), nothing_hidden(model):
-        same_losses_in_all_settings(model, loss_fn, batch, rows, recollate)
+        for value in VALUES:
+            same_losses_in_all_settings(model, loss_fn, batch, rows, recollate,
+                                        value=value)
         copies = torch.stack([losses([i] * size)[i] for i in rows])
         refuse_change(losses(rows), copies, "the examples beside it", NEIGHBOURS)
         with evaluating(model):
             same_losses_in_all_settings(model, loss_fn, batch, rows, recollate)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-right
+def modes_of(model: nn.Module) -> list[Callable]:
+    "Evaluation mode and, if it is another, the mode that a model is in."
+    trains = any(module.training for module in model.modules())
+    return [evaluating, *[nullcontext] * trains]
+
 def taps_see(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -1922,23 +1944,51 @@ def taps_see(
 ) -> dict[nn.Parameter, bool]:  # whether the taps give its per-example gradients
     """The engine beside the oracle; nothing is known with fewer than two finite
     gradients."""
-    with (evaluating(model), nothing_hidden(model), only_training(model, parameters),
-          Still()):
+    found = []
+    with nothing_hidden(model, loss_fn), only_training(model, parameters), Still():
+        for mode in modes_of(model):
+            with mode(model):
+                found.append(_taps_see_here(model, loss_fn, batch, list(parameters)))
+    return {p: all(one[p] for one in found) for p in parameters} if all(found) else {}
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-here
+def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
+                   parameters: list[nn.Parameter]) -> dict[nn.Parameter, bool]:
+    "`taps_see` in the mode that the model is in."
+    alone = _one_by_one(model, loss_fn, batch, parameters)
+    finite = [i for i, row in enumerate(alone)
+              if all(full(g).square().sum().isfinite() for g in row)]
+    if len(finite) < 2:
+        return {}
+    if len(finite) < len(alone):
+        batch = select_rows(batch, torch.tensor(finite))
         alone = _one_by_one(model, loss_fn, batch, parameters)
-        finite = [i for i, row in enumerate(alone)
-                  if all(full(g).square().sum().isfinite() for g in row)]
-        if len(finite) < 2:
-            return {}
-        if len(finite) < len(alone):
-            batch = select_rows(batch, torch.tensor(finite))
-            alone = _one_by_one(model, loss_fn, batch, parameters)
-        return _compare(model, loss_fn, batch, list(parameters), alone)
+    _refuse_other_gradients(model, loss_fn, batch, parameters, alone)
+    return _compare(model, loss_fn, batch, parameters, alone)
 
 def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                 parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     "Each example's gradient, from a pass of the whole batch of its own."
     return [_single_gradient(model, loss_fn, batch, parameters, i)
             for i in range(batch_rows(batch))]
+
+def _refuse_other_gradients(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    parameters: Sequence[nn.Parameter], beside: list[list[Tensor]],
+) -> None:
+    "ValueError when an example has another gradient alone than beside others."
+    few = 2 if model.training else 1  # of one, BatchNorm has no statistics
+    sizes = [[_norm(full(g)) for g in row] for row in beside]
+    overall = math.hypot(*(size for row in sizes for size in row))
+    near = 10 * tolerance(parameters[0])
+    for i, row in enumerate(beside):
+        alone = _single_gradient(model, loss_fn,
+                                 select_rows(batch, torch.tensor([i] * few)), parameters)
+        off = math.hypot(*(_norm(full(one) - full(other))
+                           for one, other in zip(alone, row, strict=True)))
+        if not off <= near * (math.hypot(*sizes[i]) + 0.01 * overall):
+            raise ValueError(COUPLED.format("gradient", "the examples beside it",
+                                            NEIGHBOURS))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-compare
 PASS_FAILS = (  # what a pass with odd taps raises
@@ -2080,13 +2130,91 @@ def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     """Whether a pass works without taps on these;
     some stop it with their neighbours' alone."""
     try:
-        with evaluating(model), nothing_hidden(model):
-            record(model, loss_fn, batch, skip=skip)
+        for mode in modes_of(model):
+            with mode(model), nothing_hidden(model, loss_fn):
+                record(model, loss_fn, batch, skip=skip)
     except OutsideTheModel:
         raise
     except PASS_FAILS:
         return False
     return True
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-whole-look
+class Counting:
+    "A loss that is zero for all examples but some."
+
+    def __init__(self, loss_fn: LossFunction, counts: Tensor):
+        self.loss_fn, self.counts = loss_fn, counts
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        losses = self.loss_fn(model, batch)
+        return torch.where(self.counts.to(losses.device), losses, 0.0)
+
+def counting(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    counts: Tensor,                # (B,) whether an example's loss does
+    skip: Iterable[nn.Parameter],  # parameters that get no tap
+) -> Gradients:
+    "One pass of a batch, with the random numbers that come next, which still do."
+    recorder, loss = Recorder(model, skip=skip), Counting(loss_fn, counts)
+    with forked(model), buffers_kept(model, loss):
+        losses = recorder.run(loss, batch)
+    return Gradients(losses, trainable(model), recorder.collected.uses, len(losses))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole
+def same_in_whole(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    skip: Iterable[nn.Parameter],
+    turn: int,   # number of the look
+) -> None:
+    "ValueError when what an example adds changes with those that are beside it."
+    size = batch_rows(batch)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(turn))
+    halves = order[:size // 2], order[size // 2:]
+    whole = counting(model, loss_fn, batch, torch.ones(size, dtype=torch.bool), skip)
+    for kept, others in (halves, halves[::-1]):
+        rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
+        rows[others], counts[kept] = kept[torch.arange(len(others)) % len(kept)], True
+        part = counting(model, loss_fn, select_rows(batch, rows), counts, skip)
+        if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
+            raise ValueError(f"an example's gradient has a part in rows that are not "
+                             f"its own; so its influence has no bound: {ROWS}, and "
+                             f"{NEIGHBOURS}")
+        same_share(whole, part, kept.to(part.losses.device))
+
+def same_share(whole: Gradients, part: Gradients, kept: Tensor) -> None:
+    "ValueError when losses or gradients of the examples `kept` differ."
+    refuse_change(whole.losses[kept], part.losses[kept], "the examples beside it",
+                  NEIGHBOURS)
+    norms, others = whole.norms(), part.norms()[kept]
+    own = norms[kept].isfinite() & others.isfinite() & (norms[kept] > 0)
+    near, factors = 10 * tolerance(norms), torch.zeros_like(norms)
+    factors[kept[own]] = 1 / norms[kept[own]]
+    one, other = whole.weighted_sum(factors), part.weighted_sum(factors)
+    off = math.hypot(*(_norm(one[name] - other[name]) for name in one))
+    alike = torch.allclose(norms[kept], others, rtol=near, atol=0, equal_nan=True)
+    if not alike or not off <= near * max(1, len(kept)) ** 0.5:
+        raise ValueError(COUPLED.format("gradient", "the examples beside it",
+                                        NEIGHBOURS))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
+_watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
+
+def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
+                  skip: Iterable[nn.Parameter]) -> None:
+    "ValueError when the examples of a batch are coupled; most batches are let through."
+    if batch_rows(batch) < 2 or lying(model) is not WHOLE:
+        return
+    counted = _watched.setdefault(model, WeakIdKeyDictionary()).setdefault(
+        loss_fn, {"work": 0, "spent": 0, "looks": 0})
+    size = sum(x.numel() for x in tensors(batch))
+    counted["work"] += size
+    if counted["looks"] and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
+        return
+    exact = getattr(loss_fn, "full_precision", loss_fn)
+    same_in_whole(model, exact, batch, skip, counted["looks"])
+    counted["spent"] += 3 * size
+    counted["looks"] += 1
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-unseen
 SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]
@@ -2158,6 +2286,7 @@ def gradients(
     if batch_rows(batch) == 0:
         return Gradients(torch.zeros(0), trainable(model), {}, 0)
     slow = unseen(model, loss_fn, batch)
+    look_at_whole(model, loss_fn, batch, slow)
     taken = record(model, loss_fn, batch, groups, skip=slow)
     for way in dict.fromkeys(slow.values()):
         with only_training(model, [parameter for parameter, chosen in slow.items()

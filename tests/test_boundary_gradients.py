@@ -469,3 +469,118 @@ def test_other_devices_generators_are_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: asked.append("seed"))
     clipped_sum(Chain(a=nn.Linear(4, 6)), wave, (noise(6, 4),), 1.0)
     assert not asked
+
+
+# ---- rows and examples, in training mode and in whole batches ---------------------------------------------------------------------
+
+
+def two_views(model, batch):
+    "R-Drop: each example twice in one pass, in training mode alone."
+    if not model.training:
+        return wave(model, batch)
+    losses = wave(model, (torch.cat([batch[0], batch[0]]),))
+    return losses.unflatten(0, (2, -1)).mean(0)
+
+
+def test_a_second_view_that_only_training_has_is_taken_slowly_and_rightly():
+    model, batch = Chain(a=nn.Linear(4, 2)).train(), (noise(8, 4),)
+    with pytest.warns(UserWarning, match="no fast rule"):
+        found = total(clipped_sum(model, two_views, batch, 0.01))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, wave, batch).values()], 1)
+    wanted = (rows * (0.01 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    assert relative(found, wanted) <= 1e-9
+
+
+class Dropped(nn.Linear):
+    "Other weights in training."
+
+    def forward(self, x):
+        keep = torch.arange(self.weight.numel()).view_as(self.weight) % 3 > 0
+        return F.linear(x, self.weight * keep if self.training else self.weight, self.bias)
+
+
+def test_a_layer_that_is_another_in_training_mode_is_taken_slowly_and_rightly():
+    model, batch = Chain(a=Dropped(4, 3)).train(), (noise(8, 4),)
+    with pytest.warns(UserWarning, match="a.weight"):
+        found = total(clipped_sum(model, wave, batch, 1e6))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, wave, batch).values()], 1)
+    assert relative(found, rows.sum(0)) <= 1e-9
+
+
+def test_the_refusal_of_rows_that_are_not_the_examples_tells_no_number():
+    class Picked(Chain):
+        def forward(self, x):
+            return self.a(x[x[:, 0] > 0]) if self.ragged else self.a(x)
+
+    def loss(model, batch):
+        return model(batch[0]).sum() * torch.ones(len(batch[0]), dtype=torch.float64) + wave(model, batch) if model.ragged else wave(model, batch)
+
+    model, batch = Picked(a=nn.Linear(4, 2)), (noise(8, 4),)
+    model.ragged = False
+    batch[0][:3, 0], batch[0][3:, 0] = 1, -1
+    clipped_sum(model, loss, batch, 1.0)
+    model.ragged = True
+    with pytest.raises(RuntimeError, match="rows of its output") as error:
+        clipped_sum(model, loss, batch, 1.0)
+    assert not any(mark.isdigit() for mark in str(error.value))
+
+
+def centred(scale):
+    def loss(model, batch):
+        hidden = model.a(batch[0])
+        return scale * model.b(torch.tanh(hidden - hidden.mean(0))).square().sum(1)
+    return loss
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5])
+def test_small_losses_hide_no_coupling(scale):
+    model = Chain(a=nn.Linear(4, 4), b=nn.Linear(4, 2)).float()
+    with pytest.raises(ValueError, match="beside it"):
+        clipped_sum(model, centred(scale), (noise(6, 4).float(),), 1.0)
+
+
+def weighed_in_the_gradient(model, batch):
+    losses = wave(model, batch).abs()
+    return losses.detach() + losses.detach() / losses.detach().mean() * (losses - losses.detach())
+
+
+def spread_of_many(model, batch):
+    losses = wave(model, batch)
+    return losses / losses.detach().std() if len(losses) > 3 else losses
+
+
+def hardest_of_many(model, batch, keep=4):
+    losses = wave(model, batch)
+    return losses if len(losses) <= keep else losses * (losses >= losses.detach().topk(keep).values[-1])
+
+
+def seldom_mixed(model, batch):
+    x = batch[0]
+    return wave(model, ((x + x.roll(1, 0)) / 2 if torch.rand(()) < 0.1 else x,))
+
+
+def never_mixed_at_low_numbers(model, batch):
+    x = batch[0]
+    return wave(model, ((x + x.roll(1, 0)) / 2 if torch.rand(()) >= 0.9 else x,))
+
+
+@pytest.mark.parametrize("loss", [weighed_in_the_gradient, spread_of_many, hardest_of_many, seldom_mixed, never_mixed_at_low_numbers])
+def test_coupling_in_the_gradient_in_many_rows_or_by_chance_is_refused(loss):
+    with pytest.raises(ValueError, match="changes with the examples beside it"):
+        clipped_sum(Chain(a=nn.Linear(4, 2)), loss, (noise(12, 4),), 1.0)
+
+
+def test_a_mixture_that_starts_late_is_refused_within_the_looks_of_a_run():
+    late = [False]
+
+    def loss(model, batch):
+        x = batch[0]
+        return wave(model, (x + 0.5 * x.roll(1, 0) if late[0] else x,))
+
+    model, batch = Chain(a=nn.Linear(4, 2)), (noise(4, 4),)
+    for _ in range(10):
+        clipped_sum(model, loss, batch, 1.0)
+    late[0] = True
+    with pytest.raises(ValueError, match="beside it"):
+        for _ in range(700):
+            clipped_sum(model, loss, batch, 1.0)
