@@ -5,26 +5,27 @@
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'COUPLED',
-           'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PASS_FAILS',
-           'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'entries', 'modules_around', 'called_with', 'leads_to',
-           'version', 'some_of', 'same_bits', 'Held', 'refill', 'refuse_lost', 'buffers_kept', 'per_example_losses',
-           'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth',
-           'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'summed_products',
-           'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group',
-           'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded', 'one_channel_gradients',
-           'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight', 'layer_norm_weight',
-           'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block',
-           'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter',
-           'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats',
-           'measured_again', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds',
-           'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients',
-           'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped',
-           'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
-           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
-           'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length',
-           'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'mapped_gradients', 'mapping_works', 'record',
-           'can_skip', 'Counting', 'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'gradients',
-           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PUTS_BACK',
+           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'entries', 'modules_around', 'called_with',
+           'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'refill', 'refuse_lost', 'buffers_kept',
+           'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
+           'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
+           'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
+           'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
+           'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight',
+           'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
+           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying',
+           'OneParameter', 'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured',
+           'doubled_floats', 'measured_again', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings',
+           'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums',
+           'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks',
+           'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating',
+           'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows',
+           'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape',
+           'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'Ragged', 'reached_by_picked_rows',
+           'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole',
+           'same_share', 'look_at_whole', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
+           'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -48,6 +49,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -1951,6 +1953,63 @@ def taps_see(
                 found.append(_taps_see_here(model, loss_fn, batch, list(parameters)))
     return {p: all(one[p] for one in found) for p in parameters} if all(found) else {}
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged
+PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # as many rows as before
+
+class Ragged(TorchDispatchMode):
+    "Follows tensors that have as many rows as some values say."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[int, set[int]] = {}  # by memory
+        self.alive: list[Tensor] = []           # so that no other gets that memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)]
+                       for part in ((args, kwargs), out))
+        rows = {len(x) for x in given if self.follows(x)}
+        if any(name in func._schema.name for name in PUTS_BACK):
+            rows &= {len(x) for x in given[:1] if self.follows(x)}
+        chosen = torch.Tag.dynamic_output_shape in func.tags and (
+            func is not torch.ops.aten.index.Tensor
+            or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:]))
+        for x in made:
+            if x.ndim and (chosen or len(x) in rows):
+                self.follow(x)
+        return out
+
+    def follow(self, values: Tensor) -> None:
+        "From here on."
+        memory = values.untyped_storage().data_ptr()
+        self.lengths.setdefault(memory, set()).add(len(values))
+        self.alive.append(values)
+
+    def follows(self, values: Tensor) -> bool:
+        "Whether a tensor is followed."
+        return values.ndim > 0 and bool(self.lengths) and len(values) in (
+            self.lengths.get(values.untyped_storage().data_ptr(), ()))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged-layers
+def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
+                           batch: Batch) -> set[int]:
+    "Ids of the parameters of layers whose rows were picked by values."
+    found, rows = set(), Ragged()
+    def note(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        if isinstance(output, Tensor) and output.ndim and any(map(rows.follows, given)):
+            rows.follow(output)
+            found.update(id(p) for p in module.parameters(recurse=False))
+    with ExitStack() as stack:
+        for module in model.modules():
+            hook = module.register_forward_hook(untraced(note), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(rows)
+        per_example_losses(model, loss_fn, batch)
+    return found
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-here
 def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    parameters: list[nn.Parameter]) -> dict[nn.Parameter, bool]:
@@ -1964,7 +2023,9 @@ def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
         batch = select_rows(batch, torch.tensor(finite))
         alone = _one_by_one(model, loss_fn, batch, parameters)
     _refuse_other_gradients(model, loss_fn, batch, parameters, alone)
-    return _compare(model, loss_fn, batch, parameters, alone)
+    picked = reached_by_picked_rows(model, loss_fn, batch)
+    found = _compare(model, loss_fn, batch, parameters, alone)
+    return {p: sees and id(p) not in picked for p, sees in found.items()}
 
 def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                 parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:

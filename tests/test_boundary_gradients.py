@@ -587,3 +587,48 @@ def test_a_mixture_that_starts_late_is_refused_within_the_looks_of_a_run():
     with pytest.raises(ValueError, match="beside it"):
         for _ in range(700):
             clipped_sum(model, loss, batch, 1.0)
+
+
+class Mentions(nn.Module):
+    "A head on tokens that a mask picks."
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x, mask):
+        return self.head(x[mask])
+
+
+def mention_losses(model, batch):
+    x, mask = batch
+    own = model(x, mask).square().sum(1)
+    return own.new_zeros(len(x)).index_add(0, mask.nonzero()[:, 0], own)
+
+
+class Exits(nn.Module):
+    "Easy rows leave after the first layer."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x, mask):
+        go = mask[:, 0]
+        return self.a(x.mean(1)).index_put((go,), self.b(x.mean(1)[go]), accumulate=True)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Mentions, mention_losses), (Exits, lambda m, b: m(*b).square().sum(1))])
+@pytest.mark.parametrize("picked", [[0, 0, 0, 0, 0, 6], [2, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+def test_rows_that_a_mask_picks_are_no_examples_though_their_number_fits(kind, loss, picked):
+    torch.manual_seed(0)
+    model, x = kind(), noise(6, 6, 4)
+    masks = [torch.arange(6) < torch.tensor(counts)[:, None] for counts in ([1] * 6, picked)]
+    with pytest.warns(UserWarning, match="no fast rule"):
+        clipped_sum(model, loss, (x, masks[0]), 1e-3)
+    found = total(clipped_sum(model, loss, (x, masks[1]), 1e-3))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, loss, (x, masks[1])).values()], 1)
+    wanted = (rows * (1e-3 / rows.norm(dim=1).clamp(min=1e-9)).clamp(max=1)[:, None]).sum(0)
+    assert relative(found, wanted) <= 1e-9
