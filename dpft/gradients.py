@@ -6,8 +6,8 @@
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'COUPLED',
            'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PUTS_BACK',
-           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'entries', 'modules_around', 'called_with',
-           'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'refill', 'refuse_lost', 'buffers_kept',
+           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around', 'called_with', 'leads_to',
+           'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'refill', 'refuse_lost', 'buffers_kept',
            'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
            'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
            'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
@@ -41,7 +41,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -94,10 +94,6 @@ PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}  # hold n
 PLACES = (dict, list, set, deque)
 HOOKS = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
 
-def entries(place: Any) -> list[Any]:
-    "What a place holds, with its names if it has any."
-    return [*place.items()] if isinstance(place, dict) else [*place]
-
 def modules_around(function: FunctionType) -> list[nn.Module]:
     "The modules that a function uses without being given them."
     found = [*map(function.__globals__.get, function.__code__.co_names)]
@@ -122,12 +118,15 @@ def leads_to(
     own: bool,  # the model's or the loss's, not held by another object
 ) -> tuple[Any, Iterable[Any]]:  # its place or None; what to look at next
     "Where a value keeps what a pass may change."
-    if isinstance(value, nn.Module):
-        return vars(value), [x for name, x in vars(value).items() if name not in HOOKS]
     if isinstance(value, PLACES):
-        inner = [*value.values()] if isinstance(value, dict) else [*value]
-        lent = any(hasattr(x, "placements") for x in inner)  # gathered for a pass
-        return (None, ()) if lent or len(inner) > MOST else (value, inner)
+        inner = value.values() if isinstance(value, dict) else value
+        return (value, inner) if len(value) <= MOST else (None, ())
+    if isinstance(value, nn.Module):
+        held = vars(value)
+        lent = any(type(x) is not nn.Parameter and hasattr(x, "placements")
+                   for x in held["_parameters"].values())   # gathered for a pass
+        following = held.keys() - HOOKS - ({"_parameters"} if lent else set())
+        return held, map(held.__getitem__, following)
     if isinstance(value, tuple):
         return None, value
     if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
@@ -137,7 +136,7 @@ def leads_to(
         return None, called_with(value)
     if not own or package in ("builtins", "torch", "numpy"):
         return None, ()
-    return vars(value), [*vars(value).values()]
+    return vars(value), vars(value).values()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-changed
 def version(values: Tensor) -> int:
@@ -160,7 +159,7 @@ class Held:
     "What a model and its loss hold before a pass."
 
     def __init__(self, *roots: Any, every: bool = False):
-        self.roots, self.places = roots, cast(list[tuple[Any, list[Any]]], [])
+        self.roots, self.places = roots, cast(list[tuple[Any, Any]], [])
         self.tensors: dict[int, Tensor] = {}
         self.fixed: set[int] = set()       # parameters
         self.uncounted: set[int] = set()   # statistics that a norm layer changes
@@ -180,7 +179,7 @@ class Held:
         todo = [(root, True) for root in self.roots]
         while todo:
             value, own = todo.pop()
-            if type(value) in PLAIN or id(value) in seen:
+            if id(value) in seen:
                 continue
             seen[id(value)] = value   # alive, so that no other gets its id
             if isinstance(value, Tensor):
@@ -190,10 +189,10 @@ class Held:
                 self.note(value)
             place, following = leads_to(value, own)
             if place is not None:
-                self.places.append((place, entries(place)))
+                self.places.append((place, copy_of(place)))
             if place is not None and place is not value:
                 own = isinstance(value, nn.Module)
-            todo += [(x, own) for x in following]
+            todo += [(x, own) for x in following if type(x) not in PLAIN]
 
     def note(self, module: nn.Module) -> None:
         "Parameters, and statistics that change without being counted."
@@ -235,30 +234,33 @@ class Held:
         named = [one for root in self.roots if isinstance(root, nn.Module)
                  for one in root.named_parameters()]
         held = [one for place, before in self.places if isinstance(place, dict)
-                for one in before]
+                for one in before.items()]
         return next((str(name) for name, x in named + held if x is values), "a tensor")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-refill
+def copy_of(place: Any) -> Any:
+    "What a place holds."
+    return dict(place) if isinstance(place, dict) else [*place]
+
 def refill(
     place: Any,
-    before: list[Any],
+    before: Any,                    # dictionary or list
     instead: Mapping[int, Tensor],  # id of a tensor that was written into -> its copy
 ) -> None:
-    "What a place held before, in that order."
-    named = isinstance(place, dict)
-    values = [x for _, x in before] if named else before
-    wanted = [instead.get(id(x), x) for x in values] if instead else values
-    if len(place) == len(wanted) and all(
-            x is y for x, y in zip(place.values() if named else place, wanted,
-                                   strict=True)):
+    "What a place held before."
+    if isinstance(place, dict):
+        if instead:
+            before = {key: instead.get(id(x), x) for key, x in before.items()}
+        if ([*place] != [*before]
+                or not all(map(is_, place.values(), before.values()))):
+            for key in place.keys() - before.keys():
+                del place[key]
+            place.update(before)
         return
-    if named:
-        for key in place.keys() - {key for key, _ in before}:
-            del place[key]
-        place.update((key, x) for (key, _), x in zip(before, wanted, strict=True))
-        return
-    place.clear()
-    place.update(wanted) if isinstance(place, set) else place.extend(wanted)
+    before = [instead.get(id(x), x) for x in before]
+    if len(place) != len(before) or not all(map(is_, place, before)):
+        place.clear()
+        place.update(before) if isinstance(place, set) else place.extend(before)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-refuse-lost
 def refuse_lost(held: Held, lost: Sequence[Tensor]) -> None:
@@ -2037,14 +2039,14 @@ def _refuse_other_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     parameters: Sequence[nn.Parameter], beside: list[list[Tensor]],
 ) -> None:
-    "ValueError when an example has another gradient alone than beside others."
-    few = 2 if model.training else 1  # of one, BatchNorm has no statistics
+    "ValueError when an example has another gradient beside others than beside copies."
+    size = len(beside)
     sizes = [[_norm(full(g)) for g in row] for row in beside]
     overall = math.hypot(*(size for row in sizes for size in row))
     near = 10 * tolerance(parameters[0])
     for i, row in enumerate(beside):
-        alone = _single_gradient(model, loss_fn,
-                                 select_rows(batch, torch.tensor([i] * few)), parameters)
+        copies = select_rows(batch, torch.tensor([i] * size))
+        alone = _single_gradient(model, loss_fn, copies, parameters, i)
         off = math.hypot(*(_norm(full(one) - full(other))
                            for one, other in zip(alone, row, strict=True)))
         if not off <= near * (math.hypot(*sizes[i]) + 0.01 * overall):
