@@ -2274,8 +2274,7 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     counted["work"] += size
     if counted["looks"] and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
         return
-    exact = getattr(loss_fn, "full_precision", loss_fn)
-    same_in_whole(model, exact, batch, skip, counted["looks"])
+    same_in_whole(model, loss_fn, batch, skip, counted["looks"])
     counted["spent"] += 3 * size
     counted["looks"] += 1
 

@@ -193,7 +193,7 @@ def test_an_attribute_is_after_a_pass_what_it_was_before(how):
 
 @pytest.mark.parametrize("how", ["parameter", "parameter behind autograd"])
 def test_a_pass_that_writes_into_a_parameter_is_refused_by_its_name(how):
-    with pytest.raises(RuntimeError, match="changed the parameters code.*load the model again"):
+    with pytest.raises(RuntimeError, match=r"changed the parameters code.*load the model again"):
         clipped_sum(Writer(how), wave, (noise(5, 4),), 1.0)
 
 
@@ -210,7 +210,7 @@ def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(frozen):
     torch.manual_seed(0)
     model, ids = Words(), torch.randint(0, 9, (5, 3))
     model.table.requires_grad_(not frozen)
-    with pytest.raises(RuntimeError, match="table.weight.*max_norm"):
+    with pytest.raises(RuntimeError, match=r"table.weight.*max_norm"):
         clipped_sum(model, lambda m, b: m(b[0]).square().sum(1), (ids,), 1.0)
 
 
@@ -513,7 +513,7 @@ def test_the_refusal_of_rows_that_are_not_the_examples_tells_no_number():
             return self.a(x[x[:, 0] > 0]) if self.ragged else self.a(x)
 
     def loss(model, batch):
-        return model(batch[0]).sum() * torch.ones(len(batch[0]), dtype=torch.float64) + wave(model, batch) if model.ragged else wave(model, batch)
+        return model(batch[0]).sum() * torch.ones_like(batch[0][:, 0]) if model.ragged else wave(model, batch)
 
     model, batch = Picked(a=nn.Linear(4, 2)), (noise(8, 4),)
     model.ragged = False
