@@ -117,7 +117,11 @@ def leads_to(
     value: Any,
     own: bool,  # the model's or the loss's, not held by another object
 ) -> tuple[Any, Iterable[Any]]:  # its place or None; what to look at next
-    "Where a value keeps what a pass may change."
+    """Where a value keeps what a pass may change.
+
+    Objects are followed that a model or a loss holds, not those that these hold; of
+    what stands around a function, modules alone.
+    """
     if isinstance(value, PLACES):
         inner = value.values() if isinstance(value, dict) else value
         return (value, inner) if len(value) <= MOST else (None, ())
@@ -153,10 +157,16 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-held
+#| code-fold: true
+#| code-summary: "Code: Held"
 _changing: WeakIdKeyDictionary = WeakIdKeyDictionary()  # large tensors that a pass has changed
 
 class Held:
-    "What a model and its loss hold before a pass."
+    """What a model and its loss hold before a pass.
+
+    Parameters are not copied. A write into one that torch does not count, as through
+    `.data`, is seen with `every` alone, in up to 4,096 numbers of each.
+    """
 
     def __init__(self, *roots: Any, every: bool = False):
         self.roots, self.places = roots, cast(list[tuple[Any, Any]], [])
@@ -286,7 +296,10 @@ def buffers_kept(
     every: bool = False,  # copy the large ones too, and look at parameters
 ) -> Iterator[None]:
     """What model and loss hold is as it was afterwards; RuntimeError names what cannot
-    be."""
+    be.
+
+    A cache that a pass makes, such as a table of positions, is made anew in the next.
+    """
     held = Held(model, *others, every=every)
     try:
         yield
@@ -528,6 +541,8 @@ def summed_products(
     return torch.cat(products) if len(products) > 1 else products[0]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outer
+#| code-fold: true
+#| code-summary: "Code: Outer"
 @dataclass
 class Outer(Contribution):
     "A sum of T outer products, in G groups for grouped convolutions; @lem-ghost."
@@ -580,6 +595,8 @@ class Outer(Contribution):
         return len(self.left)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rows
+#| code-fold: true
+#| code-summary: "Code: Rows"
 @dataclass
 class Rows(Contribution):
     "An embedding's gradient: T vectors, each added to one row of the table."
@@ -1180,6 +1197,8 @@ def roundings(own: Own, processes: int = 1) -> int:
     return max([*map(sum_depth, sizes)], default=1) + len(groups) + 20 * processes
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-bounds
+#| code-fold: true
+#| code-summary: "Code: NormBounds"
 class NormBounds:
     "Norms of each example's gradient in each of several parts, never too small."
 
@@ -1341,6 +1360,8 @@ def block_sums(
     return sums
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-class
+#| code-fold: true
+#| code-summary: "Code: Gradients"
 class Gradients:
     "The per-example gradients of one batch, not materialised: norms and sums of them."
 
@@ -1841,6 +1862,8 @@ def repadded(
         yield [recollate(rows, longest)]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-coupling
+#| code-fold: true
+#| code-summary: "Code: Coupling"
 FIRST_LOOKS, LOOKS_SHARE = 3, 0.01
 
 class Coupling:
@@ -1959,7 +1982,10 @@ def taps_see(
 PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # as many rows as before
 
 class Ragged(TorchDispatchMode):
-    "Follows tensors that have as many rows as some values say."
+    """Follows tensors that have as many rows as some values say, up to another shape.
+
+    Numbers that leave torch and come back as row numbers are not followed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -2004,7 +2030,8 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
             rows.follow(output)
             found.update(id(p) for p in module.parameters(recurse=False))
     with ExitStack() as stack:
-        for module in model.modules():
+        layers = (x for x in model.modules() if not isinstance(x, torch.jit.ScriptModule))
+        for module in layers:
             hook = module.register_forward_hook(untraced(note), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(torch.no_grad())
@@ -2039,7 +2066,8 @@ def _refuse_other_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     parameters: Sequence[nn.Parameter], beside: list[list[Tensor]],
 ) -> None:
-    "ValueError when an example has another gradient beside others than beside copies."
+    """ValueError when an example has another gradient beside others than in the same
+    place among copies of itself, though its loss may be the same."""
     size = len(beside)
     sizes = [[_norm(full(g)) for g in row] for row in beside]
     overall = math.hypot(*(size for row in sizes for size in row))
@@ -2230,7 +2258,11 @@ def same_in_whole(
     skip: Iterable[nn.Parameter],
     turn: int,   # number of the look
 ) -> None:
-    "ValueError when what an example adds changes with those that are beside it."
+    """ValueError when what an example adds changes with those that are beside it.
+
+    Losses, norms and gradients of those that stay are what they were, and the gradients
+    of the others are exactly zero: no row of theirs has a part in another's loss.
+    """
     size = batch_rows(batch)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(turn))
     halves = order[:size // 2], order[size // 2:]
@@ -2265,7 +2297,11 @@ _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work a
 
 def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                   skip: Iterable[nn.Parameter]) -> None:
-    "ValueError when the examples of a batch are coupled; most batches are let through."
+    """ValueError when the examples of a batch are coupled.
+
+    The first batch is looked at, later ones as soon as all looks stay within 1 % of the
+    passes; a model that lies over several processes is looked at by threes only.
+    """
     if batch_rows(batch) < 2 or lying(model) is not WHOLE:
         return
     counted = _watched.setdefault(model, WeakIdKeyDictionary()).setdefault(
