@@ -2023,7 +2023,8 @@ class Ragged(TorchDispatchMode):
 def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
                            batch: Batch) -> set[int]:
     "Ids of the parameters of layers whose rows were picked by values."
-    found, rows = set(), Ragged()
+    found: set[int] = set()
+    rows = Ragged()
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         if isinstance(output, Tensor) and output.ndim and any(map(rows.follows, given)):
