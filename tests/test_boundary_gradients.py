@@ -1,6 +1,7 @@
 """What a batch leaves behind besides its clipped sum: nothing in the loss, in buffers or in a message; and what is refused."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dpft.gradients import (
     per_example_gradients,
     per_example_losses,
 )
+from dpft.step import Lowered
 
 # ---- parameters of the loss ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +140,117 @@ def test_frozen_batch_norm_in_evaluation_mode_is_welcome():
         warnings.simplefilter("error")
         clipped_sum(model, wave, batch, 1.0)
     assert all(before[name][0] == id(value) and torch.equal(before[name][1], value) for name, value in model.named_buffers())
+
+
+# ---- parameters, attributes, and what the loss holds -----------------------------------------------------------------------------
+
+
+class Writer(Chain):
+    "A model that writes what it sees where no buffer was before."
+
+    def __init__(self, how):
+        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 2))
+        self.how, self.most, self.tensor, self.log, self.meter = how, 0.0, torch.zeros(1), {"seen": [0.0]}, Meter()
+        self.code = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        most = x.detach().abs().max()
+        if self.how == "number":
+            self.most = float(most)
+        elif self.how == "tensor":
+            self.tensor.fill_(most.item())
+        elif self.how == "list":
+            self.log["seen"].append(float(most))
+        elif self.how == "entry":
+            self.log["most"] = most
+        elif self.how == "object":
+            self.meter.value = float(most)
+        elif self.how == "new buffer" and not hasattr(self, "late"):
+            self.register_buffer("late", most)
+        elif self.how == "new attribute":
+            self.late = most
+        elif self.how == "parameter":
+            with torch.no_grad():
+                self.code.copy_(x.detach().flatten(0, -2).amax(0))
+        elif self.how == "parameter behind autograd":
+            self.code.data.copy_(x.detach().flatten(0, -2).amax(0))
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Meter:
+    value = 0.0
+
+
+@pytest.mark.parametrize("how", ["number", "tensor", "list", "entry", "object", "new buffer", "new attribute"])
+def test_an_attribute_is_after_a_pass_what_it_was_before(how):
+    model, batch = Writer(how).train(), (77 * noise(5, 4),)
+    for evaluate in (clipped_sum, per_example_gradients, per_example_losses):
+        evaluate(model, wave, batch, *[1.0][:evaluate is clipped_sum])
+        assert model.most == 0.0 and not model.tensor.any() and model.meter.value == 0.0, evaluate
+        assert model.log == {"seen": [0.0]} and not hasattr(model, "late"), evaluate
+        assert model.state_dict().keys() == {"a.weight", "a.bias", "b.weight", "b.bias", "code"}
+
+
+@pytest.mark.parametrize("how", ["parameter", "parameter behind autograd"])
+def test_a_pass_that_writes_into_a_parameter_is_refused_by_its_name(how):
+    with pytest.raises(RuntimeError, match=r"changed the parameters code.*load the model again"):
+        clipped_sum(Writer(how), wave, (noise(5, 4),), 1.0)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_embedding_that_renormalises_what_it_looks_up_is_refused(frozen):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 2)
+
+        def forward(self, ids):
+            return self.head(self.table(ids).mean(1))
+
+    torch.manual_seed(0)
+    model, ids = Words(), torch.randint(0, 9, (5, 3))
+    model.table.requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match=r"table.weight.*max_norm"):
+        clipped_sum(model, lambda m, b: m(b[0]).square().sum(1), (ids,), 1.0)
+
+
+class Balanced(nn.Module):
+    "A loss divided by a running mean of the losses before."
+
+    def __init__(self):
+        super().__init__()
+        self.number = 1.0
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+    def forward(self, model, batch):
+        losses = wave(model, batch) / (self.mean + self.number)
+        self.mean.add_(1e-9 * losses.detach().sum())
+        self.number += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+class Called:
+    "The same, not as a module."
+    number, mean = 1.0, 1.0
+
+    def __call__(self, model, batch):
+        losses = wave(model, batch) / self.number
+        self.number += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+AROUND = {"itself": lambda loss: loss, "method": lambda loss: loss.__call__, "partial": lambda loss: partial(loss),
+          "autocast": lambda loss: Lowered(loss), "function": lambda loss: lambda model, batch: loss(model, batch)}
+
+
+@pytest.mark.parametrize(("kind", "around"), [(kind, around) for kind in (Balanced, Called) for around in AROUND
+                                              if (kind, around) != (Called, "function")])
+def test_what_a_loss_holds_carries_no_example_to_the_next_batch(kind, around):
+    loss, model = kind(), Chain(a=nn.Linear(4, 2))
+    wrapped = AROUND[around](loss)
+    for _ in range(3):
+        clipped_sum(model, wrapped, (noise(5, 4),), 1.0)
+    assert loss.number == 1.0 == loss.mean
 
 
 # ---- coupling --------------------------------------------------------------------------------------------------------------------
@@ -356,3 +469,166 @@ def test_other_devices_generators_are_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: asked.append("seed"))
     clipped_sum(Chain(a=nn.Linear(4, 6)), wave, (noise(6, 4),), 1.0)
     assert not asked
+
+
+# ---- rows and examples, in training mode and in whole batches ---------------------------------------------------------------------
+
+
+def two_views(model, batch):
+    "R-Drop: each example twice in one pass, in training mode alone."
+    if not model.training:
+        return wave(model, batch)
+    losses = wave(model, (torch.cat([batch[0], batch[0]]),))
+    return losses.unflatten(0, (2, -1)).mean(0)
+
+
+def test_a_second_view_that_only_training_has_is_taken_slowly_and_rightly():
+    model, batch = Chain(a=nn.Linear(4, 2)).train(), (noise(8, 4),)
+    with pytest.warns(UserWarning, match="no fast rule"):
+        found = total(clipped_sum(model, two_views, batch, 0.01))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, wave, batch).values()], 1)
+    wanted = (rows * (0.01 / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    assert relative(found, wanted) <= 1e-9
+
+
+class Dropped(nn.Linear):
+    "Other weights in training."
+
+    def forward(self, x):
+        keep = torch.arange(self.weight.numel()).view_as(self.weight) % 3 > 0
+        return F.linear(x, self.weight * keep if self.training else self.weight, self.bias)
+
+
+def test_a_layer_that_is_another_in_training_mode_is_taken_slowly_and_rightly():
+    model, batch = Chain(a=Dropped(4, 3)).train(), (noise(8, 4),)
+    with pytest.warns(UserWarning, match="a.weight"):
+        found = total(clipped_sum(model, wave, batch, 1e6))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, wave, batch).values()], 1)
+    assert relative(found, rows.sum(0)) <= 1e-9
+
+
+def test_the_refusal_of_rows_that_are_not_the_examples_tells_no_number():
+    class Picked(Chain):
+        def forward(self, x):
+            return self.a(x[x[:, 0] > 0]) if self.ragged else self.a(x)
+
+    def loss(model, batch):
+        return model(batch[0]).sum() * torch.ones_like(batch[0][:, 0]) if model.ragged else wave(model, batch)
+
+    model, batch = Picked(a=nn.Linear(4, 2)), (noise(8, 4),)
+    model.ragged = False
+    batch[0][:3, 0], batch[0][3:, 0] = 1, -1
+    clipped_sum(model, loss, batch, 1.0)
+    model.ragged = True
+    with pytest.raises(RuntimeError, match="rows of its output") as error:
+        clipped_sum(model, loss, batch, 1.0)
+    assert not any(mark.isdigit() for mark in str(error.value))
+
+
+def centred(scale):
+    def loss(model, batch):
+        hidden = model.a(batch[0])
+        return scale * model.b(torch.tanh(hidden - hidden.mean(0))).square().sum(1)
+    return loss
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-5])
+def test_small_losses_hide_no_coupling(scale):
+    torch.manual_seed(0)
+    model = Chain(a=nn.Linear(4, 4), b=nn.Linear(4, 2)).float()
+    with pytest.raises(ValueError, match="beside it"):
+        clipped_sum(model, centred(scale), (noise(6, 4).float(),), 1.0)
+
+
+def weighed_in_the_gradient(model, batch):
+    losses = wave(model, batch).abs()
+    return losses.detach() + losses.detach() / losses.detach().mean() * (losses - losses.detach())
+
+
+def spread_of_many(model, batch):
+    losses = wave(model, batch)
+    return losses / losses.detach().std() if len(losses) > 3 else losses
+
+
+def hardest_of_many(model, batch, keep=4):
+    losses = wave(model, batch)
+    return losses if len(losses) <= keep else losses * (losses >= losses.detach().topk(keep).values[-1])
+
+
+def seldom_mixed(model, batch):
+    x = batch[0]
+    return wave(model, ((x + x.roll(1, 0)) / 2 if torch.rand(()) < 0.1 else x,))
+
+
+def never_mixed_at_low_numbers(model, batch):
+    x = batch[0]
+    return wave(model, ((x + x.roll(1, 0)) / 2 if torch.rand(()) >= 0.9 else x,))
+
+
+@pytest.mark.parametrize("loss", [weighed_in_the_gradient, spread_of_many, hardest_of_many, seldom_mixed, never_mixed_at_low_numbers])
+def test_coupling_in_the_gradient_in_many_rows_or_by_chance_is_refused(loss):
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="changes with the examples beside it"):
+        clipped_sum(Chain(a=nn.Linear(4, 2)), loss, (noise(12, 4),), 1.0)
+
+
+def test_a_mixture_that_starts_late_is_refused_within_the_looks_of_a_run():
+    late = [False]
+
+    def loss(model, batch):
+        x = batch[0]
+        return wave(model, (x + 0.5 * x.roll(1, 0) if late[0] else x,))
+
+    torch.manual_seed(0)
+    model, batch = Chain(a=nn.Linear(4, 2)), (noise(4, 4),)
+    for _ in range(10):
+        clipped_sum(model, loss, batch, 1.0)
+    late[0] = True
+    with pytest.raises(ValueError, match="beside it"):
+        for _ in range(700):
+            clipped_sum(model, loss, batch, 1.0)
+
+
+class Mentions(nn.Module):
+    "A head on tokens that a mask picks."
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x, mask):
+        return self.head(x[mask])
+
+
+def mention_losses(model, batch):
+    x, mask = batch
+    own = model(x, mask).square().sum(1)
+    return own.new_zeros(len(x)).index_add(0, mask.nonzero()[:, 0], own)
+
+
+class Exits(nn.Module):
+    "Easy rows leave after the first layer."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x, mask):
+        go = mask[:, 0]
+        return self.a(x.mean(1)).index_put((go,), self.b(x.mean(1)[go]), accumulate=True)
+
+
+@pytest.mark.parametrize(("kind", "loss"), [(Mentions, mention_losses), (Exits, lambda m, b: m(*b).square().sum(1))])
+@pytest.mark.parametrize("picked", [[0, 0, 0, 0, 0, 6], [2, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+def test_rows_that_a_mask_picks_are_no_examples_though_their_number_fits(kind, loss, picked):
+    torch.manual_seed(0)
+    model, x = kind(), noise(6, 6, 4)
+    masks = [torch.arange(6) < torch.tensor(counts)[:, None] for counts in ([1] * 6, picked)]
+    with pytest.warns(UserWarning, match="no fast rule"):
+        clipped_sum(model, loss, (x, masks[0]), 1e-3)
+    found = total(clipped_sum(model, loss, (x, masks[1]), 1e-3))
+    rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, loss, (x, masks[1])).values()], 1)
+    wanted = (rows * (1e-3 / rows.norm(dim=1).clamp(min=1e-9)).clamp(max=1)[:, None]).sum(0)
+    assert relative(found, wanted) <= 1e-9
