@@ -348,13 +348,16 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: LossFunction | None,        # (model, batch) -> (B,) losses; None: the model's own
+        # (model, batch) -> (B,) losses; None: the model's own
+        loss_fn: LossFunction | None,
         method: Method,
         train: Any,                          # data set: __len__ and __getitem__
         *,
         settings: Settings | None = None,    # instead of the knobs
-        assumed_public: Sequence[str] = (),  # further facts that the guarantee takes as public
-        loop: str | None = None,             # what the loop around does, in words that change when it does
+        # further facts that the guarantee takes as public
+        assumed_public: Sequence[str] = (),
+        # what the loop around does, in words that change when it does
+        loop: str | None = None,
         **knobs: Any,
     ):
         given = settings or settings_from(
@@ -449,7 +452,8 @@ class Engine:
 
     def resume(
         self,
-        optimizer: torch.optim.Optimizer | None = None,  # of the same kind as the one that was saved
+        # of the same kind as the one that was saved
+        optimizer: torch.optim.Optimizer | None = None,
         schedule: Any = None,                            # likewise
     ) -> dict[str, Any]: # what else was saved; empty where there is no checkpoint
         "Go on from the checkpoint, if there is one; what else `save` was given."

@@ -76,7 +76,7 @@ def batch_rows(batch: Batch) -> int:
 def select_rows(
     batch: Batch,   # of B examples
     rows: Tensor,   # (n,) which of them
-) -> Batch:         # the same structure; what is not a tensor with leading size B stays as it is
+) -> Batch:         # the same structure; other values stay as they are
     "The examples `rows` of a batch."
     size = batch_rows(batch)
     def pick(value: Any) -> Any:
@@ -88,7 +88,7 @@ def select_rows(
     return tuple(pick(value) for value in batch)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-buffers
-LARGE = 2**18  # numbers of a tensor that is copied before a pass only if it has changed before
+LARGE = 2**18  # numbers of a tensor that is copied only if it has changed before
 MOST = 1000    # entries of a list or a dictionary that is looked into
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}  # hold nothing
 PLACES = (dict, list, set, deque)
@@ -159,7 +159,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-held
 #| code-fold: true
 #| code-summary: "Code: Held"
-_changing: WeakIdKeyDictionary = WeakIdKeyDictionary()  # large tensors that a pass has changed
+# large tensors that a pass has changed
+_changing: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 class Held:
     """What a model and its loss hold before a pass.
@@ -218,7 +219,8 @@ class Held:
             self.tensors[key], self.versions[key], self.copies.get(key))
         if key in self.fixed:
             return version(values) != number or (
-                key in self.samples and not same_bits(some_of(values), self.samples[key]))
+                key in self.samples
+                and not same_bits(some_of(values), self.samples[key]))
         if version(values) != number or number == -1 or key in self.uncounted:
             return True
         return (copy is not None and values.device.type == "cpu"
@@ -937,7 +939,8 @@ class Block:
     """Parameters, or entries of them, under a bound and a noise scale of their own;
     blocks never share an entry."""
     parameters: Sequence[nn.Parameter]     # which train
-    masks: Sequence[Tensor] | None = None  # for each parameter, True where the entry belongs to this block; None: all of it
+    # for each parameter, True where the entry belongs to this block; None: all of it
+    masks: Sequence[Tensor] | None = None
     clip: float = 1.0  # bound on an example's 2-norm, relative to the other blocks
     noise: float = 1.0 # standard deviation of the noise, relative to the other blocks
 
@@ -1879,7 +1882,8 @@ class Coupling:
     def look(
         self,
         batch: Batch,                        # that a step is about to use
-        recollate: Recollate | None = None,  # (rows of this batch, length or None) -> batch
+        # (rows of this batch, length or None) -> batch
+        recollate: Recollate | None = None,
     ) -> bool:                               # whether it was looked at
         "ValueError when examples are coupled; most batches are let through unseen."
         if not self.due(batch):
@@ -1979,7 +1983,7 @@ def taps_see(
     return {p: all(one[p] for one in found) for p in parameters} if all(found) else {}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged
-PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # as many rows as before
+PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # all rows, as before
 
 class Ragged(TorchDispatchMode):
     """Follows tensors that have as many rows as some values say, up to another shape.
@@ -2031,7 +2035,8 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
             rows.follow(output)
             found.update(id(p) for p in module.parameters(recurse=False))
     with ExitStack() as stack:
-        layers = (x for x in model.modules() if not isinstance(x, torch.jit.ScriptModule))
+        layers = (x for x in model.modules()
+                  if not isinstance(x, torch.jit.ScriptModule))
         for module in layers:
             hook = module.register_forward_hook(untraced(note), with_kwargs=True)
             stack.callback(hook.remove)
@@ -2372,7 +2377,8 @@ def gradients(
     model: nn.Module,
     loss_fn: LossFunction,         # (model, batch) -> (B,) losses
     batch: Batch,
-    groups: Groups | None = None,  # rows that make one unit of privacy; None: every row is one
+    # rows that make one unit of privacy; None: every row is one
+    groups: Groups | None = None,
 ) -> Gradients:
     """The per-example gradients of what requires a gradient now, in one forward and one
     backward pass.
@@ -2402,7 +2408,8 @@ def per_example_norms(
     loss_fn: LossFunction,
     batch: Batch,
     order: int = 2,              # 1 or 2
-    partitions: Sequence[Partition] | None = None,  # None: everything that trains, as one
+    # None: everything that trains, as one
+    partitions: Sequence[Partition] | None = None,
     scale: Tensor | None = None, # (M,) factor for each partition's norm
 ) -> Tensor:                     # (B,) or (B, M)
     "Norm of each example's gradient, whole or partition by partition; @lem-ghost."
@@ -2428,7 +2435,8 @@ def clipped_sum(
     batch: Batch,
     clip: float,                   # bound on each unit's 2-norm
     style: str = "flat",           # "flat" or "automatic"
-    groups: Tensor | None = None,  # (B,) number of each row's unit, from 0; None: every row is one
+    # (B,) number of each row's unit, from 0; None: every row is one
+    groups: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Sum of clipped per-example gradients: norms, factors and sum in one backward
     pass; sensitivity `clip`, @lem-flat-clipping."""

@@ -338,7 +338,8 @@ class Context(View):
         self,
         total: Tensor,         # sum over the draw's units
         sensitivity: float,    # bound on what one unit adds to it, in 2-norm
-        summed: bool = False,  # True: over all processes already; False: this one's slice
+        # True: over all processes already; False: this one's slice
+        summed: bool = False,
     ) -> Tensor:               # with noise, over all processes, and the same on each
         "Publish the sum over the last draw, after the ledger is charged for it."
         own = torch.zeros_like(total) if summed and not self.needs().is_first else total

@@ -169,15 +169,10 @@ def test_epochs_are_computed_from_steps(book):
 
 # ---- the width of code, and the size of what is in the core
 
-# cells with longer lines; whoever breaks the last of a cell takes its name out
-WIDE = {"gradients-select-rows", "gradients-buffers", "gradients-block", "gradients-coupling", "gradients-gradients",
-        "gradients-norms", "gradients-clipped-sum", "engine-class", "method-context"}
-
-
 def test_a_line_of_code_has_at_most_88_characters(book):
     found = {cell["id"] for chapter in notebooks(book) for cell in chapter.cells if cell["cell_type"] == "code"
              for line in book.source(cell).splitlines() if len(line) > 88 and not line.startswith(("#|", "%"))}
-    assert found == WIDE, f"too wide: {sorted(found - WIDE)}; no longer, so take them out of WIDE: {sorted(WIDE - found)}"
+    assert not found, f"too wide: {sorted(found)}"
 
 
 WHOLE = {"gradients", "prefix"}                                  # modules that read from front to back
