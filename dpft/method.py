@@ -136,6 +136,9 @@ def arguments_of(
 # %% ../nbs/1_start/12_method.ipynb #method-identity
 @parts_of.register(Method)
 def _(value: Method, reading: Reading) -> Parts:
+    if before := reading.met(value):
+        yield before
+        return
     yield from parts_of(type(value), Reading(package_of(value), reading.seen))
     try:
         for name, argument, _ in given_to(value):

@@ -303,7 +303,7 @@ def test_fastdp_takes_part_where_it_is_installed(monkeypatch):
     contender = CONTENDERS["fastdp"][0](model, loss)
     assert model.stand_in and contender.step(setting.batch(2, CPU)) == {}
     entries = list(bench.run_bench([setting], CPU))          # the stand-in sums nothing, so it is wrong, and said to be
-    assert [entry["who"] for entry in entries] == ["plain", "fastdp"] and "wrong by 100%" in entries[1]["cannot"]
+    assert [entry["who"] for entry in entries] == ["plain", "fastdp"] and "wrong by 100.0%" in entries[1]["cannot"]
 
 
 def test_who_is_not_installed_is_said_once(monkeypatch):

@@ -331,11 +331,11 @@ def test_a_resumed_run_selects_the_same_and_pays_once(tmp_path):
     class Stop(Exception):
         pass
 
-    class Interrupted(DPFrost):
-        stop_at = 3
+    stop_at = [3]
 
+    class Interrupted(DPFrost):
         def step(self, context, t):
-            if t == type(self).stop_at:
+            if t in stop_at:
                 raise Stop
             super().step(context, t)
 
@@ -347,7 +347,7 @@ def test_a_resumed_run_selects_the_same_and_pays_once(tmp_path):
     with pytest.raises(Stop):
         go()
     first = method.selection.record()
-    Interrupted.stop_at = -1
+    stop_at.clear()
     method, go = start()
     run = go()
     assert method.selection.record() == first

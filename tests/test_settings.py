@@ -418,3 +418,12 @@ def test_a_new_knob_is_one_line(tmp_path):
     assert Path(found["file"]).is_relative_to(tmp_path) and found["signatures"] == [0.5, 0.5]
     assert found["secrets"]["0.5"] == found["usual"] != found["secrets"]["0.75"]
     assert found["recorded"]["shade"] == "0.75"
+
+
+def test_a_method_that_keeps_an_argument_under_the_name_of_its_own_function_is_read_once():
+    "Its bound function leads back to the method, without an end."
+    class Circular(dpft.Method):
+        def __init__(self, blocks):
+            self.own = blocks
+    name, complete = name_of_code(Circular(None))
+    assert name and (name, complete) == name_of_code(Circular(None))
