@@ -319,12 +319,15 @@ def similarity_entry(settings: Settings) -> Settings:
 #| code-summary: "Code: angle_grid"
 def angle_grid(full: bool) -> Iterator[Settings]:
     "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
-    for seed in range(3 if full else 1):
-        yield {"data": "cifar10", "model": "tempered-cnn-5", "noise_multiplier": 1.0,
-               "batch_size": 512 if full else 256, "clip": 1.0,
-               "learning_rate": 1.0, "steps": 5500 if full else 160,
-               "after": 5000 if full else 100, "every": 20 if full else 4,
-               "method": "LayerFreeze", "seed": seed}
+    own = ({"batch_size": 512, "steps": 5500, "after": 5000, "every": 250} if full else
+           {"batch_size": 256, "steps": 160, "after": 100, "every": 40,
+            "limit": 10_000})
+    for seed in range(5):
+        for clip in (1.0, 5.0, 10.0):
+            yield {"data": "cifar10", "model": "tempered-cnn-5",
+                   "noise_multiplier": 1.0, "clip": clip,
+                   "learning_rate": 1.0 / clip, **own,
+                   "method": "LayerFreeze", "seed": seed}
 
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles-angle-entry
 #| code-fold: true
@@ -349,7 +352,7 @@ def angle_entry(settings: Settings) -> Settings:
 # %% ../../../nbs/3_found/34_freezing_evidence.ipynb #freezing-evidence-angles-clips
 #| code-fold: true
 #| code-summary: "Code: _look, CLIPS"
-CLIPS = (0.1, 1.0, 5.0, 10.0)
+CLIPS = (1.0, 5.0, 10.0)
 
 
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
