@@ -22,10 +22,10 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS',
            'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating',
            'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows',
            'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape',
-           'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'Ragged', 'reached_by_picked_rows',
-           'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole',
-           'same_share', 'look_at_whole', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
-           'reuse_memory']
+           'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'memory_of', 'Ragged',
+           'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting',
+           'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum',
+           'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -1985,6 +1985,10 @@ def taps_see(
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged
 PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # all rows, as before
 
+def memory_of(values: Tensor) -> int:
+    "Which memory a tensor lies in, whether or not this process may read it."
+    return values.untyped_storage()._cdata
+
 class Ragged(TorchDispatchMode):
     """Follows tensors that have as many rows as some values say, up to another shape.
 
@@ -2014,14 +2018,13 @@ class Ragged(TorchDispatchMode):
 
     def follow(self, values: Tensor) -> None:
         "From here on."
-        memory = values.untyped_storage().data_ptr()
-        self.lengths.setdefault(memory, set()).add(len(values))
+        self.lengths.setdefault(memory_of(values), set()).add(len(values))
         self.alive.append(values)
 
     def follows(self, values: Tensor) -> bool:
         "Whether a tensor is followed."
         return values.ndim > 0 and bool(self.lengths) and len(values) in (
-            self.lengths.get(values.untyped_storage().data_ptr(), ()))
+            self.lengths.get(memory_of(values), ()))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged-layers
 def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,

@@ -12,6 +12,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.gradients
@@ -22,6 +23,7 @@ from dpft.gradients import (
     Gradients,
     Outer,
     Partition,
+    Ragged,
     Rows,
     check_uncoupled,
     clipped_sum,
@@ -926,3 +928,14 @@ def test_an_activation_that_flips_by_rounding_does_not_make_a_layer_slow():
         warnings.simplefilter("error")
         gradients(model, wave, batch)
     assert not unseen(model, wave, batch)
+
+
+def test_rows_are_followed_where_memory_cannot_be_read():
+    "As on a simulated device: a tensor has an address there that nobody may ask for."
+    with FakeTensorMode():
+        picked, other = torch.ones(4, 2), torch.ones(4, 2)
+    with pytest.raises(RuntimeError):
+        picked.untyped_storage().data_ptr()
+    rows = Ragged()
+    rows.follow(picked)
+    assert rows.follows(picked) and rows.follows(picked.detach()) and not rows.follows(other)

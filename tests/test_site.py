@@ -283,7 +283,8 @@ def test_a_pinned_test_is_left_out_under_a_salt(tmp_path):
     shutil.copytree(ROOT / "tests/salted", tmp_path / "salted", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "test_it.py").write_text("import pytest, random\n@pytest.mark.pinned\ndef test_by_value():\n"
                                          "    assert random.Random(0).random() == 0.8444218515250481\ndef test_any(): pass\n")
-    plain = {name: value for name, value in os.environ.items() if name not in ("DPFT_SALT", "DPFT_TESTING", "DPFT_INSTALLED")}
+    plain = {name: value for name, value in os.environ.items()
+             if name not in ("DPFT_SALT", "DPFT_TESTING", "DPFT_INSTALLED", "PYTHONPATH")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
 
     def told(**extra):
