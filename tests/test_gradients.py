@@ -931,11 +931,9 @@ def test_an_activation_that_flips_by_rounding_does_not_make_a_layer_slow():
 
 
 def test_rows_are_followed_where_memory_cannot_be_read():
-    "As on a simulated device: a tensor has an address there that nobody may ask for."
+    "As on a simulated device, where no tensor has an address, and all would be taken for one."
     with FakeTensorMode():
         picked, other = torch.ones(4, 2), torch.ones(4, 2)
-    with pytest.raises(RuntimeError):
-        picked.untyped_storage().data_ptr()
     rows = Ragged()
     rows.follow(picked)
     assert rows.follows(picked) and rows.follows(picked.detach()) and not rows.follows(other)
