@@ -501,7 +501,7 @@ def status_figure(records: Records) -> "Figure":
         "all layers": lambda its: its["clipped_before"],
         "those that stay": lambda its: its["clipped_after"]})
     size = bounds[0][0]["batch_size"]
-    left.set(title="angle to the gradient of all data, in degrees")
+    left.set(title="angle to the full gradient, in degrees")
     right.set(title=f"clipped of {size} examples, by the norm of", ylim=(0, None))
     return figure
 
