@@ -10,7 +10,8 @@ READY := $(VENV)/.ready
 INSTALLED := $(CURDIR)/build/installed
 NOTEBOOKS := $(sort $(wildcard nbs/[0-9]*_*.ipynb nbs/*/[0-9]*_*.ipynb))
 TESTS ?= tests
-WORKERS ?= 2
+# One worker for each core, two at least, and eight at most: each may need two gigabytes.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2> /dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 8 ? 8 : cores)))
 THREADS ?= 1
 FLAGS ?=
 

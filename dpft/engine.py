@@ -33,12 +33,13 @@ from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
-from .processes import Processes, check_whole, form
+from .processes import (
+    SAME_CHOICE, SAME_INPUT, Processes, check_whole, form)
 from .provenance import look_at_start, mark_trained
 from .sampling import Share
 from .settings import Settings, settings_from, takes_settings
-from .step import SAME_CHOICE, SAME_INPUT, Draws, Population, Releases, Step
-from .step import set_modes, with_precision
+from .step import (
+    Draws, Population, Releases, Step, set_modes, with_precision)
 from .store import Store, put_back, snapshot
 from .texts import collate_for
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Run', 'write_run', 'score_report', 'load', 'fine_tune', 'checked_before', 'about_to_begin', 'kept', 'keep',
            'progress_is_due', 'Progress', 'Loop', 'walk', 'put_average', 'after_step', 'score_step', 'score_the_end',
-           'save_state', 'put_back', 'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
+           'save_state', 'restore_state', 'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-imports
 import json
@@ -271,7 +271,7 @@ class Loop:
         self.history: list[dict[str, Any]] = []
         self.saved, self.stopped = 0, False # step of the last checkpoint; by a callback
         if state := engine.resume(self.updates.optimizer, self.updates.schedule):
-            put_back(self, state)
+            restore_state(self, state)
 
     def run(self) -> None:
         "All remaining steps, or those until a callback stops the run; then the score."
@@ -347,7 +347,7 @@ def save_state(loop: Loop) -> None:
                      stopped=loop.stopped)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-put-back
-def put_back(loop: Loop, state: dict[str, Any]) -> None:
+def restore_state(loop: Loop, state: dict[str, Any]) -> None:
     "Go on from what `save_state` wrote."
     loop.history, loop.saved = state["history"], loop.engine.t
     loop.updates.restore(state["average"])

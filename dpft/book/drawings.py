@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BELOW_HEAD', 'ANGLES', 'PLACES', 'Cell', 'PRICES', 'ATTACKS', 'BRANCHES', 'DRAWINGS', 'band', 'layer_names',
-           'similarity_figure', 'change', 'angle_figure', 'place_of', 'selection_figure', 'price_figure',
+           'similarity_figure', 'change', 'of_bounds', 'angle_figure', 'place_of', 'selection_figure', 'price_figure',
            'audit_figure', 'attack_figure', 'draw_paired', 'layers_figure', 'relevance_figure', 'share_figure',
            'rate_figure', 'status_figure']
 
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from math import inf, nan, pi
 from statistics import mean
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from .figures import (
     COLOURS, MARKERS, NAMES, SERIES, Drawing, Records, budget_axis, counted,
@@ -104,14 +106,21 @@ def change(look: dict[str, Any], layer: str, kind: str) -> float:
     before, after = (float(look[when][layer][kind]) for when in ("before", "after"))
     return after / before if kind == "strength" else 180 / pi * (after - before)
 
+# %% ../../nbs/6_appendices/98_drawings.ipynb #figures-bounds
+def of_bounds(records: Records) -> list[list[dict[str, Any]]]:
+    "The runs of each clip bound, the smallest first."
+    runs = list(records)
+    return [[run for run in runs if run["clip"] == clip]
+            for clip in sorted({run["clip"] for run in runs})]
+
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-angle-figure
 @style()
 def angle_figure(records: Records) -> "Figure":
-    """What the clip factor of the layers that stay changes, batch by batch along a run:
-    the signal's strength and its three angles."""
+    """What the clip factor of the layers that stay changes along the runs with the
+    smallest bound: the signal's strength and its three angles."""
     from matplotlib import pyplot as plt
 
-    runs = list(records)
+    runs = of_bounds(records)[0]
     kept, steps = (list(runs[0]["series"][0]["before"]),
                    [at["step"] for at in runs[0]["series"]])
     names = layer_names(runs[0].get("model"), len(kept))
@@ -479,38 +488,41 @@ def rate_figure(records: Records) -> "Figure":
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-swept-status-figure
 @style()
 def status_figure(records: Records) -> "Figure":
-    """What the first run shows of the two assumptions: angles of clipped and unclipped
-    gradients, and how many are clipped, by bound."""
+    """What the runs with the two largest bounds show of the two assumptions: angles of
+    clipped and unclipped gradients, and how many are clipped."""
     from matplotlib import pyplot as plt
 
-    run = next(iter(records))
-    bounds = sorted(run["series"][0]["groups"], key=float)[-2:]
+    bounds = of_bounds(records)[-2:]
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.1), layout="constrained")
-    _over_steps(left, run, bounds, "groups", {
+    _over_steps(left, bounds, "groups", {
         "clipped": lambda its: _degrees(its["clipped_angle"][0]),
         "unclipped": lambda its: _degrees(its["unclipped_angle"][0])})
-    _over_steps(right, run, bounds, "status", {
+    _over_steps(right, bounds, "status", {
         "all layers": lambda its: its["clipped_before"],
         "those that stay": lambda its: its["clipped_after"]})
-    left.set(title="angle to the mean gradient, in degrees", ylim=(0, None))
-    right.set(title=f"clipped of {run['batch_size']} examples, by the norm of",
-              ylim=(0, None))
+    size = bounds[0][0]["batch_size"]
+    left.set(title="angle to the gradient of all data, in degrees")
+    right.set(title=f"clipped of {size} examples, by the norm of", ylim=(0, None))
     return figure
 
 def _degrees(angle: float | None) -> float:
     return nan if angle is None else 180 / pi * angle
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-over-steps
-def _over_steps(axis: "Axes", run: dict[str, Any], bounds: Sequence[str], part: str,
+def _over_steps(axis: "Axes", bounds: Sequence[Sequence[dict[str, Any]]], part: str,
                 kinds: dict[str, Callable[[Any], float]]) -> None:
-    "A line for each bound and kind over the steps of a run, with its name at its end."
-    steps, ends, colours = [at["step"] for at in run["series"]], {}, {}
-    for bound, colour in zip(bounds, SERIES, strict=False):
+    "Mean and range over seeds for each bound and kind, with its name at its end."
+    ends, colours = {}, {}
+    for runs, colour in zip(bounds, SERIES, strict=False):
+        clip, steps = runs[0]["clip"], [at["step"] for at in runs[0]["series"]]
         for (kind, value), line in zip(kinds.items(), ("-", "--"), strict=True):
-            points = [value(at[part][bound]) for at in run["series"]]
-            axis.plot(steps, points, line, color=colour, linewidth=1.1)
-            name, last = f"C = {float(bound):g}, {kind}", [p for p in points if p == p]
-            ends[name], colours[name] = (steps[-1], last[-1] if last else 0.0), colour
+            points = np.array([[value(at[part][str(clip)]) for at in run["series"]]
+                               for run in runs])
+            axis.plot(steps, points.mean(0), line, color=colour, linewidth=1.2)
+            axis.fill_between(steps, points.min(0), points.max(0), color=colour,
+                              alpha=0.2, linewidth=0)
+            name = f"C = {clip:g}, {kind}"
+            ends[name], colours[name] = (steps[-1], points.mean(0)[-1]), colour
     axis.set_xlabel("training step")
     names_at_lines(axis, ends, colours)
 
