@@ -518,11 +518,12 @@ def _over_steps(axis: "Axes", bounds: Sequence[Sequence[dict[str, Any]]], part: 
         for (kind, value), line in zip(kinds.items(), ("-", "--"), strict=True):
             points = np.array([[value(at[part][str(clip)]) for at in run["series"]]
                                for run in runs])
-            axis.plot(steps, points.mean(0), line, color=colour, linewidth=1.2)
-            axis.fill_between(steps, points.min(0), points.max(0), color=colour,
-                              alpha=0.2, linewidth=0)
+            middle, low, high = (np.nanmean(points, 0), np.nanmin(points, 0),
+                                 np.nanmax(points, 0))
+            axis.plot(steps, middle, line, color=colour, linewidth=1.2)
+            axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
             name = f"C = {clip:g}, {kind}"
-            ends[name], colours[name] = (steps[-1], points.mean(0)[-1]), colour
+            ends[name], colours[name] = (steps[-1], middle[-1]), colour
     axis.set_xlabel("training step")
     names_at_lines(axis, ends, colours)
 
