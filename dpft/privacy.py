@@ -17,6 +17,8 @@ from functools import lru_cache
 import numpy as np
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-errors
+#| code-fold: true
+#| code-summary: "Code: BudgetError"
 class BudgetError(ValueError):
     "A budget that cannot be met, or a privacy cost that cannot be computed."
 
