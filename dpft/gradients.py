@@ -7,7 +7,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'COUPLED',
            'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PUTS_BACK',
            'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around', 'called_with', 'leads_to',
-           'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'refill', 'refuse_lost', 'buffers_kept',
+           'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'exchanged', 'refill', 'refuse_lost', 'buffers_kept',
            'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
            'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
            'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
@@ -227,7 +227,7 @@ class Held:
                 and not torch.equal(values, copy))
 
     def put_back(self) -> list[Tensor]:
-        "All as it was; the tensors that cannot be."
+        "All as it was, as often as it is called; the tensors that cannot be."
         lost, instead = [], {}
         for key in filter(self.written, self.tensors):
             values, copy = self.tensors[key], self.copies.get(key)
@@ -237,9 +237,22 @@ class Held:
                 instead[key] = copy
             if key not in self.fixed:
                 _changing[values if copy is None else copy] = True
+        if instead:
+            self.places = [(place, exchanged(before, instead))
+                           for place, before in self.places]
         for place, before in self.places:
-            refill(place, before, instead)
+            refill(place, before)
+        for key, copy in instead.items():
+            self.follow(key, copy)
         return lost
+
+    def follow(self, key: int, copy: Tensor) -> None:
+        "A copy now stands for a tensor, and is put back in its turn."
+        del self.tensors[key], self.versions[key], self.copies[key]
+        self.tensors[id(copy)], self.versions[id(copy)] = copy, version(copy)
+        self.copies[id(copy)] = copy.detach().clone()
+        if key in self.uncounted:
+            self.uncounted.add(id(copy))
 
     def name(self, values: Tensor) -> str:
         "What the model, or whoever holds a tensor, calls it."
@@ -254,22 +267,24 @@ def copy_of(place: Any) -> Any:
     "What a place holds."
     return dict(place) if isinstance(place, dict) else [*place]
 
-def refill(
-    place: Any,
+def exchanged(
     before: Any,                    # dictionary or list
     instead: Mapping[int, Tensor],  # id of a tensor that was written into -> its copy
-) -> None:
+) -> Any:
+    "What a place held, with copies."
+    if isinstance(before, dict):
+        return {key: instead.get(id(x), x) for key, x in before.items()}
+    return [instead.get(id(x), x) for x in before]
+
+def refill(place: Any, before: Any) -> None:
     "What a place held before."
     if isinstance(place, dict):
-        if instead:
-            before = {key: instead.get(id(x), x) for key, x in before.items()}
         if ([*place] != [*before]
                 or not all(map(is_, place.values(), before.values()))):
             for key in place.keys() - before.keys():
                 del place[key]
             place.update(before)
         return
-    before = [instead.get(id(x), x) for x in before]
     if len(place) != len(before) or not all(map(is_, place, before)):
         place.clear()
         place.update(before) if isinstance(place, set) else place.extend(before)
@@ -296,22 +311,26 @@ def buffers_kept(
     model: nn.Module,
     *others: Any,         # a loss, and what else it brings along
     every: bool = False,  # copy the large ones too, and look at parameters
-) -> Iterator[None]:
+    held: Held | None = None,  # the same, taken before
+) -> Iterator[Held]:
     """What model and loss hold is as it was afterwards; RuntimeError names what cannot
     be.
 
     A cache that a pass makes, such as a table of positions, is made anew in the next.
     """
-    held = Held(model, *others, every=every)
+    held = held or Held(model, *others, every=every)
     try:
-        yield
+        yield held
     finally:
         refuse_lost(held, held.put_back())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-per-example-losses
-def per_example_losses(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
+def per_example_losses(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    held: Held | None = None,  # what model and loss hold, if it is known
+) -> Tensor:
     "The (B,) losses of a batch; ValueError when `loss_fn` returns anything else."
-    with buffers_kept(model, loss_fn):
+    with buffers_kept(model, loss_fn, held=held):
         losses = loss_fn(model, batch)
     rows = batch_rows(batch)
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
@@ -1353,14 +1372,14 @@ def block_sums(
         for name, mask in kept.named(block):
             shares[name].append((factor, silent, mask))
     sums = {}
-    for name, found in shares.items():
+    for name in sorted(shares, key=lambda name: kept.parameters[name].numel()):
         one = kept.one(name)
-        parts = (sum_of(one, *share) for share in found)
+        parts = (sum_of(one, *share) for share in shares[name])
         sums[name] = kept.placed(
             name, added(parts, partial(torch.zeros_like, one.like)))
         if last:
             kept.uses[name] = []
-    return sums
+    return {name: sums[name] for name in shares}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-class
 #| code-fold: true
@@ -1585,12 +1604,13 @@ class Recorder:
         self.collected = Collected(0, groups)
         self.leaves: list[weakref.ref[Tensor]] = []  # that are not the model's
 
-    def run(self, loss_fn: LossFunction, batch: Batch, search: bool = False) -> Tensor:
+    def run(self, loss_fn: LossFunction, batch: Batch, held: Held,
+            search: bool = False) -> Tensor:
         "The (B,) losses, detached; `search` also fills `leaves`."
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
         # checkpointed layers run again inside
         with tapped(self.model, self.collected, self.trains):
-            losses = per_example_losses(self.model, loss_fn, batch)
+            losses = per_example_losses(self.model, loss_fn, batch, held)
             anchors = [*self.collected.anchors.values()]
             if search:
                 self.leaves = [weakref.ref(x) for x in leaves_of(losses)
@@ -2213,8 +2233,8 @@ def record(
     searched = _searched.setdefault(model, WeakIdKeyDictionary()).setdefault(
         loss_fn, set())
     shape, recorder = batch_shape(batch), Recorder(model, groups, skip)
-    with buffers_kept(model, loss_fn):
-        losses = recorder.run(loss_fn, batch, search=shape not in searched)
+    with buffers_kept(model, loss_fn) as held:
+        losses = recorder.run(loss_fn, batch, held, search=shape not in searched)
     if any(leaf() is not None for leaf in recorder.leaves):
         gc.collect()
         refuse_leaves(loss_fn, [x for leaf in recorder.leaves
@@ -2257,8 +2277,8 @@ def counting(
 ) -> Gradients:
     "One pass of a batch, with the random numbers that come next, which still do."
     recorder, loss = Recorder(model, skip=skip), Counting(loss_fn, counts)
-    with forked(model), buffers_kept(model, loss):
-        losses = recorder.run(loss, batch)
+    with forked(model), buffers_kept(model, loss) as held:
+        losses = recorder.run(loss, batch, held)
     return Gradients(losses, trainable(model), recorder.collected.uses, len(losses))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole

@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
 from torch import nn
 
 from dpft.gradients import (
     Coupling,
+    Held,
     check_uncoupled,
     clipped_sum,
     gradients,
@@ -113,6 +115,39 @@ def test_a_buffer_is_after_a_pass_what_it_was_before(how, size):
         for _ in range(2):
             evaluate(model, wave, batch, *[1.0][:evaluate is clipped_sum])
             assert not model.seen.any(), evaluate
+
+
+BEGUN = []  # what a checkpointed layer found in its buffer, each time that it ran
+
+
+class Checkpointed(Observed):
+    "The same, running again in the backward pass."
+
+    def forward(self, x):
+        def part(x):
+            BEGUN.append(self.seen.abs().max().item())
+            return Observed.forward(self, x)
+        return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["in place", "new", "data"])
+def test_a_checkpointed_layer_runs_twice_from_where_it_began_and_leaves_nothing(how):
+    model, batch = Checkpointed(how).train(), (77 * noise(5, 4),)
+    clipped_sum(model, wave, batch, 1.0)                          # the first pass is compared with the oracle
+    for start in (0.0, 3.0):
+        model.seen = torch.full_like(model.seen, start)
+        BEGUN.clear()
+        clipped_sum(model, wave, batch, 1.0)
+        assert len(BEGUN) == 2 and set(BEGUN) == {start} and model.seen.tolist() == [start]
+
+
+def test_what_a_model_holds_is_looked_through_once_a_pass(monkeypatch):
+    model, batch, walks = Observed("in place").train(), (noise(5, 4),), []
+    clipped_sum(model, wave, batch, 1.0)
+    honest = Held.walk
+    monkeypatch.setattr(Held, "walk", lambda held: walks.append(held) or honest(held))
+    clipped_sum(model, wave, batch, 1.0)
+    assert len(walks) == 1 and not model.seen.any()
 
 
 def test_gradients_are_right_where_buffers_change():
