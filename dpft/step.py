@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from .account import Account, Counted
 from .datasets import has_batch_protocol
-from .gradients import (
-    WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying)
+from dpft.gradients import (
+    WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying,
+    select_rows)
 from .gradients import per_example_losses
 from .losses import to_device
 from .noise import (
@@ -38,6 +39,7 @@ class Drawn:
     rows: Tensor      # (rows,) of the data set
     draw: tuple[float | str | int, ...]  # the rate of its draw, and what names it
     counts: bool = True  # False: not drawn; a process without rows joins in a pass
+    views: bytes | None = None  # the key of its random views; None: it has none
 
 # %% ../nbs/1_start/05_step.ipynb #engine-taken
 WRONG_BATCH = ("a step takes the batches that it yields, each once and whole; this is "
@@ -105,7 +107,8 @@ class Draws:
         """One Poisson draw in physical batches on the model's device;
         none at all when it is empty."""
         self.open, people = [], self.population
-        copies, augment = (people.copies, people.augment) if views else (1, None)
+        copies = people.copies if views else 1
+        key = self.keystream.key("augment", *context) if views else None
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
         seed = self.keystream.seed("cap", *context, *self.processes.mark)
         parts: list[tuple[Tensor, Tensor]] = []
@@ -114,15 +117,21 @@ class Draws:
             parts += people.packed(slice, max(1, people.most // copies), seed)
         idle = 0 if whole else self.processes.idle(len(parts))
         for rows, numbers in parts:
-            batch = self.read(people.data, rows, people.collate_fn)
-            if augment:
-                batch = augment(batch, rows, self.keystream.key("augment", *context))
-            self.open.append(Drawn(batch, numbers.repeat_interleave(copies), rows,
-                                   (sample_rate, *context)))
-            yield batch
-        for _ in range(idle):
-            self.open.append(idle_batch(self, augment, sample_rate, *context))
+            self.open.append(Drawn(
+                self.shown(rows, key), numbers.repeat_interleave(copies), rows,
+                (sample_rate, *context), views=key))
             yield self.open[-1].batch
+        for _ in range(idle):
+            self.open.append(idle_batch(self, key, sample_rate, *context))
+            yield self.open[-1].batch
+
+    def shown(self, rows: Tensor, key: bytes | None) -> Batch:
+        "Rows that were drawn as one batch; with a key, views of them."
+        people = self.population
+        batch = self.read(people.data, rows, people.collate_fn)
+        if people.augment is None or key is None:
+            return batch
+        return people.augment(batch, rows, key)
 
     def read(self, data: Any, rows: Tensor, collate_fn: Any) -> Batch:
         "Rows of a data set as one batch."
@@ -141,16 +150,14 @@ class Draws:
 
 # %% ../nbs/1_start/05_step.ipynb #engine-idle
 def idle_batch(
-    draws: Draws, augment: Any, sample_rate: float, *context: str | int,
+    draws: Draws, key: bytes | None, sample_rate: float, *context: str | int,
 ) -> Drawn:
     "A batch that was not drawn and adds exactly nothing; @sec-sharded."
-    rows, copies = torch.arange(min(2, len(draws.population.data))), 1
-    batch = draws.read(draws.population.data, rows, draws.population.collate_fn)
-    if augment:
-        batch, copies = (augment(batch, rows, draws.keystream.key("augment", *context)),
-                         augment.copies)
-    return Drawn(batch, torch.arange(len(rows)).repeat_interleave(copies), rows,
-                 (sample_rate, *context), counts=False)
+    rows = torch.arange(min(2, len(draws.population.data)))
+    copies = 1 if key is None else draws.population.copies
+    return Drawn(draws.shown(rows, key),
+                 torch.arange(len(rows)).repeat_interleave(copies), rows,
+                 (sample_rate, *context), counts=False, views=key)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-again
 def again(
@@ -160,11 +167,14 @@ def again(
     to see whether a loss depends on it."""
     found, data = (next((d for d in draws.open if d.batch is batch), None),
                    draws.population.data)
-    # views of a picture have no length
-    if found is None or len(found.rows) != len(found.numbers):
+    if found is None:
         return None
+    copies = len(found.numbers) // len(found.rows)
     def recollate(rows: list[int], length: int | None) -> Batch:
-        part = draws.read(data, found.rows[rows], draws.population.collate_fn)
+        part = draws.shown(found.rows[[row // copies for row in rows]], found.views)
+        if copies > 1:    # of all views of a picture the one that is meant
+            part = select_rows(part, torch.tensor(
+                [copies * n + row % copies for n, row in enumerate(rows)]))
         return (part if length is None
                 else padded(part, length, getattr(data, "pad_id", 0)))
     return recollate

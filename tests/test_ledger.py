@@ -8,12 +8,14 @@ import sqlite3
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import fresh
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpft.account import charged
 from dpft.ledger import Budget, Ledger, LedgerError
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
 from dpft.rows import row_hash
@@ -650,6 +652,23 @@ def test_an_equal_digest_is_the_same_release_and_counts_once_in_the_total():
         assert ledger.spent("a") == ledger.spent("b") == [SampledGaussian(1.0, 0.02, 2, "train")]
         assert ledger.spent() == [SampledGaussian(1.0, 0.02, 1, "train"), SampledGaussian(1 / math.sqrt(2), 0.02, 1, "train")]
         assert ledger.sums() == {"train": 3} and ledger.sums("a") == ledger.sums("b") == {"train": 2}
+
+
+def test_two_that_charge_one_draw_at_once_get_different_keys(tmp_path):
+    "Each saw no digest before its own, so both sums had the noise that is keyed by its name alone, and their difference none."
+    class Interrupted(Ledger):
+        def spend(self, *row, **more):
+            if waiting:
+                keys.append(charged(other, SimpleNamespace(run="b", portable=True), "train", 0, waiting.pop()))
+            return super().spend(*row, **more)
+
+    keys, waiting = [], ["of b"]
+    with Interrupted(tmp_path / "ledger") as ledger, Ledger(tmp_path / "ledger") as other:
+        for run in "ab":
+            ledger.begin(run, EQUAL, draws="s")
+        keys.append(charged(ledger, SimpleNamespace(run="a", portable=True), "train", 0, "of a"))
+        assert keys == ["", "of a"]
+        assert charged(ledger, SimpleNamespace(run="a", portable=True), "train", 0, "of a") == "of a"    # and so again
 
 
 def test_a_run_draws_by_itself_unless_it_says_otherwise():
