@@ -408,7 +408,8 @@ def two_views(model, batch):
 
 def refused(what):
     if what == "views":
-        e = dpft.Engine(net("fsdp"), two_views, dpft.Full(), texts(), noise_multiplier=1.0, batch_size=16, steps=1, clip=1.0, accountant="rdp")
+        e = dpft.Engine(net("fsdp"), two_views, dpft.Full(), texts(), noise_multiplier=1.0, batch_size=16, steps=1, clip=1.0,
+                        accountant="rdp")
         return [next(iter(e)).take()]
     if what == "odd":
         from torch.distributed.fsdp import fully_shard
@@ -464,7 +465,8 @@ def test_what_a_loss_holds_is_put_back_after_a_look(two):
     assert two(left_in_the_loss) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("what, word", [("views", "no fast rule"), ("odd", "no fast rule"), ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
+@pytest.mark.parametrize("what, word", [("views", "no fast rule"), ("odd", "no fast rule"),
+                                        ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
                                         ("entries", "not supported")])
 def test_what_is_not_supported_is_refused_by_a_sentence(two, what, word):
     for answer in two.errors(refused, what=what):
