@@ -243,7 +243,8 @@ class Counted:
 
     @property
     def examples(self) -> int:
-        "How many were drawn so far: private, as the draw is."
+        "How many were drawn so far; an access that nothing pays for, as of the loss."
+        self.engine.note_uncharged("the number of examples that were drawn")
         return self.tally.examples
 
     @property

@@ -90,7 +90,7 @@ def select_rows(
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-buffers
 LARGE = 2**18  # numbers of a tensor that is copied only if it has changed before
-MOST = 1000    # entries of a list or a dictionary that is looked into
+MOST = 1000    # entries of a list or a dictionary that is looked into, no more
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}  # hold nothing
 PLACES = (dict, list, set, deque)
 HOOKS = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
@@ -1465,7 +1465,7 @@ class Collected:
         self.anchors: dict[torch.device, Tensor] = {}
 
     def note(self, parameters: Iterable[nn.Parameter], form: Form) -> None:
-        "In which form rows reach these parameters."
+        "In which form rows reach these parameters: how many an example has, and so on."
         for parameter in parameters:
             self.forms.setdefault(parameter, set()).add(form)
 
@@ -2416,7 +2416,9 @@ def in_new_forms(
 def looked_at_again(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, taken: Gradients,
 ) -> dict[nn.Parameter, SlowWay]:  # the way of each that the taps do not see
-    "Look at parameters whose gradients come in a new form."
+    """Look at parameters that nothing has reached before, or as many rows for each
+    example, as where longer texts are cut into windows; until a look has shown that
+    form, each example is taken by itself."""
     new = in_new_forms(model, loss_fn, taken) if batch_rows(batch) > 1 else {}
     if not new:
         return {}

@@ -429,7 +429,10 @@ class Long(Text):
     "Cuts texts of more than five tokens into windows, window by window."
 
     def forward(self, tokens):
-        return super().forward(torch.cat(tokens.split(5, 1))).view(-1, len(tokens), 3).mean(0)
+        x = self.words(torch.cat(tokens.split(5, 1)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1)).view(-1, len(tokens), 3).mean(0)
 
 
 def another_form():
