@@ -1998,7 +1998,7 @@ def taps_see(
     loss_fn: LossFunction,
     batch: Batch,  # of examples that differ
     parameters: Sequence[nn.Parameter],
-) -> Sights:  # in which forms the taps give its per-example gradients; None: they do not
+) -> Sights:  # in which forms the taps give its gradients; None: they do not
     """The engine beside the oracle; nothing is known with fewer than two finite
     gradients."""
     found = []
@@ -2406,7 +2406,7 @@ def compared(
 def in_new_forms(
     model: nn.Module, loss_fn: LossFunction, taken: Gradients,
 ) -> dict[nn.Parameter, SlowWay]:  # each example by itself
-    "Parameters whose gradients come in a form that was not compared; zeros do not count."
+    "Parameters whose gradients, not all zero, come in a form that was not compared."
     known = compared_forms(model, loss_fn)
     new = (p for p, forms in taken.forms.items()
            if p in known and not forms <= known[p])

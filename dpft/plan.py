@@ -188,7 +188,7 @@ def scaled_blocks(
     if not blocks or any(not block.clip > 0 or not block.noise > 0 for block in blocks):
         raise ValueError("every block needs a positive clip and a positive noise")
     if (least := clip * min(block.clip for block in blocks)) < LEAST_CLIP:
-        raise ValueError(f"a block is bounded by {least:g}, and norms of gradients below "
+        raise ValueError(f"a block is bounded by {least:g}, and norms below "
                          f"{LEAST_CLIP:g} cannot be told in float32; multiply the loss "
                          "and clip by the same number")
     check_disjoint(blocks, parameters)
