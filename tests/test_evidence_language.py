@@ -143,7 +143,6 @@ def test_completions_do_not_depend_on_who_else_is_asked(folder):
     prompts = [tokenizer(text)["input_ids"] for text in ("the inn", "a pub near the city serves dear", "good")]
     together = completions(model, tokenizer, prompts, new_tokens=6)
     assert together == [completions(model, tokenizer, [prompt], new_tokens=6)[0] for prompt in prompts]
-    assert set(completions(model, tokenizer, prompts[1:2], new_tokens=8)[0].split()[:1]) <= set(WORDS)    # it may end at once
     by_hand = list(prompts[0])
     for _ in range(6):
         by_hand.append(int(model(torch.tensor([by_hand])).logits[0, -1].argmax()))

@@ -46,8 +46,8 @@ def selection():
 def angles(step, frozen):
     layer = {"strength": 0.1, "clipping": 0.2, "noise": 1.5, "total": 1.5}
     return {"step": step, "frozen": frozen, "before": {"3": layer, "5": layer}, "after": {"3": layer, "5": layer},
-            "groups": {bound: {"clipped_angle": [0.1], "unclipped_angle": [None if frozen else 0.2]} for bound in ("5.0", "0.1", "10.0")},
-            "status": {bound: {"clipped_before": 8, "clipped_after": 3} for bound in ("5.0", "0.1", "10.0")}}
+            "groups": {bound: {"clipped_angle": [0.1], "unclipped_angle": [None if frozen else 0.2]} for bound in ("5.0", "1.0", "10.0")},
+            "status": {bound: {"clipped_before": 8, "clipped_after": 3} for bound in ("5.0", "1.0", "10.0")}}
 
 
 def attack(epsilon, seed):
@@ -73,8 +73,8 @@ RECORDS = {
     "methods-headline": grid("methods-headline", budgets=(2.0,)),
     "lf-pwcca": [entry("lf-pwcca", "Full", 1, seed, data="fashion_mnist", distances={
         str(step): {"0": 0.1 / step, "2": 0.2 / step} for step in (1, 20, 3)}) for seed in range(2)],
-    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, batch_size=8, series=[angles(2, False), angles(8, True)])
-                  for seed in range(2)],
+    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, batch_size=8, clip=clip,
+                        series=[angles(2, False), angles(8, True)]) for seed in range(2) for clip in (5.0, 1.0, 10.0)],
     "lf-table1": [entry("lf-table1", "Full", 1, seed, 0.8, "fashion_mnist", steps=100, last=last) for seed in range(2) for last in (0, 20)],
     "lf-layers": [branch(*run, seed) for seed in range(2) for run in (
         ("one", [0, 3], 70), ("one", [2, 3], 70), ("upper", [1, 2, 3], 70), ("upper", [2, 3], 70), ("when", [2, 3], 20))],

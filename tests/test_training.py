@@ -380,7 +380,7 @@ def tune(model=None, data=None, **settings):
 
 def test_fine_tune_learns_and_reports():
     run = tune(data=toy(400), epsilon=8.0, steps=60, batch_size=100, learning_rate=0.05, evaluate=toy(200, seed=1), show_loss=True)
-    assert run.scores["accuracy"] > 0.8        # sixteen seeds gave 0.95 with a spread of 0.02
+    assert run.scores["accuracy"] > 0.65       # forty starts, data sets and seeds: 0.90 with a spread of 0.03; chance is 0.33
     assert run.epsilon <= 8.0 and run.delta == 1 / 800
     report = run.report()
     for part in ("add/remove", "Poisson", "the number of examples, 400", "the training loss", "scores on 200 examples", "seed"):

@@ -518,12 +518,16 @@ def _over_steps(axis: "Axes", bounds: Sequence[Sequence[dict[str, Any]]], part: 
         for (kind, value), line in zip(kinds.items(), ("-", "--"), strict=True):
             points = np.array([[value(at[part][str(clip)]) for at in run["series"]]
                                for run in runs])
-            middle, low, high = (np.nanmean(points, 0), np.nanmin(points, 0),
-                                 np.nanmax(points, 0))
-            axis.plot(steps, middle, line, color=colour, linewidth=1.2)
-            axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+            seen = ~np.isnan(points).all(0)
+            if not seen.any():
+                continue
+            its, points = np.array(steps)[seen], points[:, seen]
+            middle = np.nanmean(points, 0)
+            axis.plot(its, middle, line, color=colour, linewidth=1.2)
+            axis.fill_between(its, np.nanmin(points, 0), np.nanmax(points, 0),
+                              color=colour, alpha=0.2, linewidth=0)
             name = f"C = {clip:g}, {kind}"
-            ends[name], colours[name] = (steps[-1], middle[-1]), colour
+            ends[name], colours[name] = (its[-1], middle[-1]), colour
     axis.set_xlabel("training step")
     names_at_lines(axis, ends, colours)
 
