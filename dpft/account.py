@@ -60,8 +60,8 @@ def begun(ledger: Ledger, store: Store, record: dict[str, Any], draws: str) -> T
 # %% ../nbs/5_notes/78_account.ipynb #account-charged
 def charged(ledger: Ledger, store: Store, name: str, number: int, digest: str) -> str:
     "Write one release down; the key of its noise."
-    first = ledger.first_digest(store.run, name, number)
     ledger.spend(store.run, name, number, digest)
+    first = ledger.first_digest(store.run, name, number)
     return noise_key(digest, first, store.portable)
 
 # %% ../nbs/5_notes/78_account.ipynb #account-known
@@ -243,7 +243,8 @@ class Counted:
 
     @property
     def examples(self) -> int:
-        "How many were drawn so far: private, as the draw is."
+        "How many were drawn so far; an access that nothing pays for, as of the loss."
+        self.engine.note_uncharged("the number of examples that were drawn")
         return self.tally.examples
 
     @property

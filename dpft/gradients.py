@@ -4,28 +4,29 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
-           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'COUPLED',
-           'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'PUTS_BACK',
-           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around', 'called_with', 'leads_to',
-           'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'refill', 'refuse_lost', 'buffers_kept',
-           'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
-           'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
-           'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
-           'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
-           'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight',
-           'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
-           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying',
-           'OneParameter', 'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured',
-           'doubled_floats', 'measured_again', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings',
-           'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums',
-           'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks',
-           'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating',
-           'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows',
-           'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape',
-           'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'memory_of', 'Ragged',
-           'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting',
-           'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'gradients', 'per_example_norms', 'weighted_sum',
-           'clipped_sum', 'reuse_memory']
+           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'Form',
+           'COUPLED', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
+           'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
+           'called_with', 'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'exchanged', 'refill',
+           'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients',
+           'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added',
+           'Contribution', 'Dense', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix',
+           'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border',
+           'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
+           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
+           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
+           'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares', 'squares_of',
+           'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input', 'kept_pair', 'as_one_matrix',
+           'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms',
+           'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare',
+           'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in',
+           'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady',
+           'different_rows', 'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling',
+           'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'memory_of',
+           'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting',
+           'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared',
+           'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
+           'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -45,6 +46,7 @@ from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,7 +91,7 @@ def select_rows(
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-buffers
 LARGE = 2**18  # numbers of a tensor that is copied only if it has changed before
-MOST = 1000    # entries of a list or a dictionary that is looked into
+MOST = 1000    # entries of a list or a dictionary that is looked into, no more
 PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}  # hold nothing
 PLACES = (dict, list, set, deque)
 HOOKS = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
@@ -122,6 +124,8 @@ def leads_to(
     Objects are followed that a model or a loss holds, not those that these hold; of
     what stands around a function, modules alone.
     """
+    if isinstance(value, np.ndarray):
+        return (value, ()) if value.size <= LARGE else (None, ())
     if isinstance(value, PLACES):
         inner = value.values() if isinstance(value, dict) else value
         return (value, inner) if len(value) <= MOST else (None, ())
@@ -227,7 +231,7 @@ class Held:
                 and not torch.equal(values, copy))
 
     def put_back(self) -> list[Tensor]:
-        "All as it was; the tensors that cannot be."
+        "All as it was, as often as it is called; the tensors that cannot be."
         lost, instead = [], {}
         for key in filter(self.written, self.tensors):
             values, copy = self.tensors[key], self.copies.get(key)
@@ -237,9 +241,22 @@ class Held:
                 instead[key] = copy
             if key not in self.fixed:
                 _changing[values if copy is None else copy] = True
+        if instead:
+            self.places = [(place, exchanged(before, instead))
+                           for place, before in self.places]
         for place, before in self.places:
-            refill(place, before, instead)
+            refill(place, before)
+        for key, copy in instead.items():
+            self.follow(key, copy)
         return lost
+
+    def follow(self, key: int, copy: Tensor) -> None:
+        "A copy now stands for a tensor, and is put back in its turn."
+        del self.tensors[key], self.versions[key], self.copies[key]
+        self.tensors[id(copy)], self.versions[id(copy)] = copy, version(copy)
+        self.copies[id(copy)] = copy.detach().clone()
+        if key in self.uncounted:
+            self.uncounted.add(id(copy))
 
     def name(self, values: Tensor) -> str:
         "What the model, or whoever holds a tensor, calls it."
@@ -252,24 +269,33 @@ class Held:
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-refill
 def copy_of(place: Any) -> Any:
     "What a place holds."
+    if isinstance(place, np.ndarray):
+        return place.copy()
     return dict(place) if isinstance(place, dict) else [*place]
 
-def refill(
-    place: Any,
-    before: Any,                    # dictionary or list
+def exchanged(
+    before: Any,                    # dictionary, list or array
     instead: Mapping[int, Tensor],  # id of a tensor that was written into -> its copy
-) -> None:
+) -> Any:
+    "What a place held, with copies."
+    if isinstance(before, dict):
+        return {key: instead.get(id(x), x) for key, x in before.items()}
+    return (before if isinstance(before, np.ndarray)
+            else [instead.get(id(x), x) for x in before])
+
+def refill(place: Any, before: Any) -> None:
     "What a place held before."
+    if isinstance(place, np.ndarray):
+        if place.flags.writeable:
+            np.copyto(place, before)
+        return
     if isinstance(place, dict):
-        if instead:
-            before = {key: instead.get(id(x), x) for key, x in before.items()}
         if ([*place] != [*before]
                 or not all(map(is_, place.values(), before.values()))):
             for key in place.keys() - before.keys():
                 del place[key]
             place.update(before)
         return
-    before = [instead.get(id(x), x) for x in before]
     if len(place) != len(before) or not all(map(is_, place, before)):
         place.clear()
         place.update(before) if isinstance(place, set) else place.extend(before)
@@ -296,22 +322,26 @@ def buffers_kept(
     model: nn.Module,
     *others: Any,         # a loss, and what else it brings along
     every: bool = False,  # copy the large ones too, and look at parameters
-) -> Iterator[None]:
+    held: Held | None = None,  # the same, taken before
+) -> Iterator[Held]:
     """What model and loss hold is as it was afterwards; RuntimeError names what cannot
     be.
 
     A cache that a pass makes, such as a table of positions, is made anew in the next.
     """
-    held = Held(model, *others, every=every)
+    held = held or Held(model, *others, every=every)
     try:
-        yield
+        yield held
     finally:
         refuse_lost(held, held.put_back())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-per-example-losses
-def per_example_losses(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
+def per_example_losses(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch,
+    held: Held | None = None,  # what model and loss hold, if it is known
+) -> Tensor:
     "The (B,) losses of a batch; ValueError when `loss_fn` returns anything else."
-    with buffers_kept(model, loss_fn):
+    with buffers_kept(model, loss_fn, held=held):
         losses = loss_fn(model, batch)
     rows = batch_rows(batch)
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
@@ -1353,14 +1383,14 @@ def block_sums(
         for name, mask in kept.named(block):
             shares[name].append((factor, silent, mask))
     sums = {}
-    for name, found in shares.items():
+    for name in sorted(shares, key=lambda name: kept.parameters[name].numel()):
         one = kept.one(name)
-        parts = (sum_of(one, *share) for share in found)
+        parts = (sum_of(one, *share) for share in shares[name])
         sums[name] = kept.placed(
             name, added(parts, partial(torch.zeros_like, one.like)))
         if last:
             kept.uses[name] = []
-    return sums
+    return {name: sums[name] for name in shares}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-class
 #| code-fold: true
@@ -1379,6 +1409,7 @@ class Gradients:
         self.losses, self.parameters, self.size = losses, parameters, size
         self.kept = kept = Kept(parameters, uses, size, where)
         self.names, self.uses = kept.names, kept.uses
+        self.forms: dict[nn.Parameter, set[Form]] = {}  # in which rows came
 
     def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
         """(B,) squared 2-norms of one parameter's, or of entries of it;
@@ -1443,13 +1474,21 @@ class NotByExample(RuntimeError):
     "A layer's output is not ordered by example."
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collected
+Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
+
 class Collected:
     "What the taps of one pass have received: contributions, by parameter."
 
     def __init__(self, rows: int, groups: Groups | None = None, where: Whole = WHOLE):
         self.rows, self.groups, self.where = rows, groups, where
         self.uses: dict[nn.Parameter, list[Contribution]] = {}
+        self.forms: dict[nn.Parameter, set[Form]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
+
+    def note(self, parameters: Iterable[nn.Parameter], form: Form) -> None:
+        "In which form rows reach these parameters: how many an example has, and so on."
+        for parameter in parameters:
+            self.forms.setdefault(parameter, set()).add(form)
 
     def anchor(self, output: Tensor) -> Tensor:
         "A scalar that requires a gradient, one for each device."
@@ -1491,6 +1530,7 @@ def tap_layer(
     weight, bias, rows = own.get("weight"), own.get("bias"), collected.rows
     inputs = next(iter((*args, *kwargs.values())))
     layer, inputs, cut = collected.where.seen(module, inputs, output)
+    form = len(output) // rows, output.ndim
     if len(output) == 1 < rows:  # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
     elif len(output) % rows:
@@ -1499,6 +1539,7 @@ def tap_layer(
     if output.is_leaf and output.requires_grad:  # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
+        collected.note(own.values(), form)
         gradient = collected.by_example(cut(gradient))
         if bias is not None:
             collected.add(bias, rule.bias(layer, gradient))
@@ -1518,6 +1559,8 @@ def tap_bare(
 ) -> None:
     "A forward hook that runs before the module: one copy for each example."
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    shape = inputs[0].shape if inputs else ()
+    form = int(collected.rows in shape[:1]), len(shape)
     for name, parameter in own.items():
         # a scale of (B, T, d) becomes (B, 1, d), a class token of (1, 1, d) too
         tokens = inputs[0].ndim - 1 - parameter.ndim if inputs else 0
@@ -1527,6 +1570,7 @@ def tap_bare(
         copies = (parameter if here is None else here).detach().expand(
             collected.rows, *shape)
         def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
+            collected.note([parameter], form)
             rows = gradient.reshape(len(gradient), *parameter.shape)
             collected.add(parameter, Dense(rows))
         module.__dict__[name] = Tap.apply(copies, collected.anchor(copies), receive)
@@ -1585,12 +1629,13 @@ class Recorder:
         self.collected = Collected(0, groups)
         self.leaves: list[weakref.ref[Tensor]] = []  # that are not the model's
 
-    def run(self, loss_fn: LossFunction, batch: Batch, search: bool = False) -> Tensor:
+    def run(self, loss_fn: LossFunction, batch: Batch, held: Held,
+            search: bool = False) -> Tensor:
         "The (B,) losses, detached; `search` also fills `leaves`."
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
         # checkpointed layers run again inside
         with tapped(self.model, self.collected, self.trains):
-            losses = per_example_losses(self.model, loss_fn, batch)
+            losses = per_example_losses(self.model, loss_fn, batch, held)
             anchors = [*self.collected.anchors.values()]
             if search:
                 self.leaves = [weakref.ref(x) for x in leaves_of(losses)
@@ -1791,7 +1836,8 @@ COUPLED = "an example's {} changes with {}; so its influence has no bound: {}"
 NEIGHBOURS = ("average within an example, never over the batch, and use no layer that "
               "mixes examples, such as BatchNorm in training mode")
 PADDING = ("divide by the number of an example's own tokens, never by the length of "
-           "the batch, and give the model a mask of what is padding")
+           "the batch, give the model a mask of what is padding, and let a collate_fn "
+           "keep its rows apart and in order")
 UNSTEADY = ("the loss of the same example is another number each time, though torch's "
             "random numbers are held still: draw them with torch, "
             "not with numpy or random")
@@ -1888,7 +1934,7 @@ class Coupling:
         "ValueError when examples are coupled; most batches are let through unseen."
         if not self.due(batch):
             return False
-        with buffers_kept(self.model, self.loss_fn):
+        with nothing_hidden(self.model, self.loss_fn):
             same_losses_in_all_settings(self.model, self.loss_fn, batch,
                                         looked_at(batch), recollate, self.longest,
                                         VALUES[len(self.shapes) % len(VALUES)])
@@ -1967,12 +2013,14 @@ def modes_of(model: nn.Module) -> list[Callable]:
     trains = any(module.training for module in model.modules())
     return [evaluating, *[nullcontext] * trains]
 
+Sights = dict[nn.Parameter, set[Form] | None]
+
 def taps_see(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Batch,  # of examples that differ
     parameters: Sequence[nn.Parameter],
-) -> dict[nn.Parameter, bool]:  # whether the taps give its per-example gradients
+) -> Sights:  # in which forms the taps give its gradients; None: they do not
     """The engine beside the oracle; nothing is known with fewer than two finite
     gradients."""
     found = []
@@ -1980,7 +2028,11 @@ def taps_see(
         for mode in modes_of(model):
             with mode(model):
                 found.append(_taps_see_here(model, loss_fn, batch, list(parameters)))
-    return {p: all(one[p] for one in found) for p in parameters} if all(found) else {}
+    def joined(forms: list[set[Form] | None]) -> set[Form] | None:
+        known = [one for one in forms if one is not None]
+        return set().union(*known) if len(known) == len(forms) else None
+    return ({p: joined([one[p] for one in found]) for p in parameters} if all(found)
+            else {})
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged
 PUTS_BACK = ("index_add", "index_put", "index_copy", "scatter")  # all rows, as before
@@ -2050,7 +2102,7 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-here
 def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
-                   parameters: list[nn.Parameter]) -> dict[nn.Parameter, bool]:
+                   parameters: list[nn.Parameter]) -> Sights:
     "`taps_see` in the mode that the model is in."
     alone = _one_by_one(model, loss_fn, batch, parameters)
     finite = [i for i, row in enumerate(alone)
@@ -2063,7 +2115,7 @@ def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     _refuse_other_gradients(model, loss_fn, batch, parameters, alone)
     picked = reached_by_picked_rows(model, loss_fn, batch)
     found = _compare(model, loss_fn, batch, parameters, alone)
-    return {p: sees and id(p) not in picked for p, sees in found.items()}
+    return {p: None if id(p) in picked else forms for p, forms in found.items()}
 
 def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                 parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
@@ -2097,25 +2149,34 @@ PASS_FAILS = (  # what a pass with odd taps raises
 def _compare(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     parameters: list[nn.Parameter], alone: list[list[Tensor]],
-) -> dict[nn.Parameter, bool]:
+) -> Sights:
     "`taps_see`, by halves where a parameter stops the pass."
     try:
         with only_training(model, parameters):
             taps = record(model, loss_fn, batch)
         overall = max(sum(_norm(full(g)) ** 2 for g in row) for row in alone) ** 0.5
-        return {p: _agrees(taps, taps.names[id(p)], [full(row[i]) for row in alone],
-                           overall)
+        return {p: _forms_shown(taps, p, [full(row[i]) for row in alone], overall)
                 for i, p in enumerate(parameters)}
     except OutsideTheModel:
         raise
     except PASS_FAILS:
         if len(parameters) == 1:
-            return {parameters[0]: False}
+            return {parameters[0]: None}
         half = len(parameters) // 2
         parts = ((parameters[part], [row[part] for row in alone])
                  for part in (slice(half), slice(half, None)))
-        return {p: sees for part in parts
-                for p, sees in _compare(model, loss_fn, batch, *part).items()}
+        return {p: forms for part in parts
+                for p, forms in _compare(model, loss_fn, batch, *part).items()}
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-forms-shown
+def _forms_shown(
+    taps: Gradients, parameter: nn.Parameter, rows: list[Tensor], overall: float,
+) -> set[Form] | None:
+    "The forms in which taps and oracle agree, None where they do not; zeros show none."
+    if not _agrees(taps, taps.names[id(parameter)], rows, overall):
+        return None
+    some = any(bool(row.any()) for row in rows)
+    return taps.forms.get(parameter, set()) if some else set()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees
 def _norm(values: Tensor) -> float:
@@ -2213,16 +2274,18 @@ def record(
     searched = _searched.setdefault(model, WeakIdKeyDictionary()).setdefault(
         loss_fn, set())
     shape, recorder = batch_shape(batch), Recorder(model, groups, skip)
-    with buffers_kept(model, loss_fn):
-        losses = recorder.run(loss_fn, batch, search=shape not in searched)
+    with buffers_kept(model, loss_fn) as held:
+        losses = recorder.run(loss_fn, batch, held, search=shape not in searched)
     if any(leaf() is not None for leaf in recorder.leaves):
         gc.collect()
         refuse_leaves(loss_fn, [x for leaf in recorder.leaves
                                 if (x := leaf()) is not None])
     searched.add(shape)
     size = groups.units if groups else len(losses)
-    return Gradients(losses, trainable(model), recorder.collected.uses, size,
-                     recorder.where)
+    taken = Gradients(losses, trainable(model), recorder.collected.uses, size,
+                      recorder.where)
+    taken.forms = recorder.collected.forms
+    return taken
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
@@ -2257,8 +2320,8 @@ def counting(
 ) -> Gradients:
     "One pass of a batch, with the random numbers that come next, which still do."
     recorder, loss = Recorder(model, skip=skip), Counting(loss_fn, counts)
-    with forked(model), buffers_kept(model, loss):
-        losses = recorder.run(loss, batch)
+    with forked(model), buffers_kept(model, loss) as held:
+        losses = recorder.run(loss, batch, held)
     return Gradients(losses, trainable(model), recorder.collected.uses, len(losses))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole
@@ -2345,6 +2408,55 @@ def unseen(
     ways = {p: known.get(p, per_example_gradients) for p in parameters.values()}
     return {parameter: way for parameter, way in ways.items() if way is not None}
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-forms
+# model -> loss function -> parameter -> forms that were compared
+_forms: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+def compared_forms(model: nn.Module, loss_fn: LossFunction) -> WeakIdKeyDictionary:
+    "By parameter, the forms of rows in which its taps were right."
+    return _forms.setdefault(model, WeakIdKeyDictionary()).setdefault(
+        loss_fn, WeakIdKeyDictionary())
+
+def compared(
+    model: nn.Module, loss_fn: LossFunction, found: Sights,
+) -> list[nn.Parameter]:  # that the taps see
+    "Note the forms in which the taps were right."
+    known = compared_forms(model, loss_fn)
+    seen = {p: forms for p, forms in found.items() if forms is not None}
+    for parameter, forms in seen.items():
+        known[parameter] = known.get(parameter, set()) | forms
+    return [*seen]
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-new-forms
+def in_new_forms(
+    model: nn.Module, loss_fn: LossFunction, taken: Gradients,
+) -> dict[nn.Parameter, SlowWay]:  # each example by itself
+    "Parameters whose gradients, not all zero, come in a form that was not compared."
+    known = compared_forms(model, loss_fn)
+    new = (p for p, forms in taken.forms.items()
+           if p in known and not forms <= known[p])
+    return {p: per_example_gradients for p in new
+            if taken.square_norms(taken.names[id(p)]).any()}
+
+def looked_at_again(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, taken: Gradients,
+) -> dict[nn.Parameter, SlowWay]:  # the way of each that the taps do not see
+    """Look at parameters that nothing has reached before, or as many rows for each
+    example, as where longer texts are cut into windows; until a look has shown that
+    form, each example is taken by itself."""
+    new = in_new_forms(model, loss_fn, taken) if batch_rows(batch) > 1 else {}
+    if not new:
+        return {}
+    if lying(model) is not WHOLE:
+        raise NotByExample(
+            f"{taken.names[id(next(iter(new)))]} gets rows in another form than those "
+            f"that were compared, where the model lies over several processes; {ROWS}, "
+            "or give every process the whole model")
+    ways = _ways(model, loss_fn, batch, [*new])
+    _seen[model][loss_fn].update(ways)
+    slow = {p: way for p, way in ways.items() if way is not None}
+    return in_new_forms(model, loss_fn, taken) | slow
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ways
 def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
           fresh: list[nn.Parameter]) -> dict[nn.Parameter, SlowWay | None]:
@@ -2352,7 +2464,8 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     check_kinds(model)
     if lying(model) is not WHOLE:
         from .sharded_runs import check_taps
-        return dict.fromkeys(check_taps(model, loss_fn, batch, fresh))
+        found = check_taps(model, loss_fn, batch, fresh)
+        return dict.fromkeys(compared(model, loss_fn, found))
     # without autocast, if it says so
     exact = getattr(loss_fn, "full_precision", loss_fn)
     small = select_rows(batch, different_rows(batch))
@@ -2360,12 +2473,13 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
         exact(model, small)  # shows what a pass changes
     check_uncoupled(model, exact, small)
     found = taps_see(model, exact, small, fresh)
-    missed = [parameter for parameter, sees in found.items() if not sees]
+    missed = [parameter for parameter, forms in found.items() if forms is None]
     if missed and not can_skip(model, exact, small, missed):
-        found = dict.fromkeys(found, False)
-    slow = {name: p for name, p in trainable(model).items() if not found.get(p, True)}
-    ways: dict[nn.Parameter, SlowWay | None] = {
-        p: None for p, sees in found.items() if sees}
+        found = dict.fromkeys(found)
+    slow = {name: p for name, p in trainable(model).items()
+            if p in found and found[p] is None}
+    ways: dict[nn.Parameter, SlowWay | None] = dict.fromkeys(
+        compared(model, loss_fn, found))
     if slow:
         mapped = mapping_works(model, exact, small, list(slow.values()))
         ways |= dict.fromkeys(
@@ -2396,6 +2510,7 @@ def gradients(
     slow = unseen(model, loss_fn, batch)
     look_at_whole(model, loss_fn, batch, slow)
     taken = record(model, loss_fn, batch, groups, skip=slow)
+    slow |= looked_at_again(model, loss_fn, batch, taken)
     for way in dict.fromkeys(slow.values()):
         with only_training(model, [parameter for parameter, chosen in slow.items()
                                    if chosen is way]):

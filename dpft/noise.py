@@ -6,7 +6,7 @@
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'drawn_below', 'box_muller',
            'cipher_pieces', 'part_of', 'add_pieces', 'threads', 'side_by_side', 'Keystream', 'digests', 'raw_bytes',
            'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces', 'noise_key',
-           'grid_step', 'on_grid', 'secure_std']
+           'grid_step', 'on_grid', 'perturbed_on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -393,6 +393,22 @@ def on_grid(
 ) -> Tensor:         # float64
     "The nearest multiples of the step, none beyond the end of the grid; @lem-grid."
     return (values.double() / step + 0.5).floor().clamp(-GRID_REACH, GRID_REACH) * step
+
+# %% ../nbs/5_notes/54_noise.ipynb #noise-perturbed-on-grid
+def perturbed_on_grid(
+    total: Tensor,
+    std: Tensor | float,
+    keystream: Noise | None,       # None: no noise, but the grid
+    *context: str | int,
+) -> Tensor:                       # float64
+    "A sum and its noise as whole steps of one grid; @lem-grid."
+    step = grid_step(std) if isinstance(std, Tensor) else grid_step(std).item()
+    fixed = on_grid(total, step)
+    if keystream is not None:
+        noise = keystream.secure_normal(total.shape, "noise", *context,
+                                        device=total.device)
+        fixed += on_grid(noise * std, step)
+    return fixed
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-secure-std
 def secure_std(

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from .device_noise import CHUNK, device_pieces
 from .gradients import (
-    PASS_FAILS, Batch, Coupling, LossFunction, Recollate, Still, batch_rows,
-    buffers_kept, check_uncoupled, different_rows, evaluating, full, looked_at,
-    nothing_hidden, only_training, record, same_losses_in_all_settings, select_rows,
-    tensors, tolerance, trainable)
+    PASS_FAILS, VALUES, Batch, Coupling, Form, LossFunction, Recollate, Sights, Still,
+    batch_rows, check_uncoupled, different_rows, full, looked_at,
+    modes_of, nothing_hidden, only_training, record, same_losses_in_all_settings,
+    select_rows, tensors, tolerance, trainable)
 from .noise import SHARE, Context, Keystream, Noise, cipher_pieces
 from .processes import Processes, local, reached, take_over
 from .sharding import Ranks, Sharding, Span, as_lies, sharding_of, unify
@@ -198,24 +198,27 @@ NO_WAY = ("no fast rule gives these per-example gradients where the model lies o
 def check_taps(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     fresh: Sequence[nn.Parameter],
-) -> Sequence[nn.Parameter]:    # the same, all of which the taps see
+) -> Sights:    # of the same, all of which the taps see
     "ValueError that names a parameter of which the taps miss the per-example gradient."
     where, exact = sharding_of(model), getattr(loss_fn, "full_precision", loss_fn)
     rows = common_rows(select_rows(batch, different_rows(batch)))
-    with torch.no_grad(), nothing_hidden(model):
+    with torch.no_grad(), nothing_hidden(model, exact):
         exact(model, rows)
     check_uncoupled(model, exact, rows)
     names = {id(p): name for name, p in trainable(model).items()}
+    forms: dict[nn.Parameter, set[Form]] = {p: set() for p in fresh}
+    missed: list[str] = []
     try:
-        with (evaluating(model), nothing_hidden(model), only_training(model, fresh),
-              Still()):
-            missed = missed_by_taps(where, model, exact, rows)
+        with nothing_hidden(model, exact), only_training(model, fresh), Still():
+            for mode in modes_of(model):
+                with mode(model):
+                    missed += missed_by_taps(where, model, exact, rows, forms)
     except PASS_FAILS as error:
         first = names[id(fresh[0])]
         raise ValueError(f"{first} and others: {NO_WAY} ({error})") from error
     if missed:
-        raise ValueError(f"{', '.join(missed)}: {NO_WAY}")
-    return fresh
+        raise ValueError(f"{', '.join(dict.fromkeys(missed))}: {NO_WAY}")
+    return {**forms}
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-joined-rows
 def joined_rows(every: Sequence[Batch]) -> Batch:
@@ -315,6 +318,7 @@ def beyond_rounding(
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-missed
 def missed_by_taps(
     where: Sharding, model: nn.Module, loss_fn: LossFunction, rows: Batch,
+    forms: dict[nn.Parameter, set[Form]],    # in which rows come, to be filled
 ) -> list[str]:
     "Names of what trains whose norms or sums by taps are not the oracle's."
     size, teams, parameters = batch_rows(rows), where.ranks.rows, trainable(model)
@@ -325,6 +329,8 @@ def missed_by_taps(
                          "can be checked; leave such rows out")
     weights = torch.linspace(1.0, -0.6, size, device=finite.device) * finite
     taps = record(model, loss_fn, rows)
+    for p, found_forms in taps.forms.items():
+        forms[p] |= found_forms
     sums, gaps, found = taps.weighted_sum(weights), {}, {}
     for name, p in parameters.items():
         wanted = torch.tensordot(weights.double()[finite], own[name][finite], dims=1)
@@ -368,9 +374,10 @@ class SharedCoupling(Coupling):
             rows, parts, longest = found
             again = None if parts is None else (
                 lambda which, length: parts[tuple(which), length])
-            with buffers_kept(self.model):
-                same_losses_in_all_settings(self.model, self.loss_fn, rows,
-                                            [*range(batch_rows(rows))], again, longest)
+            with nothing_hidden(self.model, self.loss_fn):
+                same_losses_in_all_settings(
+                    self.model, self.loss_fn, rows, [*range(batch_rows(rows))], again,
+                    longest, VALUES[len(self.shapes) % len(VALUES)])
             self.looked(rows)
         return found is not None
 

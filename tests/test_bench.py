@@ -6,6 +6,7 @@ import sys
 import types
 from dataclasses import replace
 
+import greedy
 import pytest
 import torch
 from hypothesis import given
@@ -212,6 +213,19 @@ def test_a_step_of_eight_physical_batches_is_the_step_of_the_whole_batch():
     assert not first["cannot"] and not second["cannot"] and second["time_ratio"] > 0
 
 
+def test_teams_of_processes_take_turns_and_stand_beside_one_process():
+    setting = bench.plan_processes(tiny=True)[-1]
+    assert setting.trains == "full" and setting.who == tuple(bench.TEAMS)
+    found = list(bench.run_bench([setting], CPU))
+    assert [(e["who"], e["processes"], e["threads"]) for e in found] == [
+        ("one process", 1, 1), ("two processes", 2, 1), ("two, sharded", 2, 1)]
+    assert found[0]["throughput_ratio"] == 1 and all(e["seconds"] > 0 and not e["cannot"] for e in found)
+    assert all(e["throughput_interval"][0] <= e["throughput_ratio"] <= e["throughput_interval"][1] for e in found)
+    table = bench.bench_report(found)
+    assert table.count("\n") == 1 + 3 and table.count(" met |") + table.count(" missed |") == 2
+    assert [e.rows for e in bench.plan_processes()] == [64, 64, 512]
+
+
 def whole(who, trains, ratio, *, part="peers", width=384, cannot=""):
     return {"part": part, "model": "encoder", "width": width, "layers": 4, "size": 128, "rows": 8, "trains": trains, "who": who,
             "parameters": 1000, "seconds": ratio, "time_ratio": ratio, "time_interval": [0.9 * ratio, 1.1 * ratio], "peak_mib": 1.0,
@@ -259,6 +273,35 @@ def test_what_a_peer_cannot_do_is_said():
     entries = list(bench.measure(replace(TEXT, model="gpt2"), CPU))
     assert [entry["who"] for entry in entries if entry["cannot"]] == ["opacus", "opacus-ghost"]
     assert bench.cost_table(entries).count("cannot: ") == 2
+
+
+@pytest.mark.parametrize("stand_in, said", [(greedy.greedy, "needs more than "), (greedy.killed, "needs more than "),
+                                            (greedy.stops, "ValueError: four are too many")])
+def test_a_contender_that_needs_more_memory_than_there_is_fails_alone(stand_in, said, monkeypatch):
+    monkeypatch.setitem(bench.WHOLE, "opacus-step", (stand_in, "opacus"))
+    setting = replace(TEXT, part="peers", who=("plain-step", "opacus-step"))
+    plain, other = bench.run_bench([setting], CPU)
+    assert not plain["cannot"] and plain["seconds"] > 0 and "seconds" not in other
+    assert other["cannot"].startswith(said) and other["cannot"].endswith(" GiB" if "more" in said else "many")
+    assert f"| {other['cannot']} |" in bench.peers_table([plain, other]) and "needs" not in plain["cannot"]
+
+
+def test_free_memory_is_what_the_system_says_or_what_the_container_has_left(tmp_path):
+    assert contenders.free_memory(tmp_path) == math.inf                      # a system that says nothing
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert contenders.free_memory(tmp_path) == 4000 * 1024
+    groups = tmp_path / "sys/fs/cgroup"
+    groups.mkdir(parents=True)
+    (groups / "memory.current").write_text("1000\n")
+    for limit, free in (("max\n", 4000 * 1024), ("3000\n", 2000)):
+        (groups / "memory.max").write_text(limit)
+        assert contenders.free_memory(tmp_path) == free
+    assert contenders.free_memory() > 2**20
+
+
+def test_without_a_known_amount_of_memory_nothing_is_limited():
+    assert contenders.alone(contenders.limit_memory, math.inf, most=math.inf) == ""
 
 
 @pytest.mark.parametrize("spoil", ["scale", "missing", "unclipped", "nan"])

@@ -3,14 +3,17 @@
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
 from torch import nn
 
 from dpft.gradients import (
     Coupling,
+    Held,
     check_uncoupled,
     clipped_sum,
     gradients,
@@ -113,6 +116,39 @@ def test_a_buffer_is_after_a_pass_what_it_was_before(how, size):
         for _ in range(2):
             evaluate(model, wave, batch, *[1.0][:evaluate is clipped_sum])
             assert not model.seen.any(), evaluate
+
+
+BEGUN = []  # what a checkpointed layer found in its buffer, each time that it ran
+
+
+class Checkpointed(Observed):
+    "The same, running again in the backward pass."
+
+    def forward(self, x):
+        def part(x):
+            BEGUN.append(self.seen.abs().max().item())
+            return Observed.forward(self, x)
+        return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["in place", "new", "data"])
+def test_a_checkpointed_layer_runs_twice_from_where_it_began_and_leaves_nothing(how):
+    model, batch = Checkpointed(how).train(), (77 * noise(5, 4),)
+    clipped_sum(model, wave, batch, 1.0)                          # the first pass is compared with the oracle
+    for start in (0.0, 3.0):
+        model.seen = torch.full_like(model.seen, start)
+        BEGUN.clear()
+        clipped_sum(model, wave, batch, 1.0)
+        assert len(BEGUN) == 2 and set(BEGUN) == {start} and model.seen.tolist() == [start]
+
+
+def test_what_a_model_holds_is_looked_through_once_a_pass(monkeypatch):
+    model, batch, walks = Observed("in place").train(), (noise(5, 4),), []
+    clipped_sum(model, wave, batch, 1.0)
+    honest = Held.walk
+    monkeypatch.setattr(Held, "walk", lambda held: walks.append(held) or honest(held))
+    clipped_sum(model, wave, batch, 1.0)
+    assert len(walks) == 1 and not model.seen.any()
 
 
 def test_gradients_are_right_where_buffers_change():
@@ -251,6 +287,29 @@ def test_what_a_loss_holds_carries_no_example_to_the_next_batch(kind, around):
     for _ in range(3):
         clipped_sum(model, wrapped, (noise(5, 4),), 1.0)
     assert loss.number == 1.0 == loss.mean
+
+
+class Counting:
+    "Divides by what it has added up in an array."
+
+    def __init__(self):
+        self.sums = np.ones(2)
+
+    def __call__(self, model, batch):
+        losses = wave(model, batch) / self.sums[0]
+        self.sums[0] += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+@pytest.mark.parametrize("where", ["loss", "model"])
+def test_what_a_pass_writes_into_an_array_is_put_back(where):
+    "The sum of all losses so far divided the later ones: one record was in all gradients, unclipped."
+    loss, model = Counting(), Chain(a=nn.Linear(4, 2))
+    if where == "model":
+        model.loss = loss
+    for _ in range(3):
+        clipped_sum(model, loss if where == "loss" else lambda model, batch: model.loss(model, batch), (noise(5, 4),), 1.0)
+    assert loss.sums.tolist() == [1.0, 1.0]
 
 
 # ---- coupling --------------------------------------------------------------------------------------------------------------------
@@ -632,3 +691,68 @@ def test_rows_that_a_mask_picks_are_no_examples_though_their_number_fits(kind, l
     rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, loss, (x, masks[1])).values()], 1)
     wanted = (rows * (1e-3 / rows.norm(dim=1).clamp(min=1e-9)).clamp(max=1)[:, None]).sum(0)
     assert relative(found, wanted) <= 1e-9
+
+
+# ---- rows that reach a layer in another form than when it was looked at -----------------------------------------------------------
+
+
+class Windows(nn.Module):
+    "Long inputs are cut into windows, window by window: the rows of an example do not stand together."
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        windows = torch.cat(x.split(2, 1))
+        return self.a(windows).tanh().mean(1).view(-1, len(x), 3).mean(0)
+
+
+class Hard(nn.Module):
+    "Tokens of a kind go through another layer, as many as there are."
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 3, dtype=torch.float64) for _ in "ab")
+
+    def forward(self, x):
+        out, more = self.a(x).tanh(), x[..., 0] > 0
+        if more.any():
+            out = out.masked_scatter(more[..., None].expand_as(out), self.b(x[more]).tanh())
+        return out.mean(1)
+
+
+def unmarked(x):
+    x[..., 0] = -x[..., 0].abs()
+    return x
+
+
+@pytest.mark.parametrize("kind", [Windows, Hard])
+def test_rows_that_come_in_another_form_are_looked_at_again(kind):
+    "At the first look all was right; later one example's rows were counted as those of many, and had up to 15 times its bound."
+    torch.manual_seed(0)
+    model, first, second = kind(), unmarked(noise(6, 2, 4)), unmarked(noise(6, 6, 4))
+    second[2, :, 0] = second[2, :, 0].abs()
+
+    def loss(model, batch):
+        return batch[1] * model(batch[0]).square().sum(1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        clipped_sum(model, loss, (first, noise(6).abs()), 0.01)
+        for weights in (torch.eye(6, dtype=torch.float64)[2], noise(6).abs()):
+            batch = (second, weights)
+            found = total(clipped_sum(model, loss, batch, 0.01))
+            rows = torch.cat([value.flatten(1) for value in per_example_gradients(model, loss, batch).values()], 1)
+            wanted = (rows * (0.01 / rows.norm(dim=1).clamp(min=1e-30)).clamp(max=1)[:, None]).sum(0)
+            assert relative(found, wanted) <= 1e-6
+
+
+def test_a_form_that_was_compared_is_not_looked_at_again(monkeypatch):
+    from dpft import gradients as module
+    looks, honest = [], module._ways
+    monkeypatch.setattr(module, "_ways", lambda *given: looks.append(1) or honest(*given))
+    model = Chain(a=nn.Linear(4, 2))
+    for size in (5, 2, 1, 7):
+        clipped_sum(model, wave, (noise(size, 4),), 1.0)
+    assert len(looks) == 1

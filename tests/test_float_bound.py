@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from test_training import engine
 from torch import nn
 
 from dpft.clipping import clip_factor
@@ -245,3 +246,10 @@ def _all(model):
     from dpft.gradients import Block
 
     return Block([*model.parameters()], clip=1.0)
+
+
+def test_a_bound_whose_squares_fall_out_of_float32_is_refused_before_anything_is_drawn():
+    "At C = 1e-25 all norms were 0 and nothing was clipped: an example was released at 1.6 C."
+    with pytest.raises(ValueError, match="multiply the loss and clip by the same number"):
+        engine(clip=1e-25)
+    assert engine(clip=1e-12).plan.clip == 1e-12

@@ -5,18 +5,21 @@ import math
 import os
 import re
 import sqlite3
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import fresh
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpft.account import charged
 from dpft.ledger import Budget, Ledger, LedgerError
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
-from dpft.rows import row_hash
+from dpft.rows import LedgerFile, row_hash
 
 PLAN = {
     "mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10},
@@ -650,6 +653,48 @@ def test_an_equal_digest_is_the_same_release_and_counts_once_in_the_total():
         assert ledger.spent("a") == ledger.spent("b") == [SampledGaussian(1.0, 0.02, 2, "train")]
         assert ledger.spent() == [SampledGaussian(1.0, 0.02, 1, "train"), SampledGaussian(1 / math.sqrt(2), 0.02, 1, "train")]
         assert ledger.sums() == {"train": 3} and ledger.sums("a") == ledger.sums("b") == {"train": 2}
+
+
+def test_two_that_charge_one_draw_at_once_get_different_keys(tmp_path):
+    "Each saw no digest before its own, so both sums had the noise that is keyed by its name alone, and their difference none."
+    class Interrupted(Ledger):
+        def spend(self, *row, **more):
+            if waiting:
+                keys.append(charged(other, SimpleNamespace(run="b", portable=True), "train", 0, waiting.pop()))
+            return super().spend(*row, **more)
+
+    keys, waiting = [], ["of b"]
+    with Interrupted(tmp_path / "ledger") as ledger, Ledger(tmp_path / "ledger") as other:
+        for run in "ab":
+            ledger.begin(run, EQUAL, draws="s")
+        keys.append(charged(ledger, SimpleNamespace(run="a", portable=True), "train", 0, "of a"))
+        assert keys == ["", "of a"]
+        assert charged(ledger, SimpleNamespace(run="a", portable=True), "train", 0, "of a") == "of a"    # and so again
+
+
+def test_a_ledger_may_be_opened_while_another_process_writes(tmp_path, monkeypatch):
+    "What was written between two of the reader's questions looked as if it had been removed, and a backup was to be restored."
+    with Ledger(tmp_path / "ledger") as ledger:
+        ledger.begin("a", EQUAL)
+        honest, writers = LedgerFile.query, []
+
+        def interrupted(file, sql, *values):
+            if "sqlite_sequence" in sql and not writers:
+                writers.append(threading.Thread(target=write))
+                writers[0].start()
+                writers[0].join(0.5)
+            return honest(file, sql, *values)
+
+        def write():
+            with sqlite3.connect(tmp_path / "ledger", timeout=10, isolation_level=None) as file:
+                number, last = file.execute("SELECT number, hash FROM ledger").fetchone()
+                row = number + 1, "finish", "a", "", 0, "", ""
+                file.execute("INSERT INTO ledger VALUES (?,?,?,?,?,?,?,?)", (*row, row_hash(last, row)))
+
+        monkeypatch.setattr(LedgerFile, "query", interrupted)
+        Ledger(tmp_path / "ledger").close()
+        writers[0].join()
+        assert len(writers) == 1 and ledger.finished("a")
 
 
 def test_a_run_draws_by_itself_unless_it_says_otherwise():

@@ -398,7 +398,19 @@ class Odd(nn.Module):
         return x @ self.inner.weight.tanh()
 
 
+def two_views(model, batch):
+    "R-Drop: each text twice in one pass, in training mode alone."
+    if not model.training:
+        return loss(model, batch)
+    found = model(torch.cat([batch[0], batch[0]])).chunk(2)
+    return sum(F.cross_entropy(each, batch[1], reduction="none") for each in found)
+
+
 def refused(what):
+    if what == "views":
+        e = dpft.Engine(net("fsdp"), two_views, dpft.Full(), texts(), noise_multiplier=1.0, batch_size=16, steps=1, clip=1.0,
+                        accountant="rdp")
+        return [next(iter(e)).take()]
     if what == "odd":
         from torch.distributed.fsdp import fully_shard
         model = fully_shard(nn.Sequential(Odd(), nn.Linear(4, 2)))
@@ -413,7 +425,51 @@ def refused(what):
     return engine("fsdp", method=methods[what], epsilon=4.0)
 
 
-@pytest.mark.parametrize("what, word", [("odd", "no fast rule"), ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
+class Long(Text):
+    "Cuts texts of more than five tokens into windows, window by window."
+
+    def forward(self, tokens):
+        x = self.words(torch.cat(tokens.split(5, 1)))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1)).view(-1, len(tokens), 3).mean(0)
+
+
+def another_form():
+    model, (tokens, labels) = by_fsdp(Long()), texts()[:6]
+    clipped_sum(model, loss, (tokens, labels), 1.0)
+    clipped_sum(model, loss, (tokens.repeat(1, 6), labels), 1.0)
+
+
+def test_rows_that_come_in_another_form_are_refused(two):
+    "One example's rows were counted as those of six, each bounded by itself."
+    for answer in two.errors(another_form):
+        assert answer.startswith("NotByExample") and "gets rows in another form than those that were compared" in answer
+
+
+class Kept:
+    "Adds up the losses that it has seen."
+    total = 0.0
+
+    def __call__(self, model, batch):
+        losses = loss(model, batch) / (1 + self.total)
+        self.total += 1e-9 * float(losses.detach().sum())
+        return losses
+
+
+def left_in_the_loss():
+    kept = Kept()
+    e = dpft.Engine(net("fsdp"), kept, dpft.Full(), texts(), noise_multiplier=1.0, batch_size=16, steps=1, clip=1.0, accountant="rdp")
+    next(iter(e)).take()
+    return kept.total
+
+
+def test_what_a_loss_holds_is_put_back_after_a_look(two):
+    assert two(left_in_the_loss) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("what, word", [("views", "no fast rule"), ("odd", "no fast rule"),
+                                        ("pipeline", "stage of a pipeline"), ("draws", "not supported"),
                                         ("entries", "not supported")])
 def test_what_is_not_supported_is_refused_by_a_sentence(two, what, word):
     for answer in two.errors(refused, what=what):

@@ -388,6 +388,15 @@ def test_fine_tune_learns_and_reports():
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
 
 
+def test_the_number_of_examples_of_a_draw_is_named_in_the_guarantee_once_it_was_read():
+    e = engine()
+    step = next(iter(e))
+    for batch in step:
+        step.add(batch)
+    assert e.guarantee.uncharged == []
+    assert step.examples > 0 and e.guarantee.uncharged == ["the number of examples that were drawn"]
+
+
 @pytest.mark.parametrize("progress", [False, True])
 def test_no_loss_is_kept_or_shown_unless_it_is_asked_for(progress, capsys):
     run = tune(progress=progress)

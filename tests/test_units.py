@@ -15,7 +15,7 @@ from dpft.datasets import TableData, TensorData
 from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
 from dpft.privacy import Request
-from dpft.sampling import Units, units_of
+from dpft.sampling import Augmentation, Units, units_of
 from dpft.store import CheckpointError
 from dpft.texts import encode
 
@@ -144,6 +144,26 @@ def test_a_batch_that_the_step_did_not_give_is_refused():
     batch = next(iter(step))
     with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
         step.add((batch[0].clone(), batch[1]))
+
+
+@pytest.mark.parametrize("views", [None, Augmentation(copies=3, crop=1)])
+def test_a_collate_function_that_changes_the_order_is_refused_though_all_losses_are_alike(views):
+    "One person's rows were counted as many people's, and a model that begins at zero hid it from the look."
+    def by_size(items):
+        images, labels = (torch.stack([torch.as_tensor(item[n]) for item in items]) for n in (0, 1))
+        order = images.flatten(1)[:, 0].argsort()
+        return images[order], labels[order]
+
+    def one(collate):
+        model = net()
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        data = toy()
+        return one_sum(engine(model=model, data=data, unit=owners(len(data)), batch_size=8, collate_fn=collate, augment=views, steps=1))
+
+    assert one(torch.utils.data.default_collate).norm() > 0
+    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
+        one(by_size)
 
 
 def test_a_method_that_draws_must_ask_for_the_units():

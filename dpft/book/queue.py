@@ -124,12 +124,14 @@ class Source:
                 else took)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-context
-def worker_context() -> Any:
+def worker_context(
+    *loaded: str,  # names of modules that they need besides
+) -> Any:
     "How workers begin: forked from a server that has loaded the libraries, or anew."
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, *loaded])
     return context
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-answer

@@ -7,10 +7,10 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'LLM_EPSILON', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
-           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'RESUME', 'FREEZING', 'quickstart',
-           'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores', 'prepare', 'written',
-           'kept_as', 'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told', 'audit_outputs',
-           'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
+           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'RESUME', 'FREEZING',
+           'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores',
+           'prepare', 'written', 'kept_as', 'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told',
+           'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import json
@@ -459,6 +459,10 @@ PEERS = typer.Option(
     "--peers",
     help="Only whole steps, with noise, ledger and optimizer, of every library that "
          "is installed (FastDP from its folder on PYTHONPATH).")
+PROCESSES = typer.Option(
+    "--processes",
+    help="Only whole steps of one process and of two that share them; on two idle "
+         "cores.")
 RESUME = typer.Option(
     "--resume", help="Keep what the file of records holds, and measure what it lacks.")
 FREEZING = typer.Option(
@@ -468,7 +472,8 @@ FREEZING = typer.Option(
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-plan
 def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bool,
-                  marks: bool, gpu: bool, peers: bool = False) -> tuple[list[Any], str]:
+                  marks: bool, gpu: bool, peers: bool = False,
+                  processes: bool = False) -> tuple[list[Any], str]:
     """What is measured, and the name of its records;
     ValueError without the GPU that it takes."""
     from dpft.book import bench as room
@@ -480,6 +485,8 @@ def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bo
         return room.plan_gpu(tiny=quick), "costs-gpu"
     if peers:
         return room.plan_peers(tiny=quick), "costs-peers"
+    if processes:
+        return room.plan_processes(tiny=quick), "costs-processes"
     if marks:
         small = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
         return room.plan_marks(*small) if quick else room.plan_marks(), "costs-marks"
@@ -504,6 +511,7 @@ def bench(
     quick: Annotated[bool, QUICK] = False,
     marks: Annotated[bool, MARKS] = False,
     peers: Annotated[bool, PEERS] = False,
+    processes: Annotated[bool, PROCESSES] = False,
     gpu: Annotated[bool, GPU] = False,
     freezing: Annotated[bool, FREEZING] = False,
     resume: Annotated[bool, RESUME] = False,
@@ -520,7 +528,7 @@ def bench(
     lists = {"lengths": lengths, "sides": sides, "widths": widths}
     sizes = sizes_from(quick, lists, width, layers, rows, repeats, memory)
     settings, name = planned_bench(sizes, parts_asked(parts, lists), who, trains, quick,
-                                   marks, gpu, peers)
+                                   marks, gpu, peers, processes)
     numbers = (2**14 if quick else 2**21) if peers else 0
     print(room.bench_report(
         room.write_bench(settings, output, name, gpu, numbers, resume)))
