@@ -1,10 +1,10 @@
 """The site as Quarto leaves it, finished (`finish`) and looked over (`check`).
 
-`finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored as
-HTML), gives each figure the size that it was drawn in and, where it has no alternative text, its caption for one, gives the controls of the
-frame the names and roles that a screen reader needs, keeps a full stop beside the formula before it and the bars of a norm as low as their
-line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away in the sidebar, and leaves the
-search index one spelling of each formula.
+`finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored
+as HTML), gives each figure the size that it was drawn in and, where it has no alternative text, its caption for one, gives the controls of
+the frame the names and roles that a screen reader needs, lets keys reach wide tables, keeps a full stop beside the formula before it and
+the bars of a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away
+in the sidebar, and leaves the search index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
 Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px.
@@ -31,6 +31,7 @@ from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
 
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
+COLUMNS = 6  # of a table that may be wider than its column
 INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
 LOOKED_AT = ("index.html", "nbs/1_start/01_first.html", "nbs/1_start/03_clipping.html", "nbs/1_start/05_step.html",
              "nbs/2_methods/15_frost_magnitude.html", "nbs/3_found/31_papers.html", "nbs/3_found/37_cost.html", "reference/engine.html",
@@ -113,6 +114,14 @@ def with_named_controls(page: str) -> str:
     for pattern, name in names.items():
         page = re.sub(pattern, rf'\1 aria-label="{name}">', page)
     return re.sub(r'(quarto-title-breadcrumbs[^>]*aria-label="breadcrumb)"', r'\1 of the title"', page)
+
+
+def with_reachable_tables(page: str) -> str:
+    "A table of many columns scrolls sideways, so keys must reach it."
+    def reachable(table: re.Match) -> str:
+        head, _, _ = table[0].partition("</tr>")
+        return table[0].replace("<table", '<table tabindex="0"', 1) if len(re.findall(r"<th\b", head)) >= COLUMNS else table[0]
+    return re.sub(r"<table\b.*?</table>", reachable, page, flags=re.DOTALL)
 
 
 def with_stops(page: str) -> str:
@@ -222,7 +231,7 @@ def finish(folder: Path = SITE) -> list[str]:
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
         done = with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited)
-        done = with_sizes(with_named_controls(with_reference_folded(done)), (folder / name).parent)
+        done = with_sizes(with_reachable_tables(with_named_controls(with_reference_folded(done))), (folder / name).parent)
         (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
     return []
 

@@ -68,6 +68,13 @@ def test_the_controls_of_the_frame_have_names_and_roles(site):
     assert len({re.search('aria-label="([^"]*)"', tag)[1] for tag in landmarks}) == len(landmarks) == 3
 
 
+def test_a_wide_table_is_reached_by_keys(site):
+    def table(columns):
+        return f'<table class="t"><thead><tr>{"<th>a</th>" * columns}</tr></thead><tr>{"<td>b</td>" * columns}</tr></table>'
+    done = site.with_reachable_tables(f"<p>{table(3)}</p>{table(8)}")
+    assert done == f"<p>{table(3)}</p>" + table(8).replace("<table", '<table tabindex="0"')
+
+
 def test_a_stop_stays_beside_its_formula(site):
     math = '<math display="inline"><mi>x</mi></math>'
     assert site.with_stops(f"<p>{math}, and {math} so {math}).</p>") == (
