@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from .account import Account, Counted
 from .datasets import has_batch_protocol
-from dpft.gradients import (
+from .gradients import (
     WHOLE, Batch, Groups, LossFunction, batch_rows, full, gradients, lying,
-    select_rows)
-from .gradients import per_example_losses
+    per_example_losses, select_rows)
 from .losses import to_device
 from .noise import (
     SHARE, Keystream, Noise, digests, perturbed_on_grid, side_by_side)

@@ -13,7 +13,7 @@ from streams import one_stream
 from test_processes import Ranks, engine, net, run_all, tune, weights
 
 import dpft
-import dpft.step as step_module
+import dpft.noise as noise_module
 from dpft.auditing import Stopped, stopping
 from dpft.engine import check_secure
 from dpft.guarantee import Guarantee, assumptions
@@ -269,17 +269,17 @@ def test_no_other_generator_is_asked_on_any_device(monkeypatch):
 def one_step(**settings):
     "The rounded sums of this process, and the gradients that all have."
     e = engine(secure_mode=True, seed=0, **settings)
-    own, honest = {}, step_module.on_grid
+    own, honest = {}, noise_module.on_grid
 
     def spy(values, step):
         own[len(own)] = (honest(values, step), step)
         return own[len(own) - 1][0].clone()
 
-    step_module.on_grid = spy
+    noise_module.on_grid = spy
     try:
         next(iter(e)).take()
     finally:
-        step_module.on_grid = honest
+        noise_module.on_grid = honest
     return [(value.numpy(), np.asarray(step)) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
 
 
