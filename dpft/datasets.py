@@ -22,8 +22,6 @@ __all__ = ['LABELS', 'PERSONS', 'ASIDE', 'TensorData', 'take', 'TableData', 'has
            'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
-#| code-fold: true
-#| code-summary: "Code: TensorData"
 @dataclass(eq=False, repr=False)
 class TensorData:
     "Labelled images in one tensor; an item is `(image (C, H, W) float32, label)`."

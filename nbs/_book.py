@@ -28,6 +28,7 @@ HIDDEN = {"default_exp", "export", "exporti", "hide"}
 CODE = re.compile(r"(?ms)^(`{3,})[^\n]*\n.*?^\1[ \t]*$|(?<!`)`[^`\n]+`(?!`)")
 REFERENCE = re.compile(rf"(?<![\w@])@((?:{'|'.join(KINDS)})-[\w-]*\w)")
 CITATION = re.compile(rf"(?<![\w@./])@(?!(?:{'|'.join(KINDS)})-)([a-zA-Z][\w:-]*\w)")
+OPTIONS = re.compile(r"(?m)^#\| .*\n")  # of a cell, in an exported module
 HEADING = re.compile(r"^(#{1,3}) (.+?)(?:\s*\{([^{}]*)\})?\s*$")
 OPEN = re.compile(r"^(:{3,})\s*(?:\{(.*)\}|(\w+))\s*$")
 CLOSE = re.compile(r"^:{3,}\s*$")
@@ -337,12 +338,19 @@ def digests() -> dict[str, str]:
 
 
 def export() -> list[str]:
-    "Notebooks to package, then strip from the notebooks what does not belong there; nothing to say."
+    """Notebooks to package, without the cells' options for a page, which nbdev leaves there; nothing to say.
+
+    Then what does not belong in the notebooks is stripped from them.
+    """
     from nbdev.clean import nbdev_clean
     from nbdev.doclinks import nbdev_export
 
     os.chdir(ROOT)
     nbdev_export()
+    for module in (ROOT / "dpft").glob("**/*.py"):
+        text = module.read_text(encoding="utf-8")
+        if (plain := OPTIONS.sub("", text)) != text:
+            module.write_text(plain, encoding="utf-8")
     nbdev_clean()
     return []
 

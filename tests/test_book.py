@@ -45,6 +45,10 @@ def test_every_module_comes_from_a_notebook():
             assert (path.parent / notebook).exists(), f"{path.name} comes from {notebook}, which is gone"
 
 
+def test_a_module_holds_no_options_of_cells():
+    assert not [path.name for path in (ROOT / "dpft").rglob("*.py") if "\n#| " in path.read_text(encoding="utf-8")]
+
+
 def test_exported_cells_hold_only_imports_definitions_and_constants(book):
     allowed = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
     for path in (ROOT / "nbs").rglob("[0-9]*_*.ipynb"):

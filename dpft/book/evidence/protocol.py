@@ -118,7 +118,6 @@ def _ladder(
     return runs, found
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-scores
-#| code-fold: true
 def _key(run: Settings) -> tuple[Any, ...]:
     return tuple(run.get(name) for name in (
         "label", "clip", "clipping", "learning_rate", "target_epsilon", "steps"))
