@@ -33,8 +33,7 @@ from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
-from .processes import (
-    SAME_CHOICE, SAME_INPUT, Processes, check_whole, form)
+from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
 from .provenance import look_at_start, mark_trained
 from .sampling import Share
 from .settings import Settings, settings_from, takes_settings

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
-           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'ROWS', 'Form',
+           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'Form', 'ROWS',
            'COUPLED', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
            'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
            'called_with', 'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'exchanged', 'refill',
@@ -1385,6 +1385,8 @@ def block_sums(
     return {name: sums[name] for name in shares}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-class
+Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
+
 class Gradients:
     "The per-example gradients of one batch, not materialised: norms and sums of them."
 
@@ -1395,11 +1397,13 @@ class Gradients:
         uses: dict[nn.Parameter, list[Contribution]],
         size: int,                            # number of units: examples, or groups
         where: Whole = WHOLE,                 # how the parameters lie over processes
+        # in which rows reached a parameter, as far as it was noted
+        forms: Mapping[nn.Parameter, set[Form]] | None = None,
     ):
         self.losses, self.parameters, self.size = losses, parameters, size
         self.kept = kept = Kept(parameters, uses, size, where)
         self.names, self.uses = kept.names, kept.uses
-        self.forms: dict[nn.Parameter, set[Form]] = {}  # in which rows came
+        self.forms = forms or {}
 
     def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
         """(B,) squared 2-norms of one parameter's, or of entries of it;
@@ -1464,8 +1468,6 @@ class NotByExample(RuntimeError):
     "A layer's output is not ordered by example."
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-collected
-Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
-
 class Collected:
     "What the taps of one pass have received: contributions, by parameter."
 
@@ -2270,10 +2272,9 @@ def record(
                                 if (x := leaf()) is not None])
     searched.add(shape)
     size = groups.units if groups else len(losses)
-    taken = Gradients(losses, trainable(model), recorder.collected.uses, size,
-                      recorder.where)
-    taken.forms = recorder.collected.forms
-    return taken
+    found = recorder.collected
+    return Gradients(losses, trainable(model), found.uses, size, recorder.where,
+                     found.forms)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
