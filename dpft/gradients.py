@@ -22,11 +22,11 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS',
            'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in',
            'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady',
            'different_rows', 'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling',
-           'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'modes_of', 'taps_see', 'memory_of',
-           'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting',
-           'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared',
-           'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
-           'reuse_memory']
+           'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
+           'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
+           'Counting', 'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms',
+           'compared', 'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum',
+           'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -401,10 +401,10 @@ def per_example_gradients(
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
 def _single_gradient(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
-    parameters: Sequence[nn.Parameter], number: int = 0,
+    parameters: Sequence[nn.Parameter], number: int = 0, held: Held | None = None,
 ) -> list[Tensor]:
     "Gradient of the loss of one example; zeros for parameters that it does not use."
-    loss = per_example_losses(model, loss_fn, batch)[number]
+    loss = per_example_losses(model, loss_fn, batch, held)[number]
     if not loss.requires_grad:
         return [torch.zeros_like(parameter) for parameter in parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -1774,14 +1774,14 @@ class Still(TorchDispatchMode):
 
     def __init__(self, value: float = 0.5):
         super().__init__()
-        self.value = value
+        self.value, self.drawn = value, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        name = func._schema.name
+        self.drawn, name = True, func._schema.name
         places = {one.name: i for i, one in enumerate(func._schema.arguments)}
         for argument in ("dropout_p", "train"):
             if argument in kwargs:
@@ -1867,16 +1867,17 @@ def same_losses_in_all_settings(
     recollate: Recollate | None = None,  # of this batch; None: it cannot be padded
     longest: int = 0,                    # a length that the model is known to take
     value: float = 0.5,                  # what random numbers are
-) -> None:
+) -> bool:                               # whether any were drawn
     "ValueError when a loss changes with the neighbours, the order or the padding."
+    held, still = Held(model, loss_fn), Still(value)
     def losses(*parts: Batch) -> Tensor:
         with forked(model, 0):
-            return torch.cat([per_example_losses(model, loss_fn, part)
+            return torch.cat([per_example_losses(model, loss_fn, part, held)
                               for part in parts])
     def chosen(rows: list[int]) -> Batch:
         return select_rows(batch, torch.tensor(rows))
     device = next(model.parameters()).device.type
-    with torch.no_grad(), Still(value), plain_arithmetic(device):
+    with torch.no_grad(), still, plain_arithmetic(device):
         together = losses(chosen(rows))
         refuse_change(together, losses(chosen(rows)), "nothing at all", UNSTEADY)
         beside = "the examples beside it"
@@ -1886,6 +1887,7 @@ def same_losses_in_all_settings(
         refuse_change(together, alone, beside, NEIGHBOURS)
         for parts in repadded(batch, rows, recollate, longest):
             refuse_change(together, losses(*parts), "the length of its batch", PADDING)
+    return still.drawn
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-repadded
 def repadded(
@@ -1979,10 +1981,10 @@ def check_uncoupled(
     loss_fn: LossFunction,
     batch: Batch,                        # small: its examples go through one by one
     recollate: Recollate | None = None,  # of this batch
-) -> None:
+) -> bool:                               # whether losses draw random numbers
     """ValueError when an example's loss depends on the examples beside it,
     or on padding."""
-    size = batch_rows(batch)
+    size, drawn = batch_rows(batch), False
     def losses(rows: list[int]) -> Tensor:
         with forked(model, 0):
             return per_example_losses(model, loss_fn,
@@ -1990,18 +1992,26 @@ def check_uncoupled(
     rows = [*range(size)]
     with torch.no_grad(), nothing_hidden(model):
         for value in VALUES:
-            same_losses_in_all_settings(model, loss_fn, batch, rows, recollate,
-                                        value=value)
+            if not same_losses_in_all_settings(model, loss_fn, batch, rows, recollate,
+                                               value=value):
+                break
+            drawn = True
         copies = torch.stack([losses([i] * size)[i] for i in rows])
         refuse_change(losses(rows), copies, "the examples beside it", NEIGHBOURS)
-        with evaluating(model):
-            same_losses_in_all_settings(model, loss_fn, batch, rows, recollate)
+        if trains(model):
+            with evaluating(model):
+                drawn |= same_losses_in_all_settings(model, loss_fn, batch, rows,
+                                                     recollate)
+    return drawn
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-right
+def trains(model: nn.Module) -> bool:
+    "Whether a module is in training mode."
+    return any(module.training for module in model.modules())
+
 def modes_of(model: nn.Module) -> list[Callable]:
     "Evaluation mode and, if it is another, the mode that a model is in."
-    trains = any(module.training for module in model.modules())
-    return [evaluating, *[nullcontext] * trains]
+    return [evaluating, *[nullcontext] * trains(model)]
 
 Sights = dict[nn.Parameter, set[Form] | None]
 
@@ -2010,11 +2020,13 @@ def taps_see(
     loss_fn: LossFunction,
     batch: Batch,  # of examples that differ
     parameters: Sequence[nn.Parameter],
+    drawn: bool = True,  # whether the loss may draw random numbers
 ) -> Sights:  # in which forms the taps give its gradients; None: they do not
     """The engine beside the oracle; nothing is known with fewer than two finite
     gradients."""
     found = []
-    with nothing_hidden(model, loss_fn), only_training(model, parameters), Still():
+    still = Still() if drawn else nullcontext()
+    with nothing_hidden(model, loss_fn), only_training(model, parameters), still:
         for mode in modes_of(model):
             with mode(model):
                 found.append(_taps_see_here(model, loss_fn, batch, list(parameters)))
@@ -2070,7 +2082,7 @@ class Ragged(TorchDispatchMode):
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged-layers
 def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
-                           batch: Batch) -> set[int]:
+                           batch: Batch, held: Held) -> set[int]:
     "Ids of the parameters of layers whose rows were picked by values."
     found: set[int] = set()
     rows = Ragged()
@@ -2087,48 +2099,50 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
             stack.callback(hook.remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(rows)
-        per_example_losses(model, loss_fn, batch)
+        per_example_losses(model, loss_fn, batch, held)
     return found
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-here
 def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    parameters: list[nn.Parameter]) -> Sights:
     "`taps_see` in the mode that the model is in."
-    alone = _one_by_one(model, loss_fn, batch, parameters)
+    held = Held(model, loss_fn)
+    alone = _one_by_one(model, loss_fn, batch, parameters, held)
     finite = [i for i, row in enumerate(alone)
-              if all(full(g).square().sum().isfinite() for g in row)]
+              if math.isfinite(_norm(row))]
     if len(finite) < 2:
         return {}
     if len(finite) < len(alone):
         batch = select_rows(batch, torch.tensor(finite))
-        alone = _one_by_one(model, loss_fn, batch, parameters)
-    _refuse_other_gradients(model, loss_fn, batch, parameters, alone)
-    picked = reached_by_picked_rows(model, loss_fn, batch)
+        alone = _one_by_one(model, loss_fn, batch, parameters, held)
+    _refuse_other_gradients(model, loss_fn, batch, parameters, alone, held)
+    picked = reached_by_picked_rows(model, loss_fn, batch, held)
     found = _compare(model, loss_fn, batch, parameters, alone)
     return {p: None if id(p) in picked else forms for p, forms in found.items()}
 
 def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
-                parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+                parameters: Sequence[nn.Parameter],
+                held: Held) -> list[list[Tensor]]:
     "Each example's gradient, from a pass of the whole batch of its own."
-    return [_single_gradient(model, loss_fn, batch, parameters, i)
+    return [_single_gradient(model, loss_fn, batch, parameters, i, held)
             for i in range(batch_rows(batch))]
 
 def _refuse_other_gradients(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
-    parameters: Sequence[nn.Parameter], beside: list[list[Tensor]],
+    parameters: Sequence[nn.Parameter], beside: list[list[Tensor]], held: Held,
 ) -> None:
     """ValueError when an example has another gradient beside others than in the same
     place among copies of itself, though its loss may be the same."""
     size = len(beside)
-    sizes = [[_norm(full(g)) for g in row] for row in beside]
-    overall = math.hypot(*(size for row in sizes for size in row))
+    sizes = [_norm(row) for row in beside]
+    overall = math.hypot(*sizes)
     near = 10 * tolerance(parameters[0])
     for i, row in enumerate(beside):
         copies = select_rows(batch, torch.tensor([i] * size))
-        alone = _single_gradient(model, loss_fn, copies, parameters, i)
-        off = math.hypot(*(_norm(full(one) - full(other))
-                           for one, other in zip(alone, row, strict=True)))
-        if not off <= near * (math.hypot(*sizes[i]) + 0.01 * overall):
+        alone = _single_gradient(model, loss_fn, copies, parameters, i, held)
+        off = _norm(full(one) - full(other)
+                    for one, other in zip(alone, row, strict=True))
+        if not off <= near * (sizes[i] + 0.01 * overall):
             raise ValueError(COUPLED.format("gradient", "the examples beside it",
                                             NEIGHBOURS))
 
@@ -2144,7 +2158,7 @@ def _compare(
     try:
         with only_training(model, parameters):
             taps = record(model, loss_fn, batch)
-        overall = max(sum(_norm(full(g)) ** 2 for g in row) for row in alone) ** 0.5
+        overall = max(map(_norm, alone))
         return {p: _forms_shown(taps, p, [full(row[i]) for row in alone], overall)
                 for i, p in enumerate(parameters)}
     except OutsideTheModel:
@@ -2169,8 +2183,9 @@ def _forms_shown(
     return taps.forms.get(parameter, set()) if some else set()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees
-def _norm(values: Tensor) -> float:
-    return math.sqrt(row_sums(values[None].square()).item())
+def _norm(values: Iterable[Tensor]) -> float:
+    "Of all their numbers together."
+    return nn.utils.get_total_norm([full(x) for x in values]).item()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees-code
 def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> bool:
@@ -2179,13 +2194,15 @@ def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> b
     `overall`, the norm of all gradients together, sets what counts as zero: attention's
     key biases have no gradient but rounding.
     """
-    norms = [_norm(row) for row in rows]
+    table = torch.stack(rows)
+    norms = torch.linalg.vector_norm(by_example(table), dim=1).tolist()
     close = tolerance(taps.parameters[name]) * (sum(norms) + 0.01 * overall)
     factors = torch.linspace(1.0, -0.6, len(rows)).to(rows[0])
-    total = torch.tensordot(factors, torch.stack(rows), dims=1)
+    total = torch.tensordot(factors, table, dims=1)
     found = taps.square_norms(name).double().sqrt().tolist()
     near = all(abs(one - norm) <= close for one, norm in zip(found, norms, strict=True))
-    return near and _norm(taps.weighted_sum({name: factors})[name] - total) <= close
+    off = taps.weighted_sum({name: factors})[name] - total
+    return near and _norm([off]) <= close
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-mapped
 class _OneLoss(nn.Module):
@@ -2347,7 +2364,7 @@ def same_share(whole: Gradients, part: Gradients, kept: Tensor) -> None:
     near, factors = 10 * tolerance(norms), torch.zeros_like(norms)
     factors[kept[own]] = 1 / norms[kept[own]]
     one, other = whole.weighted_sum(factors), part.weighted_sum(factors)
-    off = math.hypot(*(_norm(one[name] - other[name]) for name in one))
+    off = _norm(one[name] - other[name] for name in one)
     alike = torch.allclose(norms[kept], others, rtol=near, atol=0, equal_nan=True)
     if not alike or not off <= near * max(1, len(kept)) ** 0.5:
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
@@ -2460,8 +2477,8 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     small = select_rows(batch, different_rows(batch))
     with torch.no_grad(), nothing_hidden(model, exact):
         exact(model, small)  # shows what a pass changes
-    check_uncoupled(model, exact, small)
-    found = taps_see(model, exact, small, fresh)
+    drawn = check_uncoupled(model, exact, small)
+    found = taps_see(model, exact, small, fresh, drawn)
     missed = [parameter for parameter, forms in found.items() if forms is None]
     if missed and not can_skip(model, exact, small, missed):
         found = dict.fromkeys(found)

@@ -482,6 +482,20 @@ def test_random_partners_are_coupling(partner):
         clipped_sum(Chain(a=nn.Linear(4, 6)), mixed, (noise(6, 4),), 1.0)
 
 
+@pytest.mark.parametrize("model,drawn,most", [(Chain(a=nn.Linear(4, 2)), False, 16), (Chain(a=nn.Linear(4, 2)).eval(), False, 10),
+                                              (Chain(a=nn.Linear(4, 2), b=nn.Dropout(0.5)), True, 28)])
+def test_a_loss_that_draws_nothing_is_looked_at_with_one_constant_and_one_that_draws_with_three(model, drawn, most):
+    passes, values = [], []
+
+    def counted(model, batch):
+        passes.append(len(batch[0]))
+        losses = wave(model, batch)
+        values.append(torch.rand(()).item() if drawn else None)
+        return losses
+    assert check_uncoupled(model, counted, (noise(3, 4),)) is drawn
+    assert len(passes) <= most and (not drawn or {0.5, 0.02, 0.98} <= {round(value, 2) for value in values})
+
+
 def test_random_numbers_that_are_not_torchs_have_their_own_sentence():
     import random
 
