@@ -2043,6 +2043,7 @@ def memory_of(values: Tensor) -> int:
     "Which memory a tensor lies in, whether or not this process may read it."
     return values.untyped_storage()._cdata
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-ragged-mode
 class Ragged(TorchDispatchMode):
     """Follows tensors that have as many rows as some values say, up to another shape.
 
@@ -2120,6 +2121,7 @@ def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     found = _compare(model, loss_fn, batch, parameters, alone)
     return {p: None if id(p) in picked else forms for p, forms in found.items()}
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-one-by-one
 def _one_by_one(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                 parameters: Sequence[nn.Parameter],
                 held: Held) -> list[list[Tensor]]:
@@ -2185,7 +2187,8 @@ def _forms_shown(
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees
 def _norm(values: Iterable[Tensor]) -> float:
     "Of all their numbers together."
-    return nn.utils.get_total_norm([full(x) for x in values]).item()
+    squares = (row_sums(full(x)[None].square()) for x in values)
+    return math.sqrt(sum(square.item() for square in squares))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-agrees-code
 def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> bool:
@@ -2195,7 +2198,7 @@ def _agrees(taps: Gradients, name: str, rows: list[Tensor], overall: float) -> b
     key biases have no gradient but rounding.
     """
     table = torch.stack(rows)
-    norms = torch.linalg.vector_norm(by_example(table), dim=1).tolist()
+    norms = row_sums(full(table).square()).double().sqrt().tolist()
     close = tolerance(taps.parameters[name]) * (sum(norms) + 0.01 * overall)
     factors = torch.linspace(1.0, -0.6, len(rows)).to(rows[0])
     total = torch.tensordot(factors, table, dims=1)

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,18 @@ class LedgerFile:
                 place, timeout=timeout, isolation_level=None, uri=read_only)
             self.connection.execute("PRAGMA synchronous = EXTRA") # the directory too
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> AbstractContextManager[None]:
         "One transaction that excludes other writers; undone if anything fails."
+        return self._transaction("BEGIN IMMEDIATE")
+
+    def reading(self) -> AbstractContextManager[None]:
+        "One moment of the file, whatever others write meanwhile."
+        return self._transaction("BEGIN")
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[None]:
         with _as_sentence(self.path, self.timeout):
-            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute(begin)
             try:
                 yield
                 self.connection.execute("COMMIT")
@@ -87,17 +94,6 @@ class LedgerFile:
                 if self.connection.in_transaction:
                     self.connection.execute("ROLLBACK")
                 raise
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        "One moment of the file, whatever others write meanwhile."
-        with _as_sentence(self.path, self.timeout):
-            self.connection.execute("BEGIN")
-            try:
-                yield
-            finally:
-                if self.connection.in_transaction:
-                    self.connection.execute("COMMIT")
 
     def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         "All rows that one statement gives."

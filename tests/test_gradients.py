@@ -25,6 +25,7 @@ from dpft.gradients import (
     Partition,
     Ragged,
     Rows,
+    _norm,
     check_uncoupled,
     clipped_sum,
     gradients,
@@ -494,6 +495,11 @@ class Deciding(Net):
     def forward(self, x):
         y = F.linear(x, self.inner.weight)
         return y.sin() if x.isfinite().all() else y
+
+
+def test_the_looks_take_norms_of_many_numbers_as_exactly_as_the_engine():
+    """Torch's own norm of so many may be off by more than the looks allow."""
+    assert abs(_norm([torch.full((2**25,), 1.1)]) / (1.1 * 2**12.5) - 1) < 1e-5
 
 
 def test_what_vmap_cannot_follow_is_taken_one_by_one():
