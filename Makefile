@@ -18,8 +18,8 @@ FLAGS ?=
 # Parallel workers share the cores, so each keeps to one; no test draws on a screen. DPFT_TESTING lets DPFT_SALT in.
 ONE_CORE := OMP_NUM_THREADS=$(THREADS) MKL_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false MPLBACKEND=agg DPFT_TESTING=1
 
-# The stages of `make test`, cheap ones first.
-STAGES := lint types exported book rendered executed tested
+# The stages of `make test`: the site, which is made beside the others, and then the cheap ones first.
+STAGES := rendered lint types exported book executed tested
 
 # `make salted`: other streams for every seed. `make elsewhere`: a processor with some of its features turned off.
 SALTS ?= 1 2 3 4 5
