@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import lru_cache
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RobertaConfig, RobertaForSequenceClassification
-from zoo import Plain, inner
+from zoo import Plain, inner, plain
 
 import dpft.gradients
 from dpft.frost import exact_magnitudes, gradient_magnitudes, partitions, sensitivity
@@ -24,16 +23,9 @@ KINDS = ("mg", "mgn", "mgna")
 WAYS = list(itertools.product(KINDS, (1, 2), (None, 2)))
 
 
-@lru_cache(maxsize=8)
-def made_once(sizes):
-    """A model that the engine looks at once, however often it is measured: nothing moves its parameters."""
-    plain = Plain(sizes)
-    return plain, partitions(plain, head=())
-
-
 def measure(rows, sizes, **ways):
-    plain, pieces = made_once(tuple(sizes))
-    return gradient_magnitudes(plain, inner, [(rows,)] if len(rows) else [], pieces, **ways)
+    model = plain(*sizes)
+    return gradient_magnitudes(model, inner, [(rows,)] if len(rows) else [], partitions(model, head=()), **ways)
 
 
 def by_definition(rows, sizes, kind="mgna", order=1, clip=1.0, clip_order=None):
