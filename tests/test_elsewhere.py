@@ -29,9 +29,9 @@ def chosen(method):
 
 
 def trained(task, name):
-    "All parameters after 20 steps, and what was selected."
+    "All parameters after 60 steps, and what was selected."
     method, model = METHODS[name](), dpft.load_model("mlp", len(task.classes), task.kind, task.image_shape)
-    run = dpft.fine_tune(model, task, method, epsilon=4.0, steps=20, batch_size=64, learning_rate=5e-3, clip=0.5, accountant="rdp",
+    run = dpft.fine_tune(model, task, method, epsilon=4.0, steps=60, batch_size=64, learning_rate=5e-3, clip=0.5, accountant="rdp",
                          delta=1e-4, seed=0, progress=False)
     return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()]).double().numpy(), chosen(method)
 
@@ -58,7 +58,7 @@ def task():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_seeded_run_is_the_same_up_to_rounding_where_the_processor_can_do_less(elsewhere, task, name):
-    """In float32 twenty steps round by some 1e-6; other noise would move the parameters by far more than is allowed here.
+    """In float32 sixty steps round by some 1e-6; other noise would move the parameters by far more than is allowed here.
 
     A selection could flip only where two noisy magnitudes agree to 1e-7 of their noise: a chance below 1e-6."""
     here, names = trained(task, name)
