@@ -2,11 +2,20 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dpft.book import experiments, figures
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_pretraining():
+    "One epoch on printed digits in place of ten: nothing here depends on how good the network is that fine-tuning begins with."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiments, "pretrain", partial(experiments.pretrain, epochs=1))
+        yield
 
 
 @pytest.fixture(scope="module")

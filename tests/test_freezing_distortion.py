@@ -9,7 +9,7 @@ import torch
 import zoo
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from zoo import Plain, inner
+from zoo import Plain, inner, plain
 
 from dpft.freezing import (
     UndefinedAngle,
@@ -174,7 +174,7 @@ def test_signals_are_those_of_gradients_written_out(name):
 @given(seed=SEEDS, clip=st.floats(0.1, 5), sigma=st.floats(0.1, 5), size=st.floats(1, 50))
 def test_angles_of_chosen_gradients(seed, clip, sigma, size):
     rows, whole = normal(seed, 6, 5), normal(seed + 1, 5)
-    model = Plain([2, 3])
+    model = plain(2, 3)
     true = {"p0": whole[:2], "p1": whole[2:]}
     found = signals(model, inner, (rows,), clip, sigma, true=true, batch_size=size, generator=torch.Generator().manual_seed(seed))
     biased = ((clip / rows.norm(dim=1)).clamp(max=1)[:, None] * rows).sum(0) / size
@@ -332,7 +332,7 @@ def test_the_strength_may_fall_to_zero():
 
 @given(seed=SEEDS, clip=st.floats(0.05, 5))
 def test_each_example_adds_no_less_after_freezing(seed, clip):
-    rows, model = normal(seed, 1, 6), Plain([3, 3])
+    rows, model = normal(seed, 1, 6), plain(3, 3)
     effect = freezing_effect(model, inner, (rows,), clip, 0.0, layers_of(model)[1:])
     assert effect.after.strength >= effect.before.strength * (1 - 1e-12)
     assert effect.clipped_after <= effect.clipped_before
@@ -341,7 +341,7 @@ def test_each_example_adds_no_less_after_freezing(seed, clip):
 @given(seed=SEEDS, clip=st.floats(0.05, 5))
 def test_the_strength_does_not_fall_where_all_gradients_agree(seed, clip):
     rows = torch.cat([normal(seed, 5, 3), normal(seed + 1, 5, 3).abs()], 1)      # trainable parts have non-negative inner products
-    model = Plain([3, 3])
+    model = plain(3, 3)
     effect = freezing_effect(model, inner, (rows,), clip, 1.0, layers_of(model)[1:], generator=torch.Generator().manual_seed(seed))
     assert effect.after.strength >= effect.before.strength * (1 - 1e-12)
 
@@ -353,7 +353,7 @@ def test_a_common_ratio_lowers_the_noise_angle_and_leaves_the_clipping_angle(see
     kept = 3 * kept / kept.norm(dim=1, keepdim=True)
     frozen = normal(seed + 1, 5, 3)
     rows = torch.cat([4 * frozen / frozen.norm(dim=1, keepdim=True), kept], 1)   # norms 5 and 3
-    model = Plain([3, 3])
+    model = plain(3, 3)
     effect = freezing_effect(model, inner, (rows,), 1.0, 1.0, layers_of(model)[1:], generator=torch.Generator().manual_seed(seed))
     assert effect.after.strength.item() == pytest.approx(effect.before.strength.item() * 5 / 3)
     assert effect.after.clipping.item() == pytest.approx(effect.before.clipping.item(), abs=1e-12)
@@ -367,7 +367,7 @@ def test_groups_are_those_of_gradients_written_out(seed, clip):
     rows, whole = normal(seed, 9, 5), normal(seed + 1, 5)
     long = rows.norm(dim=1) > clip
     assume(long.any() and not long.all())
-    model = Plain([2, 3])
+    model = plain(2, 3)
     found = clip_groups(model, inner, [(rows[:4],), (rows[4:],)], clip, layers_of(model), true={"p0": whole[:2], "p1": whole[2:]})
     assert (found.clipped, found.unclipped) == (int(long.sum()), int((~long).sum()))
     factors = (clip / rows.norm(dim=1)).clamp(max=1)[:, None]
@@ -407,7 +407,7 @@ def test_an_empty_group_has_no_angle():
 
 @given(seed=SEEDS, clip=st.floats(0.8, 3))
 def test_status_changes_only_from_clipped_to_unclipped(seed, clip):
-    rows, model = normal(seed, 12, 6), Plain([3, 3])
+    rows, model = normal(seed, 12, 6), plain(3, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UndefinedAngle)
         found = status_changes(model, inner, [(rows[:5],), (rows[5:],)], clip, layers_of(model)[1:])
@@ -425,7 +425,7 @@ def test_status_changes_only_from_clipped_to_unclipped(seed, clip):
 @given(seed=SEEDS, clip=st.sampled_from([0.5, 3.0]))
 @settings(max_examples=15)
 def test_rows_of_one_unit_count_as_their_sum(seed, clip):
-    model, rows, units = Plain([2, 3]), normal(seed, 9, 5), torch.tensor([0, 1, 1, 2, 0, 3, 1, 4, 4])
+    model, rows, units = plain(2, 3), normal(seed, 9, 5), torch.tensor([0, 1, 1, 2, 0, 3, 1, 4, 4])
     summed = torch.zeros(5, 5, dtype=torch.float64).index_add_(0, units, rows)
     own, parts = {"groups": lambda batch: Groups(units)}, layers_of(model)
     def same(look):

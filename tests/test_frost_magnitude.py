@@ -12,7 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RobertaConfig, RobertaForSequenceClassification
-from zoo import Plain, inner
+from zoo import Plain, inner, plain
 
 import dpft.gradients
 from dpft.frost import exact_magnitudes, gradient_magnitudes, partitions, sensitivity
@@ -24,8 +24,8 @@ WAYS = list(itertools.product(KINDS, (1, 2), (None, 2)))
 
 
 def measure(rows, sizes, **ways):
-    plain = Plain(sizes)
-    return gradient_magnitudes(plain, inner, [(rows,)] if len(rows) else [], partitions(plain, head=()), **ways)
+    model = plain(*sizes)
+    return gradient_magnitudes(model, inner, [(rows,)] if len(rows) else [], partitions(model, head=()), **ways)
 
 
 def by_definition(rows, sizes, kind="mgna", order=1, clip=1.0, clip_order=None):

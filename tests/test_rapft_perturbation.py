@@ -306,8 +306,8 @@ def test_each_of_two_requests_has_the_noise_of_its_own_multiplier(monkeypatch):
     monkeypatch.setattr(Context, "release", watch)
     model, loss_fn, rows, collate, _ = language()
     method = RapFT(DPFrost(0.6, sample_rate=1.0, rounds=3, share=0.4), relevance_data="private", share=0.01, relevance_rate=1.0)
-    for seed in range(20):
-        engine = Engine(copy.deepcopy(model), loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4,
+    for seed in range(12):
+        engine = Engine(model, loss_fn, method, rows, epsilon=4.0, collate_fn=collate, batch_size=ROWS, steps=4,  # which takes no step
                         accountant="rdp", delta=1e-3, seed=seed)
     sigmas = {m.name: m.noise_multiplier for m in engine.plan.mechanisms}
     assert max(sigmas["select"], sigmas["relevance"]) > 1.5 * min(sigmas["select"], sigmas["relevance"])     # else nothing is shown

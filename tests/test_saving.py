@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import sys
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -91,11 +92,16 @@ METHODS = {  # name -> (base, method)
 }
 
 
+@pytest.fixture(scope="module")
+def runs(bases):
+    """Name of a method -> its run, which is made once: saving leaves it as it is."""
+    return cache(lambda name: tuned(pretrained(bases, METHODS[name][0]), METHODS[name][1](), METHODS[name][0]))
+
+
 @pytest.mark.parametrize("whole", [None, True, False])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_run_comes_back_bit_for_bit(bases, tmp_path, name, whole):
-    base, method = METHODS[name]
-    run = tuned(pretrained(bases, base), method(), base)
+def test_every_run_comes_back_bit_for_bit(runs, tmp_path, name, whole):
+    run = runs(name)
     run.save(tmp_path, whole)
     part = (whole is not True and name != "full") or whole is False
     assert json.loads((tmp_path / "dpft.json").read_text())["part"] == part
