@@ -82,21 +82,26 @@ def weights(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture
-def world(weights, tmp_path, monkeypatch):
-    "Everything that the studies read, made small; no result of one test serves another."
+@pytest.fixture(scope="module")
+def forgotten():
+    "Data and models that are kept between runs, as those of a queue are: none from before, and none afterwards."
     kept = (experiments.prepared_task, pretrained.feature_task, pretrained._lite, pretrained._minilm)
     for its in kept:
         its.cache_clear()
+    yield
+    for its in kept:
+        its.cache_clear()
+
+
+@pytest.fixture
+def world(weights, forgotten, tmp_path, monkeypatch):
+    "Everything that the studies read, made small; no result of one test serves another."
     monkeypatch.setenv("DPFT_CACHE", str(weights))
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     made = {"cifar10": pictures, "sst2": texts, "e2e": facts}
     for module in (experiments, pretrained):
         monkeypatch.setattr(module, "load_data", lambda name, limit=None: made[name](name))
     monkeypatch.setattr(pretrained, "minilm_folder", lambda: weights / "minilm")
-    yield
-    for its in kept:
-        its.cache_clear()
 
 
 def small(name):
