@@ -198,7 +198,7 @@ LANGUAGE_WAYS = {
     "RapFT": Way("RapFT", {"method": ["LoRA", LORA], **PAID}, 2e-3, 2.5,
                  {"warmup_steps": 0.2})}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shared
 PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64,
                       "steps": 100, "batch_size": 512, "optimizer": "adamw",
                       "accountant": "prv", "physical_batch_size": 64}
@@ -211,6 +211,8 @@ SENTENCES: Settings = {"data": "sst2", "model": "minilm", "scale": 10.0, "steps"
                        "physical_batch_size": 64}
 TEXT_HEAD = {**SENTENCES, "model": "head", "physical_batch_size": 1024}
 TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
