@@ -372,7 +372,7 @@ def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
                   str(unfinished))
         unfinished.replace(file)
     known = load_file(str(file))
-    return replace(task, **{
+    return replace(task, **{  # type: ignore[arg-type]
         name: TensorData(known[name][:, :, None, None], part.labels, 1 / scale)
         for name, part in parts.items()})
 
