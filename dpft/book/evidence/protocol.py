@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'TEXT_WAYS', 'LORA', 'LANGUAGE_WAYS', 'PICTURES',
-           'HEAD', 'HEAD_WAYS', 'STUDIES', 'QUESTIONS', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way',
-           'Study', 'options_at', 'entry', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'experiments_of',
-           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict', 'sides', 'judged',
-           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'STUDIES', 'QUESTIONS', 'EXPERIMENTS',
+           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'short', 'tuning_grid',
+           'study_grid', 'weight', 'believed', 'experiments_of', 'planned_hours', 'holm', 'p_value', 'Comparison',
+           'compared', 'compared_once', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
+           'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import math
@@ -197,7 +198,7 @@ LANGUAGE_WAYS = {
     "RapFT": Way("RapFT", {"method": ["LoRA", LORA], **PAID}, 2e-3, 2.5,
                  {"warmup_steps": 0.2})}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shared
 PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64,
                       "steps": 100, "batch_size": 512, "optimizer": "adamw",
                       "accountant": "prv", "physical_batch_size": 64}
@@ -205,6 +206,13 @@ HEAD: Settings = {"data": "cifar10", "model": "head", "side": 128, "steps": 150,
                   "batch_size": 4096, "optimizer": "sgd", "accountant": "prv",
                   "physical_batch_size": 1024}
 HEAD_WAYS = {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}
+SENTENCES: Settings = {"data": "sst2", "model": "minilm", "scale": 10.0, "steps": 197,
+                       "batch_size": 1024, "optimizer": "adamw", "accountant": "prv",
+                       "physical_batch_size": 64}
+TEXT_HEAD = {**SENTENCES, "model": "head", "physical_batch_size": 1024}
+TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
@@ -214,11 +222,12 @@ STUDIES = {
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
         {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS, 1000, (2.0,)),
-    "text-full": Study(
-        {"data": "sst2", "model": "minilm", "scale": 10.0, "steps": 197,
-         "batch_size": 1024, "optimizer": "adamw", "accountant": "prv",
-         "physical_batch_size": 64}, TEXT_WAYS, 1500,
-        elsewhere=("LastLayer", "BiTFiT"), fixed=60),
+    "text-head": Study(TEXT_HEAD, TEXT_HEAD_WAYS, 1500, fixed=20),
+    "text-head-large": Study(
+        {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
+        fixed=20),
+    "text-full": Study(SENTENCES, TEXT_WAYS, 1500,
+                       elsewhere=("LastLayer", "BiTFiT"), fixed=60),
     "language": Study(
         {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
          "batch_size": 128, "optimizer": "adamw", "accountant": "prv", "delta": 1e-5,
@@ -250,6 +259,9 @@ QUESTIONS = {
     "images": ("Does training more than the head pay on CIFAR-10?",
                "CIFAR-10, EfficientNet-Lite0"),
     "images-small": ("And with 5,000 rows?", "CIFAR-10, EfficientNet-Lite0"),
+    "text-head": ("How far does a private head go on SST-2?", "SST-2, MiniLM"),
+    "text-head-large": ("And in twice as many steps of twice as many rows?",
+                        "SST-2, MiniLM"),
     "text-full": ("Which method is best on SST-2 at the paper's length?",
                   "SST-2, MiniLM"),
     "language": ("Which method is best on E2E with a pre-trained language model?",
