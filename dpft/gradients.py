@@ -1981,10 +1981,10 @@ def check_uncoupled(
     loss_fn: LossFunction,
     batch: Batch,                        # small: its examples go through one by one
     recollate: Recollate | None = None,  # of this batch
-) -> bool:                               # whether losses draw random numbers
+) -> None:
     """ValueError when an example's loss depends on the examples beside it,
     or on padding."""
-    size, drawn = batch_rows(batch), False
+    size = batch_rows(batch)
     def losses(rows: list[int]) -> Tensor:
         with forked(model, 0):
             return per_example_losses(model, loss_fn,
@@ -1995,14 +1995,11 @@ def check_uncoupled(
             if not same_losses_in_all_settings(model, loss_fn, batch, rows, recollate,
                                                value=value):
                 break
-            drawn = True
         copies = torch.stack([losses([i] * size)[i] for i in rows])
         refuse_change(losses(rows), copies, "the examples beside it", NEIGHBOURS)
         if trains(model):
             with evaluating(model):
-                drawn |= same_losses_in_all_settings(model, loss_fn, batch, rows,
-                                                     recollate)
-    return drawn
+                same_losses_in_all_settings(model, loss_fn, batch, rows, recollate)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-taps-right
 def trains(model: nn.Module) -> bool:
@@ -2020,13 +2017,11 @@ def taps_see(
     loss_fn: LossFunction,
     batch: Batch,  # of examples that differ
     parameters: Sequence[nn.Parameter],
-    drawn: bool = True,  # whether the loss may draw random numbers
 ) -> Sights:  # in which forms the taps give its gradients; None: they do not
     """The engine beside the oracle; nothing is known with fewer than two finite
     gradients."""
     found = []
-    still = Still() if drawn else nullcontext()
-    with nothing_hidden(model, loss_fn), only_training(model, parameters), still:
+    with nothing_hidden(model, loss_fn), only_training(model, parameters):
         for mode in modes_of(model):
             with mode(model):
                 found.append(_taps_see_here(model, loss_fn, batch, list(parameters)))
@@ -2107,18 +2102,20 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
 def _taps_see_here(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    parameters: list[nn.Parameter]) -> Sights:
     "`taps_see` in the mode that the model is in."
-    held = Held(model, loss_fn)
-    alone = _one_by_one(model, loss_fn, batch, parameters, held)
+    held, still = Held(model, loss_fn), Still()
+    with still:
+        alone = _one_by_one(model, loss_fn, batch, parameters, held)
     finite = [i for i, row in enumerate(alone)
               if math.isfinite(_norm(row))]
     if len(finite) < 2:
         return {}
-    if len(finite) < len(alone):
-        batch = select_rows(batch, torch.tensor(finite))
-        alone = _one_by_one(model, loss_fn, batch, parameters, held)
-    _refuse_other_gradients(model, loss_fn, batch, parameters, alone, held)
-    picked = reached_by_picked_rows(model, loss_fn, batch, held)
-    found = _compare(model, loss_fn, batch, parameters, alone)
+    with still if still.drawn else nullcontext():
+        if len(finite) < len(alone):
+            batch = select_rows(batch, torch.tensor(finite))
+            alone = _one_by_one(model, loss_fn, batch, parameters, held)
+        _refuse_other_gradients(model, loss_fn, batch, parameters, alone, held)
+        picked = reached_by_picked_rows(model, loss_fn, batch, held)
+        found = _compare(model, loss_fn, batch, parameters, alone)
     return {p: None if id(p) in picked else forms for p, forms in found.items()}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-one-by-one
@@ -2480,8 +2477,8 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     small = select_rows(batch, different_rows(batch))
     with torch.no_grad(), nothing_hidden(model, exact):
         exact(model, small)  # shows what a pass changes
-    drawn = check_uncoupled(model, exact, small)
-    found = taps_see(model, exact, small, fresh, drawn)
+    check_uncoupled(model, exact, small)
+    found = taps_see(model, exact, small, fresh)
     missed = [parameter for parameter, forms in found.items() if forms is None]
     if missed and not can_skip(model, exact, small, missed):
         found = dict.fromkeys(found)
