@@ -271,7 +271,7 @@ def llm(
                 **written(run.model, tokenizer, task, every)}
     after = kept_as(output / "after.json", finish)
     print(told_texts("after", after))
-    print(f"\nThe model is {after['guarantee']} Its card is {output / 'model'}.")
+    print(f"\nThe card in {output / 'model'} says: {after['guarantee']}")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-told
 def told_texts(when: str, found: dict[str, Any], shown: int = 3) -> str:
