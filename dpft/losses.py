@@ -23,8 +23,8 @@ __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL',
            'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
            'labels_of', 'unknown', 'class_losses', 'several_losses', 'square_losses', 'problem_of', 'label_losses',
            'aligned', 'token_losses', 'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'default_loss',
-           'example_losses', 'to_device', 'copied_from', 'evaluation_batches', 'answers', 'accuracy', 'exact_match',
-           'r2', 'perplexity', 'Measure', 'measure_for']
+           'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'evaluation_batches', 'answers',
+           'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -352,6 +352,12 @@ def copied_from(values: Tensor) -> Tensor | None:
 Collate = Callable[[list[Any]], Any]
 
 
+def evaluation_order(data: Any) -> Tensor:  # (N,) rows
+    "The order in which `evaluation_batches` takes examples; its argsort leads back."
+    lengths = getattr(data, "lengths", None)
+    return (torch.arange(len(data)) if lengths is None
+            else torch.as_tensor(lengths).argsort(stable=True))
+
 def evaluation_batches(
     model: nn.Module,
     data: Any,                 # examples
@@ -360,12 +366,8 @@ def evaluation_batches(
 ) -> Iterator[Any]:
     "A data set in batches, in evaluation mode; equal lengths together."
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    lengths = getattr(data, "lengths", None)
-    rows = torch.arange(len(data))
-    if lengths is not None:
-        rows = torch.as_tensor(lengths).argsort(stable=True)
     with evaluating(model):
-        for part in rows.split(batch_size):
+        for part in evaluation_order(data).split(batch_size):
             yield to_device(gather(data, part, collate), device)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-right

@@ -35,7 +35,7 @@ from ..datasets import Public, Task
 from ..guarantee import json_number
 from ..identity import fingerprint
 from ..loop import Run, fine_tune
-from ..losses import answers, evaluation_batches
+from ..losses import answers, evaluation_batches, evaluation_order
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
@@ -248,10 +248,8 @@ def answered(
     found = [answers(model, batch)[:2]
              for batch in evaluation_batches(model, data, None, 64)]
     said, labels = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-    lengths = getattr(data, "lengths", None)
-    if lengths is not None:
-        back = torch.as_tensor(lengths).argsort(stable=True).argsort()
-        said, labels = said[back], labels[back]
+    back = evaluation_order(data).argsort()
+    said, labels = said[back], labels[back]
     return said, said == labels
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-packed

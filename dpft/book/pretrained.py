@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..datasets import Task, TensorData
-from ..losses import evaluation_batches, logits
+from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..sources import load_data
 from .experiments import Settings, cache_folder, measured_run, prepared_task
@@ -353,8 +353,7 @@ def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
     "(N, width) what a network without its head says of each row, in the data's order."
     found = [logits(model, batch)
              for batch in evaluation_batches(model, data, None, batch_size)]
-    lengths = getattr(data, "lengths", torch.zeros(len(data)))
-    return torch.cat(found)[lengths.argsort(stable=True).argsort()]
+    return torch.cat(found)[evaluation_order(data).argsort()]
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
 @cache
