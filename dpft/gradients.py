@@ -4,29 +4,29 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
-           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'WHOLE', 'Own', 'Form', 'ROWS',
+           'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE', 'Own', 'Form', 'ROWS',
            'COUPLED', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
            'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
            'called_with', 'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'exchanged', 'refill',
            'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients',
            'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added',
-           'Contribution', 'Dense', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix',
-           'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border',
-           'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
-           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
-           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
-           'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares', 'squares_of',
-           'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'same_input', 'kept_pair', 'as_one_matrix',
-           'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms',
-           'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare',
-           'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in',
-           'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady',
-           'different_rows', 'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling',
-           'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
-           'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'Counting', 'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms',
-           'compared', 'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum',
-           'clipped_sum', 'reuse_memory']
+           'Contribution', 'Dense', 'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct',
+           'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight',
+           'last_bias', 'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight',
+           'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight',
+           'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
+           'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
+           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'place_of',
+           'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of',
+           'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample',
+           'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder',
+           'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators',
+           'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
+           'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length', 'looked_at',
+           'check_uncoupled', 'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows',
+           'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole',
+           'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again',
+           'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -455,10 +455,10 @@ def token_products(
 ) -> Tensor:        # (N, T, S)
     "Inner products of all pairs of rows, added up from products of 384 entries."
     width = left.shape[-1]
-    total = left[..., :SPLIT] @ right[..., :SPLIT].mT
+    total = full(left[..., :SPLIT]) @ full(right[..., :SPLIT]).mT
     for start in range(SPLIT, width, SPLIT):
         part = slice(start, start + SPLIT)
-        total.baddbmm_(left[..., part], right[..., part].mT)
+        total.baddbmm_(full(left[..., part]), full(right[..., part]).mT)
     return total
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-product-depth
@@ -532,6 +532,11 @@ class Contribution:
         "Number of examples B."
         raise NotImplementedError
 
+    @property
+    def short(self) -> bool:
+        "Whether its products are of bfloat16 numbers, and may be taken so."
+        return False
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-dense
 @dataclass
 class Dense(Contribution):
@@ -560,7 +565,29 @@ class Dense(Contribution):
     def size(self) -> int:
         return len(self.values)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-short-factors
+@contextmanager
+def short_factors(
+    short: bool,  # whether all numbers that are multiplied are bfloat16's
+) -> Iterator[None]:
+    "Products that a CPU may take in bfloat16, for they are exact in float32."
+    matmul = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16" if short else before
+        yield
+    finally:
+        matmul.fp32_precision = before
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outer-products
+def token_norms(
+    values: Tensor,  # (..., n)
+) -> Tensor:         # (...)
+    "Norms of the last dimension, in float32 at least."
+    single = values.dtype in (torch.bfloat16, torch.float16)
+    return torch.linalg.vector_norm(values, dim=-1,
+                                    dtype=torch.float32 if single else None)
+
 def summed_products(
     left: Tensor,   # (B, G, T, p)
     right: Tensor,  # (B, G, T, d)
@@ -581,14 +608,15 @@ class Outer(Contribution):
     def dense(self, into: Tensor | None = None) -> Tensor:
         left, right = full(self.left).flatten(0, 1), full(self.right).flatten(0, 1)
         out = None if into is None else into.view(len(left), left.shape[2], -1)
-        return torch.bmm(left.mT, right, out=out).view(self.size, *self.shape)
+        with short_factors(self.short):
+            return torch.bmm(left.mT, right, out=out).view(self.size, *self.shape)
 
     def weighted(self, factors: Tensor) -> Tensor:
-        left, right = full(self.left), full(self.right)
-        scale = factors[:, None, None, None]
+        left, right, scale = self.left, self.right, factors[:, None, None, None]
         small = left.numel() <= right.numel()
         left, right = (left * scale, right) if small else (left, right * scale)
-        return summed_products(left, right).reshape(self.shape)
+        with short_factors(self.short):
+            return summed_products(full(left), full(right)).reshape(self.shape)
 
     def inner(self, other: Contribution) -> Tensor:
         if not isinstance(other, Outer):
@@ -596,15 +624,16 @@ class Outer(Contribution):
         p, d = self.left.shape[-1], self.right.shape[-1]
         if other.left.shape[2] * (p + d) > p * d:  # materialising is cheaper
             return super().inner(other)
-        left, right = ([full(x).flatten(0, 1) for x in pair] for pair in
+        left, right = ([x.flatten(0, 1) for x in pair] for pair in
                        ((self.left, other.left), (self.right, other.right)))
-        if other is self:
-            return row_sums(pair_squares(left[0], right[0]).view(self.size, -1))
-        gram = token_products(*left).mul_(token_products(*right))
+        with short_factors(self.short and other.short):
+            if other is self:
+                return row_sums(pair_squares(left[0], right[0]).view(self.size, -1))
+            gram = token_products(*left).mul_(token_products(*right))
         return row_sums(gram.view(self.size, -1))
 
     def length(self) -> Tensor:
-        tokens = full(self.left).norm(dim=-1) * full(self.right).norm(dim=-1)
+        tokens = token_norms(self.left) * token_norms(self.right)
         return tokens.sum(-1).norm(dim=1)
 
     def depth(self) -> int:
@@ -621,6 +650,11 @@ class Outer(Contribution):
     @property
     def size(self) -> int:
         return len(self.left)
+
+    @property
+    def short(self) -> bool:
+        dtypes = {self.left.dtype, self.right.dtype}
+        return dtypes == {torch.bfloat16} and self.left.device.type == "cpu"
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rows
 @dataclass
@@ -976,6 +1010,7 @@ def members(part: Partition | Block) -> Iterator[tuple[nn.Parameter, Tensor | No
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rounding-bounds
 DOUBTFUL = 0.04 # share of a squared norm that may be margin before it is measured again
 SPARE = 1.05    # the margins are computed with rounding too
+SHORT = torch.finfo(torch.bfloat16).eps / 2 # rounding of a factor times its clip factor
 
 def gamma(
     depth: int,          # number of roundings n
@@ -1088,7 +1123,9 @@ class OneParameter:
         self.counts, self.entries = where.counts(like), like.numel()
         self.as_measured = [*map(type, uses)] in ([], [Dense])  # released as it is
         self.depth = max([use.depth() for use in uses], default=1) + len(uses) ** 2
-        self.terms = sum(use.terms() for use in uses) + 2
+        # what a released gradient may be off by, as a share of L
+        self.slack = gamma(sum(use.terms() for use in uses) + 2, self.like.dtype)
+        self.slack += SPARE * SHORT if any(use.short for use in uses) else 0
 
     def only(self, rows: Tensor) -> "OneParameter":
         "The same of some examples."
@@ -1098,6 +1135,7 @@ class OneParameter:
     def zeros(self) -> Tensor:
         "(B,)"
         return self.like.new_zeros(self.size)
+
     def lengths(self) -> Tensor:
         "(B,) L of @lem-rounding."
         return sum((use.length() for use in self.uses[1:]), self.uses[0].length())
@@ -1154,7 +1192,7 @@ def measured(one: OneParameter, mask: Tensor | None = None) -> Measured:
     if one.as_measured:
         return Measured(value, zeros, zeros, zeros)
     square, dtype = one.lengths().square(), one.like.dtype
-    release = gamma(one.terms, dtype) * (1 if mask is None else 2)
+    release = one.slack * (1 if mask is None else 2)
     gap = gamma(one.depth, dtype) * square if mask is None else zeros
     return Measured(value, gap, release**2 * square, square)
 
@@ -1172,7 +1210,7 @@ def measured_again(
     if mask is not None or some.as_measured:
         return measured(some, mask)
     square, dtype = some.lengths().square(), some.like.dtype
-    release = gamma(some.terms, dtype) ** 2 * square
+    release = some.slack ** 2 * square
     if ({*map(type, some.uses)} <= {Dense, Outer, Rows}
             and some.like.device.type != "mps"):
         value = product_squares(some, [use.map(doubled_floats) for use in some.uses])
@@ -1185,14 +1223,17 @@ def measured_again(
 Own = list[tuple[
     OneParameter, Tensor | None]]  # what trains in a part, each with its mask
 
+def place_of(values: Tensor) -> Hashable:
+    "Where numbers lie in memory, and how; alike for two views of the same."
+    return values.data_ptr(), values.shape, values.stride(), values.dtype
+
 def same_input(own: Own) -> list[Own]:
     "The parameters of a part, those together that multiply one input."
     groups: dict[Hashable, Own] = {}
     for number, (one, mask) in enumerate(own):
         pair, key = kept_pair(one), cast(Hashable, number)
         if mask is None and pair and len(pair.left[0]) == 1:
-            right = pair.right
-            key = right.data_ptr(), right.shape, right.stride(), right.dtype
+            key = place_of(pair.right), pair.left.dtype
         groups.setdefault(key, []).append((one, mask))
     return [*groups.values()]
 
@@ -1476,6 +1517,7 @@ class Collected:
         self.uses: dict[nn.Parameter, list[Contribution]] = {}
         self.forms: dict[nn.Parameter, set[Form]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
+        self.shortened: tuple[Tensor, Tensor] | None = None  # an input, and so rounded
 
     def note(self, parameters: Iterable[nn.Parameter], form: Form) -> None:
         "In which form rows reach these parameters: how many an example has, and so on."
@@ -1494,6 +1536,14 @@ class Collected:
         if len(values) in (1, self.rows):
             return values.expand(self.rows, *values.shape[1:])
         return values.unflatten(0, (self.rows, -1))
+
+    def multiplied(self, values: Tensor, gradient: Tensor) -> Tensor:
+        "An input as autocast multiplied it; one that layers share is rounded once."
+        if (values.dtype, gradient.dtype) != (torch.float32, torch.bfloat16):
+            return values
+        if self.shortened is None or place_of(self.shortened[0]) != place_of(values):
+            self.shortened = values, values.bfloat16()
+        return self.shortened[1]
 
     def add(self, parameter: nn.Parameter, contribution: Contribution) -> None:
         "One more use of a parameter; materialised ones are added up at once."
@@ -1536,8 +1586,9 @@ def tap_layer(
         if bias is not None:
             collected.add(bias, rule.bias(layer, gradient))
         if weight is not None:
-            values = collected.by_example(saved[0])
-            collected.add(weight, rule.weight(layer, gradient, values))
+            values = collected.multiplied(saved[0], gradient)
+            collected.add(weight, rule.weight(layer, gradient,
+                                              collected.by_example(values)))
     saved = [] if weight is None else [inputs.detach()]
     return Tap.apply(output, collected.anchor(output), receive, *saved)
 
@@ -1635,6 +1686,7 @@ class Recorder:
             if losses.requires_grad and anchors:
                 with torch.autocast(losses.device.type, enabled=False):
                     torch.autograd.grad(losses.sum(), anchors, allow_unused=True)
+            self.collected.shortened = None
         return losses.detach()
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves

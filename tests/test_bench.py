@@ -226,6 +226,22 @@ def test_teams_of_processes_take_turns_and_stand_beside_one_process():
     assert [e.rows for e in bench.plan_processes()] == [64, 64, 512]
 
 
+def test_mixed_precision_stands_beside_full_precision_in_one_row():
+    settings = bench.plan_bf16(tiny=True)
+    assert [setting.trains for setting in settings] == ["biases", "full"]
+    found = [entry for setting in settings for entry in bench.measure(setting, CPU)]
+    assert not any(entry["cannot"] for entry in found) and {entry["precision"] for entry in found} == {None}
+    errors = {entry["who"]: entry["error"] for entry in found if entry["trains"] == "full"}
+    assert errors["dpft"] < 1e-3 < errors["dpft-bf16"] < 0.05 and errors["plain"] < 1e-3 < errors["plain-bf16"] < 0.05
+    lines = bench.bench_report(found).splitlines()
+    assert len(lines) == 2 + 2 and all(line.endswith("|  |") for line in lines[2:])     # too short for the mark
+    long = [entry | {"size": 32, "time_ratio": 1.1, "time_interval": [1.0, 1.2]} for entry in found]
+    assert "1.08: missed" in bench.bf16_table(long) and "1.35: met" in bench.bf16_table(long)
+    refused = [entry | {"cannot": "no bf16"} if entry["who"] == "plain-bf16" else entry for entry in found]
+    assert len(bench.bf16_table(refused).splitlines()) == 2
+    assert {(e.size, e.rows) for e in bench.plan_bf16()} == {(16, 64), (32, 64), (128, 16)}
+
+
 def whole(who, trains, ratio, *, part="peers", width=384, cannot=""):
     return {"part": part, "model": "encoder", "width": width, "layers": 4, "size": 128, "rows": 8, "trains": trains, "who": who,
             "parameters": 1000, "seconds": ratio, "time_ratio": ratio, "time_interval": [0.9 * ratio, 1.1 * ratio], "peak_mib": 1.0,

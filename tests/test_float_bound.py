@@ -1,14 +1,18 @@
 """The bound in the arithmetic that there is: no example is released longer than C, whatever cancels in its gradient."""
 
 import warnings
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 from test_training import engine
 from torch import nn
 
+import dpft.gradients as engine_room
 from dpft.clipping import clip_factor
 from dpft.gradients import Dense, Gradients, Outer, Rows, clipped_sum, gradients, per_example_norms
+from dpft.step import Lowered
 
 SLACK = 1e-6
 
@@ -227,11 +231,83 @@ def test_lower_precision_of_products_does_not_reach_the_norms():
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
-def test_ordinary_norms_are_raised_by_little():
+# What a CPU multiplies in bfloat16 ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def rounding_processor():
+    "A processor that rounds the factors of a float32 product to bfloat16 wherever it is allowed to."
+    honest, matmul = engine_room.summed_products, torch.backends.mkldnn.matmul
+
+    def rounded(left, right):
+        return honest(*(x.bfloat16().float() if matmul.fp32_precision == "bf16" else x for x in (left, right)))
+
+    with patch.object(engine_room, "summed_products", rounded):
+        yield
+
+
+def largest_release(dtype, size=64):
+    "Over bounds that leave all numbers of a gradient equal, so that rounding may raise all at once: one example of one token."
+    torch.manual_seed(0)
+    model = trusted(nn.Linear(size, size, bias=False).to(dtype), (torch.randn(3, 1, size).to(dtype),) * 2)
+    ones = torch.ones(1, 1, size).to(dtype)
+    return max(released(model, (ones, ones), clip=1 + i / 97) for i in range(97))
+
+
+def test_nobody_is_released_beyond_the_bound_where_factors_are_rounded():
+    with rounding_processor():
+        assert 0.99 < largest_release(torch.bfloat16) <= 1 + SLACK
+
+
+def test_a_margin_without_that_rounding_would_be_too_small():
+    with rounding_processor(), patch.object(engine_room, "SHORT", 0.0):
+        assert largest_release(torch.bfloat16) > 1.001
+
+
+def test_factors_in_float32_are_never_rounded():
+    with rounding_processor():
+        assert largest_release(torch.float32) <= 1 + SLACK
+        assert largest_release(torch.float32) > 1 - 1e-4      # nor does it pay the margin
+
+
+def test_the_setting_of_products_is_as_it_was_even_after_an_error():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), engine_room.short_factors(True):
+        assert matmul.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    with engine_room.short_factors(False):
+        assert matmul.fp32_precision == before
+    assert matmul.fp32_precision == before
+
+
+class Branches(nn.Module):
+    "Two layers that share an input, as query and key do."
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x):
+        return self.query(x) * self.key(x)
+
+
+def test_under_autocast_an_input_is_kept_as_it_was_multiplied_once_for_all_layers():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 96)
+    taken = gradients(Branches(), Lowered(lambda model, batch: model(batch[0]).flatten(1).sum(1)), (x,))
+    uses = [taken.uses[name][0] for name in ("query.weight", "key.weight")]
+    assert all(torch.equal(use.right[:, 0], x.bfloat16()) and use.short for use in uses)
+    assert engine_room.place_of(uses[0].right) == engine_room.place_of(uses[1].right)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.01), (torch.bfloat16, 1.06)])
+def test_ordinary_norms_are_raised_by_little(dtype, most):
     "What the margin costs where tokens are nearly orthogonal, the dearest of ordinary cases."
     torch.manual_seed(0)
-    use = Outer(torch.randn(4, 1, 128, 768), torch.randn(4, 1, 128, 3072), torch.Size([768, 3072]))
-    assert (norms_of(use) / exactly(use)).max() <= 1.01
+    left, right = torch.randn(4, 1, 128, 768).to(dtype), torch.randn(4, 1, 128, 3072).to(dtype)
+    use = Outer(left, right, torch.Size([768, 3072]))
+    assert (norms_of(use) / exactly(use)).max() <= most
 
 
 def test_the_norms_that_are_handed_out_are_the_bounds():

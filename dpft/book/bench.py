@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['TEAMS', 'PART', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'Shape', 'PEERS', 'TINY', 'STEPS', 'UNITS', 'PROCESSES_MARK',
-           'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'COLOURS', 'MARKERS', 'WORDS', 'TRAINED', 'AXES',
-           'watched', 'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed', 'measure_largest',
-           'largest_of', 'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways',
-           'measure_numbers', 'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_gpu',
-           'cost_table', 'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table', 'numbers_table',
-           'processes_table', 'judged', 'judged_peers', 'marks_table', 'panels', 'cost_figure', 'plain_of',
-           'beside_plain', 'batch_figure', 'model_figure', 'peers_figure', 'begun', 'write_bench', 'bench_report']
+           'BF16_MARKS', 'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'COLOURS', 'MARKERS', 'WORDS',
+           'TRAINED', 'AXES', 'watched', 'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed',
+           'measure_largest', 'largest_of', 'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench',
+           'number_ways', 'measure_numbers', 'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes',
+           'plan_bf16', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'shape_name', 'whole_rows',
+           'peers_table', 'numbers_table', 'processes_table', 'bf16_table', 'judged', 'judged_peers', 'marks_table',
+           'panels', 'cost_figure', 'plain_of', 'beside_plain', 'batch_figure', 'model_figure', 'peers_figure', 'begun',
+           'write_bench', 'bench_report']
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-imports
 import math
@@ -33,9 +34,9 @@ from ..losses import example_losses
 from ..noise import Keystream
 from ..step import Lowered, perturbed, perturbed_on_grid
 from .contenders import (
-    CONTENDERS, LOADED, MARGIN, MIB, WHOLE, Contender, Memory, Setting, WatchedLoss,
-    alone, dpft_step, enter, free_memory, interleaved, largest_batch, matrix_rate,
-    measure_memory, median_interval, operations, provenance, weight_bytes)
+    CONTENDERS, LOADED, LOWERED, MARGIN, MIB, WHOLE, Contender, Memory, Setting,
+    WatchedLoss, alone, dpft_step, enter, free_memory, interleaved, largest_batch,
+    matrix_rate, measure_memory, median_interval, operations, provenance, weight_bytes)
 from .experiments import read_records, write_records
 from .figures import names_at_lines, plain_log, save_figure, style
 from .queue import worker_context
@@ -91,7 +92,7 @@ def two_steps(make: Callable[[nn.Module, WatchedLoss], Contender], setting: Sett
 
 def too_large(setting: Setting, who: str, device: torch.device) -> str:
     "Why a contender of another library cannot take these steps; empty if it can."
-    make, library = (CONTENDERS | WHOLE)[who]
+    make, library = (CONTENDERS | LOWERED | WHOLE)[who]
     return "" if library == "torch" else alone(two_steps, make, setting, device,
                                                most=MARGIN * free_memory())
 
@@ -416,6 +417,17 @@ def plan_processes(
                     tuple(TEAMS), 2 if tiny else rounds)
             for which, parts, rounds in (kinds[:2] if tiny else kinds)]
 
+# %% ../../nbs/6_appendices/107_bench.ipynb #cost-plan-bf16
+def plan_bf16(
+    tiny: bool = False,  # the same questions of a model that is done in seconds
+) -> list[Setting]:
+    "Sums of six layers in bf16 and in float32, at 1,024 and at 2,048 tokens a batch."
+    who = ("plain-bf16", "plain", "dpft", "dpft-bf16")
+    shape = ("encoder", 32, 1) if tiny else ("encoder", 384, 6)
+    sizes = [(16, 4)] if tiny else [(16, 64), (32, 64), (128, 16)]
+    return [Setting("bf16", *shape, *size, which, who, 2 if tiny else 15)
+            for size in sizes for which in TRAINS]
+
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-plan-gpu
 def plan_gpu(
     tiny: bool = False,  # the same questions of models that a CPU can hold
@@ -547,6 +559,35 @@ def processes_table(found: Iterable[dict[str, Any]]) -> str:
                          f"{e['examples_per_second']:.1f} | "
                          f"{e['throughput_ratio']:.2f} | {low:.2f}–{high:.2f} | "
                          f"{met if e['processes'] > 1 else ''} |")
+    return "\n".join(lines)
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #cost-bf16-table
+# private over plain, both in bf16, from 32 tokens on
+BF16_MARKS = {"biases": 1.08, "full": 1.35}
+
+def bf16_table(found: Iterable[dict[str, Any]]) -> str:
+    "Markdown: seconds over those of the plain step in float32, and the bound in bf16."
+    rows: dict[Any, dict[str, dict[str, Any]]] = {}
+    for e in found:
+        if e["part"] == "bf16":
+            rows.setdefault(_shape(e), {})[e["who"]] = e
+    lines = ["| shape | trains | plain, float32 | plain, bf16 | private, float32 | "
+             "private, bf16 | private over plain, bf16 | 95 % interval | at most |",
+             "|:--|:--|--:|--:|--:|--:|--:|:--|:--|"]
+    for row in rows.values():
+        if any(e["cannot"] for e in row.values()):
+            continue
+        plain, ours = row["plain"], row["dpft-bf16"]
+        most = BF16_MARKS[plain["trains"]]
+        judgement = "met" if ours["time_ratio"] <= most else "missed"
+        (low, high), over = ours["time_interval"], 1 / plain["seconds"]
+        lines.append(
+            f"| {shape_name(plain)} | {plain['trains']} | "
+            f"{1000 * plain['seconds']:.0f} ms | "
+            f"{row['plain-bf16']['seconds'] * over:.2f} | "
+            f"{row['dpft']['seconds'] * over:.2f} | {ours['seconds'] * over:.2f} | "
+            f"{ours['time_ratio']:.2f} | {low:.2f}–{high:.2f} | "
+            f"{f'{most}: {judgement}' if plain['size'] >= 32 else ''} |")
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-marks
@@ -871,7 +912,7 @@ def bench_report(found: list[dict[str, Any]]) -> str:
     "All that the records can say as text."
     tables = {"text images models depths limits marks gpu": cost_table,
               "peers": peers_table, "numbers": numbers_table,
-              "processes": processes_table,
+              "processes": processes_table, "bf16": bf16_table,
               "batches": batch_table, "gpu": rate_table, "marks peers": marks_table}
     shown = [table(found) for parts, table in tables.items()
              if any(entry["part"] in parts.split() for entry in found)]

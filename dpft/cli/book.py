@@ -7,7 +7,7 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'LLM_EPSILON', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
-           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'RESUME', 'FREEZING',
+           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'RESUME', 'FREEZING',
            'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores',
            'prepare', 'written', 'kept_as', 'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told',
            'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
@@ -459,6 +459,8 @@ PROCESSES = typer.Option(
     "--processes",
     help="Only whole steps of one process and of two that share them; on two idle "
          "cores.")
+BF16 = typer.Option(
+    "--bf16", help="Only sums in bf16 and in float32, on a processor that has bf16.")
 RESUME = typer.Option(
     "--resume", help="Keep what the file of records holds, and measure what it lacks.")
 FREEZING = typer.Option(
@@ -469,7 +471,7 @@ FREEZING = typer.Option(
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-plan
 def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bool,
                   marks: bool, gpu: bool, peers: bool = False,
-                  processes: bool = False) -> tuple[list[Any], str]:
+                  processes: bool = False, bf16: bool = False) -> tuple[list[Any], str]:
     """What is measured, and the name of its records;
     ValueError without the GPU that it takes."""
     from dpft.book import bench as room
@@ -483,6 +485,8 @@ def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bo
         return room.plan_peers(tiny=quick), "costs-peers"
     if processes:
         return room.plan_processes(tiny=quick), "costs-processes"
+    if bf16:
+        return room.plan_bf16(tiny=quick), "costs-bf16"
     if marks:
         small = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
         return room.plan_marks(*small) if quick else room.plan_marks(), "costs-marks"
@@ -508,6 +512,7 @@ def bench(
     marks: Annotated[bool, MARKS] = False,
     peers: Annotated[bool, PEERS] = False,
     processes: Annotated[bool, PROCESSES] = False,
+    bf16: Annotated[bool, BF16] = False,
     gpu: Annotated[bool, GPU] = False,
     freezing: Annotated[bool, FREEZING] = False,
     resume: Annotated[bool, RESUME] = False,
@@ -524,7 +529,7 @@ def bench(
     lists = {"lengths": lengths, "sides": sides, "widths": widths}
     sizes = sizes_from(quick, lists, width, layers, rows, repeats, memory)
     settings, name = planned_bench(sizes, parts_asked(parts, lists), who, trains, quick,
-                                   marks, gpu, peers, processes)
+                                   marks, gpu, peers, processes, bf16)
     numbers = (2**14 if quick else 2**21) if peers else 0
     print(room.bench_report(
         room.write_bench(settings, output, name, gpu, numbers, resume)))
