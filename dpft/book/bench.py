@@ -250,7 +250,8 @@ def run_bench(
     reuse_memory()
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = list(settings)
-    known: dict[str, tuple[Any, str]] = {**CONTENDERS, **WHOLE, **TEAMS}
+    known: dict[str, tuple[Any, str]] = {
+        **CONTENDERS, **LOWERED, **WHOLE, **TEAMS}
     absent = {name for setting in settings for name in setting.who
               if find_spec(known[name][1]) is None}
     for name in sorted(absent):

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'TEXT_WAYS', 'LORA', 'LANGUAGE_WAYS', 'PICTURES',
-           'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'STUDIES', 'QUESTIONS', 'EXPERIMENTS',
-           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'short', 'tuning_grid',
-           'study_grid', 'weight', 'believed', 'experiments_of', 'planned_hours', 'holm', 'p_value', 'Comparison',
-           'compared', 'compared_once', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'DIGITS', 'DESIGN_WAYS', 'STUDIES',
+           'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at',
+           'entry', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design', 'experiments_of',
+           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict', 'sides', 'judged',
+           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import math
@@ -19,6 +19,8 @@ from typing import Any
 
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..pretrained import measured
+from .frost import digits_run
+from .frost import measured as digits_measured
 from .language import language_measured
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
@@ -212,8 +214,26 @@ SENTENCES: Settings = {"data": "sst2", "model": "minilm", "scale": 10.0, "steps"
 TEXT_HEAD = {**SENTENCES, "model": "head", "physical_batch_size": 1024}
 TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-design
+DIGITS = {name: value for name, value in digits_run().items()
+          if name not in ("clip", "learning_rate")}
+
+def design(own: str = "DPFrost", **changed: Any) -> Way:
+    "DP-FROST on digits with one choice changed."
+    options = {"ratio": 0.25, "sample_rate": 0.5, **changed}
+    return Way(own, options, 3e-3, 1_500.0)
+
+DESIGN_WAYS = {
+    "MGNA": design(), "MGN": design(kind="mgn"), "MG": design(kind="mg"),
+    "MGNA, one round": design(rounds=1), "MGN, one round": design(kind="mgn", rounds=1),
+    "MG, one round": design(kind="mg", rounds=1), "MGNA, order 2": design(order=2),
+    "entries": design("EntrySelection"), "two selections": design(reselect=2),
+    "four selections": design(reselect=4),
+    **{f"looks at {rate:g}": design(sample_rate=rate) for rate in (1, 0.2, 0.1, 0.05)}}
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
+    "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
@@ -250,6 +270,8 @@ def experiments_of(
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
+    "frost-design": ("Which of DP-FROST's choices matter?",
+                     "digits, a transformer that has learned printed ones"),
     "images-head": ("How far does a private head go on CIFAR-10?",
                     "CIFAR-10, EfficientNet-Lite0"),
     "images-head-224": ("How far does it go on pictures of ImageNet's size?",
@@ -266,11 +288,11 @@ QUESTIONS = {
                   "SST-2, MiniLM"),
     "language": ("Which method is best on E2E with a pre-trained language model?",
                  "E2E, SmolLM2")}
+MEASURES = {"language": language_measured, "frost-design": digits_measured}
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
     for each, its in experiments_of(
-        name, study, language_measured if name == "language" else measured,
-        *QUESTIONS[name]).items()}
+        name, study, MEASURES.get(name, measured), *QUESTIONS[name]).items()}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
