@@ -187,6 +187,11 @@ def test_a_mean_off_the_panel_is_an_arrow_with_its_number():
     plt.close(figure)
 
 
+def test_a_panel_shows_every_seed_of_a_mean_within_reach():
+    scores = [0.0] * 19 + [10.0]                       # far beyond the interval of their mean
+    assert figures.lead_limits([{"LoRA": scores}], reach=12)[1] > 10 > figures.lead_limits([{"LoRA": scores}], reach=9)[1] == 9
+
+
 def test_a_partition_has_a_cell_by_its_name(results):
     figure = FIGURES["selection"].draw(standing_on(FIGURES["selection"])[0])
     outside, inside = figure.axes[:2]

@@ -277,11 +277,13 @@ def _beyond(axis: "Axes", place: int, value: float, limits: tuple[float, float],
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-limits
 def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
                 reach: float = inf) -> tuple[float, float]:
-    """The least and the greatest end of the intervals whose means lie within reach,
-    with some room, and none beyond reach."""
-    known = [interval(list(its)) for own in found for its in own.values()]
-    ends = [0.0, *(centre + side * half for centre, half in known
-                   if abs(centre) <= reach for side in (-1, 1))]
+    """The least and the greatest end of the intervals, and seed, of methods whose means
+    lie within reach, with some room, and none beyond reach."""
+    ends = [0.0]
+    for its in (list(its) for own in found for its in own.values()):
+        centre, half = interval(its)
+        if abs(centre) <= reach:
+            ends += [centre - half, centre + half, *its]
     room = 0.05 * (max(ends) - min(ends)) or 1.0
     return max(min(ends) - room, -reach), min(max(ends) + room, reach)
 
