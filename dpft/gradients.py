@@ -584,9 +584,7 @@ def token_norms(
     values: Tensor,  # (..., n)
 ) -> Tensor:         # (...)
     "Norms of the last dimension, in float32 at least."
-    single = values.dtype in (torch.bfloat16, torch.float16)
-    return torch.linalg.vector_norm(values, dim=-1,
-                                    dtype=torch.float32 if single else None)
+    return torch.linalg.vector_norm(values, dim=-1, dtype=full(values[:0]).dtype)
 
 def summed_products(
     left: Tensor,   # (B, G, T, p)
@@ -686,7 +684,7 @@ class Rows(Contribution):
         return super().inner(other)
 
     def length(self) -> Tensor:
-        return full(self.right).norm(dim=-1).sum(1)
+        return token_norms(self.right).sum(1)
 
     def depth(self) -> int:
         tokens, d = self.right.shape[1:]
