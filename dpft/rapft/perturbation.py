@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ALLOCATIONS', 'LEVELS', 'UNPAID', 'optimal_noise', 'allocate', 'halves', 'relevance_blocks', 'check_source',
            'check_wrapped', 'check_numbers', 'check_options', 'mask_state', 'mask_from', 'TwoBlocks', 'check_warmup',
-           'paid_release', 'Ranking', 'RapFT', 'name_public', 'taken', 'unpaid_map', 'relevance_groups', 'released_map',
-           'by_name']
+           'paid_release', 'Ranking', 'RapFT', 'name_public', 'taken', 'random_map', 'unpaid_map', 'relevance_groups',
+           'released_map', 'by_name']
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-imports
 import math
@@ -110,12 +110,12 @@ UNPAID = ("the relevance mask of Rap-FT, which was taken from private data witho
 
 def check_source(relevance_data: Any, share: float | None,
                  allow_non_private: bool) -> None:
-    "ValueError unless relevance is public, charged, or uncharged on purpose."
-    public = isinstance(relevance_data, Public)
+    "ValueError unless relevance is public, charged, random, or uncharged on purpose."
     private, paper = relevance_data == "private", relevance_data == "paper"
-    if not (public or private or paper):
+    if not (isinstance(relevance_data, Public) or private or paper
+            or relevance_data == "random"):
         raise ValueError(f"relevance_data={relevance_data!r}: choose Public(data, "
-                         'source), "private", or "paper"')
+                         'source), "private", "random", or "paper"')
     if private and share is None:
         raise ValueError(
             'relevance_data="private" needs share, the part of epsilon that '
@@ -302,8 +302,8 @@ class Ranking(TwoBlocks):
 class RapFT(Ranking):
     """Another method's block is split by relevance, each half with its bound and noise.
 
-    Private relevance costs one sampled Gaussian step, public relevance nothing; with
-    "paper" nothing is promised.
+    Private relevance costs one sampled Gaussian step, public relevance nothing, and a
+    random split, the control, nothing either; with "paper" nothing is promised.
     Raises ValueError for public data that shares rows with the training data, and for
     LoRA at its start without `warmup_steps`.
     Algorithm 1 of Rap-FT, repaired; @thm-fixed-blocks, @lem-private-relevance.
@@ -313,7 +313,7 @@ class RapFT(Ranking):
         self,
         method: Method,                    # what trains
         *,
-        relevance_data: Public | str,      # Public(…), "private", "paper": not charged
+        relevance_data: Public | str,      # Public(…), "private", "random", "paper"
         irrelevance: float = 0.7,          # beta, share of the entries called weak
         share: float | None = None,        # of epsilon, for private relevance
         allocation: str = "tight",         # "tight" | "paper" | "weighted"
@@ -322,6 +322,7 @@ class RapFT(Ranking):
         relevance_clip: float = 0.01,      # R_c, bound on one example's map in 2-norm
         relevance_rate: float = 0.1,       # q_R of the draw from private data
         level: str = "parameter",          # "parameter" | "group": what is released
+        seed: int = 0,                     # of a "random" split
         allow_non_private: bool = False,   # needed for "paper"
         **options: Any,                    # of `relevance_map` and of `relevance_mask`
     ):
@@ -332,7 +333,7 @@ class RapFT(Ranking):
         self.irrelevance, self.allocation = irrelevance, allocation
         self.preference, self.warmup_steps = preference, warmup_steps
         self.relevance_clip, self.relevance_rate = relevance_clip, relevance_rate
-        self.level = level
+        self.level, self.seed = level, seed
         self.allow_non_private, self.options = allow_non_private, options
         check_numbers(vars(self))
 
@@ -361,7 +362,9 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
         raise ValueError(f"{type(method.method).__name__} cuts what trains into "
                          f"{len(found)} blocks, and Rap-FT splits one")
     own = context.part(len(method.method.requests(context.part(0, 0))), 1)
-    relevance = (released_map if method.share is not None else unpaid_map)(own, method)
+    source = (random_map if method.relevance_data == "random" else
+              released_map if method.share is not None else unpaid_map)
+    relevance = source(own, method)
     names = {id(p): name for name, p in context.model.named_parameters()}
     whole = {names[id(p)]: (p, mask) for p, mask in members(found[0])}
     entries = {name: mask.to(relevance[name].device)
@@ -370,6 +373,13 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
                           normalise=method.level == "parameter",
                           **check_options(method.options)[1])
     return {p: weak[name].to(p.device) for name, (p, _) in whole.items()}
+
+# %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-random
+def random_map(context: Context, method: RapFT) -> dict[str, Tensor]:
+    "Random numbers in place of a map, so that any entry may be called weak."
+    generator = torch.Generator().manual_seed(method.seed)
+    return {name: torch.rand(parameter.shape, generator=generator)
+            for name, parameter in trainable(context.model).items()}
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-looked
 def unpaid_map(context: Context, method: RapFT) -> dict[str, Tensor]:
