@@ -1,6 +1,7 @@
 """The plan of the runs: equal tuning that grows with its records, runs that follow it, and the rules of verdicts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from dpft.book.evidence.protocol import (
     holm,
     judged,
     p_value,
+    planned_hours,
     study_grid,
     timed,
     tuning_grid,
@@ -33,16 +35,18 @@ SMALL = Study({"data": "digits", "model": "mlp", "steps": 40, "batch_size": 64, 
               {"A": Way("LastLayer", {}, 1e-2, 100.0), "B": Way("BiTFiT", {}, 1e-2, 100.0)}, 100, elsewhere=("A",))
 
 
-def tune(folder, best_rate, best_clip=1.0):
-    """Make every tuning run that the grid names, until it names no more; the score falls with the distance from the best."""
+def tune(folder, best_rate, best_clip=1.0, study=SMALL, best_whole=None):
+    """Make every tuning run that the grid names, until it names no more; the score falls with the distance from the best,
+    which may be another in runs of full length."""
     made = []
     for _ in range(12):
-        new = [run for run in tuning_grid("small-tuning", SMALL, False) if run not in made]
+        new = [run for run in tuning_grid("small-tuning", study, False) if run not in made]
         if not new:
             return made
-        write_records(folder / "small-tuning.jsonl", [
-            {**run, "reduced": True, "metrics": {"accuracy": -abs(run["learning_rate"] / best_rate - 1) - abs(run["clip"] - best_clip)
-                                                 - ("clipping" in run)}} for run in new])
+        best = {10: best_rate, 40: best_whole}
+        far = [abs(run["learning_rate"] / best[run["steps"]] - 1) + abs(run["clip"] - best_clip) for run in new]
+        write_records(folder / "small-tuning.jsonl", [{**run, "reduced": True, "metrics": {"accuracy": -distance - ("clipping" in run)}}
+                                                      for run, distance in zip(new, far, strict=True)])
         made += new
     raise AssertionError("the tuning does not end")
 
@@ -69,6 +73,18 @@ def test_a_best_rate_at_the_edge_extends_the_ladder(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     tune(tmp_path, 0.81)                                                         # two steps of 3 beyond the first five
     assert {run["learning_rate"] for run in study_grid("small", SMALL, False)} == {0.81}
+
+
+def test_a_refined_study_takes_the_rate_that_is_best_at_full_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    study = replace(SMALL, refined=True)
+    made = tune(tmp_path, 3e-2, study=study, best_whole=1e-2 / 3)                # one step beyond the first three
+    whole = [run for run in made if run["steps"] == 40]
+    assert sorted({run["learning_rate"] for run in whole}) == [1.11e-3, 3.33e-3, 1e-2, 3e-2, 9e-2] and len(whole) == 2 * 5
+    assert {run["held_out"] for run in whole} == {100} and {run["target_epsilon"] for run in whole} == {2.0}
+    runs = [run for run in study_grid("small", study, False) if run["target_epsilon"] == 2.0]
+    assert {run["learning_rate"] for run in runs} == {3.33e-3} and len(runs) == 10
+    assert planned_hours(study)[0] > planned_hours(SMALL)[0]
 
 
 def test_runs_wait_for_their_tuning(tmp_path, monkeypatch):

@@ -6,14 +6,14 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA', 'LANGUAGE_WAYS',
            'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'DIGITS', 'DESIGN_WAYS',
            'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study',
-           'options_at', 'entry', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
+           'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'experiments_of', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict',
            'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead',
            'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ class Study:
     # the methods that run at the other budgets too; none: all
     elsewhere: tuple[str, ...] = ()
     fixed: float = 20.0 # seconds of a run besides its steps
+    refined: bool = False  # whether rates are tried at full length too
 
 CLIPS: dict[str, Settings] = {"0.1": {"clip": 0.1}, "1": {"clip": 1.0},
                               "automatic": {"clip": 1.0, "clipping": "automatic"}}
@@ -73,17 +74,20 @@ def entry(
             **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon,
             "seed": seed}
 
+def held_out(study: Study) -> Study:
+    "The study, scored on rows that are held out."
+    return replace(study, shared={**study.shared, "held_out": study.held_out})
+
 def short(study: Study) -> Study:
-    "The study of a quarter of the steps, scored on rows that are held out."
-    return replace(study, shared={
-        **study.shared, "steps": max(1, study.shared["steps"] // 4),
-        "held_out": study.held_out})
+    "The same in a quarter of the steps."
+    return held_out(replace(study, shared={
+        **study.shared, "steps": max(1, study.shared["steps"] // 4)}))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
 def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
     "All tuning runs that can be named by now."
     for label in study.ways:
-        yield from _ladder(name, short(study), label, full)[0]
+        yield from _ladder(name, study, label, full)[0]
 
 Found = dict[float, tuple[str, float]]  # epsilon -> clip and rate
 
@@ -93,24 +97,23 @@ def _ladder(
     """The tuning runs of a method, and what they found at the budgets
     at which all are there."""
     way, first = study.ways[label], study.epsilons[0]
-    scores = _scores(name, full)
-    def at(clip: str, rate: float, epsilon: float) -> Settings:
-        return entry(study, label, clip, rate, epsilon, TUNED_WITH)
+    brief, scores = short(study), _scores(name, full)
+    def at(clip: str, rate: float, epsilon: float, its: Study = brief) -> Settings:
+        return entry(its, label, clip, rate, epsilon, TUNED_WITH)
     clips = {clip: at(clip, way.rate, first) for clip in CLIPS}
     runs, found = list(clips.values()), Found()
     if any(_key(run) not in scores for run in runs):
         return runs, found
     clip = max(clips, key=lambda name: scores[_key(clips[name])])
-    rates = [way.rate * 3.0**power for power in (-2, -1, 0, 1, 2)]
-    for _ in range(4):
-        tried = {rate: at(clip, rate, first) for rate in rates}
-        runs += [run for run in tried.values() if run not in runs]
-        if any(_key(run) not in scores for run in tried.values()):
-            return runs, found
-        best = max(rates, key=lambda rate: scores[_key(tried[rate])])
-        if rates[0] < best < rates[-1]:
-            break
-        rates = sorted([*rates, best * 3 if best == rates[-1] else best / 3])
+    more, best = _peak(lambda rate: at(clip, rate, first),
+                       [way.rate * 3.0**power for power in (-2, -1, 0, 1, 2)], scores)
+    runs += [run for run in more if run not in runs]
+    if best and study.refined:
+        more, best = _peak(lambda rate: at(clip, rate, first, held_out(study)),
+                           [best / 3, best, best * 3], scores)
+        runs += more
+    if not best:
+        return runs, found
     found[first] = clip, best
     budgets = (study.epsilons[1:]
                if not study.elsewhere or label in study.elsewhere else ())
@@ -120,6 +123,24 @@ def _ladder(
         if all(_key(run) in scores for run in near.values()):
             found[epsilon] = clip, max(near, key=lambda rate: scores[_key(near[rate])])
     return runs, found
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-peak
+def _peak(
+    at: Callable[[float], Settings],           # the run at a rate
+    rates: list[float],                        # ascending, a factor of 3 apart
+    scores: Mapping[tuple[Any, ...], float],
+) -> tuple[list[Settings], float]:             # runs; the best rate, 0 until it is known
+    "Rates tried, and the next beyond the best while that lies at an edge."
+    for _ in range(4):
+        tried = {rate: at(rate) for rate in rates}
+        runs = list(tried.values())
+        if any(_key(run) not in scores for run in runs):
+            return runs, 0.0
+        best = max(rates, key=lambda rate: scores[_key(tried[rate])])
+        if rates[0] < best < rates[-1]:
+            break
+        rates = sorted([*rates, best * 3 if best == rates[-1] else best / 3])
+    return runs, best
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-scores
 def _key(run: Settings) -> tuple[Any, ...]:
@@ -138,7 +159,7 @@ def study_grid(name: str, study: Study, full: bool) -> list[Settings]:
     runs = []
     for label in study.ways:
         for epsilon, (clip, rate) in _ladder(
-                f"{name}-tuning", short(study), label, full)[1].items():
+                f"{name}-tuning", study, label, full)[1].items():
             count = study.headline if epsilon == study.epsilons[0] else study.seeds
             runs += [entry(study, label, clip, rate, epsilon, seed)
                      for seed in range(count)]
@@ -245,7 +266,8 @@ STUDIES = {
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
-        {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS | CONTROL, 1000, (2.0,)),
+        {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS | CONTROL, 1000, (2.0,),
+        refined=True),
     "text-head": Study(TEXT_HEAD, TEXT_HEAD_WAYS, 1500, fixed=20),
     "text-head-large": Study(
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
@@ -307,7 +329,7 @@ def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the run
                 if not study.elsewhere or label in study.elsewhere else 0)
         whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
         brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
-        tuning += brief * (7 + 3 * more)
+        tuning += brief * (7 + 3 * more) + whole * 3 * study.refined
         runs += whole * (study.headline + study.seeds * more)
     return tuning / 3600, runs / 3600
 
