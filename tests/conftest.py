@@ -48,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in pinned]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if "fresh" in sys.modules and session.items and not session.config.option.collectonly:
+        sys.modules["fresh"].begin()
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run the program in this process, as a user types it: exit status, standard output, standard error."""

@@ -9,13 +9,23 @@ import runpy
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-LOADED = ("torch", "torch.distributed", "transformers", "datasets", "opacus", "scipy.stats", "pytest", "hypothesis", "dpft.loop",
-          "dpft.cli", "dpft.auditing")
+LOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "peft", "datasets", "opacus",
+          "scipy.stats", "sklearn.datasets", "pytest", "hypothesis", *(f"transformers.models.{name}.modeling_{name}" for name in
+          ("bert", "gpt2", "llama", "roberta", "vit")), "dpft.loop", "dpft.cli", "dpft.auditing", "dpft.book.bench", "dpft.book.queue",
+          "loaded")
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(list(LOADED))
+
+
+def begin() -> None:
+    """Start the server, before any test has changed the environment that its processes have.
+
+    A program has one server; whoever starts it says what is loaded, and a queue of the book would load less."""
+    CONTEXT.set_forkserver_preload(list(LOADED))
+    forkserver.ensure_running()
 
 
 def output_of(said: Path, name: str) -> Path:
