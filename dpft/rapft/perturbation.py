@@ -322,7 +322,6 @@ class RapFT(Ranking):
         relevance_clip: float = 0.01,      # R_c, bound on one example's map in 2-norm
         relevance_rate: float = 0.1,       # q_R of the draw from private data
         level: str = "parameter",          # "parameter" | "group": what is released
-        seed: int = 0,                     # of a "random" split
         allow_non_private: bool = False,   # needed for "paper"
         **options: Any,                    # of `relevance_map` and of `relevance_mask`
     ):
@@ -333,7 +332,7 @@ class RapFT(Ranking):
         self.irrelevance, self.allocation = irrelevance, allocation
         self.preference, self.warmup_steps = preference, warmup_steps
         self.relevance_clip, self.relevance_rate = relevance_clip, relevance_rate
-        self.level, self.seed = level, seed
+        self.level = level
         self.allow_non_private, self.options = allow_non_private, options
         check_numbers(vars(self))
 
@@ -377,9 +376,9 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-random
 def random_map(context: Context, method: RapFT) -> dict[str, Tensor]:
     "Random numbers in place of a map, so that any entry may be called weak."
-    generator = torch.Generator().manual_seed(method.seed)
-    return {name: torch.rand(parameter.shape, generator=generator)
-            for name, parameter in trainable(context.model).items()}
+    with context.random_state("relevance"):
+        return {name: torch.rand(parameter.shape)
+                for name, parameter in trainable(context.model).items()}
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-looked
 def unpaid_map(context: Context, method: RapFT) -> dict[str, Tensor]:

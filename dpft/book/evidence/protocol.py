@@ -129,7 +129,7 @@ def _peak(
     at: Callable[[float], Settings],           # the run at a rate
     rates: list[float],                        # ascending, a factor of 3 apart
     scores: Mapping[tuple[Any, ...], float],
-) -> tuple[list[Settings], float]:             # runs; the best rate, 0 until it is known
+) -> tuple[list[Settings], float]:             # runs; the best rate, 0 if not known yet
     "Rates tried, and the next beyond the best while that lies at an edge."
     for _ in range(4):
         tried = {rate: at(rate) for rate in rates}
@@ -201,7 +201,7 @@ IMAGE_WAYS = {
     "LargestWeights": Way("LargestWeights", {"ratio": 0.25}, 3e-4, 55.0)}
 CONTROL = {"RapFT, random mask": Way(
     "RapFT", {"method": ["BiTFiT", {}], "irrelevance": 0.7, "relevance_data": "random"},
-    2e-3, 80.0, seeded=True)}
+    2e-3, 80.0)}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-text-ways
 TEXT_WAYS = {
