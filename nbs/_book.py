@@ -374,8 +374,11 @@ def test(path: Path) -> list[str]:
     return [] if passed else [f"FAILED {path.relative_to(ROOT)}"]
 
 
-LOADED = ("torch", "transformers", "datasets", "opacus", "dp_accounting.pld.privacy_loss_mechanism", "scipy.stats", "sklearn", "pandas",
-          "seaborn", "matplotlib.pyplot", "nbdev.test", "nbdev.showdoc", "IPython.core.interactiveshell", "dpft.loop", "dpft.book.evidence")
+LOADED = ("torch", "torch._dynamo", "transformers", *(f"transformers.models.{name}.modeling_{name}" for name in
+          ("auto", "bert", "distilbert", "gpt2", "llama", "roberta", "vit")), "transformers.generation.utils", "peft", "datasets", "opacus",
+          "dp_accounting.pld.privacy_loss_mechanism", "scipy.stats", "sklearn.datasets", "sklearn.model_selection", "pandas", "seaborn",
+          "matplotlib.pyplot", "nbdev.test", "nbdev.showdoc", "IPython.core.interactiveshell", "IPython.core.magics", "dpft.auditing",
+          "dpft.loop", "dpft.book.bench", "dpft.book.evidence", "dpft.book.queue")
 
 
 def test_all(paths: list[Path], workers: int) -> list[str]:
