@@ -109,7 +109,7 @@ def small(name):
     "A study of eight steps on a few rows, otherwise as it is."
     study = STUDIES[name]
     sizes = {name: value for name, value in (("side", 32), ("limit", 26)) if name in study.shared}
-    brief = {"public_epochs": 1, "public_limit": 64} if "public" in study.shared else {}
+    brief = {"public_epochs": 1, "public_limit": 64, "physical_batch_size": 256} if "public" in study.shared else {}
     shared = {**study.shared, **TINY, **sizes, **brief}
     return replace(study, shared=shared, held_out=6)
 
