@@ -223,15 +223,24 @@ class Place:
         return [json.loads(line) for line in self.log.read_text().rpartition("\n")[0].splitlines()] if self.log.exists() else []
 
     def spent(self) -> dict[str, int]:
-        "What the ledger says, read from a copy, so that reading mends nothing."
+        "What the ledger says."
+        return self.asked(spent, {})
+
+    def over(self) -> bool:
+        "Whether the run has ended and left no state, so that the same command would begin another."
+        ended = self.asked(lambda ledger: bool(ledger.runs()) and all(map(ledger.finished, ledger.runs())), False)
+        return ended and not (self.folder / "state.pt").exists()
+
+    def asked(self, question: Callable[[Ledger], Any], otherwise: Any) -> Any:
+        "An answer of a copy of the ledger, so that reading mends nothing; without a ledger, the other."
         path = self.folder / "ledger.sqlite"
         if not path.exists():
-            return {}
+            return otherwise
         with tempfile.TemporaryDirectory(dir=SCRATCH) as copy:
             for file in self.folder.glob("ledger.sqlite*"):
                 shutil.copy(file, copy)
             with Ledger(Path(copy) / path.name) as ledger:
-                return spent(ledger)
+                return question(ledger)
 
 
 # judging --------------------------------------------------------------------------------------------------------------------------
@@ -267,12 +276,15 @@ def served_twice(events: list[dict[str, Any]]) -> list[str]:
     return [key for found in (sums, outs) for key, values in found.items() if len(values) > 1]
 
 
-def judged(place: Place, wanted: dict[str, Any], before: dict[str, int], broken: int, **record: Any) -> dict[str, Any]:
-    "One line: what happened at a point, and everything that is wrong with it."
+def judged(place: Place, wanted: dict[str, Any], before: dict[str, int], broken: int, over: bool = False, **record: Any) -> dict[str, Any]:
+    """One line: what happened at a point, and everything that is wrong with it.
+
+    Of a run that was over, a process may have been killed before it could say so."""
     events, after = place.events, place.spent()
     released = {(event["released"], event["value"]) for event in events[:broken] if "released" in event and event["rank"] == 0}
     ended = [event for event in events[broken:] if "ended" in event] or [event for event in events if "ended" in event]
-    identical = [(event["ended"], event["mechanisms"]) for event in ended] == [wanted["ended"]] * record["processes"]
+    identical = ([(event["ended"], event["mechanisms"]) for event in ended]
+                 == [wanted["ended"]] * (len(ended) if over else record["processes"]))
     refused = [event["refused"] for event in events[broken:] if "refused" in event]
     wrong = falls(events) + served_twice(events)
     wrong += [f"{len(released)} released, {before} in the ledger"] * (len(released) > sum(before.values()))
@@ -347,11 +359,13 @@ def go_on_from(root: Path, points: list[dict[str, Any]], log: bytes, size: int, 
                      at=point["at"], operation=kind, file=name, mode=point["mode"], processes=size, seconds=seconds)
 
 
-def kill_at(root: Path, chance: random.Random, size: int, wanted: dict[str, Any], seed: int | None = SEED) -> dict[str, Any]:
-    "One process, or of two one or both, gets SIGKILL at a random moment."
+def kill_at(root: Path, chance: random.Random, size: int, wanted: dict[str, Any], seed: int | None = SEED,
+            moment: int | None = None) -> dict[str, Any]:
+    "One process, or of two one or both, gets SIGKILL at a random moment, or when so much has happened."
     place, began = Place(root), time.perf_counter()
     root.mkdir()
-    moment, victims = chance.randrange(wanted["events"]), chance.choice([[0], [1], [0, 1]]) if size > 1 else [0]
+    moment = chance.randrange(wanted["events"]) if moment is None else moment
+    victims = chance.choice([[0], [1], [0, 1]]) if size > 1 else [0]
     pause = chance.random() * 0.02
 
     def kill(numbers: list[int]) -> None:
@@ -363,10 +377,12 @@ def kill_at(root: Path, chance: random.Random, size: int, wanted: dict[str, Any]
 
     statuses = place.go(size, kill=kill, seed=seed)
     before, broken = place.spent(), len(place.events)
-    seen = [event.get("event") or event.get("released") or "noise" for event in place.events if "refused" not in event]
-    if any(statuses):
+    seen = ["its end" if "ended" in event else event.get("event") or event.get("released") or "noise"
+            for event in place.events if "refused" not in event]
+    over = place.over()
+    if any(statuses) and not over:
         place.go(size, seed=seed)
-    return judged(place, wanted if seed is not None else {**wanted, "bits": False}, before, broken, kind="kill",
+    return judged(place, wanted if seed is not None else {**wanted, "bits": False}, before, broken, over, kind="kill",
                   where=f"after {seen[-1] if seen else 'its start'}, process {' and '.join(map(str, victims))}",
                   killed=-9 in statuses, processes=size, seeded=seed is not None, seconds=round(time.perf_counter() - began, 3))
 

@@ -34,6 +34,27 @@ def test_no_fault_shows_in_the_end(records, kind, least):
     assert [(record["where"], record["wrong"]) for record in found if record["wrong"]] == []
 
 
+LINGERS = """
+import json, pathlib, random, sys, time
+import faults
+own = faults.attempt
+def attempt(*arguments, **settings):
+    status = own(*arguments, **settings)
+    time.sleep(1)                                                    # between the end of the run and that of the process
+    return status
+root, faults.attempt = pathlib.Path(sys.argv[1]), attempt
+wanted = faults.unbroken(root / "whole", 2)
+print(json.dumps(faults.kill_at(root / "killed", random.Random(0), 2, wanted, moment=wanted["events"])))
+"""
+
+
+def test_a_process_killed_after_the_end_of_the_run_is_not_started_again(tmp_path):
+    done = fresh.run(LINGERS, tmp_path, said=tmp_path / "said")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["killed"] and record["where"].startswith("after its end") and record["wrong"] == [], record
+
+
 # the judge ------------------------------------------------------------------------------------------------------------------------
 
 
