@@ -1,23 +1,16 @@
 """What the host waits for in a step, counted for every method on a simulated accelerator, where mixed devices raise."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import fresh
 import pytest
 from synchronising import CASES
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
-def waits():
+def waits(tmp_path_factory):
     "Of each case, what was waited for where; in a process of its own, for the device is known to torch ever after."
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, HERE / "synchronising.py"], capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": path})
+    done = fresh.run("-m synchronising", said=tmp_path_factory.mktemp("waits") / "said")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
