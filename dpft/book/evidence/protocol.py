@@ -7,9 +7,9 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTR
            'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'DIGITS', 'DESIGN_WAYS',
            'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study',
            'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
-           'experiments_of', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'compared_once', 'verdict',
-           'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead',
-           'study_verdict']
+           'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared',
+           'compared_once', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained',
+           'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 import math
@@ -294,6 +294,20 @@ def experiments_of(
         name: made(question, partial(study_grid, name, study),
                    f"{name}-tuning's records; {needs}")}
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-alike
+def alike_grid(full: bool) -> Iterator[Settings]:
+    """Rap-FT, its control and the biases at one rate and two bounds,
+    where `images-small` has no such run."""
+    study = STUDIES["images-small"]
+    there = [(_key(run), run["seed"])
+             for run in recorded(results_file("images-small"))]
+    for seed in range(study.headline):
+        for clip in ("1", "automatic"):
+            for label in ("BiTFiT", "RapFT", *CONTROL):
+                run = entry(study, label, clip, 0.018, 2.0, seed)
+                if (_key(run), seed) not in there:
+                    yield run
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
@@ -319,6 +333,10 @@ EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
     for each, its in experiments_of(
         name, study, MEASURES.get(name, measured), *QUESTIONS[name]).items()}
+EXPERIMENTS["images-small-alike"] = Experiment(
+    "Is what Rap-FT gains there the mask's, the blocks' or the tuning's?", alike_grid,
+    measured, "images-small's records; CIFAR-10, EfficientNet-Lite0",
+    seconds=partial(believed, STUDIES["images-small"]))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
