@@ -100,7 +100,7 @@ class Wrapped(nn.Module):
             return engine.record(self._module, loss_fn, rows), "by fast rules" if trusted else "by the fallback"
         try:
             taken = engine.gradients(self._module, loss_fn, rows)
-        except RuntimeError:                                 # said aloud, so nothing wrong is released; the suite goes on with the oracle
+        except (RuntimeError, ValueError):                   # said aloud, so nothing wrong is released; the suite goes on with the oracle
             alone = engine.per_example_gradients(self._module, loss_fn, rows)
             uses = {parameter: [engine.Dense(alone[name])] for name, parameter in engine.trainable(self._module).items()}
             return engine.Gradients(torch.zeros(examples), engine.trainable(self._module), uses, examples), "refused"
