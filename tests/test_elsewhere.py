@@ -58,14 +58,15 @@ def task():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_seeded_run_is_the_same_up_to_rounding_where_the_processor_can_do_less(elsewhere, task, name):
-    """In float32 sixty steps round by some 1e-6; other noise would move the parameters by far more than is allowed here.
+    """In float32 sixty steps round by some 1e-7, unless rounding switches a unit on or off for an example: of 64 runs, two were 6e-4 apart.
+    Other noise would move the parameters by 0.6, sixty times what is allowed here.
 
     A selection could flip only where two noisy magnitudes agree to 1e-7 of their noise: a chance below 1e-6."""
     here, names = trained(task, name)
     assert names == elsewhere[f"{name} chose"].tolist()
     off = np.linalg.norm(here - elsewhere[name]) / np.linalg.norm(here)
     print(f"{name}: {off:.1e}")
-    assert off <= 1e-4
+    assert off <= 1e-2
 
 
 if __name__ == "__main__":
