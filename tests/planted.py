@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -248,6 +249,6 @@ def table():
     for bug in BUGS:
         catcher = f"`{bug.catcher}`" if bug.catch.func is named_test else bug.catcher
         said = bug.caught()
-        said = f"`{said.partition('  # ')[0].strip()}`" if said.startswith("assert ") else said
+        said = f"`{said.partition('  # ')[0].strip()}`" if said.startswith("assert ") else re.sub(r"<function (\w+) at \w+>", r"`\1`", said)
         lines.append(f"| {bug.name} | {catcher if said else '**nothing**'} | {said.replace('|', '/')} |")
     return "\n".join(lines)
