@@ -514,6 +514,7 @@ def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
     script = textwrap.dedent("""
         import sys, os, signal, torch
         import test_training as t
+        torch.set_num_threads(int(sys.argv[2]))                  # the replay is asked for the same bits, so it sums in the same order
         class Killing(torch.optim.AdamW):
             same_as = "AdamW"
             def step(self, closure=None):
@@ -523,7 +524,7 @@ def test_a_killed_process_resumes_and_its_budget_never_falls(tmp_path):
         t.tune(checkpoint=sys.argv[1], checkpoint_every=3, optimizer=Killing, learning_rate=0.05)
     """)
     (tmp_path / "said").mkdir()
-    result = fresh.run(script, tmp_path, said=tmp_path / "said" / "it")
+    result = fresh.run(script, tmp_path, torch.get_num_threads(), said=tmp_path / "said" / "it")
     assert result.returncode == -9, result.stderr
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         assert sum(m.steps for m in ledger.spent()) == 5 and sum(m.steps for m in ledger.charged()) == 6
@@ -808,7 +809,7 @@ def test_a_person_brings_the_mean_views_of_all_her_rows():
     means = mean_gradients(model, batches, 2)                                                 # whole people, in the order of their rows
     people = torch.zeros(5, means.shape[1], dtype=torch.float64).index_add_(0, torch.tensor(unit), means)
     exact = ((0.3 / people.norm(dim=1)).clamp(max=1)[:, None] * people).sum(0)
-    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
+    assert float((found - exact).norm() / exact.norm()) < 1e-4     # the margin for rounding keeps it below the bound by some 1e-5
 
 
 @one_stream(3)
