@@ -355,7 +355,7 @@ def test_the_saved_ledger_holds_one_trial_only(digits, tmp_path):
     with Ledger(own) as whole, Ledger(tmp_path / "model" / "ledger.sqlite", read_only=True) as published:
         assert published.runs() == [found.guarantee.run] and len(whole.runs()) > 1
     raw = (tmp_path / "model" / "ledger.sqlite").read_bytes()
-    assert not any(run.encode() in raw for run in set(Ledger(tmp_path / "l.sqlite").runs()) - {found.guarantee.run})
+    assert not any(run.encode() in raw for run in set(Ledger(own).runs()) - {found.guarantee.run})
 
 
 def test_without_charge_the_guarantee_says_so(digits):
