@@ -58,7 +58,7 @@ def attack_grid(full: bool) -> Iterator[dict[str, Any]]:
     seen = {**own, "data": "digits", "model": "mlp", "shadows": 64 if full else 16,
             "rows": 1400 if full else 400,
             "steps": 175 if full else 50}
-    for seed in range(3 if full else 1):
+    for seed in range(5):
         for shared, methods in ((told, LANGUAGE), (seen, PICTURES)):
             for method, (_, rate, plain) in methods.items():
                 for target in (("inf", 8.0, 2.0) if full or method not in SELECTIVE

@@ -181,11 +181,10 @@ ROWS = {"mnist": paper_row("mnist", 1, 2, 3),
 REDUCED = {"mnist": (1,), "fashion_mnist": (1, 2)}  # row -> budgets
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-ends
-def row_ends(row: str, full: bool, seed: int) -> dict[int, int]:
+def row_ends(row: str, full: bool) -> dict[int, int]:
     "Epsilon -> steps of the cells that a table has of a row."
     steps = ROWS[row][1]
-    return steps if full else {
-        target: steps[target] for target in REDUCED[row][:None if seed < 3 else 1]}
+    return steps if full else {target: steps[target] for target in REDUCED[row]}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-settings
 def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
@@ -202,8 +201,8 @@ def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
 def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, frozen for the last 20 steps, and as Appendix D has it."
     for row in ROWS if full else REDUCED:
+        ends = row_ends(row, full)
         for seed in range(5):
-            ends = row_ends(row, full, seed)
             for target, steps in ends.items():
                 for last in dict.fromkeys((0, LAST_STEPS, ROWS[row][2][target])):
                     yield {**row_settings(row, full, ends), "steps": steps,
@@ -233,7 +232,7 @@ def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Set
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layers
 def layer_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, left, and Figure 6: which layers go on, how many, and since when."
-    row, target, seeds = ("cifar10 at 7", 7, 5) if full else ("fashion_mnist", 1, 3)
+    row, target = ("cifar10 at 7", 7) if full else ("fashion_mnist", 1)
     settings = row_settings(row, full, {target: ROWS[row][1][target]})
     steps, tail = max(settings["stops"]), ROWS[row][2][target]
     count = len(layers(load_model(settings["model"])))
@@ -241,7 +240,7 @@ def layer_grid(full: bool) -> Iterator[Settings]:
     cells = [("one", [layer, count - 1], tail) for layer in range(count - 1)]
     cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
     cells += [("when", half, last) for last in (LAST_STEPS, steps - steps // 4)]
-    for seed in range(seeds):
+    for seed in range(5):
         for kind, kept, last in cells:
             yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept,
                    "method": "LayerFreeze", "target_epsilon": target, "seed": seed}
@@ -262,7 +261,7 @@ def similarity_grid(full: bool) -> Iterator[Settings]:
     reduced = (("fashion_mnist", 1),)
     rows = (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else reduced
     for row, target in rows:
-        for seed in range(5 if full else 2):
+        for seed in range(5):
             yield {**row_settings(row, full, {target: ROWS[row][1][target]}),
                    "method": "Full", "target_epsilon": target, "seed": seed}
 

@@ -477,7 +477,7 @@ def rap_grid(full: bool) -> Iterator[Settings]:
 def beta_grid(full: bool) -> Iterator[Settings]:
     "Figure 5: how large a part is taken for weakly significant."
     shared = rap_settings(full)
-    for seed in range(3):
+    for seed in range(5):
         for variant in ("tight", "paper's noise"):
             for weak in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
                 yield {**rap_entry(shared, "LoRA", 3.0, variant, irrelevance=weak),
