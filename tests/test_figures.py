@@ -326,3 +326,19 @@ def test_an_interval_over_examples_is_wider_and_a_single_seed_has_only_that():
     assert figures.interval([0.8], 100)[1] == pytest.approx(1.96 * 0.04)
     assert figures.interval([0.8, 0.9], 100)[1] > figures.interval([0.8, 0.9])[1] > 0
     assert json.dumps(figures.by_method(grid("x", ("LoRA", "Full")), "accuracy")).startswith('{"Full"')
+
+
+def test_seeds_of_an_attack_are_pooled_and_settings_are_not():
+    def at(method, epsilon, seed, auc, hits):
+        return {"data": "e2e", "method": method, "target_epsilon": epsilon, "seed": seed, "allowed": {"auc": 0.8 + seed / 100},
+                "exposure": [float(seed)] * 2, "recall": {"hits": hits, "trials": 10, "interval": [0.0, 1.0]},
+                "membership": {"auc": auc, "standard_error": 0.03, "true_positives": {}}}
+    records = [at("Full", 2.0, 0, 0.5, 1), at("Full", 2.0, 1, 0.7, 2), at("Full", 8.0, 0, 0.9, 3), at("LoRA", 2.0, 0, 0.8, 4)]
+    whole = {(its["method"], its["target_epsilon"]): its for its in drawings.pooled_attacks(records)}
+    assert {key: its["seeds"] for key, its in whole.items()} == {("Full", 2.0): 2, ("Full", 8.0): 1, ("LoRA", 2.0): 1}
+    both = whole["Full", 2.0]
+    assert both["membership"]["auc"] == pytest.approx(0.6) and both["membership"]["standard_error"] == pytest.approx(0.03 / 2**0.5)
+    assert both["recall"]["hits"] == 3 and both["recall"]["trials"] == 20 and both["allowed"] == {"auc": 0.81}
+    low, high = both["recall"]["interval"]
+    assert low == pytest.approx(0.0321, abs=1e-3) and high == pytest.approx(0.3789, abs=1e-3)
+    assert both["exposure"] == [0.0, 0.0, 1.0, 1.0] and records[0]["exposure"] == [0.0, 0.0]
