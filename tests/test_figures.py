@@ -77,7 +77,8 @@ RECORDS = {
                         series=[angles(2, False), angles(8, True)]) for seed in range(2) for clip in (5.0, 1.0, 10.0)],
     "lf-table1": [entry("lf-table1", "Full", 1, seed, 0.8, "fashion_mnist", steps=100, last=last) for seed in range(2) for last in (0, 20)],
     "lf-layers": [branch(*run, seed) for seed in range(2) for run in (
-        ("one", [0, 3], 70), ("one", [2, 3], 70), ("upper", [1, 2, 3], 70), ("upper", [2, 3], 70), ("when", [2, 3], 20))],
+        ("all", [0, 1, 2, 3], 0), ("one", [0, 3], 70), ("one", [2, 3], 70),
+        ("upper", [1, 2, 3], 70), ("upper", [2, 3], 70), ("when", [2, 3], 20))],
     "methods-rate": [entry("methods-rate", method, 2.0, seed, learning_rate=rate, data="digits")
                      for method in ("Full", "BiTFiT") for seed in range(2) for rate in (0.01, 0.1)],
     "rap-tables": [relevance(variant, base, seed, target, score) for base in ("LoRA", "BiTFiT") for seed in range(2)
@@ -231,6 +232,8 @@ def test_layers_are_paired_with_the_plain_run_of_their_seed(results):
 
 def test_layers_without_their_plain_run_are_left_out(results):
     write_records(results / "lf-layers.jsonl", [branch("one", [1, 3], 70, 7)])
+    another = entry("lf-table1", "Full", 1, 7, 0.7, "fashion_mnist", steps=100, last=0)
+    write_records(results / "lf-table1.jsonl", [another])  # of another trunk
     assert drawn("layers")[1][0] == [(0, 0.02)] * 2 + [(1, 0)] * 2
 
 

@@ -436,12 +436,12 @@ def layers_figure(records: Records) -> "Figure":
 
     known = list(records)
     plain = {_twin(entry): entry["metrics"]["accuracy"]
-             for entry in known if entry["last"] == 0}
+             for entry in known if entry.get("kind") == "all"}
     figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.9), sharey=True,
                                 layout="constrained")
     for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
         points = sorted((place, entry["metrics"]["accuracy"] - plain[_twin(entry)])
-                        for entry in known if "kind" in entry and _twin(entry) in plain
+                        for entry in known if _twin(entry) in plain
                         and (place := _branch(entry, kind)) is not None)
         draw_paired(axis, [str(place) for place, _ in points], [d for _, d in points])
         axis.set_xlabel(label)
@@ -591,7 +591,7 @@ DRAWINGS = {
     "angles": Drawing("what freezing changes in signal and distortion angles",
                       angle_figure, ("lf-angles",)),
     "layers": Drawing("which layers to freeze, how many, and when", layers_figure,
-                      ("lf-layers", "lf-table1")),
+                      ("lf-layers",)),
     "assumptions": Drawing("what is clipped before and after freezing", status_figure,
                            ("lf-angles",)),
     "rates": Drawing("accuracy over the learning rate", rate_figure, ("methods-rate",)),

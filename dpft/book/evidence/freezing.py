@@ -212,13 +212,17 @@ def table_grid(full: bool) -> Iterator[Settings]:
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-table-entry
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
+    count = len(layers(load_model(settings["model"])))
+    return _ended(settings, range(lower_half(count), count), 1000 + settings["seed"])
+
+
+def _ended(settings: Settings, kept: Iterable[int], seed: int) -> Settings:
+    "A branch's end, or the trunk's where no step is a branch's."
     steps, last = settings["steps"], settings["last"]
     states = trunk(settings, settings["stops"], settings["seed"])
     model, task = fresh(settings, 0)
     if last:
-        count = len(layers(model))
-        model = branch(settings, states[steps - last], range(lower_half(count), count),
-                       last, 1000 + settings["seed"])
+        model = branch(settings, states[steps - last], kept, last, seed)
     else:
         model.load_state_dict(states[steps])
     return _scored(settings, model, task, steps)
@@ -237,7 +241,8 @@ def layer_grid(full: bool) -> Iterator[Settings]:
     steps, tail = max(settings["stops"]), ROWS[row][2][target]
     count = len(layers(load_model(settings["model"])))
     half = list(range(lower_half(count), count))
-    cells = [("one", [layer, count - 1], tail) for layer in range(count - 1)]
+    cells = [("all", list(range(count)), 0)]
+    cells += [("one", [layer, count - 1], tail) for layer in range(count - 1)]
     cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
     cells += [("when", half, last) for last in (LAST_STEPS, steps - steps // 4)]
     for seed in range(5):
@@ -247,13 +252,8 @@ def layer_grid(full: bool) -> Iterator[Settings]:
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layer-entry
 def layer_entry(settings: Settings) -> Settings:
-    "Accuracy when only these layers train for the last steps."
-    start = settings["steps"] - settings["last"]
-    states = trunk(settings, settings["stops"], settings["seed"])
-    model = branch(settings, states[start], settings["kept"], settings["last"],
-                   2000 + settings["seed"])
-    task = prepared_task(settings["data"], settings["model"])
-    return _scored(settings, model, task, settings["steps"])
+    "Accuracy when only these layers train for the last steps; of none, the trunk's."
+    return _ended(settings, settings["kept"], 2000 + settings["seed"])
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-similarity
 def similarity_grid(full: bool) -> Iterator[Settings]:
