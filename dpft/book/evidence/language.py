@@ -43,7 +43,7 @@ from ...tasks import public_text
 from ...texts import EncodedData, encode
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import (
-    Experiment, Settings, cache_folder, measured_run, prepared_task)
+    Experiment, Settings, cache_folder, measured_run, prepared_task, put_in_place)
 from ..freezing_costs import whole_steps
 from ..pretrained import smollm2
 from ..text_scores import text_scores
@@ -173,7 +173,7 @@ def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> N
         logging.enable_progress_bar()
     tokenizer.save_pretrained(unfinished)
     (unfinished / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n")
-    unfinished.replace(folder)
+    put_in_place(unfinished, folder)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-language-model
 def language_model(
