@@ -277,7 +277,7 @@ STUDIES = {
     "text-full": Study(SENTENCES, TEXT_WAYS, 1500,
                        elsewhere=("LastLayer", "BiTFiT"), fixed=60),
     "text-short": Study(
-        {**SENTENCES, "steps": 40, "batch_size": 384},
+        {**SENTENCES, "steps": 40, "batch_size": 256},
         {name: TEXT_WAYS[name] for name in CLAIMED}, 1500, seeds=5,
         elsewhere=("BiTFiT", "Full", "DPFrost"), fixed=30, refined=True),
     "language": Study(
@@ -332,7 +332,7 @@ QUESTIONS = {
                         "SST-2, MiniLM"),
     "text-full": ("Which method is best on SST-2 at the paper's length?",
                   "SST-2, MiniLM"),
-    "text-short": ("Which method is best on SST-2 in a thirteenth of that?",
+    "text-short": ("Which method is best on SST-2 in a twentieth of that?",
                    "SST-2, MiniLM"),
     "language": ("Which method is best on E2E with a pre-trained language model?",
                  "E2E, SmolLM2")}
