@@ -49,6 +49,11 @@ class Rate:
         high = beta.isf(error / 2, self.hits + 1, missed) if missed else 1.0
         return float(low), float(high)
 
+    def record(self) -> dict[str, Any]:
+        "Both numbers and the interval, as JSON."
+        return {"hits": self.hits, "trials": self.trials,
+                "interval": list(self.interval())}
+
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-membership
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 

@@ -11,7 +11,6 @@ __all__ = ['BELOW_HEAD', 'ANGLES', 'PLACES', 'Cell', 'PRICES', 'AREAS', 'ATTACKS
 # %% ../../nbs/6_appendices/98_drawings.ipynb #drawings-imports
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from math import inf, nan, pi
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -334,10 +333,9 @@ def _pooled_area(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         level: _pooled_rate([its["true_positives"][level] for its in found])
         for level in found[0]["true_positives"]}}
 
-
 def _pooled_rate(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    whole = Rate(sum(its["hits"] for its in found), sum(its["trials"] for its in found))
-    return {**asdict(whole), "interval": whole.interval()}
+    return Rate(sum(its["hits"] for its in found),
+                sum(its["trials"] for its in found)).record()
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-attack-attacks
 ATTACKS = {"membership": "language model, by loss",

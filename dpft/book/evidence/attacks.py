@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['LANGUAGE', 'SELECTIVE', 'PICTURES', 'SENTENCE', 'attack_grid', 'attack_entry', 'attacked_run', 'Planted', 'planted',
-           'attack_text', 'rate_record', 'membership_record', 'attack_pictures']
+           'attack_text', 'membership_record', 'attack_pictures']
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attack-runs-imports
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from ...attacks import (
-    MASK, Membership, Rate, allowed, allowed_exposure, exposure, extraction, fair_coins,
+    MASK, Membership, allowed, allowed_exposure, exposure, extraction, fair_coins,
     lira, losses, made_names, membership_inference, one_of, reconstruction,
     scaled_confidence, score_attack, standard_error)
 from ...baselines import Full, LoRA
@@ -158,23 +158,18 @@ def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
              | {"exposure": allowed_exposure(run.guarantee, settings["candidates"])})
     return {"epsilon": json_number(run.epsilon), "exposure": bits.tolist(),
             "allowed": bound,
-            "reconstruction": rate_record(reconstruction(
+            "reconstruction": reconstruction(
                 run.model, tokenizer, known.masked_texts, known.candidates,
-                known.secrets)),
-            "precision": rate_record(told.precision),
-            "recall": rate_record(told.recall),
+                known.secrets).record(),
+            "precision": told.precision.record(), "recall": told.recall.record(),
             **{name: membership_record(its) for name, its in found.items()},
             "metrics": {}}
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-text-rate-record
-def rate_record(rate: Rate) -> dict[str, Any]:
-    "JSON."
-    return {**asdict(rate), "interval": list(rate.interval())}
-
 def membership_record(found: Membership) -> dict[str, Any]:
-    "JSON."
+    "Its parts, as JSON."
     return {"auc": found.auc, "standard_error": found.standard_error,
-            "true_positives": {str(at): rate_record(rate)
+            "true_positives": {str(at): rate.record()
                                for at, rate in found.true_positives.items()}}
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-pictures
