@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['LABELS', 'PERSONS', 'ASIDE', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public', 'as_dataset',
-           'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat', 'is_missing',
-           'check_complete', 'check_labels', 'Task', 'did_you_mean']
+__all__ = ['LABELS', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public',
+           'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
+           'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -327,6 +327,8 @@ def _labels(data: Any, name: str) -> Any:
     return [data[row][1] for row in range(len(data))]
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-task
+VOCABULARY = "the tokenizer's vocabulary"  # a public fact of every tokenised text
+
 @dataclass
 class Task:
     "A data set to fine-tune on, with what is taken as public about it."
@@ -345,6 +347,11 @@ class Task:
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
         return tuple(self.train[0][0].shape) if self.kind == "image" else None
+
+    def assuming(self, fact: str) -> Task:
+        "The same task with one more public fact, if it is a new one."
+        facts = dict.fromkeys([*self.assumed_public, fact])
+        return replace(self, assumed_public=[*facts])
 
     @property
     def public(self) -> Public | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .datasets import Task, as_dataset, check_labels, column_names
+from .datasets import VOCABULARY, Task, as_dataset, check_labels, column_names
 from .datasets import has_batch_protocol, is_chat, names_a_row
 from .losses import task_of as head_of
 from .losses import unwrapped
@@ -175,14 +175,15 @@ def prepare(
         task = _with_classes(task, data, schema)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
+    tokenised = (schema.kind in ("text", "causal", "tagging")
+                 and not has_batch_protocol(data))
+    if tokenised:
+        task = task.assuming(VOCABULARY)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
                      collate_fn is not None)
-    read = schema.kind in ("text", "causal", "tagging")
-    if read and not has_batch_protocol(data):
+    if tokenised:
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
-        if "the tokenizer's vocabulary" not in ready.assumed_public:
-            ready.assumed_public.append("the tokenizer's vocabulary")
     ready.train = ready.encoded(data)
     _check_classes(ready, task)
     return ready

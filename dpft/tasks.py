@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .datasets import Public, TableData, Task, TensorData
+from .datasets import VOCABULARY, Public, TableData, Task, TensorData
 
 # %% auto #0
 __all__ = ['FONTS', 'CIFAR10_MEAN', 'CIFAR10_STD', 'CIFAR10_CLASSES', 'FASHION_CLASSES', 'CHANNELS', 'LOCAL', 'digits',
@@ -179,7 +179,7 @@ def sst2(root: str | Path | None) -> Task:
     train, dev, test = map(_table, files)
     return Task("sst2", "text", train, dev, test, classes=("negative", "positive"),
                 columns=("sentence", "label"), source="SST-2 (GLUE)",
-                assumed_public=["the two classes", "the tokenizer's vocabulary"])
+                assumed_public=["the two classes", VOCABULARY])
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-e2e
 def e2e(root: str | Path | None) -> Task:
@@ -188,8 +188,7 @@ def e2e(root: str | Path | None) -> Task:
     files = (_file(root, f"e2e_nlg_{part}.parquet") for part in parts)
     train, dev, test = map(_table, files)
     return Task("e2e", "causal", train, dev, test, columns=("mr", "ref"),
-                source="E2E NLG challenge",
-                assumed_public=["the tokenizer's vocabulary"])
+                source="E2E NLG challenge", assumed_public=[VOCABULARY])
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-public-text
 def public_text(root: str | Path | None = None) -> Public:

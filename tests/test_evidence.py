@@ -13,7 +13,7 @@ from dpft.book.evidence import freezing, frost
 from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.book.provenance import is_stale
-from dpft.datasets import Public, TensorData
+from dpft.datasets import VOCABULARY, Public, TableData, Task, TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
 from dpft.registry import method_from
@@ -233,3 +233,13 @@ def test_public_data_among_the_settings_is_no_obstacle_to_a_kept_run(tmp_path):
         assert len({folder(3), folder(4), folder(3, "another")}) == 3
     finally:
         experiments.keep_unfinished(None)
+
+
+def test_a_task_of_texts_states_each_public_fact_once_and_keeps_its_own_list(monkeypatch):
+    rows = TableData({"text": ["a good film"] * 4, "label": [0, 1, 0, 1]})
+    task = Task("reviews", "text", rows, rows, classes=("no", "yes"), columns=("text", "label"), assumed_public=[VOCABULARY])
+    monkeypatch.setattr(experiments, "load_data", lambda name, limit: task)
+    experiments.prepared_task.cache_clear()
+    assert experiments.prepared_task("reviews", "minilm").assumed_public == [VOCABULARY]
+    assert task.assumed_public == [VOCABULARY]
+    experiments.prepared_task.cache_clear()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
-from ..datasets import Public, Task
+from ..datasets import VOCABULARY, Public, Task
 from ..guarantee import json_number
 from ..identity import fingerprint
 from ..loop import Run, fine_tune
@@ -300,8 +300,7 @@ def prepared_task(
                             else encode(part, tokenizer, task.columns, max_length,
                                         task.kind)
                             for part in (task.train, task.dev, task.test))
-        task = replace(task, train=train, dev=dev, test=test)
-        task.assumed_public.append("the tokenizer's vocabulary")
+        task = replace(task, train=train, dev=dev, test=test).assuming(VOCABULARY)
     return task
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-prepared-start

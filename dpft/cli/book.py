@@ -230,12 +230,12 @@ def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: in
                 epsilon: float) -> Any:
     "The private run, from its start or from where it stopped."
     from dpft import LoRA, fine_tune
+    from dpft.datasets import VOCABULARY
     from dpft.models import load_model, load_tokenizer
     from dpft.texts import encode
     tokenizer = load_tokenizer(folder)
     rows = encode(task.train, tokenizer, task.columns, 128, "causal")
-    alone = replace(task, train=rows, dev=None, test=None)
-    alone.assumed_public.append("the tokenizer's vocabulary")
+    alone = replace(task, train=rows, dev=None, test=None).assuming(VOCABULARY)
     return fine_tune(load_model(folder, kind="causal"), alone, LoRA(rank=4, alpha=32),
                      epsilon=epsilon, delta=1e-5, steps=steps, batch_size=batch_size,
                      learning_rate=2e-3, clipping="automatic", clip=1.0,
