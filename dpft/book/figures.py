@@ -7,7 +7,8 @@ __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'T_QUANTILES', 'E
            'style', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log', 'counted',
            'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'leads', 'draw_leads',
            'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff',
-           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table']
+           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table', 'scored', 'points',
+           'grouped', 'markdown_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 from collections import defaultdict
@@ -492,11 +493,61 @@ def text_table(
     head = ["method",
             *(f"ε = {epsilon:g}" if epsilon < inf else "not private"
               for epsilon in columns)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for method, row in table.items():
         cells = [interval(row[epsilon], examples) if epsilon in row else None
                  for epsilon in columns]
         lines.append([method,
                       *("" if cell is None else f"{cell[0]:.3f}"
                         + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(head, lines)
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-cells
+def scored(
+    values: Sequence[float],  # one for each seed
+    digits: int = 3,
+    examples: int = 0,        # of the test file; 0: an interval over seeds alone
+) -> str:
+    "Mean, 95 % interval and the number of seeds; a dash where nothing has been run."
+    if not values:
+        return "–"
+    centre, half = interval([*values], examples)
+    spread = f" ± {half:.{digits}f}" if half else ""
+    return f"{centre:.{digits}f}{spread} ({len(values)})"
+
+def points(
+    differences: Sequence[float],  # paired, one for each seed
+    digits: int = 1,
+    scale: float = 100,
+) -> str:
+    """Mean paired difference with its 95 % interval; a lone seed in brackets;
+    a dash where nothing has been run."""
+    if not differences:
+        return "–"
+    centre, half = interval([*differences])
+    return (f"{scale * centre:+.{digits}f} ± {scale * half:.{digits}f}"
+            if len(differences) > 1 else f"({scale * centre:+.{digits}f})")
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-cells-grouped
+def grouped(
+    records: Records,
+    key: Callable[[dict[str, Any]], Any],
+    metric: str = "accuracy",
+) -> dict[Any, list[float]]:
+    "The scores of each key, in the order of first appearance."
+    found: dict[Any, list[float]] = {}
+    for entry in records:
+        found.setdefault(key(entry), []).append(entry["metrics"][metric])
+    return found
+
+def markdown_table(
+    head: Sequence[Any],
+    rows: Sequence[Sequence[Any]],
+    command: str = "",                # that makes the records
+    widths: Sequence[int] = (),       # shares of a narrow page; empty: as they come
+) -> str:
+    "A Markdown table, or what to run where it would be empty."
+    if not rows:
+        return f"Not run yet: `dpft run {command}`."
+    rule = ["-" * width for width in widths or [3] * len(head)]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, rule, *rows])
