@@ -188,7 +188,7 @@ def cost_grid(full: bool) -> Iterator[Settings]:
              {"parts": [["LoRA", options["LoRA"]], ["BiTFiT", {}]]}]
     methods = [*([name, name, own] for name, own in options.items()), chain]
     yield {**text_run(full), "method": "all", "methods": methods,
-           "rounds": 10 if full else 3, "target_epsilon": 2.0, "seed": 0}
+           "rounds": 10 if full else 5, "target_epsilon": 2.0, "seed": 0}
 
 def cost_entry(settings: Settings) -> Settings:
     """For each method the seconds of a step, of its start, and the peak of what a step
