@@ -189,7 +189,7 @@ def assumptions(guarantee: Guarantee) -> str:
                                                               "method itself"],
         "Assumed of the arithmetic:": arithmetic,
         "Looked at private data and not charged:": unpaid,
-        "Checked before the first draw:": guarantee.checked}
+        "Checked in the run:": guarantee.checked}
     return "\n\n".join("\n".join([title, "", *(f"- {item}" for item in items)])
                        for title, items in lists.items() if items)
 

@@ -39,7 +39,7 @@ from .sampling import Share
 from .settings import Settings, settings_from, takes_settings
 from .step import (
     Draws, Population, Releases, Step, set_modes, with_precision)
-from .store import Store, put_back, snapshot
+from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-losses
@@ -381,12 +381,13 @@ class Engine:
         start = fingerprint_of(self)
         self.assumed_public = public_facts(self, assumed_public)
         self.store, self.keystream, self.draws = opened(self, content, start)
-        self.account = account_of(self, str(content["data"]))
-        # whether the run answers for what it releases
-        self.charges = self.account.charges
-        self.releases = Releases(self.account, self.keystream, self.processes,
-                                 given.secure_mode)
-        start_method(self, start)
+        with unless_begun(self.store):
+            self.account = account_of(self, str(content["data"]))
+            # whether the run answers for what it releases
+            self.charges = self.account.charges
+            self.releases = Releases(self.account, self.keystream, self.processes,
+                                     given.secure_mode)
+            start_method(self, start)
 
     def refresh(self) -> None:
         """Take over what the method has set: what trains, in which blocks,

@@ -111,7 +111,7 @@ class Facts:
     accountant: str = "prv"           # "prv" | "rdp"
     assumed_public: list[str] = field(default_factory=list) # known to everybody
     uncharged: list[str] = field(default_factory=list) # looked at private data, unpaid
-    checked: list[str] = field(default_factory=list)   # before the first draw, and held
+    checked: list[str] = field(default_factory=list)   # in the run, and held
     secrets: list[str] = field(default_factory=list)   # kept; they undo the noise
     reproducible: bool = False        # by a seed: whoever knows it sees the sums
     secure_mode: bool | None = None   # no low-order bit tells more; None: not recorded

@@ -39,7 +39,7 @@ from .saving import (
     check_room, how_to_load, read_model, tokenizer_of_base, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
-from .store import check_target, nothing_left
+from .store import check_target, nothing_left, own_ledger
 from .updates import Updates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
@@ -146,7 +146,7 @@ def fine_tune(
     "Fine-tune under differential privacy: draw, bound, perturb, step; @sec-fine-tune."
     groups = ("engine", "loop")
     given = settings_from("fine_tune", groups, {"epsilon": epsilon, **knobs})
-    with nothing_left(given.output, given.ledger):
+    with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint)):
         settings, callbacks = checked_before(given, train)
         ready = prepare(model, train, settings.tokenizer, settings.columns,
                         settings.unit, collate_fn=settings.collate_fn)

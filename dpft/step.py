@@ -307,7 +307,7 @@ def key_of_sums(
 # %% ../nbs/1_start/05_step.ipynb #engine-releases
 @dataclass
 class Releases:
-    """The one place where sums of private data become public:
+    """The one place where sums over the training data become public:
     charged, perturbed, added up."""
 
     account: Account

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KEPT', 'CheckpointError', 'sync_folder', 'write_whole', 'write_identity', 'read_identity', 'write_state',
-           'read_state', 'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'found_in',
-           'Store', 'check_target', 'free_room', 'nothing_left', 'remove_empty', 'held_by', 'snapshot', 'regroup',
-           'put_back']
+           'read_state', 'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'own_ledger',
+           'found_in', 'Store', 'check_target', 'free_room', 'nothing_left', 'remove_empty', 'unless_begun', 'held_by',
+           'snapshot', 'regroup', 'put_back']
 
 # %% ../nbs/5_notes/57_store.ipynb #store-imports
 import hashlib
@@ -181,6 +181,10 @@ def check_same(folder: Path, facts: Facts, recorded: dict[str, Any]) -> None:
                 f"the {name} it was made with, or choose an empty folder")
 
 # %% ../nbs/5_notes/57_store.ipynb #store-found
+def own_ledger(folder: str | Path | None) -> Path | None:
+    "Where the ledger of a run lies that keeps its state in a folder."
+    return None if folder is None else Path(folder) / "ledger.sqlite"
+
 def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run that a folder has, and its last state; nothing where there is none.
     From now on the folder is locked."""
@@ -236,7 +240,7 @@ class Store:
     @property
     def ledger_path(self) -> Path | None:
         "Where the run's own ledger lies."
-        return None if self.folder is None else self.folder / "ledger.sqlite"
+        return own_ledger(self.folder)
 
     @property
     def step(self) -> int:
@@ -334,6 +338,19 @@ def remove_empty(path: Path) -> None:
                 path.unlink()
     finally:
         ledger.connection.close()
+
+# %% ../nbs/5_notes/57_store.ipynb #store-unless-begun
+@contextmanager
+def unless_begun(store: Store) -> Iterator[None]:
+    """Where a run is refused before its first draw, forget its key,
+    so that the folder takes a corrected one."""
+    try:
+        yield
+    except BaseException:
+        if not store.begun and not store.state:
+            store.remove()
+            store.close()
+        raise
 
 # %% ../nbs/5_notes/57_store.ipynb #store-snapshot
 def held_by(optimizer: Any, names: dict[int, str]) -> list[list[str]]:

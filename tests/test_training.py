@@ -561,6 +561,20 @@ def test_a_ledger_with_another_plan_is_refused(tmp_path):
         tune(checkpoint=tmp_path, ledger=tmp_path / "other.sqlite", learning_rate=0.05)
 
 
+@pytest.mark.parametrize("ledger", [False, True])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_run_that_is_refused_before_its_first_draw_leaves_the_folder_to_a_corrected_one(tmp_path, ledger, seed):
+    own = {"checkpoint": tmp_path / "new" / "state", "ledger": tmp_path / "ledger.sqlite" if ledger else None, "seed": seed}
+    mixing = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="BatchNorm mixes examples"):
+        tune(mixing, **own)
+    assert not list(tmp_path.iterdir())
+    assert tune(**own).epsilon <= 3.0
+    with pytest.raises(ValueError, match="BatchNorm mixes examples"):                                  # nor does a folder that was there
+        tune(mixing, **own | {"checkpoint": tmp_path})
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     store = Store(tmp_path, {"model": "m"}, {})
     store.save({"step": 1})
