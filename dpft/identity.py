@@ -46,6 +46,7 @@ def fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-absorb
+#| code-fold: true
 def _absorb(digest: Any, value: Any) -> None:
     "Feed a value to a hash so that two different values never feed the same bytes."
     if isinstance(value, Mapping):
@@ -70,6 +71,7 @@ def _absorb(digest: Any, value: Any) -> None:
     digest.update(body)
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-plain-bytes
+#| code-fold: true
 def _plain_bytes(value: Any) -> bytes:
     "The bytes of a text, a number or nothing."
     if isinstance(value, (str, bytes)):
@@ -115,14 +117,16 @@ def _image_hashes(data: TensorData) -> list[tuple[str, bytes]]:
             for row in part.to(torch.int32).numpy()]
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-row-hash
+#| code-fold: true
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
     if not isinstance(item, Mapping):
         item = {"input": item[0] if isinstance(item, (tuple, list)) else item}
     item = {name: value for name, value in item.items()
             if name not in LABELS and not names_a_row(name)} or item
-    spoken = {f"{name} {turn}": part for name, value in item.items() if is_chat(value)
-              for turn, said in enumerate(value) for part in said.values()}
+    spoken = {f"{name} {turn} {part}": str(said[part]) for name, value in item.items()
+              if is_chat(value) for turn, said in enumerate(value)
+              for part in ("content", "role")}
     texts = [value.strip() for _, value in sorted((item | spoken).items())
              if isinstance(value, str)]
     if texts:
@@ -206,13 +210,15 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
     if isinstance(value, str):
         return value, True
     made = value if isinstance(value, type) else type(value)
-    own = (c for c in made.__mro__
-           if c.__module__.startswith("torch.optim") and c.__name__ != "Optimizer")
-    known = next(own, made)
-    alike = made is known or getattr(made, "same_as", None) == known.__name__
-    if isinstance(value, type):
+    own = [c for c in made.__mro__
+           if c.__module__.startswith("torch.optim") and c.__name__ != "Optimizer"]
+    known = own[0] if own else made
+    alike = bool(own) and (
+        made is known or getattr(made, "same_as", None) == known.__name__)
+    if isinstance(value, type) and own:
         return known.__name__.lower(), alike
-    if not hasattr(value, "defaults"):         # a function that makes one
+    # a class of one's own, or a function that makes an optimizer
+    if isinstance(value, type) or not hasattr(value, "defaults"):
         return name_of_code(value)
     groups = [{name: one for name, one in group.items() if name != "params"}
               for group in value.param_groups]
@@ -241,6 +247,7 @@ def identity(
                 else one.metadata["identifies"])
         if kind == "given":
             kind = "" if getattr(settings, one.name) is None else "sum"
+            complete = complete and not getattr(settings, one.name)
         if kind:
             name = name_of_optimizer if one.name == "optimizer" else name_of_code
             told, sure = name(getattr(settings, one.name))

@@ -8,6 +8,7 @@ __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'mark_trained', 'note_of_
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ def note_of(
     delta: float,    # of its promise
     accountant: str, # by which its mechanisms become epsilon
     mechanisms: Sequence[dict[str, Any]], # fields of its `SampledGaussian`s
+    stated: float | None = None, # the epsilon of its guarantee, where there is one
 ) -> dict[str, Any]: # JSON
     "What is noted about a run: all that its epsilon takes."
+    own = {} if stated is None else {"stated": stated}
     return {"run": run, "private": private, "unit": unit, "delta": delta,
-            "accountant": accountant, "mechanisms": list(mechanisms)}
+            "accountant": accountant, "mechanisms": list(mechanisms), **own}
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-kept
 def notes_of(
@@ -66,7 +69,7 @@ def note_of_folder(folder: str | Path) -> dict[str, Any] | None:
         said = json.loads(path.read_text())
         return note_of(said["run"], bool(said["private"]), said["unit"],
                        said["target_delta"], said["accountant"],
-                       said["planned"] or said["mechanisms"])
+                       said["planned"] or said["mechanisms"], said["epsilon"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -105,8 +108,10 @@ def sentence(note: dict[str, Any]) -> str:
     if not note["private"]:
         return (f"{START}: {called} trained them and promises nothing, so whoever is "
                 "in its data is not protected by this run either")
-    spent = epsilon([SampledGaussian(**one) for one in note["mechanisms"]],
-                    note["delta"], note["accountant"])
+    spent = max(note.get("stated", 0.0), epsilon(
+        [SampledGaussian(**one) for one in note["mechanisms"]],
+        note["delta"], note["accountant"]))
+    spent = math.ceil(100 * spent) / 100    # as the card rounds it
     return (f"{START}: {called} trained them at epsilon {spent:.2f} and delta "
             f"{note['delta']:.2e}, which come on top for whoever is in both data sets")
 

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ class LedgerError(ValueError):
     "A ledger that cannot be trusted, opened or written."
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-place
+#| code-fold: true
 def _prepare_file(path: Path) -> None:
     "Make the file, for its owner only, or say why it cannot be there."
     if path.is_dir():
@@ -112,6 +113,7 @@ PRAGMA application_id = {_APPLICATION};
 """
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-make-tables
+#| code-fold: true
 def _is_ledger(file: LedgerFile) -> bool:
     return file.query("PRAGMA application_id") == [(_APPLICATION,)]
 
@@ -229,6 +231,7 @@ class Key:
         return now == before or (isinstance(before, str) and now == self.mac(before))
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-copy
+#| code-fold: true
 def copy_without_key(
     file: LedgerFile,
     path: str | Path, # replaced if it exists
@@ -236,12 +239,15 @@ def copy_without_key(
     "All rows in another file, in one move, and no trace of the key."
     part = Path(f"{path}.part")
     part.unlink(missing_ok=True)
-    with _as_sentence(file.path, file.timeout):
-        copied = sqlite3.connect(part)
-        file.connection.backup(copied)
-        copied.execute("DROP TABLE IF EXISTS secret")
-        copied.commit()
-        copied.execute("VACUUM")
-        copied.close()
-    part.chmod(0o600)
-    part.replace(path)
+    # its owner's from the start: at first it has the key
+    os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with (_as_sentence(file.path, file.timeout),
+              closing(sqlite3.connect(part)) as copied):
+            file.connection.backup(copied)
+            copied.execute("DROP TABLE IF EXISTS secret")
+            copied.commit()
+            copied.execute("VACUUM")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

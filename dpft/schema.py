@@ -157,9 +157,9 @@ def _guessed(kinds: dict[str, str], unit: str | None,
     if (words := _words(free, tags)) and _tagged(free, tags):
         return "tagging", [words], tags
     if chats := [name for name, kind in free.items() if kind == "chat"]:
-        return "causal", (), chats[0]
+        return "causal", (), _written(chats, label)
     if pair := next((pair for pair in PAIRS if set(pair) <= set(free)), None):
-        return "causal", pair[:1], pair[1]
+        return "causal", pair[:1], _written(pair[1:], label)
     numbers = [name for name, kind in free.items() if kind == "number"]
     label = label or (numbers[0] if len(numbers) == 1 else None)
     if pictures := [name for name, kind in free.items() if kind == "picture"]:
@@ -171,12 +171,24 @@ def _guessed(kinds: dict[str, str], unit: str | None,
         return "causal", (), texts[0]
     return "text", _texts(texts, label, numbers), label
 
+# %% ../nbs/5_notes/67_schema.ipynb #schema-written
+#| code-fold: true
+def _written(candidates: Sequence[str], label: str | None) -> str:
+    "The one column that is to be written; a label beside it may mark bad examples."
+    if len(candidates) > 1 or label is not None:
+        known = [*candidates, *([] if label is None else [label])]
+        raise ValueError(f"cannot tell which of {_listed(known)} is to be learned; "
+                         "name it, after the prompt if there is one, with columns=")
+    return candidates[0]
+
 # %% ../nbs/5_notes/67_schema.ipynb #schema-tagged
+#| code-fold: true
 def _tagged(kinds: dict[str, str], name: str | None) -> bool:
     "Whether a column holds lists, of tags as names or as numbers."
     return name is not None and kinds.get(name) in ("words", "other")
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-words
+#| code-fold: true
 def _words(kinds: dict[str, str], tags: str | None) -> str | None:
     "The column of words that may have tags: by its name, or where there are no texts."
     found = [name for name, kind in kinds.items()
@@ -341,11 +353,13 @@ def read_tags(
     return Tags(rows, tuple(known), own)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-plain
+#| code-fold: true
 def _plain(row: Any) -> list[Any]:
     "A row's tags as a list of Python's own numbers or texts."
     return row.tolist() if isinstance(row, (np.ndarray, Tensor)) else list(row)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-check-tags
+#| code-fold: true
 def _check_tags(rows: Sequence[Sequence[int]], name: str, count: int) -> None:
     "Refuse a tag that is none of the classes, by its row."
     for row, tags in enumerate(rows):

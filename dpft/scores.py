@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public
+from .datasets import Public, is_missing
 from .identity import fingerprint
 from .losses import accuracy, answers, evaluation_batches, perplexity
 from .noise import Keystream
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accuracy', 'scorer']
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-column
+#| code-fold: true
 def _column(data: Any, name: str) -> list[Hashable]:
     "A column of a data set, row by row; ValueError where there is none."
     table = getattr(data, "table", None) or data
@@ -48,8 +49,7 @@ def people_of(
     if len(names) != len(data):
         raise ValueError(f"unit names {len(names)} rows and the scored data has "
                          f"{len(data)}")
-    if missing := [row for row, name in enumerate(names) if name is None
-                   or name != name]:
+    if missing := [row for row, name in enumerate(names) if is_missing(name)]:
         raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows "
                          "out")
     return names
@@ -135,6 +135,7 @@ def noisy_accuracy(
     return float(right + noise) / len(data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
+#| code-fold: true
 def _plain(data: Any, run: Run) -> float:
     "Accuracy, or less perplexity for a model of language."
     data = run.prepared.encoded(data)

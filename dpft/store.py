@@ -28,10 +28,12 @@ from .noise import Keystream
 from .rows import LedgerFile
 
 # %% ../nbs/5_notes/57_store.ipynb #store-sync
+#| code-fold: true
 class CheckpointError(ValueError):
     "A checkpoint cannot be written, read or continued."
 
 # %% ../nbs/5_notes/57_store.ipynb #store-sync-folder
+#| code-fold: true
 def sync_folder(folder: Path) -> None:
     "Until then a new name may be lost with the power."
     number = os.open(folder, os.O_RDONLY)
@@ -199,6 +201,7 @@ def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]
     return recorded, read_state(state) if state.exists() else {}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-class
+#| code-fold: true
 class Store:
     """The folder of an unfinished run: who it is, its secret, its ledger,
     and its last good state."""
@@ -261,11 +264,11 @@ class Store:
     def remove(self) -> None:
         "Remove state and secret, in this order."
         if self.folder is not None:
-            for name in ("state.pt", "run.json"):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / "state.pt").unlink(missing_ok=True)
             # of a model that lies over processes
             for shards in self.folder.glob("shards-*"):
                 shutil.rmtree(shards)
+            (self.folder / "run.json").unlink(missing_ok=True)
 
     def close(self) -> None:
         "Let another process open the folder."

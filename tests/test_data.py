@@ -729,3 +729,35 @@ def test_hub_conversations(hub_cache):
         (hub_cache / f"chats/{part}.jsonl").write_text("\n".join(json.dumps({"messages": conversation([("a", "b")])}) for _ in range(3)))
     task = load_data(str(hub_cache / "chats"))
     assert (task.kind, task.columns, len(task.train)) == ("causal", ("messages",), 3)
+
+
+def test_a_shared_conversation_is_found_in_any_order_of_its_keys():
+    def talk(*said, turned=False, **more):
+        turns = [{"role": role, "content": content, **more} for role, content in said]
+        return [{"messages": [dict(reversed(turn.items())) if turned else turn for turn in turns]}]
+    private = talk(("user", "my secret"), ("assistant", "kept"))
+    for more in ({"turned": True}, {"name": None}, {"name": "x"}):
+        assert shared_rows(talk(("user", "my secret"), ("assistant", "kept"), **more), private) == [0]
+    assert shared_rows(talk(("user", "another"), ("assistant", "kept"), turned=True), private) == []
+
+
+def test_more_texts_than_a_tokenizer_takes_are_refused(tokenizer):
+    data = TableData({"x": ["a"], "y": ["b"], "z": ["c"], "label": [0]})
+    with pytest.raises(ValueError, match=r"3 texts, and a tokenizer takes one or a pair"):
+        encode(data, tokenizer, ("x", "y", "z", "label"))
+
+
+def test_a_folder_of_tables_under_other_names_is_refused_and_pictures_beside_metadata_are_not_a_table(tmp_path):
+    from PIL import Image
+    tables, pictures = tmp_path / "tables", tmp_path / "pictures"
+    tables.mkdir()
+    pictures.mkdir()
+    for year in (2019, 2020):
+        (tables / f"{year}.csv").write_text("text,label\na secret,0\nanother,1\n")
+    with pytest.raises(ValueError, match=r"2019.csv, 2020.csv; name the parts"):
+        load_data(str(tables))
+    for number in range(6):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(pictures / f"{number}.png")
+    rows = [f"{number}.png,{number % 2}" for number in range(6)]
+    (pictures / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    assert load_data(str(pictures)).kind == "image"

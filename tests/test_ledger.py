@@ -851,3 +851,22 @@ def test_a_ledger_says_whether_it_holds_more():
         assert not ledger.holds_more(["a"])
         ledger.note_unpaid("c", "epsilon is infinite")
         assert ledger.holds_more(["a", "b"])
+
+
+def test_a_copied_ledger_is_never_readable_by_others(tmp_path, monkeypatch):
+    from dpft import rows
+    seen = []
+
+    def connect(path, *more, **named):
+        made = sqlite3_connect(path, *more, **named)
+        seen.append(Path(path).stat().st_mode & 0o777)
+        return made
+    ledger = Ledger(tmp_path / "own.sqlite")
+    sqlite3_connect = rows.sqlite3.connect
+    monkeypatch.setattr(rows.sqlite3, "connect", connect)
+    before = os.umask(0o022)
+    try:
+        ledger.copy(tmp_path / "copy.sqlite")
+    finally:
+        os.umask(before)
+    assert seen and set(seen) == {0o600} and not list(tmp_path.glob("*.part"))

