@@ -102,8 +102,6 @@ class Charged:
         return self.ledger.spent(self.store.run), self.ledger.head
 
 # %% ../nbs/5_notes/78_account.ipynb #account-class
-#| code-fold: true
-#| code-summary: "Code: Account"
 class Account(Charged):
     "How a run is charged: by its first process, which tells the others."
 

@@ -195,8 +195,6 @@ class Claimed:
                 else gaussian_epsilon(mu_of_rates(true, false), self.delta))
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-audit-class
-#| code-fold: true
-#| code-summary: "Code: Audit"
 class Audit(Claimed):
     "What the scores of one run's canaries say about its claim."
 

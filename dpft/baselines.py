@@ -258,7 +258,6 @@ class LargestWeights(Method):
         return [masked_block(list(trainable(context.model).values()), self.masks)]
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-pretrained
-#| code-fold: true
 def _check_pretrained(model: nn.Module, among: Sequence[nn.Parameter]) -> None:
     "ValueError when there are added matrices, whose size says nothing."
     inside = {id(parameter) for parameter in among}

@@ -129,8 +129,6 @@ def noisy_norm(parameters: Iterable[nn.Parameter]) -> dict[str, float]:
     return {"grad_norm": torch.stack(norms).norm().item()} if norms else {}
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-class
-#| code-fold: true
-#| code-summary: "Code: Callbacks"
 class Callbacks:
     "A run's callbacks: what they are told, and what they ask for."
 
@@ -177,7 +175,6 @@ class Callbacks:
         return wanted
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-first-state
-#| code-fold: true
 def call(callbacks: Callbacks, one: Any, event: str, more: Mapping[str, Any]) -> Any:
     "One callback's answer to an event: a control object, or None."
     method = getattr(one, event)
@@ -185,7 +182,6 @@ def call(callbacks: Callbacks, one: Any, event: str, more: Mapping[str, Any]) ->
                   **callbacks.shown, **more)
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-left-out
-#| code-fold: true
 def left_out(callbacks: Callbacks, one: Any, event: str, error: Exception) -> None:
     "Go on without a callback that failed, and say so."
     callbacks.heard.remove(one)
@@ -194,7 +190,6 @@ def left_out(callbacks: Callbacks, one: Any, event: str, error: Exception) -> No
                   stacklevel=3)
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-state-first
-#| code-fold: true
 def first_state(engine: Engine) -> Any: # a TrainerState
     "What callbacks know of a run at its start."
     from transformers import TrainerState

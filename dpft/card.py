@@ -147,7 +147,6 @@ def mechanism_text(mechanism: SampledGaussian) -> str:
             f"step{'s' * (mechanism.steps != 1)}")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-table
-#| code-fold: true
 def _table(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows if b)])
 

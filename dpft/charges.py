@@ -36,8 +36,6 @@ def planned_mechanisms(
     return found
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-records
-#| code-fold: true
-#| code-summary: "Code: Records"
 class Records:
     "What the rows of a ledger say about its runs."
 
@@ -179,7 +177,6 @@ class Account:
         return epsilon(self.charged(run), delta, accountant)
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-who-spent
-#| code-fold: true
 def _who_spent(
     account: Account,
     budget: Budget,

@@ -58,7 +58,6 @@ class Several(Method):
         return any(method.may_spend for method in self.members())
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-run
-#| code-fold: true
 def let_train(context: Context, parameters: Sequence[nn.Parameter]) -> None:
     "These train, and a fresh head."
     context.train_only([*parameters, *fresh_head(context.model)])
@@ -315,7 +314,6 @@ class Chain(Resumed):
         return f"Chain({', '.join(map(repr, self._parts))})"
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-then-checks
-#| code-fold: true
 def check_phases(first: Any, epochs: float | None, second: Any, steps: int | None,
                  rate: float) -> None:
     "ValueError for settings of `Then` that cannot be."

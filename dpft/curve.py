@@ -183,7 +183,6 @@ def tail_masses(
     return losses, here, there
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-deltas
-#| code-fold: true
 def deltas_of(
     loss: Any,                  # dp-accounting's PLDPmf
     tails: tuple,               # of `tail_masses`
@@ -200,7 +199,6 @@ def deltas_of(
     return np.clip(here[above] - np.exp(each) * there[above] + missed, 0, 1)
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-inverse
-#| code-fold: true
 def inverse_of(
     loss: Any,    # dp-accounting's PLDPmf
     tails: tuple, # of `tail_masses`
@@ -217,8 +215,6 @@ def inverse_of(
     return max(float(found[np.argmax(fits)]), 0.0) # none fits: there is less mass
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-curve
-#| code-fold: true
-#| code-summary: "Code: PrivacyCurve"
 class PrivacyCurve:
     "All (epsilon, delta) pairs of a plan, for one kind of neighbours; upper values."
 

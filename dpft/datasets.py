@@ -19,11 +19,9 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['LABELS', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public',
            'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
-           'check_complete', 'check_labels', 'Task', 'did_you_mean']
+           'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
-#| code-fold: true
-#| code-summary: "Code: TensorData"
 @dataclass(eq=False, repr=False)
 class TensorData:
     "Labelled images in one tensor; an item is `(image (C, H, W) float32, label)`."
@@ -276,8 +274,8 @@ def is_chat(
 def is_missing(
     value: Any,  # of one row
 ) -> bool:
-    "Whether nothing is there: None, NaN, NaT, pandas' NA, a blank text, or one of these
-    written as text."
+    """Whether nothing is there: None, NaN, NaT, pandas' NA, a blank text,
+    or one of these written as text."""
     if value is None:
         return True
     if isinstance(value, str):

@@ -334,7 +334,6 @@ def kept_state(engine: "Engine") -> dict[str, Any] | None:
     return state
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-class
-#| code-fold: true
 class Engine:
     """Poisson draws, bounded sums, accounted noise: the part of a private loop that has
     to be right; @sec-engine."""

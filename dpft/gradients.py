@@ -161,8 +161,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-held
-#| code-fold: true
-#| code-summary: "Code: Held"
 # large tensors that a pass has changed
 _changing: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -598,8 +596,6 @@ def summed_products(
     return torch.cat(products) if len(products) > 1 else products[0]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outer
-#| code-fold: true
-#| code-summary: "Code: Outer"
 @dataclass
 class Outer(Contribution):
     "A sum of T outer products, in G groups for grouped convolutions; @lem-ghost."
@@ -659,8 +655,6 @@ class Outer(Contribution):
         return dtypes == {torch.bfloat16} and self.left.device.type == "cpu"
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-rows
-#| code-fold: true
-#| code-summary: "Code: Rows"
 @dataclass
 class Rows(Contribution):
     "An embedding's gradient: T vectors, each added to one row of the table."
@@ -1269,8 +1263,6 @@ def roundings(own: Own, processes: int = 1) -> int:
     return max([*map(sum_depth, sizes)], default=1) + len(groups) + 20 * processes
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-bounds
-#| code-fold: true
-#| code-summary: "Code: NormBounds"
 class NormBounds:
     "Norms of each example's gradient in each of several parts, never too small."
 
@@ -1432,8 +1424,6 @@ def block_sums(
     return {name: sums[name] for name in shares}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-class
-#| code-fold: true
-#| code-summary: "Code: Gradients"
 Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
 
 class Gradients:
@@ -1965,8 +1955,6 @@ def repadded(
         yield [recollate(rows, longest)]
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-coupling
-#| code-fold: true
-#| code-summary: "Code: Coupling"
 FIRST_LOOKS, LOOKS_SHARE = 3, 0.01
 
 class Coupling:

@@ -29,13 +29,11 @@ from .ledger import Ledger
 from .privacy import SampledGaussian, epsilon, epsilon_at_order, rdp_orders
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-versions
-#| code-fold: true
 def json_number(value: float) -> float | str:
     "JSON has no infinity."
     return value if math.isfinite(value) else "inf"
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-installed
-#| code-fold: true
 @lru_cache # reading a package's metadata takes milliseconds
 def _installed(name: str) -> str:
     "The version of a package, or that there is none."
@@ -151,8 +149,6 @@ def stated_epsilon(
                filter_epsilon(stated, planned, delta, guarantee.target_delta))
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-epsilon
-#| code-fold: true
-#| code-summary: "Code: Epsilon"
 class Epsilon(Facts):
     "Epsilon of a run, for the relation and the group that is asked for."
 
@@ -356,7 +352,6 @@ def published(
     return guarantee
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-loaded
-#| code-fold: true
 def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
     "A guarantee from its file; what older versions lack has its default."
     try:
@@ -374,7 +369,6 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
                          f"({error})") from error
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-kind
-#| code-fold: true
 def _kind(name: str) -> type[Guarantee]:
     "A guarantee of another kind, by module and class; only this package's."
     room, kind = name.split(":")

@@ -46,7 +46,6 @@ def fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-absorb
-#| code-fold: true
 def _absorb(digest: Any, value: Any) -> None:
     "Feed a value to a hash so that two different values never feed the same bytes."
     if isinstance(value, Mapping):
@@ -71,7 +70,6 @@ def _absorb(digest: Any, value: Any) -> None:
     digest.update(body)
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-plain-bytes
-#| code-fold: true
 def _plain_bytes(value: Any) -> bytes:
     "The bytes of a text, a number or nothing."
     if isinstance(value, (str, bytes)):
@@ -117,7 +115,6 @@ def _image_hashes(data: TensorData) -> list[tuple[str, bytes]]:
             for row in part.to(torch.int32).numpy()]
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-row-hash
-#| code-fold: true
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
     if not isinstance(item, Mapping):

@@ -53,7 +53,6 @@ def check_rates(
                     f"{m.sample_rate:g}; give it draws of its own, with another seed")
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-difference
-#| code-fold: true
 def _difference(
     old: Any,       # recorded
     new: Any,       # proposed
@@ -235,7 +234,6 @@ def publish_rows(
     return head
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-reader
-#| code-fold: true
 class LedgerReader:
     "What a ledger answers to whoever may read it."
 
@@ -349,7 +347,6 @@ class LedgerReader:
         copy_without_key(self.chain.file, path)
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-ledger
-#| code-fold: true
 class Ledger(LedgerReader):
     "What was planned and spent: on disk before a noisy result exists, chained by hash."
 

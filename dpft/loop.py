@@ -43,8 +43,6 @@ from .store import check_target, nothing_left, own_ledger
 from .updates import Updates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
-#| code-fold: true
-#| code-summary: "Code: Run"
 @dataclass(repr=False)
 class Run:
     "A finished run: the model, what happened, and what is promised."

@@ -349,7 +349,6 @@ def copied_from(values: Tensor) -> Tensor | None:
     return origin if version(values) == before else None
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-batches
-#| code-fold: true
 Collate = Callable[[list[Any]], Any]
 
 

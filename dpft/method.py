@@ -298,7 +298,6 @@ def unpaid_draw(
     return access.draw_whole(sample_rate, name)
 
 # %% ../nbs/1_start/12_method.ipynb #method-context
-#| code-fold: true
 class Context(View):
     "What a method may see and do; @sec-context."
 

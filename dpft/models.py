@@ -124,7 +124,6 @@ def load_model(
         return _load_transformers(name, classes, kind, gguf_file)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-transformers
-#| code-fold: true
 AUTOS = {  # kind of task -> Transformers' automatic class
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
@@ -145,7 +144,6 @@ def gguf_of(
     return folder or ".", file
 
 # %% ../nbs/5_notes/74_models.ipynb #models-gguf
-#| code-fold: true
 def gguf_options(file: str | None) -> dict[str, str]:
     "What Transformers is to be told of a GGUF file; ValueError where none can be read."
     from importlib.util import find_spec
@@ -156,7 +154,6 @@ def gguf_options(file: str | None) -> dict[str, str]:
     return {} if file is None else {"gguf_file": file}
 
 # %% ../nbs/5_notes/74_models.ipynb #models-expanded
-#| code-fold: true
 def expanded(
     model: Any,   # that was loaded from a GGUF file
     name: str,    # of the file, by which a saved run finds its base again
@@ -170,7 +167,6 @@ def expanded(
     model.is_quantized = False
 
 # %% ../nbs/5_notes/74_models.ipynb #models-load-transformers
-#| code-fold: true
 def _load_transformers(
     name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
@@ -195,7 +191,6 @@ def _load_transformers(
     return model
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrained
-#| code-fold: true
 def load_pretrained(
     auto: Any,         # a Transformers class, automatic or not
     name: str | Path,
@@ -215,7 +210,6 @@ def load_pretrained(
             logging.enable_progress_bar()
 
 # %% ../nbs/5_notes/74_models.ipynb #models-tokenizer
-#| code-fold: true
 def load_tokenizer(
     name: str,                      # as for `load_model`
     gguf_file: str | None = None,   # as for `load_model`
@@ -314,7 +308,6 @@ def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution
 RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-normalising
-#| code-fold: true
 def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
     "Layers that hold, or take, statistics of several examples; not the frozen ones."
     for name, module in model.named_modules():

@@ -39,7 +39,6 @@ def _encode(
     return type(part).__name__[:1].encode() + len(raw).to_bytes(8, "little") + raw
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-from-seed
-#| code-fold: true
 def from_seed(seed: int) -> bytes:  # (32,)
     "The secret that a seed stands for; under tests, of the seed and their salt."
     return hashlib.blake2b(
@@ -162,8 +161,6 @@ def side_by_side(
         return [*pool.map(work, items)]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-keystream
-#| code-fold: true
-#| code-summary: "Code: Keystream"
 class Keystream:
     """Randomness from one secret: independent for different contexts,
     the same for the same context."""
@@ -271,7 +268,6 @@ def digests(
         lambda each: one(*each), [*zip(raws, values, contexts, strict=True)])
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-device-hashes
-#| code-fold: true
 def raw_bytes(value: Tensor) -> np.ndarray:
     "The bytes of a tensor on the CPU."
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

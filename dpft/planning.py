@@ -113,7 +113,6 @@ def recommended(
                key=lambda cell: (cell.examples, -cell.ratio))
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-text
-#| code-fold: true
 def plan_text(
     cells: Sequence[Cell],
 ) -> str: # lines: steps down, batch sizes across
@@ -133,7 +132,6 @@ def plan_text(
                       "ratio; * recommended"])
 
 # %% ../nbs/1_start/10_planning.ipynb #tuning-plan-figure
-#| code-fold: true
 def plan_figure(
     cells: Sequence[Cell],
 ) -> Figure:
@@ -205,7 +203,6 @@ def data_shape(name: str) -> DataShape:
     return DATA_SHAPES[name]
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
-#| code-fold: true
 def _transformers_shape(name: str, data: DataShape) -> nn.Module:
     "The same by a configuration of Transformers."
     import transformers as hf

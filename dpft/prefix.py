@@ -254,8 +254,6 @@ class Strayed(BaseException):
     "A pass took another way than the one that was proved."
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-survey
-#| code-fold: true
-#| code-summary: "Code: Survey"
 class Survey:
     "An evaluation of the loss that notes the calls before anything that trains."
 
@@ -1068,7 +1066,6 @@ def search(planner: Planner, batch: Batch) -> None:
         planner.forget()
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-class
-#| code-fold: true
 class Prefix:
     """A loss function that computes what is frozen once for each example.
 

@@ -189,7 +189,6 @@ def prepare(
     return ready
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
-#| code-fold: true
 def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
     "A task of tokens with the classes of its labels, where nobody said them."
     if task.classes or schema.kind != "tokens" or has_batch_protocol(data):
@@ -199,7 +198,6 @@ def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
     return replace(task, classes=names, assumed_public=[*task.assumed_public, *facts])
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-check-classes
-#| code-fold: true
 def _check_classes(ready: Prepared, task: Task) -> None:
     "ValueError for a label, or a tag, that the classes do not have."
     labels, train = getattr(ready.train, "labels", None), ready.train
@@ -215,7 +213,6 @@ def _check_classes(ready: Prepared, task: Task) -> None:
                          f"{int(tags.max()) + 1}")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
-#| code-fold: true
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
     outputs = len(task.classes) or (1 if task.kind == "text" else 2)
@@ -230,14 +227,12 @@ def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
     return task.image_shape
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare-parts
-#| code-fold: true
 def _known(columns: Sequence[str] | None, data: Any) -> Sequence[str] | None:
     "The task's columns, unless the rows have no names at all."
     named = column_names(data) and not has_batch_protocol(data)
     return columns if columns and named else None
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-tokenizer
-#| code-fold: true
 def _own_tokenizer(ready: Prepared) -> Any:
     "The tokenizer of the model that is prepared."
     config = getattr(ready.model, "config", None)

@@ -17,13 +17,10 @@ from functools import lru_cache
 import numpy as np
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-errors
-#| code-fold: true
-#| code-summary: "Code: BudgetError"
 class BudgetError(ValueError):
     "A budget that cannot be met, or a privacy cost that cannot be computed."
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-check
-#| code-fold: true
 def check(
     holds: bool,  # what must be true of a value that a user gave
     message: str, # one sentence: the value, and the way out
@@ -141,7 +138,6 @@ _ACCOUNTANTS: dict[str, Callable[[History, float], float]] = {
     "prv": _prv_epsilon, "rdp": _rdp_epsilon}
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-composed
-#| code-fold: true
 @lru_cache(maxsize=4096)
 def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
     "Epsilon of a non-empty history, or a `BudgetError` where the arithmetic fails."
@@ -188,7 +184,6 @@ def combined_multiplier(
     return 1 / math.sqrt(sum(1 / (sigma * sigma) for sigma in sigmas))
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-check-budget
-#| code-fold: true
 NOISE_CAP = 2.0**20 # more noise than this changes nothing that an accountant can see
 
 
@@ -206,7 +201,6 @@ def _check_budget(
         "larger epsilon or spend less before")
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-first
-#| code-fold: true
 def _first(
     over: Callable[[float], float], # logarithm of the cost over the budget
     low: float,                     # does not suffice

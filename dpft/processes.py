@@ -125,8 +125,6 @@ SAME_CHOICE = ("a method must draw its choices from torch's generator, which is 
                "same on all, or from what was released")
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-class
-#| code-fold: true
-#| code-summary: "Code: Processes"
 class Processes:
     """The processes of one run, as torch.distributed knows them;
     alone, every method is trivial. @sec-one-draw"""

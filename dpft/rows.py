@@ -21,7 +21,6 @@ class LedgerError(ValueError):
     "A ledger that cannot be trusted, opened or written."
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-place
-#| code-fold: true
 def _prepare_file(path: Path) -> None:
     "Make the file, for its owner only, or say why it cannot be there."
     if path.is_dir():
@@ -113,7 +112,6 @@ PRAGMA application_id = {_APPLICATION};
 """
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-make-tables
-#| code-fold: true
 def _is_ledger(file: LedgerFile) -> bool:
     return file.query("PRAGMA application_id") == [(_APPLICATION,)]
 
@@ -231,7 +229,6 @@ class Key:
         return now == before or (isinstance(before, str) and now == self.mac(before))
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-copy
-#| code-fold: true
 def copy_without_key(
     file: LedgerFile,
     path: str | Path, # replaced if it exists

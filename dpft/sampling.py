@@ -83,8 +83,6 @@ def unit_numbers(
     return torch.tensor([numbers[value] for value in values])
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-units
-#| code-fold: true
-#| code-summary: "Code: Units"
 class Units:
     "Which rows belong to the same unit of privacy, such as a person; @lem-units."
 
@@ -219,7 +217,6 @@ class Augmentation:
         return shown if named else tuple(shown.values())
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-moved
-#| code-fold: true
 def moved(
     images: Tensor,    # (B, C, H, W)
     down: Tensor,      # (B K,) pixels
@@ -240,20 +237,17 @@ def moved(
     return images[image, channel, y, x]
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-reflected
-#| code-fold: true
 def _reflected(places: Tensor, side: int) -> Tensor:
     "Places beyond an edge, as seen in a mirror that stands on the last pixel."
     return side - 1 - (side - 1 - places.abs()).abs()
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-repeated
-#| code-fold: true
 def repeated(value: Any, copies: int, size: int) -> Any:
     "What each of `size` examples has, once for each copy; anything else as it is."
     own = isinstance(value, Tensor) and value.ndim and len(value) == size
     return value.repeat_interleave(copies, 0) if own else value
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-pictures
-#| code-fold: true
 def check_pictures(images: Any, crop: int) -> None:
     "Refuse what is no batch of pictures, or too small to be moved so far."
     tensor = isinstance(images, Tensor) and images.is_floating_point()

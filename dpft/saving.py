@@ -292,7 +292,6 @@ def _part_base(
     return base if asked or base["name"] is not None else None
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-parts
-#| code-fold: true
 def _clear(folder: Path) -> None:
     """Remove a run that was saved here before,
     so that no old file is read for a new one."""
@@ -310,7 +309,6 @@ def _clear(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-part
-#| code-fold: true
 def _write_part(
     model: nn.Module, names: Sequence[str], adapters: Sequence[str], folder: Path,
 ) -> None:
@@ -329,7 +327,6 @@ def _write_whole(model: Any, folder: Path) -> None:
         save_model(model, str(folder / "model.safetensors"))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-adapter-config
-#| code-fold: true
 def _write_adapter_config(
     model: Any, adapter: str, folder: Path, base: dict[str, Any] | None,
 ) -> None:
@@ -475,7 +472,6 @@ def _read_part(
     return model
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-grown
-#| code-fold: true
 def _grown(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Module:
     """A base model with what was added to it, and peft's layers,
     in the order in which they came."""
@@ -487,7 +483,6 @@ def _grown(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Mo
     return model
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-adapted
-#| code-fold: true
 def _adapted(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.Module:
     "peft's layers put into a base model again, or around it."
     from peft import PeftConfig, get_peft_model, inject_adapter_in_model
@@ -499,7 +494,6 @@ def _adapted(model: nn.Module, folder: Path, description: dict[str, Any]) -> nn.
             else inject_adapter_in_model(config, model, name))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-fill
-#| code-fold: true
 def _fill(
     model: nn.Module, values: dict[str, Tensor], names: Sequence[str],
     adapters: Sequence[str], folder: Path,

@@ -172,7 +172,6 @@ def _guessed(kinds: dict[str, str], unit: str | None,
     return "text", _texts(texts, label, numbers), label
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-written
-#| code-fold: true
 def _written(candidates: Sequence[str], label: str | None) -> str:
     "The one column that is to be written; a label beside it may mark bad examples."
     if len(candidates) > 1 or label is not None:
@@ -182,13 +181,11 @@ def _written(candidates: Sequence[str], label: str | None) -> str:
     return candidates[0]
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-tagged
-#| code-fold: true
 def _tagged(kinds: dict[str, str], name: str | None) -> bool:
     "Whether a column holds lists, of tags as names or as numbers."
     return name is not None and kinds.get(name) in ("words", "other")
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-words
-#| code-fold: true
 def _words(kinds: dict[str, str], tags: str | None) -> str | None:
     "The column of words that may have tags: by its name, or where there are no texts."
     found = [name for name, kind in kinds.items()
@@ -353,13 +350,11 @@ def read_tags(
     return Tags(rows, tuple(known), own)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-plain
-#| code-fold: true
 def _plain(row: Any) -> list[Any]:
     "A row's tags as a list of Python's own numbers or texts."
     return row.tolist() if isinstance(row, (np.ndarray, Tensor)) else list(row)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-check-tags
-#| code-fold: true
 def _check_tags(rows: Sequence[Sequence[int]], name: str, count: int) -> None:
     "Refuse a tag that is none of the classes, by its row."
     for row, tags in enumerate(rows):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accuracy', 'scorer']
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-column
-#| code-fold: true
 def _column(data: Any, name: str) -> list[Hashable]:
     "A column of a data set, row by row; ValueError where there is none."
     table = getattr(data, "table", None) or data
@@ -135,7 +134,6 @@ def noisy_accuracy(
     return float(right + noise) / len(data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
-#| code-fold: true
 def _plain(data: Any, run: Run) -> float:
     "Accuracy, or less perplexity for a model of language."
     data = run.prepared.encoded(data)

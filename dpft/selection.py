@@ -28,8 +28,6 @@ __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_
 LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-law
-#| code-fold: true
-#| code-summary: "Code: TrialLaw"
 @dataclass(frozen=True)
 class TrialLaw:
     "How many trials a selection runs: at random, at least one; @def-trial-law."
@@ -158,7 +156,6 @@ def trial_leaks(
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-whole-renyi
-#| code-fold: true
 def _trial_renyi(history: History) -> np.ndarray:
     "Divergences of one trial."
     return sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
@@ -264,7 +261,6 @@ def trial_noise(
                             TrialLaw(law, float(trials)), accountant, tolerance)
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-selection-noise
-#| code-fold: true
 def _selection_noise(
     target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw,
     accountant: str, tolerance: float,
@@ -329,7 +325,6 @@ def settle(
     return min(found, key=lambda one: one.noise_multiplier)
 
 # %% ../nbs/5_notes/83_selection.ipynb #selection-words
-#| code-fold: true
 def chosen_by(law: TrialLaw) -> str:
     "What a model card says of the selection."
     return ("The settings were chosen by selection: the best of a random number of "
@@ -338,8 +333,6 @@ def chosen_by(law: TrialLaw) -> str:
             "are those of one trial; epsilon is that of the whole search.")
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-tuned-guarantee
-#| code-fold: true
-#| code-summary: "Code: TunedGuarantee"
 @dataclass
 class TunedGuarantee(Guarantee):
     """Of the best of a random number of trials;

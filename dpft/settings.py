@@ -469,7 +469,6 @@ def _(value: Any, reading: Reading) -> Parts:
     yield from parts_of(value(), reading)
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-modules
-#| code-fold: true
 @parts_of.register(ModuleType)
 def _(value: ModuleType, reading: Reading) -> Parts:
     yield f"module {value.__name__}"

@@ -140,8 +140,6 @@ def box_of(where: Sharding, total: DTensor) -> tuple[Span, ...]:
                 and (p.device_mesh, p.placements, p.shape) == spec)
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-processes
-#| code-fold: true
-#| code-summary: "Code: ShardedProcesses"
 class ShardedProcesses(Processes):
     "The processes of a run whose model lies over them: some may read the same rows."
     sharded = True

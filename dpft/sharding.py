@@ -333,7 +333,6 @@ def placed_sum(
     return as_lies(parameter, total)
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-small
-#| code-fold: true
 def empty_like(part: Part, parameter: Tensor) -> Tensor:
     "A tensor of the shape that a layer computes with here, without memory of its own."
     dtype = full(torch.empty((), dtype=parameter.dtype)).dtype
@@ -344,8 +343,6 @@ def measured_table(found: list[Measured]) -> Tensor:
     return torch.stack([torch.stack([*vars(one).values()]) for one in found])
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-sharding
-#| code-fold: true
-#| code-summary: "Code: Sharding"
 class Sharding(Whole):
     "How the parameters of one model lie over the processes; @sec-sharded."
 

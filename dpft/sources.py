@@ -49,7 +49,6 @@ def read_file(
     return Dataset(InMemoryTable(table))
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-readers
-#| code-fold: true
 def _csv(path: Path) -> Any:
     "Comma- or tab-separated values; a line may go on inside quotation marks."
     from pyarrow import ArrowInvalid, csv
@@ -66,7 +65,6 @@ def _csv(path: Path) -> Any:
     raise ValueError(_csv_fault(path.name, said))
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-csv-fault
-#| code-fold: true
 def _csv_fault(name: str, said: str) -> str:
     "Arrow's complaint in words that show nothing of the rows."
     if "UTF8" in said:
@@ -81,7 +79,6 @@ def _csv_fault(name: str, said: str) -> str:
     return f"{name} cannot be read as CSV: {place}; correct it"
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json
-#| code-fold: true
 def _json(path: Path) -> Any:
     "JSON lines, or one list of objects."
     import pyarrow as pa
@@ -101,7 +98,6 @@ def _json(path: Path) -> Any:
         raise ValueError(said) from None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json-rows
-#| code-fold: true
 def _json_rows(text: str, name: str) -> list[Any]:
     "What JSON lines, or one list, hold; ValueError names the line that is no JSON."
     whole, rows = text.lstrip().startswith("["), []
@@ -116,7 +112,6 @@ def _json_rows(text: str, name: str) -> list[Any]:
     return rows
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-arrow
-#| code-fold: true
 def _parquet(path: Path) -> Any:
     from pyarrow import ArrowException, parquet
 
@@ -126,7 +121,6 @@ def _parquet(path: Path) -> Any:
         raise ValueError(f"{path.name} is no Parquet file, or a damaged one") from None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-arrow-file
-#| code-fold: true
 def _arrow(path: Path) -> Any:
     from pyarrow import ArrowException, ipc
 
@@ -196,7 +190,6 @@ def read_pictures(
     return {name: _pictures(found, classes) for name, found in parts.items()}
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-pictures-parts
-#| code-fold: true
 def _by_class(folder: Path) -> dict[str, list[Path]]:
     "The pictures of each class; none where a folder holds anything else."
     found: dict[str, list[Path]] = {}
@@ -303,7 +296,6 @@ def kind_of_task(
     return _kind_of_labels([torch.as_tensor(row["input_ids"]) for row in rows], labels)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-kind-labels
-#| code-fold: true
 def _kind_of_labels(tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> str:
     "What labels of tokens are for: to be written, in place or not, or tags."
     pairs = [*zip(tokens, labels, strict=True)]

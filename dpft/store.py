@@ -28,12 +28,10 @@ from .noise import Keystream
 from .rows import LedgerFile
 
 # %% ../nbs/5_notes/57_store.ipynb #store-sync
-#| code-fold: true
 class CheckpointError(ValueError):
     "A checkpoint cannot be written, read or continued."
 
 # %% ../nbs/5_notes/57_store.ipynb #store-sync-folder
-#| code-fold: true
 def sync_folder(folder: Path) -> None:
     "Until then a new name may be lost with the power."
     number = os.open(folder, os.O_RDONLY)
@@ -201,7 +199,6 @@ def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]
     return recorded, read_state(state) if state.exists() else {}
 
 # %% ../nbs/5_notes/57_store.ipynb #store-class
-#| code-fold: true
 class Store:
     """The folder of an unfinished run: who it is, its secret, its ledger,
     and its last good state."""

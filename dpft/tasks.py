@@ -44,7 +44,6 @@ def digits() -> Task:
         assumed_public=["the ten classes", "the grey range 0 to 16"])
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-fonts
-#| code-fold: true
 FONTS = ("DejaVuSans*.ttf", "DejaVuSerif*.ttf", "STIXGeneral*.ttf", "cmb10.ttf",
          "cmr10.ttf", "cmss10.ttf", "cmti10.ttf", "cmtt10.ttf")  # files of Matplotlib
 
@@ -61,7 +60,6 @@ def _outline(file: Path, digit: int, height: int) -> Any:
     return place.scale(height / box.height).transform_path(path)
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-ink
-#| code-fold: true
 def _ink(files: Sequence[Path], height: int, size: int) -> np.ndarray:
     "(fonts, 10, size, size): where each digit of each font is black."
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -118,7 +116,6 @@ def font_digits(
     return Public(data, f"digits drawn from {len(glyphs)} fonts")
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-bent
-#| code-fold: true
 def _bent(
     natural: Tensor,  # (N,) half the stroke's width in each glyph, pixels
     size: int,        # N

@@ -40,8 +40,6 @@ def token_places(
     return rows, places, position < own[:, None]
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encoded
-#| code-fold: true
-#| code-summary: "Code: EncodedData"
 @dataclass(eq=False, repr=False)
 class EncodedData:
     "Tokenised texts, end to end; an item is a dictionary of 1-D tensors."
@@ -149,7 +147,6 @@ def encode_tags(
     return flat_tokens({**encoded, "labels": labels}, None, pad_id, data)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-pieces
-#| code-fold: true
 def _pieces(tokenizer: Any, rows: list[list[str]], max_length: int) -> Any:
     "The tokens of words; ValueError where a tokenizer does not say whose they are."
     try:
@@ -164,7 +161,6 @@ def _pieces(tokenizer: Any, rows: list[list[str]], max_length: int) -> Any:
     return found
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-first-pieces
-#| code-fold: true
 def _first_pieces(places: Sequence[int | None], tags: Sequence[int]) -> list[int]:
     "The tag of each token that begins a word; -100 for any other."
     return [-100 if word is None or word == before else tags[word]
@@ -186,7 +182,6 @@ def label_tensor(
     return torch.tensor([int(value) for value in values]).long()
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encode-parts
-#| code-fold: true
 def flat_tokens(
     encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
     labels: Tensor | None,
@@ -202,7 +197,6 @@ def flat_tokens(
     return EncodedData(fields, lengths, labels, pad_id, table)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-first-token
-#| code-fold: true
 def first_token(
     tokenizer: Any,
     *names: str,    # such as "pad_token_id"
@@ -212,7 +206,6 @@ def first_token(
     return next((number for number in known if number is not None), None)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-column
-#| code-fold: true
 def _texts(data: Any, name: str) -> list[str]:
     "A column of texts; anything else in it is refused with its row."
     values = column(data, name)
@@ -223,7 +216,6 @@ def _texts(data: Any, name: str) -> list[str]:
     return values
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-check-tokens
-#| code-fold: true
 def _check_tokens(row: int, count: int) -> None:
     "Refuse an empty text."
     if not count:
@@ -304,7 +296,6 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Ro
                                 for start, end in found["offset_mapping"]]
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-spans
-#| code-fold: true
 def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str,
                      row: int) -> list[tuple[int, int]]:
     "Where in the text the assistant speaks: what each of its turns adds."
@@ -371,7 +362,6 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
     return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-padded
-#| code-fold: true
 def padded(batch: Any, length: int, pad_id: int) -> Any:
     "A batch of texts at another padded length; any other batch as it is."
     def longer(name: str, values: Any) -> Any:
@@ -423,7 +413,6 @@ class Selected:
         return f"Selected({', '.join(self.names.values())})"
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-end-to-end
-#| code-fold: true
 def _end_to_end(columns: dict[str, list[Any]], pad_id: int,
                 table: Any) -> EncodedData | None:
     "Fields of equal lengths in one tensor each; None where they differ or have gaps."
@@ -444,7 +433,6 @@ def _end_to_end(columns: dict[str, list[Any]], pad_id: int,
     return flat_tokens(cut, labels, pad_id, table)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-span
-#| code-fold: true
 def _span(mask: np.ndarray) -> tuple[int, int] | None:
     "First and last place of the ones in a mask; None where they are not in one piece."
     places = np.flatnonzero(mask) if mask.ndim == 1 else np.array([])

@@ -187,8 +187,6 @@ def make_schedule(
     return LambdaLR(optimizer, rate_course(schedule, steps, warmup, rate_factor))
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-average
-#| code-fold: true
-#| code-summary: "Code: Average"
 class Average:
     """Exponential moving average of the model's parameters; an average of private
     models is as private as they are.

@@ -95,7 +95,6 @@ def _settings(guarantee: Guarantee, plans: Sequence[dict[str, Any]]) -> list[str
     return names
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-lines
-#| code-fold: true
 def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str, Any]]:
     "Mechanisms as they are, or those of several runs by noise and rate."
     if not summed:

@@ -52,8 +52,6 @@ def watched(setting: Setting) -> WatchedLoss:
                        else example_losses)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-compare
-#| code-fold: true
-#| code-summary: "Code: measure"
 def measure(
     setting: Setting, device: torch.device, rate: float | None = None,
 ) -> Iterator[dict[str, Any]]:
@@ -110,8 +108,6 @@ def described(
             "error": error if math.isfinite(error) else None, "cannot": reason}
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-timed
-#| code-fold: true
-#| code-summary: "Code: timed, weighed"
 def timed(seconds: list[float], plain: list[float], setting: Setting) -> dict[str, Any]:
     "A contender's time beside the plain step of the same rounds."
     ratios = [own / other for own, other in zip(seconds, plain, strict=True)]
@@ -136,8 +132,6 @@ def measure_largest(setting: Setting, device: torch.device) -> Iterator[dict[str
         yield entry if reason else entry | largest_of(contender, loss, setting, device)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-largest-of
-#| code-fold: true
-#| code-summary: "Code: largest_of"
 def largest_of(contender: Contender, loss: WatchedLoss, setting: Setting,
                device: torch.device) -> dict[str, Any]:
     "The largest batch of one contender, its peak, and its throughput."
@@ -155,8 +149,6 @@ def largest_of(contender: Contender, loss: WatchedLoss, setting: Setting,
                     "examples_per_second": rows / median(seconds)}
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-measure-largest-peak
-#| code-fold: true
-#| code-summary: "Code: _peak"
 def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
           device: torch.device) -> float:
     "Bytes of weights, batch and step together; infinite where the GPU has not so many."
@@ -208,8 +200,6 @@ def steps_on_demand(
             pipe.send(True)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-team
-#| code-fold: true
-#| code-summary: "Code: team, measure_processes"
 @contextmanager
 def team(setting: Setting, size: int, cut: bool) -> Iterator[Contender]:
     "Processes that take the steps of one run together."
@@ -249,8 +239,6 @@ def measure_processes(setting: Setting) -> Iterator[dict[str, Any]]:
                   "throughput_interval": list(median_interval(ratios))})
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-measure-largest-run-bench
-#| code-fold: true
-#| code-summary: "Code: run_bench"
 def run_bench(
     settings: Iterable[Setting],
     device: torch.device | None = None,  # None: the GPU if there is one
@@ -285,8 +273,6 @@ def run_bench(
                     else measure(present, device, rates.get(setting.precision)))
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-numbers
-#| code-fold: true
-#| code-summary: "Code: number_ways, measure_numbers"
 def number_ways(numbers: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     "What is done to every number of a sum, once a step."
     stream, total = Keystream(0), torch.zeros(numbers, device=device)
@@ -316,8 +302,6 @@ SIZED = {"lengths": ("text",), "sides": ("images",), "widths": ("models", "batch
 TRAINS = ("biases", "full")
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-sizes
-#| code-fold: true
-#| code-summary: "Code: Sizes, QUICK"
 @dataclass(frozen=True)
 class Sizes:
     "How large the bench is."
@@ -347,8 +331,6 @@ QUICK = Sizes(lengths=(32, 64, 128), sides=(16, 32), width=64, widths=(32, 64),
               depths=(1, 2), rows=2, repeats=5, memory=48 * 2**20)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-settings-plan-bench
-#| code-fold: true
-#| code-summary: "Code: plan_bench"
 def plan_bench(
     sizes: Sizes = Sizes(),  # frozen
     parts: Iterable[str] = PARTS,
@@ -382,8 +364,6 @@ def plan_bench(
             for which in trains]
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-settings-plan-marks
-#| code-fold: true
-#| code-summary: "Code: plan_marks"
 def plan_marks(
     widths: tuple[int, int] = (384, 768),
     # of the encoder whose biases train, and of that of which everything does
@@ -405,8 +385,6 @@ def plan_marks(
             *(setting(width, lengths[0], rows[0], "full") for width in widths)]
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-plan-peers
-#| code-fold: true
-#| code-summary: "Code: plan_peers, PEERS, TINY"
 Shape = tuple[str, int, int, int, int]  # model, width, layers, size, rows
 PEERS: tuple[tuple[Shape, tuple[str, ...], int], ...] = (  # shape, what trains, rounds
     (("encoder", 384, 4, 128, 8), TRAINS, 9), (("encoder", 768, 2, 128, 8), TRAINS, 6),
@@ -452,8 +430,6 @@ def plan_bf16(
             for size in sizes for which in TRAINS]
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-plan-gpu
-#| code-fold: true
-#| code-summary: "Code: plan_gpu"
 def plan_gpu(
     tiny: bool = False,  # the same questions of models that a CPU can hold
 ) -> list[Setting]:
@@ -468,8 +444,6 @@ def plan_gpu(
                            repeats, precision="bf16 weights")]
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-table
-#| code-fold: true
-#| code-summary: "Code: cost_table"
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
     """Markdown: one row for each setting and contender,
     with the reason where it has no numbers."""
@@ -491,8 +465,6 @@ def cost_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-table-batch-table
-#| code-fold: true
-#| code-summary: "Code: batch_table"
 def batch_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: the largest batch of each contender and the throughput at it."
     lines = ["| model | size | memory, MiB | trains | step | largest batch | "
@@ -507,8 +479,6 @@ def batch_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-rate-table
-#| code-fold: true
-#| code-summary: "Code: rate_table"
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
     """Markdown: throughput, share of the device's matrix rate, and peak memory,
     weights included."""
@@ -524,8 +494,6 @@ def rate_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-peers-table
-#| code-fold: true
-#| code-summary: "Code: shape_name, whole_rows, peers_table, _whole_cell, STEPS, UNITS"
 STEPS = {"dpft": "dpft, sum alone", "dpft-step": "dpft", "opacus-step": "Opacus",
          "opacus-ghost-step": "ghost clipping", "fastdp-step": "fastDP"}
 UNITS = {"encoder": "tokens", "gpt2": "tokens"}  # of a size; pixels elsewhere
@@ -578,8 +546,6 @@ def numbers_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-processes-table
-#| code-fold: true
-#| code-summary: "Code: processes_table, PROCESSES_MARK"
 PROCESSES_MARK = 1.8  # least throughput of two processes over one's
 
 def processes_table(found: Iterable[dict[str, Any]]) -> str:
@@ -597,8 +563,6 @@ def processes_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-bf16-table
-#| code-fold: true
-#| code-summary: "Code: bf16_table, BF16_MARKS"
 # private over plain, both in bf16, from 32 tokens on
 BF16_MARKS = {"biases": 1.08, "full": 1.35}
 
@@ -628,8 +592,6 @@ def bf16_table(found: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-marks
-#| code-fold: true
-#| code-summary: "Code: judged, FULL_MARKS"
 # width -> bound on the time of a private full step over a plain one
 FULL_MARKS = {384: 1.25, 768: 1.15}
 
@@ -657,8 +619,6 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
     return results
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-judged-peers
-#| code-fold: true
-#| code-summary: "Code: judged_peers, WHOLE_MARKS"
 # what trains, or width where everything does -> bound on the time of a whole step
 WHOLE_MARKS = {"biases": 1.03, 384: 1.35, 768: 1.25, 16: 1.30}
 EIGHTHS_MARK, PEAK_MARK = 1.15, 1.2
@@ -706,8 +666,6 @@ AXES = {"text": "tokens in a text", "images": "pixels along an image's side",
         "batches": "width of the encoder"}
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-panels
-#| code-fold: true
-#| code-summary: "Code: panels"
 @style()
 def panels(
     found: Iterable[dict[str, Any]],
@@ -737,8 +695,6 @@ def panels(
     return figure
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-lines
-#| code-fold: true
-#| code-summary: "Code: _lines, _bars"
 def _lines(axis: Any, entries: list[dict[str, Any]], along: str, field: str) -> None:
     "One line for each contender in one panel, and the plain step's at one."
     axis.axhline(1, color="black", linewidth=1)
@@ -767,8 +723,6 @@ def _bars(
                 color=colour, linewidth=1, alpha=0.5)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-ratio-axis
-#| code-fold: true
-#| code-summary: "Code: _ratio_axis"
 def _ratio_axis(axis: Any, *limits: float) -> None:
     "A logarithmic axis of ratios, within limits or around what is drawn."
     axis.set_yscale("log")
@@ -780,8 +734,6 @@ def _ratio_axis(axis: Any, *limits: float) -> None:
     axis.minorticks_off()
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-figure-cost-figure
-#| code-fold: true
-#| code-summary: "Code: cost_figure, _shape, plain_of, beside_plain, batch_figure"
 def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     """Time and peak memory of a step beside the plain one, over the length of a text
     and the side of an image; Figure 3 of DP-BiTFiT."""
@@ -816,8 +768,6 @@ def batch_figure(found: Iterable[dict[str, Any]]) -> "Figure":
                    ("rate_ratio", "examples a second / plain")])
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-model-figure
-#| code-fold: true
-#| code-summary: "Code: model_figure"
 @style()
 def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure":
     """One contender's time beside the plain step's, over what the plain step takes;
@@ -849,8 +799,6 @@ def model_figure(found: Iterable[dict[str, Any]], who: str = "dpft") -> "Figure"
     return figure
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-peers-figure
-#| code-fold: true
-#| code-summary: "Code: _named_marks, _whole_row"
 def _named_marks(axis: "Axes", marks: dict[str, tuple[float, str]], row: float) -> None:
     """Each mark's name above it, in its colour;
     a name that would meet the last one stands higher."""
@@ -881,8 +829,6 @@ def _whole_row(
     return named
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-peers-panels
-#| code-fold: true
-#| code-summary: "Code: peers_figure, _row_name"
 @style()
 def peers_figure(found: Iterable[dict[str, Any]]) -> "Figure":
     "Time of whole steps beside a plain one, a row for each shape, with intervals."
@@ -928,8 +874,6 @@ def begun(
                    if _shape(asdict(setting)) not in done]
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-report
-#| code-fold: true
-#| code-summary: "Code: write_bench"
 def write_bench(
     settings: Iterable[Setting],
     output: Path,        # folder
@@ -965,8 +909,6 @@ def write_bench(
     return found
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-bench-report
-#| code-fold: true
-#| code-summary: "Code: bench_report"
 def bench_report(found: list[dict[str, Any]]) -> str:
     "All that the records can say as text."
     tables = {"text images models depths limits marks gpu": cost_table,

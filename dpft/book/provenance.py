@@ -126,7 +126,6 @@ def _home(origin: str, name: str) -> str:
     return getattr(getattr(import_module(origin), name, None), "__module__", origin)
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-reading
-#| code-fold: true
 def _spec(module: str) -> Any:
     try:
         return importlib.util.find_spec(module)
@@ -317,7 +316,6 @@ def freshness(entry: dict[str, Any]) -> str:
     return f"stale: {'; '.join(changed)}"
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-commit
-#| code-fold: true
 @cache
 def commit() -> dict[str, str | bool]:
     """The checkout's commit and whether files differ from it;

@@ -163,8 +163,6 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-process
-#| code-fold: true
-#| code-summary: "Code: Worker"
 class Worker:
     "A process that makes runs, one after the other."
 

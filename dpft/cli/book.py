@@ -57,7 +57,6 @@ def quickstart(
     print(f"The figure is {output / 'tradeoff.png'}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-run-options
-#| code-fold: true
 RUN_HOURS = typer.Option(help="Stop in time; the same command goes on.")
 RUN_WORKERS = typer.Option(
     help="Processes of one thread each. (default: one for each core)")
@@ -191,7 +190,6 @@ def prepare(
             print(f"{name:20s} {its.says}")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-options
-#| code-fold: true
 LLM_OUTPUT = typer.Option(help="Folder for texts, state and the trained model.")
 LLM_STEPS = typer.Option(help="Steps of training.")
 LLM_BATCH = typer.Option(help="Pairs in a step, on average.")
@@ -311,7 +309,6 @@ def figures_named(
           "source than this made it.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-options
-#| code-fold: true
 CLAIMED = typer.Option(help="Privacy budget to claim.")
 SMALL_DELTA = typer.Option(help="Small beside one over the canaries.")
 CANARIES = typer.Option(help="Planted examples, each in the data by a fair coin.")
@@ -431,7 +428,6 @@ def audit_all(output: Path | None, as_json: bool) -> None:
         print(table)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-options
-#| code-fold: true
 BENCH_OUTPUT = typer.Option(
     help="Folder for records and figures; those of an earlier run are replaced.")
 PARTS = typer.Option(
@@ -540,7 +536,6 @@ def bench(
     print(f"\nThe records are in {output / name}.jsonl.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-sizes
-#| code-fold: true
 def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
                layers: int | None, rows: int | None, repeats: int | None,
                memory: int | None) -> Any:
@@ -558,7 +553,6 @@ def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
                       if value not in (None, ())})
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-parts
-#| code-fold: true
 def parts_asked(parts: str | None, lists: dict[str, str | None]) -> list[str]:
     "The parts that are named; else those whose sizes are given; else all."
     from dpft.book import bench as room

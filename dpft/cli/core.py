@@ -88,7 +88,6 @@ def in_shell(
     return sentence + " (in Python; no option of the command)" * bool(python)
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-typed
-#| code-fold: true
 def typed_options() -> dict[str, str]:
     "The options of the command that was typed, by argument."
     commands = getattr(typer.main.get_command(app), "commands", {})
@@ -159,7 +158,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain(value), indent=1))
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-with-schedule
-#| code-fold: true
 def with_schedule(method: Any, layers: str | None, after: str | None) -> Any:
     """A method that freezes layers, with the schedule that was asked for;
     else ValueError."""
@@ -223,8 +221,6 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-train
-#| code-fold: true
-#| code-summary: "Code: train"
 @app.command()
 @takes_knobs
 def train(
@@ -548,7 +544,6 @@ def tell_plan(
           f"{recommendation(best, rows, epsilon, delta)}:\n{command}")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-parts
-#| code-fold: true
 def drawn_plan(cells: Any, output: Path) -> str:
     "The heat map as a file, and a sentence that says where it is."
     from dpft import planning
@@ -571,7 +566,6 @@ def recommendation(best: Any, rows: int, epsilon: float, delta: float | None) ->
             f"{sigma:.3f} by PRV{time}")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-parts-train-command
-#| code-fold: true
 def train_command(
     data: str | None, model: str | None, method: str, epsilon: float,
     delta: float | None,
@@ -584,7 +578,6 @@ def train_command(
             + f"--batch-size {best.batch_size} --steps {best.steps}")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-parts-counted
-#| code-fold: true
 def counted(model: str | None, method: str, shape: Any) -> int:
     "How many parameters a method trains in a named model, from its shape alone."
     from dpft import planning

@@ -79,7 +79,6 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
             "order": held.order if held else None}
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-run-line
-#| code-fold: true
 def run_line(run: dict[str, Any]) -> str:
     "One run of a ledger."
     released = ", ".join(f"{m['name']} {m['steps']} x sigma {m['noise_multiplier']:.4g}"
@@ -90,7 +89,6 @@ def run_line(run: dict[str, Any]) -> str:
             f"{state:12s} {released:32s} {share:>9s} {run['epsilon']:8.3f}")
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-budget-line
-#| code-fold: true
 def budget_line(entry: dict[str, Any]) -> str:
     "One budget that was set, with who set it and why."
     set_to = ("removed" if entry["epsilon"] is None
@@ -99,7 +97,6 @@ def budget_line(entry: dict[str, Any]) -> str:
     return ", ".join([f"budget {set_to}", *(text for text in told if text)])
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-account-lines
-#| code-fold: true
 def account_lines(found: dict[str, Any]) -> list[str]:
     "What a ledger says, for people."
     lines = []

@@ -36,7 +36,6 @@ def largest_signal_energy(
     return clip**2 * (1 + (1 - sample_rate) / batch_size)
 
 # %% ../../nbs/2_methods/22_freezing_bound.ipynb #bound-rates
-#| code-fold: true
 def _rates(learning_rates: Tensor) -> Tensor:
     "The step sizes in float64; ValueError unless there are some and all are positive."
     rates = torch.as_tensor(learning_rates, dtype=torch.float64)

@@ -136,8 +136,6 @@ class Angles:
                 for i, layer in enumerate(self.layers)}
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-signals-class
-#| code-fold: true
-#| code-summary: "Code: Signals"
 @dataclass(frozen=True)
 class Signals:
     "The signals of one step, in pieces. A diagnostic on private data; @def-signals."
@@ -198,7 +196,6 @@ def angles_in(found: Signals, layers: Sequence[Partition]) -> Angles:
                   found.angle(reference, "private", layers), reference)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-parts
-#| code-fold: true
 def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: Vector,
                 noise: Vector, true: Vector | None) -> Signals:
     "Put the vectors together."
@@ -212,7 +209,6 @@ def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: V
     return Signals(parameters, vectors if true is None else vectors | {"true": true})
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise
-#| code-fold: true
 def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vector:
     """Gaussian noise of each entry's standard deviation, from the generator's device to
     the parameter's."""
@@ -222,7 +218,6 @@ def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vecto
             for name, value in like.items()}
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-divisor
-#| code-fold: true
 def _divisor(batch_size: float | None, count: int) -> float:
     "What the sums are divided by; ValueError when that is unknown."
     if (size := count if batch_size is None else batch_size) > 0:
@@ -232,7 +227,6 @@ def _divisor(batch_size: float | None, count: int) -> float:
         "expected batch size; give batch_size")
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise-std
-#| code-fold: true
 def _noise_std(noise_multiplier: float, clip: float, size: float) -> float:
     "sigma C / B."
     if not 0 <= noise_multiplier < float("inf"):

@@ -135,7 +135,6 @@ def traced(root: nn.Module) -> list[Piece]:
     return pieces
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-in-sequence
-#| code-fold: true
 def in_sequence(root: nn.Sequential) -> list[Piece]:
     """The modules of a chain, one by one, for a pass that cannot be followed inside
     them."""
@@ -235,7 +234,6 @@ def lower_half(count: int) -> int:
     return min(-(-count // 2), count - 1)
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-whole-numbers
-#| code-fold: true
 def whole_numbers(
     name: str,
     value: int | Sequence[int],
@@ -258,7 +256,6 @@ def whole_numbers(
     return numbers
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-check-fit
-#| code-fold: true
 def check_steps(after: Sequence[int], steps: int) -> None:
     "ValueError when a time to freeze lies outside the run."
     if after[0] < 0:
@@ -271,7 +268,6 @@ def check_steps(after: Sequence[int], steps: int) -> None:
             f"freeze; choose at most {steps - 1}")
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-check-count
-#| code-fold: true
 def check_count(counts: Sequence[int], found: Sequence[Partition]) -> None:
     "ValueError when the head would freeze."
     if counts[-1] >= len(found):
@@ -333,7 +329,6 @@ def stages(
             for time, count in zip(times, counts, strict=True)]
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-check-schedule
-#| code-fold: true
 def check_schedule(
     layers: int | Sequence[int] | None,
     after: int | Sequence[int] | None,
@@ -351,7 +346,6 @@ def check_schedule(
             f"order={order!r} must be a list with one entry for each layer")
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-times-of
-#| code-fold: true
 def times_of(after: int | Sequence[int] | None, steps: int) -> list[int]:
     "When to freeze in a run of so many steps."
     late = [steps - LAST_STEPS]

@@ -20,7 +20,6 @@ from ..losses import logits, to_device
 from ..sampling import gather
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-checked
-#| code-fold: true
 def checked(
     values: Any,         # a tensor or an array
     name: str,           # for errors
@@ -47,7 +46,6 @@ def checked(
     return table
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-pair
-#| code-fold: true
 def check_pair(x: Tensor, y: Tensor) -> None:
     "ValueError when two sets are not of the same examples."
     if len(x) != len(y):
@@ -56,7 +54,6 @@ def check_pair(x: Tensor, y: Tensor) -> None:
             "same examples in the same order")
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-enough
-#| code-fold: true
 def check_enough(values: Tensor, name: str, way_out: str) -> None:
     """ValueError when examples are so few that any two sets of activations look alike.
 
@@ -258,7 +255,6 @@ def pooled(
                          1)
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-vectors
-#| code-fold: true
 def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
             batch: Batch) -> tuple[Tensor, Tensor]:
     """What one layer put out for a batch, by position.
@@ -279,7 +275,6 @@ def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
     return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-pooling
-#| code-fold: true
 def check_pooling(pool: str, positions: int) -> None:
     "ValueError unless the way to make rows is known."
     if pool not in ("mean", "positions") or positions < 1:

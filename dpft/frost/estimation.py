@@ -73,7 +73,6 @@ class Estimate:
                                    @ self.seen).sqrt()
 
 # %% ../../nbs/2_methods/16_frost_estimation.ipynb #estimation-checked
-#| code-fold: true
 def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
              sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
     """What was seen as (t, M) float64 on the CPU, and the sensitivities.

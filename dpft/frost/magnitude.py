@@ -56,7 +56,6 @@ def norm_table(taken: Gradients, pieces: Sequence[Partition], order: int) -> Ten
                         for own in names], 1)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-kinds-check
-#| code-fold: true
 KINDS = ("mg", "mgn", "mgna")
 
 def check_kind(kind: str, order: int, clip: float,
@@ -128,7 +127,6 @@ class Sums:
                             for part in own])
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-sizes
-#| code-fold: true
 def _sizes(pieces: Sequence[Partition], order: int) -> tuple[list[int], Tensor]:
     """The sizes, and their roots as a (M,) tensor.
 

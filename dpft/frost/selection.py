@@ -114,7 +114,6 @@ class Selection:
                 "rounds": [as_json(past) for past in self.rounds]}
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-json
-#| code-fold: true
 TENSORS = ("noisy", "values", "std")  # of a round
 
 def as_json(past: Round) -> dict[str, Any]:
@@ -124,7 +123,6 @@ def as_json(past: Round) -> dict[str, Any]:
                          for name in TENSORS}
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-from-json
-#| code-fold: true
 def from_json(record: dict[str, Any]) -> Round:
     "What `as_json` wrote."
     return Round(**record | {name: torch.tensor(
@@ -132,7 +130,6 @@ def from_json(record: dict[str, Any]) -> Round:
         dtype=torch.float64) for name in TENSORS})
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selection-from
-#| code-fold: true
 def selection_from(
     record: dict[str, Any],           # what `Selection.record` gave
     partitions: Sequence[Partition],  # those that it was made of
@@ -198,7 +195,6 @@ def one_round(
     return Round(noisy, delta, found.estimate.values, std, bar, allowance, chosen)
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-check-settings
-#| code-fold: true
 def check_settings(ratio: float, rounds: int, sample_rate: float, gap: float) -> None:
     "ValueError on settings that no selection can have."
     checks = [(0 < ratio <= 1,
@@ -329,8 +325,6 @@ def due(
     return True
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-selecting
-#| code-fold: true
-#| code-summary: "Code: Selecting"
 class Selecting(Method):
     """Partitions are selected at the start and, with `reselect`, again;
     a fresh head trains."""
@@ -397,7 +391,6 @@ def noisy_magnitudes(
     return released(context, method.sample_rate, measure, bound, additive)
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-check-reselect
-#| code-fold: true
 def check_reselect(reselect: int, steps: float = math.inf) -> None:
     "ValueError unless so many selections fit into a run."
     if reselect < 1 or reselect != int(reselect):
@@ -408,8 +401,6 @@ def check_reselect(reselect: int, steps: float = math.inf) -> None:
                          "steps; lower it or raise epochs")
 
 # %% ../../nbs/2_methods/17_frost_selection.ipynb #selection-method
-#| code-fold: true
-#| code-summary: "Code: DPFrost"
 class DPFrost(Selecting):
     """The partitions of the largest private gradient magnitudes train, and a fresh
     head.

@@ -103,7 +103,6 @@ def relevance_mask(
             for (name, own), part in zip(inside.items(), parts, strict=True)}
 
 # %% ../../nbs/2_methods/25_rapft_mask.ipynb #mask-check-ranked
-#| code-fold: true
 def check_choices(settings: Mapping[str, Any],
                   choices: Mapping[str, Sequence[str]]) -> None:
     "ValueError on the first setting that is none of its choices."
@@ -113,7 +112,6 @@ def check_choices(settings: Mapping[str, Any],
                              f"{' or '.join(map(repr, known))}")
 
 # %% ../../nbs/2_methods/25_rapft_mask.ipynb #mask-choices
-#| code-fold: true
 MASK_CHOICES = {"ranks": RANKS, "ranking": RANKINGS, "rounding": ROUNDINGS}
 
 def check_ranked(relevance: Mapping[str, Tensor], irrelevance: float, ranks: str,

@@ -104,7 +104,6 @@ def relevance_blocks(
                                       strict=True)]
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-check-source
-#| code-fold: true
 LEVELS = ("parameter", "group")
 UNPAID = ("the relevance mask of Rap-FT, which was taken from private data without "
           "noise")
@@ -132,7 +131,6 @@ def check_source(relevance_data: Any, share: float | None,
             'allow_non_private=True if that is meant, or choose "private"')
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-check-wrapped
-#| code-fold: true
 def check_wrapped(method: Any) -> None:
     "ValueError unless this is a method whose one block can be split for the whole run."
     if not isinstance(method, Method):
@@ -145,7 +143,6 @@ def check_wrapped(method: Any) -> None:
             "Then(RapFT(a), n, RapFT(b)), or select once")
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-check-numbers
-#| code-fold: true
 def check_numbers(settings: Mapping[str, Any]) -> None:
     "ValueError on the first setting out of range."
     names = ("preference", "warmup_steps", "relevance_clip", "relevance_rate", "level")
@@ -169,7 +166,6 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings[name]!r} must be {must}")
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-check-options
-#| code-fold: true
 def check_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of the map and those of the mask.
 
@@ -188,7 +184,6 @@ def check_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return mapped, masked
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-state
-#| code-fold: true
 def mask_state(model: nn.Module, weak: Mapping[nn.Parameter, Tensor] | None) -> Any:
     "Masks by name, or None."
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -201,8 +196,6 @@ def mask_from(model: nn.Module, state: Any) -> dict[nn.Parameter, Tensor] | None
                                        for name, mask in state.items()}
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-class
-#| code-fold: true
-#| code-summary: "Code: TwoBlocks"
 class TwoBlocks(Method):
     "A method whose one block is split in two by a mask, once there is a mask."
     method: Method
@@ -261,8 +254,6 @@ def paid_release(sample_rate: float, share: float | None) -> list[Request]:
     return [] if share is None else [Request(sample_rate, 1, share, "relevance")]
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-ranking
-#| code-fold: true
-#| code-summary: "Code: Ranking"
 class Ranking(TwoBlocks):
     "A method whose mask is taken once, at the start or after a warm-up."
     relevance_data: Public | str
@@ -383,8 +374,6 @@ def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:
     return {p: weak[name].to(p.device) for name, (p, _) in whole.items()}
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-random
-#| code-fold: true
-#| code-summary: "Code: random_map"
 def random_map(context: Context, method: RapFT) -> dict[str, Tensor]:
     "Random numbers in place of a map, so that any entry may be called weak."
     with context.random_state("relevance"):

@@ -71,7 +71,6 @@ class Attended(torch.autograd.Function):
         return to_scores @ key, to_key, to_value, None, None, None, None
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-masks
-#| code-fold: true
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     "Scores with a mask laid over: True where to look, or numbers to add."
     if mask is None:

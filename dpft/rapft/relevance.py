@@ -60,7 +60,6 @@ class Initialisation:
         return name
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-check-kept
-#| code-fold: true
 def check_kept(k: float, p: float, beams: float) -> None:
     "ValueError on how much of an output cannot be kept."
     if not 0 < p <= 1:
@@ -223,7 +222,6 @@ def relevance_loss(
     return loss
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-check-map
-#| code-fold: true
 def check_started(model: nn.Module) -> None:
     """ValueError when LoRA is as it was made.
 
@@ -238,7 +236,6 @@ def check_started(model: nn.Module) -> None:
             "train a little first: RapFT(..., warmup_steps=...)")
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-check-map-values
-#| code-fold: true
 def check_map(relevance: Mapping[str, Tensor]) -> None:
     "ValueError for a map that cannot rank anything."
     for name, values in relevance.items():
@@ -331,7 +328,6 @@ def group_table(
          for own in names], 1)
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
-#| code-fold: true
 def by_single_examples(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, units: Groups | None,
 ) -> Gradients:

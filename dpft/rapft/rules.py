@@ -238,7 +238,6 @@ def rms_norm(rules: Rules, function: Callable, inputs: Tensor, shape: Sequence[i
                       lambda x: x.flatten(-len(shape)), added, False)
 
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-root
-#| code-fold: true
 def held_root(rules: Rules, function: Callable, values: Tensor,
               **kwargs: Any) -> Tensor:
     """The divisor of a norm written with elementary operations.
@@ -248,7 +247,6 @@ def held_root(rules: Rules, function: Callable, values: Tensor,
     return function(values, **kwargs).detach()
 
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-group-norm
-#| code-fold: true
 def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int,
                weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -38,8 +38,6 @@ from ..experiments import Experiment, Settings, kept_in, prepared_task
 from ..provenance import source_hash
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk
-#| code-fold: true
-#| code-summary: "Code: Kept"
 class Kept(Method):
     "The parameters of these names train, as those of `LayerFreeze` after it froze."
 
@@ -52,8 +50,6 @@ class Kept(Method):
         context.train_only(named[name] for name in self.names)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-walk
-#| code-fold: true
-#| code-summary: "Code: walk"
 def walk(
     model: nn.Module,              # trained in place
     task: Task,
@@ -78,8 +74,6 @@ def walk(
             engine.save(optimizer)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-state
-#| code-fold: true
-#| code-summary: "Code: state_of, fresh, State"
 State = dict[str, Tensor]   # weights by name
 
 
@@ -97,8 +91,6 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
                       (channels, height, width), seed=seed), task
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-trunk
-#| code-fold: true
-#| code-summary: "Code: trunk, SHARED"
 SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip",
           "learning_rate")
 
@@ -113,8 +105,6 @@ def trunk(
     return _trunk(json.dumps(shared), tuple(sorted(set(stops))), seed)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-trunk-kept
-#| code-fold: true
-#| code-summary: "Code: _trunk"
 @cache
 def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]:
     own, folder = json.loads(settings), _trunk_folder(settings, stops, seed)
@@ -132,8 +122,6 @@ def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]
     return {t: known[t] for t in stops}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-trunk-folder
-#| code-fold: true
-#| code-summary: "Code: _trunk_folder, keep_state"
 def _trunk_folder(settings: str, stops: tuple[int, ...], seed: int) -> Path | None:
     "Where a trunk keeps its states; None where nothing is kept."
     kept, code = kept_in(), source_hash("dpft.book.evidence.freezing")
@@ -149,8 +137,6 @@ def keep_state(file: Path, state: State) -> None:
     part.replace(file)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-branch
-#| code-fold: true
-#| code-summary: "Code: branch"
 def branch(
     settings: Settings,
     state: State,           # of the trunk
@@ -176,8 +162,6 @@ def spent(settings: Settings, steps: int, size: int) -> float:
     return epsilon([train], 1e-5, "rdp")
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table
-#| code-fold: true
-#| code-summary: "Code: paper_row, Row"
 # settings; epsilon -> steps; epsilon -> steps after the paper's t_f
 Row = tuple[Settings, dict[int, int], dict[int, int]]
 
@@ -203,8 +187,6 @@ def row_ends(row: str, full: bool) -> dict[int, int]:
     return steps if full else {target: steps[target] for target in REDUCED[row]}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-settings
-#| code-fold: true
-#| code-summary: "Code: row_settings"
 def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     "Settings of a row of Table 1, and the states of its trunk that are wanted."
     own, _, tails = ROWS[row]
@@ -216,8 +198,6 @@ def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     return {**own, **smaller, "row": row, "stops": sorted(stops | between)}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-grid
-#| code-fold: true
-#| code-summary: "Code: table_grid"
 def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, frozen for the last 20 steps, and as Appendix D has it."
     for row in ROWS if full else REDUCED:
@@ -230,8 +210,6 @@ def table_grid(full: bool) -> Iterator[Settings]:
                            "target_epsilon": target, "seed": seed}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-table-entry
-#| code-fold: true
-#| code-summary: "Code: table_entry, _scored"
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
     count = len(layers(load_model(settings["model"])))
@@ -256,8 +234,6 @@ def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Set
             "delta": 1e-5, "accountant": "rdp", "data_hash": fingerprint(task.train)}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layers
-#| code-fold: true
-#| code-summary: "Code: layer_grid"
 def layer_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, left, and Figure 6: which layers go on, how many, and since when."
     row, target = ("cifar10 at 7", 7) if full else ("fashion_mnist", 1)
@@ -275,15 +251,11 @@ def layer_grid(full: bool) -> Iterator[Settings]:
                    "method": "LayerFreeze", "target_epsilon": target, "seed": seed}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layer-entry
-#| code-fold: true
-#| code-summary: "Code: layer_entry"
 def layer_entry(settings: Settings) -> Settings:
     "Accuracy when only these layers train for the last steps; of none, the trunk's."
     return _ended(settings, settings["kept"], 2000 + settings["seed"])
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-similarity
-#| code-fold: true
-#| code-summary: "Code: similarity_grid"
 def similarity_grid(full: bool) -> Iterator[Settings]:
     "Figure 1, right: how far each layer is from where it ends."
     reduced = (("fashion_mnist", 1),)
@@ -294,8 +266,6 @@ def similarity_grid(full: bool) -> Iterator[Settings]:
                    "method": "Full", "target_epsilon": target, "seed": seed}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-similarity-entry
-#| code-fold: true
-#| code-summary: "Code: similarity_entry"
 def similarity_entry(settings: Settings) -> Settings:
     "PWCCA distance of each layer at each stop from the same layer at the end."
     model, task = fresh(settings, 0)
@@ -314,8 +284,6 @@ def similarity_entry(settings: Settings) -> Settings:
     return {**_scored(settings, model, task, end), "distances": distances}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles
-#| code-fold: true
-#| code-summary: "Code: angle_grid"
 def angle_grid(full: bool) -> Iterator[Settings]:
     "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
     own = ({"batch_size": 512, "steps": 5500, "after": 5000, "every": 250} if full else
@@ -329,8 +297,6 @@ def angle_grid(full: bool) -> Iterator[Settings]:
                    "method": "LayerFreeze", "seed": seed}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles-angle-entry
-#| code-fold: true
-#| code-summary: "Code: angle_entry"
 def angle_entry(settings: Settings) -> Settings:
     "What clipping and noise do to the layers that stay when the others freeze."
     model, task = fresh(settings, settings["seed"])
@@ -349,8 +315,6 @@ def angle_entry(settings: Settings) -> Settings:
             "aligned_with": "the full gradient"}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles-clips
-#| code-fold: true
-#| code-summary: "Code: _look, CLIPS"
 CLIPS = (1.0, 5.0, 10.0)
 
 
@@ -377,8 +341,6 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
             "status": {str(clip): _of_status(status[clip]) for clip in CLIPS}}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-records
-#| code-fold: true
-#| code-summary: "Code: _of_groups, _of_status, _plain"
 def _of_groups(found: ClipGroups) -> dict[str, Any]:
     return {"clipped": found.clipped, "unclipped": found.unclipped,
             "clipped_angle": _plain(found.clipped_angle),
@@ -397,8 +359,6 @@ def _plain(values: Tensor) -> list[float | None]:
     return [None if value.isnan() else round(value.item(), 6) for value in values]
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-believed
-#| code-fold: true
-#| code-summary: "Code: same_trunk, believed"
 def same_trunk(settings: Settings) -> str:
     "Runs that branch off one trunk."
     return f"{settings['row']} {settings['seed']}"
@@ -411,8 +371,6 @@ def believed(settings: Settings) -> float:
     return 30 + each * settings["batch_size"] / 2048 * steps
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-experiments
-#| code-fold: true
-#| code-summary: "Code: EXPERIMENTS"
 EXPERIMENTS = {
     "lf-table1": Experiment("Table 1: does freezing the lower half late help?",
                             table_grid, table_entry,

@@ -29,8 +29,6 @@ from ..experiments import (
     Experiment, Settings, measured_run, prepared_task, recorded, results_file)
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-text-code
-#| code-fold: true
-#| code-summary: "Code: text_run, frost_options, SST2, METHODS, RATES"
 SST2 = 67_349  # training rows
 METHODS = ("Full", "BiTFiT", "LastLayer", "DPFrost")
 RATES = {"Full": (3e-3, 1e-3), "BiTFiT": (1e-2, 3e-3), "LastLayer": (3e-2, 1e-2),
@@ -49,8 +47,6 @@ def frost_options(full: bool, ratio: float) -> Settings:
     return {"ratio": ratio, "sample_rate": 0.02 if full else 0.01}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-text-code-tuning-grid
-#| code-fold: true
-#| code-summary: "Code: tuning_grid, tuned"
 def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rate and ratio at epsilon 2, on rows held out of the training data."
     for method in METHODS:
@@ -81,8 +77,6 @@ def tuned(
             for method, entry in best.items()}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-text-code-text-grid
-#| code-fold: true
-#| code-summary: "Code: text_grid"
 def text_grid(full: bool) -> Iterator[Settings]:
     "Table 1: four methods at three budgets, and without privacy."
     found = tuned(full)
@@ -99,8 +93,6 @@ def text_grid(full: bool) -> Iterator[Settings]:
                        "target_epsilon": epsilon, "seed": seed}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-ablation
-#| code-fold: true
-#| code-summary: "Code: variants"
 def variants(
     options: Settings,
 ) -> Iterator[tuple[str, str, Settings]]: # label, method, options
@@ -134,8 +126,6 @@ BESIDE: dict[str, Settings] = {
     "Adapter": {"options": {"width": 64}, "learning_rate": 1e-2}}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-ablation-grid
-#| code-fold: true
-#| code-summary: "Code: ablation_grid"
 def ablation_grid(full: bool) -> Iterator[Settings]:
     "On digits at 2 and 8, with three seeds; in full with five, and on SST-2 at 0.5."
     for seed in range(5 if full else 3):
@@ -156,8 +146,6 @@ def ablation_grid(full: bool) -> Iterator[Settings]:
                    "options": options, "target_epsilon": 0.5, "seed": seed}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-reselection-grid
-#| code-fold: true
-#| code-summary: "Code: reselection_grid"
 def reselection_grid(full: bool) -> Iterator[Settings]:
     "Table 4: how often to select."
     for seed in range(10 if full else 3):
@@ -176,8 +164,6 @@ def reselection_grid(full: bool) -> Iterator[Settings]:
                    "seed": seed}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-rate-grid
-#| code-fold: true
-#| code-summary: "Code: rate_grid"
 def rate_grid(full: bool) -> Iterator[Settings]:
     """Table 6: how much of the data a selection round looks at;
     reduced: on digits alone."""
@@ -194,8 +180,6 @@ def rate_grid(full: bool) -> Iterator[Settings]:
                    "target_epsilon": 0.5, "seed": seed}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-vision
-#| code-fold: true
-#| code-summary: "Code: vision_grid, VISION_RATES"
 VISION_RATES = {"Full": 1e-3, "BiTFiT": 5e-3, "LastLayer": 5e-3, "DPFrost": 1e-3}
 
 def vision_grid(full: bool) -> Iterator[Settings]:
@@ -215,8 +199,6 @@ def vision_grid(full: bool) -> Iterator[Settings]:
                        "target_epsilon": epsilon, "seed": seed}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-measure
-#| code-fold: true
-#| code-summary: "Code: selection_of, measured, Timed, clock"
 def selection_of(run: Run, method: Method) -> Settings:
     "What was selected, for a method that selects partitions."
     return ({"selection": method.selection.record()} if isinstance(method, DPFrost)
@@ -253,8 +235,6 @@ def cost_grid(full: bool) -> Iterator[Settings]:
                "seed": seed, "timed_steps": 197 if full else 8}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-cost-entry
-#| code-fold: true
-#| code-summary: "Code: cost_entry"
 def cost_entry(settings: Settings) -> Settings:
     """Seconds of selecting and of training; peak bytes of selecting and of a full
     private step on one and the same batch."""
@@ -275,8 +255,6 @@ def cost_entry(settings: Settings) -> Settings:
             **_peaks(settings, task), "metrics": {}}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-measured-engine
-#| code-fold: true
-#| code-summary: "Code: measured_engine"
 def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
     """Without a cache of the frozen prefix, so that a step costs what
     it costs the first time."""
@@ -291,8 +269,6 @@ def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
                   cache=0, **own)
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-peaks
-#| code-fold: true
-#| code-summary: "Code: _peaks"
 def _peaks(settings: Settings, task: Task) -> Settings:
     """Most MiB alive at once on the widest physical batch of a draw,
     for both ways of using its gradients."""
@@ -309,8 +285,6 @@ def _peaks(settings: Settings, task: Task) -> Settings:
     return {name: live_peak(use) for name, use in uses.items()}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-experiments
-#| code-fold: true
-#| code-summary: "Code: EXPERIMENTS"
 EXPERIMENTS = {
     "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured,
                                "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),

@@ -49,8 +49,6 @@ from ..pretrained import smollm2
 from ..text_scores import text_scores
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe
-#| code-fold: true
-#| code-summary: "Code: Recipe, RECIPES, END"
 @dataclass(frozen=True)
 class Recipe:
     """A small GPT-2 and how it learns from public text; all that is written here,
@@ -74,8 +72,6 @@ RECIPES = {
 END = "<|endoftext|>"
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-train-tokenizer
-#| code-fold: true
-#| code-summary: "Code: train_tokenizer, packed_windows"
 def train_tokenizer(
     texts: Sequence[str],  # public
     recipe: Recipe,
@@ -112,8 +108,6 @@ def packed_windows(
                        torch.full((count,), context), pad_id=tokenizer.pad_token_id)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-blank-gpt2
-#| code-fold: true
-#| code-summary: "Code: blank_gpt2"
 def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
     "The model before it has read anything; its weights are drawn from a fixed seed."
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -128,8 +122,6 @@ def blank_gpt2(recipe: Recipe, tokenizer: Any) -> nn.Module:
             embd_pdrop=rate, attn_pdrop=rate))
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-pretrained
-#| code-fold: true
-#| code-summary: "Code: pretrained_gpt2"
 def pretrained_gpt2(
     recipe: Recipe,
     text: Public | None = None,  # None: that of `public_text`
@@ -156,8 +148,6 @@ def pretrained_gpt2(
     return folder
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-parts
-#| code-fold: true
-#| code-summary: "Code: _first_characters, _rows, _write"
 def _first_characters(texts: Sequence[str], characters: int | None) -> list[str]:
     "So many texts as have together at least so many characters."
     lengths = torch.tensor([len(text) for text in texts]).cumsum(0)
@@ -194,8 +184,6 @@ def language_model(
     return str(pretrained_gpt2(RECIPES[name])) if name in RECIPES else name
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-scores
-#| code-fold: true
-#| code-summary: "Code: score_set, prompts_and_references"
 def score_set(
     data: TableData,             # of the task
     tokenizer: Any,
@@ -229,8 +217,6 @@ def prompts_and_references(
     return list(tokens.values()), list(written.values())
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-scores-completions
-#| code-fold: true
-#| code-summary: "Code: completions"
 @torch.no_grad()
 def completions(
     model: Any,                      # a causal Transformers model
@@ -258,8 +244,6 @@ def completions(
     return texts
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-scores-text-scores
-#| code-fold: true
-#| code-summary: "Code: generation_scores"
 def generation_scores(
     model: nn.Module,
     tokenizer: Any,
@@ -279,8 +263,6 @@ def generation_scores(
     return {name: round(value, 4) for name, value in scores.items()}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-run
-#| code-fold: true
-#| code-summary: "Code: language_run, scored_by, trained_entries, APART, UNTOUCHED"
 # settings that are no argument of `measured_run`
 APART = ("base", "variant", "accounting", "every", "beams")
 
@@ -318,8 +300,6 @@ def trained_entries(run: Run, method: Method) -> Settings:
     return {"trainable": sum(named[name].numel() for name in run.trained)}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-study
-#| code-fold: true
-#| code-summary: "Code: language_prepared, study_model"
 def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
     "SmolLM2 and E2E in its words."
     folder = study_model(settings)
@@ -332,8 +312,6 @@ def study_model(settings: Settings) -> str:
     return smollm2() if settings["model"] == "smollm2" else settings["model"]
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-measured
-#| code-fold: true
-#| code-summary: "Code: language_measured"
 def language_measured(settings: Settings) -> Settings:
     "One run of the language study."
     own = {name: value for name, value in settings.items()
@@ -347,8 +325,6 @@ def language_measured(settings: Settings) -> Settings:
     return measured_run(own, trained_entries, score, language_prepared)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-run-with-public
-#| code-fold: true
-#| code-summary: "Code: with_public, public_windows, development_pairs, PUBLIC"
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
     "Options in which the name of a public data set is replaced by the data."
     named = options.get("relevance_data")
@@ -375,8 +351,6 @@ def development_pairs(model: str, max_length: int) -> Public:
 PUBLIC = {"public text": public_windows, "development pairs": development_pairs}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-run-papers-noise
-#| code-fold: true
-#| code-summary: "Code: papers_noise"
 def papers_noise(settings: Settings) -> float:
     """The multiplier that a run of Rap-FT really has when its blocks are bounded
     and hidden as the paper says; RAP-T1, @lem-effective-noise."""
@@ -392,8 +366,6 @@ def papers_noise(settings: Settings) -> float:
     return effective_noise_multiplier(shares**2, sigma * shares.sqrt())
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-grids
-#| code-fold: true
-#| code-summary: "Code: language_settings, method_entry, TRIED, RATES, BASES"
 # Rap-FT's settings
 BASES: dict[str, Settings] = {
     "LoRA": {"rank": 4, "alpha": 32}, "Adapter": {"width": 64}, "BiTFiT": {}}
@@ -421,8 +393,6 @@ def method_entry(shared: Settings, base: str, target: float | str) -> Settings:
             "learning_rate": rate, "target_epsilon": target}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-grids-tuning-grid
-#| code-fold: true
-#| code-summary: "Code: tuning_grid, methods_grid"
 def tuning_grid(full: bool) -> Iterator[Settings]:
     "Learning rates at 3, on pairs held out of the training data."
     shared = {**language_settings(full), "clipping": "automatic", "clip": 1.0,
@@ -444,8 +414,6 @@ def methods_grid(full: bool) -> Iterator[Settings]:
                 yield {**method_entry(shared, method, target), "seed": seed}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-grids-rap-settings
-#| code-fold: true
-#| code-summary: "Code: rap_settings, rap_entry"
 def rap_settings(full: bool) -> Settings:
     """What the runs of Rap-FT's tables share: flat clipping to norm 1
     as the paper has it, and no texts."""
@@ -469,8 +437,6 @@ def rap_entry(
         "warmup_steps": warmup, **own, **changed}}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-grids-variants
-#| code-fold: true
-#| code-summary: "Code: rap_grid, FOR_NOTHING, VARIANTS"
 FOR_NOTHING: Settings = {"relevance_data": "paper", "allow_non_private": True,
                          "relevance_rate": 0.01}
 VARIANTS: dict[str, tuple[Settings, Settings]] = {  # options of Rap-FT, other settings
@@ -508,8 +474,6 @@ def rap_grid(full: bool) -> Iterator[Settings]:
                     yield {**rap_entry(shared, base, target, variant), "seed": seed}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-grids-beta-grid
-#| code-fold: true
-#| code-summary: "Code: beta_grid, init_grid"
 def beta_grid(full: bool) -> Iterator[Settings]:
     "Figure 5: how large a part is taken for weakly significant."
     shared = rap_settings(full)
@@ -529,8 +493,6 @@ def init_grid(full: bool) -> Iterator[Settings]:
                                **given), "seed": seed}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-costs
-#| code-fold: true
-#| code-summary: "Code: cost_grid, cost_entry, INITIALISATIONS"
 def cost_grid(full: bool) -> Iterator[Settings]:
     """Tables III and IV: a step of each method without privacy, with it
     and with Rap-FT; and for each initialisation a batch's relevance."""
@@ -552,8 +514,6 @@ def cost_entry(settings: Settings) -> Settings:
         settings["kind"]](settings)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-costs-step-costs
-#| code-fold: true
-#| code-summary: "Code: step_costs, relevance_costs, _called"
 def step_costs(settings: Settings) -> Settings:
     """Whole steps of three runs that take turns;
     bytes that are alive at once in one step of each, beyond weights."""
@@ -601,8 +561,6 @@ def _called(work: Callable[[], Any], batch: Any) -> Any:
     return work()
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-experiments
-#| code-fold: true
-#| code-summary: "Code: EXPERIMENTS"
 EXPERIMENTS = {
     "e2e-tuning": Experiment("Which learning rate on E2E?", tuning_grid, language_run,
                              "E2E and the public text; about 1 h on a GPU"),

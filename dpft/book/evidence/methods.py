@@ -39,8 +39,6 @@ def score_interval(
     return interval(scores, examples)
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-paired
-#| code-fold: true
-#| code-summary: "Code: paired"
 def paired(
     records: Iterable[Settings],
     first: str,
@@ -56,8 +54,6 @@ def paired(
             for seed in sorted(found[first].keys() & found[second].keys())]
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-beaten
-#| code-fold: true
-#| code-summary: "Code: beaten, described_difference"
 def beaten(differences: list[float]) -> bool:
     "Whether the 95 % interval over seeds lies above 0, which takes two seeds."
     centre, half = interval(differences) if len(differences) > 1 else (0.0, 0.0)
@@ -107,8 +103,6 @@ def settings_of(method: str, full: bool, seed: int) -> Settings:
     return found | {"options": other_options(method, full, seed)}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-others-grid
-#| code-fold: true
-#| code-summary: "Code: others_grid"
 def others_grid(full: bool) -> list[Settings]:
     """What frost-text has for its four methods, for the other five;
     without privacy once."""
@@ -125,8 +119,6 @@ def others_grid(full: bool) -> list[Settings]:
     return slowest_last(runs)
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-headline-grid
-#| code-fold: true
-#| code-summary: "Code: headline_grid, slowest_last"
 def headline_grid(full: bool) -> list[Settings]:
     """All nine at epsilon 2, with the seeds that the tables lack: ten together,
     or twenty in full."""
@@ -141,8 +133,6 @@ def slowest_last(runs: Iterable[Settings]) -> list[Settings]:
     return sorted(runs, key=lambda run: run["method"] == "LargestWeights")
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-images
-#| code-fold: true
-#| code-summary: "Code: two_phases, IMAGE_RATES"
 IMAGE_RATES = {"vit-small": VISION_RATES,
                "cnn": {"Full": 2e-3, "BiTFiT": 1e-2, "LastLayer": 1e-2}}
 
@@ -155,8 +145,6 @@ def two_phases(first: str, second: str, rates: dict[str, float], steps: int,
             "rate": rates[second] / rates[first]}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-images-grid
-#| code-fold: true
-#| code-summary: "Code: images_grid"
 def images_grid(full: bool) -> Iterator[Settings]:
     """From CIFAR-100 to CIFAR-10: 0, 1/3, 2/3 and all of the steps train everything,
     then the biases; a transformer and a CNN."""
@@ -180,8 +168,6 @@ def images_grid(full: bool) -> Iterator[Settings]:
                        "target_epsilon": 2.0, "seed": seed}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-rates
-#| code-fold: true
-#| code-summary: "Code: sensitivity_grid, SENSITIVITY"
 SENSITIVITY = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 def sensitivity_grid(full: bool) -> Iterator[Settings]:
@@ -194,8 +180,6 @@ def sensitivity_grid(full: bool) -> Iterator[Settings]:
                        "learning_rate": rate, "target_epsilon": 2.0, "seed": seed}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-cost
-#| code-fold: true
-#| code-summary: "Code: cost_grid, cost_entry, _step"
 def cost_grid(full: bool) -> Iterator[Settings]:
     "One entry for all methods, which take their steps in turn."
     options = ({name: own["options"] for name, own in tuned(full).items()}
@@ -236,8 +220,6 @@ def _step(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     next(iter(engine)).take(optimizer)
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-parts
-#| code-fold: true
-#| code-summary: "Code: composed, single, PARTS, PART_RATES, COMPOSITIONS, PART_OPTIONS"
 PARTS = ("Full", "LastLayer", "BiTFiT", "LoRA", "NormOnly", "DPFrost", "LayerFreeze")
 PART_RATES = {**RATES, **OTHER_RATES, "LayerFreeze": RATES["Full"]}
 PART_OPTIONS: dict[str, Settings] = {"LoRA": {"rank": 8},
@@ -270,8 +252,6 @@ def single(method: str, rates: dict[str, float],
             "learning_rate": rates[method]}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-search
-#| code-fold: true
-#| code-summary: "Code: searched, parts_grid, mean_scores, part_rates, search_grid"
 def searched() -> Settings:
     "A run of the search: scored on 300 training digits that are held out."
     return {**digits_run(), "held_out": 300, "target_epsilon": 2.0}
@@ -317,8 +297,6 @@ def search_grid(full: bool) -> Iterator[Settings]:
                    "seed": seed}
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-confirmation
-#| code-fold: true
-#| code-summary: "Code: winner, rivals, task_settings"
 def winner(full: bool) -> str:
     "The composition of highest mean accuracy on the held-out digits."
     scores = mean_scores("compositions", full)
@@ -352,8 +330,6 @@ def task_settings(
             {method: own["options"] for method, own in found.items()})
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-confirmation-confirmation-grid
-#| code-fold: true
-#| code-summary: "Code: confirmation_grid, _elsewhere"
 def confirmation_grid(full: bool) -> Iterator[Settings]:
     """The winner and its rivals on three tasks, with seeds that the search has not
     seen; what other experiments hold is left to them."""
@@ -375,8 +351,6 @@ def _elsewhere(task: str, method: str, seed: int, full: bool) -> bool:
     return texts or (pictures and seed < (5 if full else 3))
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-confirmation-comparisons
-#| code-fold: true
-#| code-summary: "Code: comparisons"
 def comparisons(
     records: Iterable[Settings], label: str,
 ) -> Iterator[tuple[str, str, list[float]]]: # task, rival, differences
@@ -394,8 +368,6 @@ def comparisons(
                 yield task, rival, differences
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-experiments
-#| code-fold: true
-#| code-summary: "Code: EXPERIMENTS"
 EXPERIMENTS = {
     "methods-tuning": Experiment("Which learning rate for the methods beside "
                                  "DP-FROST's four?", others_tuning, measured,

@@ -125,8 +125,6 @@ def _ladder(
     return runs, found
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-peak
-#| code-fold: true
-#| code-summary: "Code: _peak"
 def _peak(
     at: Callable[[float], Settings],           # the run at a rate
     rates: list[float],                        # ascending, a factor of 3 apart
@@ -145,7 +143,6 @@ def _peak(
     return runs, best
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-scores
-#| code-fold: true
 def _key(run: Settings) -> tuple[Any, ...]:
     return tuple(run.get(name) for name in (
         "label", "clip", "clipping", "learning_rate", "target_epsilon", "steps"))
@@ -305,8 +302,6 @@ def experiments_of(
                    f"{name}-tuning's records; {needs}")}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-alike
-#| code-fold: true
-#| code-summary: "Code: alike_grid"
 def alike_grid(full: bool) -> Iterator[Settings]:
     """Rap-FT, its control and the biases at one rate and two bounds,
     where `images-small` has no such run."""
