@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['READINGS', 'CHECKED', 'json_number', 'installed_versions', 'answered_for', 'beyond_plan', 'filter_epsilon', 'Facts',
            'stated_epsilon', 'Epsilon', 'curve_tpr', 'Readings', 'content_digest', 'file_digests', 'Written',
-           'Guarantee', 'published', 'loaded', 'secrets_in', 'promised']
+           'Guarantee', 'published', 'loaded', 'each_once', 'secrets_in', 'promised']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
@@ -355,7 +355,8 @@ def published(
 def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
     "A guarantee from its file; what older versions lack has its default."
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text(),
+                                             object_pairs_hook=each_once)
         for name in READINGS:
             content.pop(name, None)
         if name := content.pop("kind", None):
@@ -367,6 +368,16 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no guarantee that this version can read "
                          f"({error})") from error
+
+# %% ../nbs/1_start/08_guarantee.ipynb #guarantee-each-once
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "The entries of a JSON object; TypeError where it says a thing twice."
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise TypeError(f"it says {name!r} twice")
+        found[name] = value
+    return found
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-kind
 def _kind(name: str) -> type[Guarantee]:

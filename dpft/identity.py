@@ -84,6 +84,7 @@ def _plain_bytes(value: Any) -> bytes:
 # %% ../nbs/5_notes/66_identity.ipynb #identity-shared
 def row_hashes(
     data: Any,                 # a data set
+    columns: Iterable[str] = (), # that are compared; none: all
 ) -> list[tuple[str, bytes]]:  # what was compared, and its hash, for each row
     "A hash of each row's texts, tokens, picture or other numbers, without its label."
     while isinstance(data, Public):
@@ -93,10 +94,28 @@ def row_hashes(
     if hasattr(data, "hashes"):
         return data.hashes()
     if not made_on_the_fly(data):
-        names = column_names(data)
+        names = [name for name in column_names(data) if not columns or name in columns]
         rows = zip(*(list(data[name]) for name in names), strict=True)
         return [_row_hash(dict(zip(names, values, strict=True))) for values in rows]
-    return [_row_hash(data[row]) for row in range(len(data))]
+    return [_row_hash(_only(data[row], columns)) for row in range(len(data))]
+
+def _only(item: Any, columns: Iterable[str]) -> Any:
+    "What an item has in some columns, if it has columns."
+    if not columns or not isinstance(item, Mapping):
+        return item
+    return {name: value for name, value in item.items()
+            if name in columns or name == "attention_mask"}
+
+def _compared(data: Any) -> set[str]:
+    "Columns that may tell a row again; empty where rows have none."
+    while isinstance(data, Public):
+        data = data.data
+    if isinstance(data, TensorData) or hasattr(data, "hashes") or not len(data):
+        return set()
+    first = data[0] if made_on_the_fly(data) else None
+    names = column_names(data) if first is None else first
+    return (set() if first is not None and not isinstance(first, Mapping) else
+            {name for name in names if name not in LABELS and not names_a_row(name)})
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-hash
 def hash_of(
@@ -142,7 +161,8 @@ def shared_rows(
     private: Any,  # another, of the same form
 ) -> list[int]:    # rows of the first that are in the second too
     "Which public rows are private as well; refuses to compare texts with tokens."
-    first, second = row_hashes(public), row_hashes(private)
+    both = _compared(public) & _compared(private)
+    first, second = row_hashes(public, both), row_hashes(private, both)
     forms = [sorted({form for form, _ in rows}) for rows in (first, second)]
     if first and second and forms[0] != forms[1]:
         one, other = (" and ".join(form) for form in forms)

@@ -93,7 +93,8 @@ class Run:
         try:
             if plain is not None:
                 self.model = plain
-                write_run(self, check_target(path, overwrite), whole)
+                owned = None if self.ledger is None else self.ledger.path
+                write_run(self, check_target(path, overwrite, ledger=owned), whole)
         finally:
             self.model = held
 
@@ -172,7 +173,8 @@ def checked_before(
 ) -> tuple[Settings, list[Any]]: # with the rows that score as they may; callbacks
     "The settings of a run and its callbacks; ValueError for what no run can have."
     if settings.output is not None:
-        check_target(settings.output, settings.overwrite)
+        check_target(settings.output, settings.overwrite, ledger=settings.ledger,
+                     checkpoint=settings.checkpoint)
     rows = train.train if isinstance(train, Task) else train
     scored_on = checked_evaluation(settings, rows)
     return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)

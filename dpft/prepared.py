@@ -165,7 +165,7 @@ def prepare(
     collate_fn: Any = None,                # one's own, which gets items as they are
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
-    known = classes or getattr(model, "num_labels", None)
+    known = classes or _own_classes(model)
     task = train if isinstance(train, Task) else as_task(train, columns, unit, known)
     data = as_dataset(task.train)
     columns = columns or (task.columns if isinstance(train, Task) else None)
@@ -203,6 +203,11 @@ def _check_classes(ready: Prepared, task: Task) -> None:
     labels, train = getattr(ready.train, "labels", None), ready.train
     if task.classes and isinstance(labels, Tensor):
         check_labels(labels, task.classes)
+    own = _own_classes(ready.model)
+    if isinstance(own, list) and set(own) == set(task.classes) and own != [*task.classes]:
+        raise ValueError(f"the model and the data number the same classes differently, "
+                         f"{', '.join(own)} and {', '.join(task.classes)}; give the "
+                         "data in the model's order: as_task(rows, classes=[...])")
     outputs = getattr(unwrapped(ready.model), "num_labels", None)
     if head_of(ready.model) != "tagging" or outputs is None:
         return
@@ -211,6 +216,19 @@ def _check_classes(ready: Prepared, task: Task) -> None:
         raise ValueError(f"the tags go up to {int(tags.max())} and the model has "
                          f"{outputs} classes; load it with num_labels="
                          f"{int(tags.max()) + 1}")
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-own-classes
+def _own_classes(model: nn.Module | str) -> int | list[str] | None:
+    "The names that a model has for its classes, or how many; None: it has no classes."
+    if isinstance(model, str):
+        return None
+    inner = unwrapped(model)
+    count = getattr(inner, "num_labels", None)
+    named = getattr(getattr(inner, "config", None), "id2label", None) or {}
+    if count is None or count < 2 or sorted(named) != [*range(count)]:
+        return count
+    names = [str(named[number]) for number in range(count)]
+    return count if all(name.startswith("LABEL_") for name in names) else names
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:

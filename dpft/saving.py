@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .gradients import full
+from .identity import weights_of
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
@@ -150,8 +151,8 @@ def frozen_fingerprint(
     """Identity of what a run left frozen, the same for the base model itself;
     @def-frozen-fingerprint."""
     digest, skipped, adapters = hashlib.sha256(), set(without), adapter_names(model)
-    frozen = {base_name(name, adapters): parameter
-              for name, parameter in model.named_parameters()}
+    # also the statistics of a norm
+    frozen = {base_name(name, adapters): value for name, value in weights_of(model)}
     for name in sorted(frozen.keys() - skipped):
         values = frozen[name].detach().flatten()
         sample = full(values[::max(1, len(values) // SAMPLE)]).cpu().contiguous()
@@ -402,11 +403,8 @@ def read_model(
     and on an architecture that is not known."""
     if description.get("part"):
         return _read_part(folder, description, model)
-    grown = description.get("added") or description.get("adapters")
     if model is None:
         model = _named_architecture(folder, description)
-        if (folder / "config.json").exists() and not grown:
-            return model
     return _read_whole(folder, _grown(model, folder / "peft", description))
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-architecture

@@ -256,7 +256,8 @@ def read_labels(
 def _named(values: Sequence[Any], name: str, known: Sequence[str],
            counted: bool) -> Labels:
     "Class names as class numbers; where classes are counted, the data name them."
-    names = list(known if known and not counted else sorted(set(values)))
+    order = int if all(text.isdecimal() for text in values) else str
+    names = list(known if known and not counted else sorted(set(values), key=order))
     for row, text in enumerate(values):
         if text not in names or len(names) > len(known or names):
             raise ValueError(f"the label of row {row} in column {name!r} is none of "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public, is_missing
+from .datasets import Public, as_dataset, is_missing
 from .identity import fingerprint
 from .losses import accuracy, answers, evaluation_batches, perplexity
 from .noise import Keystream
@@ -92,8 +92,10 @@ def apart(
             raise ValueError("unit= protects people, so the development set must say "
                              "whose its rows are too: NoisyAccuracy(data, unit=[...])")
         score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
-    trained, scored = set(people_of(rows, unit)), score.people or []
-    if shared := [row for row, name in enumerate(scored) if name in trained]:
+    # 7 in one file may be "7" in another
+    trained = set(map(str, people_of(as_dataset(rows), unit)))
+    scored = score.people or []
+    if shared := [row for row, name in enumerate(scored) if str(name) in trained]:
         raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to "
                          "people who are trained on too, the first is row "
                          f"{shared[0]}; leave them out")

@@ -280,6 +280,7 @@ def check_target(
     path: str | Path,        # the folder that a run is to be saved in
     overwrite: bool = False, # whether a run that is there may be replaced
     room: int = 0,           # bytes that the run will need
+    **secret: Any,           # places with the run's secrets, by their knobs
 ) -> Path:                   # the folder, which exists now
     """Refuse, before training, a place where a run could not be saved,
     or would replace one."""
@@ -287,6 +288,13 @@ def check_target(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
                          "another")
+    for knob, place in secret.items():
+        inside = isinstance(place, str | Path) and (
+            folder.resolve() in (Path(place).resolve(), *Path(place).resolve().parents))
+        if inside:
+            raise ValueError(f"{knob}={str(place)!r} lies in the folder that is "
+                             f"published, {folder}, and holds secrets of the run; "
+                             "choose a place outside it")
     found = [name for name in KEPT if (folder / name).exists()]
     if found and not overwrite:
         raise ValueError(f"{folder} holds {found[0]} already, which saving would "

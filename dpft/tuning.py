@@ -29,6 +29,7 @@ from .method import Context, Method
 from .noise import Keystream
 from .plan import check_sizes
 from .privacy import BudgetError, SampledGaussian
+from .provenance import restate
 from .sampling import units_of
 from .scores import NoisyAccuracy, apart, scorer
 from .selection import (
@@ -105,12 +106,16 @@ class Tuning:
     trials: list[Trial]             # under selection the best only
     charge: Charge                  # how the search was accounted for
     price: Price | None  # at the trial's noise, both ways; None without noise
-    score_guarantee: Guarantee | None = None # of the development set, where charged
 
     @property
     def guarantee(self) -> Guarantee:
         "Of the whole search, for a unit of the training data: the run's."
         return self.run.guarantee
+
+    @property
+    def score_guarantee(self) -> Guarantee | None:
+        "For a row or person of the development set, where scores are charged."
+        return self.run.score_guarantee
 
     @property
     def score(self) -> float:
@@ -119,11 +124,7 @@ class Tuning:
 
     def report(self) -> str:
         "Markdown for a model card."
-        lines = [self.run.report(), f"Settings chosen by tuning: {self.best}."]
-        if self.score_guarantee is not None:
-            lines.append(f"For each {self.score_guarantee.unit}:\n\n"
-                         + self.score_guarantee.report())
-        return "\n\n".join(lines)
+        return f"{self.run.report()}\n\nSettings chosen by tuning: {self.best}."
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-check-paid
 def check_paid(
@@ -425,11 +426,13 @@ def searched(
     sigma = score_noise(search.score, paid, target, common["delta"], law,
                         common["accountant"])
     best, done, runs = run_trials(search, paid, sigma, common, progress)
+    own = best.guarantee.run
     best.guarantee = whole_guarantee(best, paid, both, runs, search)
+    restate(best.model, own, best.epsilon)
+    best.score_guarantee = guarantee_of_scores(
+        search.score, paid, sigma, len(done), best, search.keystream.reproducible)
     first = max(done, key=lambda trial: trial.score)
-    return Tuning(first.settings, best, [first] if paid.law else done, paid, both,
-                  guarantee_of_scores(search.score, paid, sigma, len(done), best,
-                                      search.keystream.reproducible))
+    return Tuning(first.settings, best, [first] if paid.law else done, paid, both)
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-tune
 def tune(
@@ -464,7 +467,8 @@ def tune(
     clip = inspect.signature(fine_tune).parameters["clip"].default
     check_sizes(size, batch_size, count, delta, settings.get("clip", clip))
     check_methods(search, epsilon, batch_size, count, size)
-    book = ledger if isinstance(ledger, Ledger) or ledger is None else Ledger(ledger)
+    book = (ledger if isinstance(ledger, Ledger)
+            else Ledger() if ledger is None else Ledger(ledger))
     common = {"delta": delta, "steps": count, "batch_size": batch_size, "ledger": book,
               "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
               "public_size": size}

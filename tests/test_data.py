@@ -761,3 +761,10 @@ def test_a_folder_of_tables_under_other_names_is_refused_and_pictures_beside_met
     rows = [f"{number}.png,{number % 2}" for number in range(6)]
     (pictures / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
     assert load_data(str(pictures)).kind == "image"
+
+
+def test_a_column_that_one_set_lacks_hides_no_shared_row():
+    private = TableData({"text": ["a b", "c"], "label": [0, 1], "date": ["monday", "tuesday"]})
+    assert shared_rows(TableData({"text": ["c", "d"], "label": [0, 1]}), private) == [0]
+    assert shared_rows(private, TableData({"text": ["c", "d"], "label": [0, 1]})) == [1]
+    assert shared_rows(TableData({"review": ["c", "d"], "label": [0, 1]}), private.__class__({"text": ["a", "c"], "label": [0, 1]})) == [0]

@@ -764,3 +764,12 @@ def test_beyond_the_plan_every_reading_is_that_of_the_filter(repeats):
     pairs = [(found.epsilon(delta), delta) for delta in (1e-5, 1e-3, 1e-1)]
     for rate in (0.0, 0.01, 0.3):
         assert rate <= found.tpr(rate) <= min(min(delta + math.exp(min(value, 700)) * rate, 1) for value, delta in pairs) + 1e-12
+
+
+def test_a_guarantee_that_says_a_thing_twice_is_refused(tmp_path):
+    "A reader would see the first, and a check the last."
+    path = tmp_path / "guarantee.json"
+    Guarantee([SampledGaussian(1.0, 0.1, 10, "train")], target_delta=1e-5).save(path)
+    path.write_text(path.read_text().replace("{", '{\n "uncharged": [],\n "epsilon": 0.1,', 1))
+    with pytest.raises(ValueError, match="'uncharged' twice"):
+        Guarantee.load(path)

@@ -407,3 +407,42 @@ def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_
     model = nn.Linear(2, 2)
     write_model(model, ["weight", "bias"], folder)
     assert not (folder / "tokenizer.json").exists() and (folder / "notes.txt").exists() and outside.read_text() == "mine"
+
+
+class OwnHead(nn.Module):
+    "A head of one's own, which the configuration does not know."
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 5), nn.Linear(5, 3)
+
+    def forward(self, features, **_):
+        return self.last(self.first(features[:, 0]).tanh())
+
+
+@pytest.mark.parametrize("method", [dpft.Full, dpft.BiTFiT])
+def test_a_changed_head_never_loads_as_the_stock_one(bases, tmp_path, method):
+    model = pretrained(bases, "roberta")
+    model.classifier = OwnHead()
+    run = tuned(model, method())
+    run.save(tmp_path, whole=True)
+    with pytest.raises(ValueError, match="pass the model that was saved"):
+        dpft.load(tmp_path)
+    other = pretrained(bases, "roberta")
+    other.classifier = OwnHead()
+    assert same(dpft.load(tmp_path, other), run.model)
+
+
+def test_the_fingerprint_sees_the_statistics_of_a_norm():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    other = copy.deepcopy(model)
+    other[1].running_mean += 1
+    assert frozen_fingerprint(model, []) != frozen_fingerprint(other, [])
+
+
+@pytest.mark.parametrize("inside", ["ledger", "checkpoint"])
+def test_secrets_are_not_kept_in_the_folder_that_is_published(bases, tmp_path, inside):
+    with pytest.raises(ValueError, match=rf"{inside}=.* lies in the folder that is published"):
+        tuned(pretrained(bases, "roberta"), dpft.LastLayer(), output=tmp_path / "run", **{inside: tmp_path / "run" / "mine"})
+    run = tuned(pretrained(bases, "roberta"), dpft.LastLayer(), ledger=tmp_path / "saved" / "mine.sqlite")
+    with pytest.raises(ValueError, match="lies in the folder that is published"):
+        run.save(tmp_path / "saved")

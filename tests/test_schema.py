@@ -563,3 +563,25 @@ def test_what_is_to_be_learned_is_asked_where_it_cannot_be_told(columns):
     own = {name: [0, 1] if name == "label" else talk if name in ("rejected", "chosen", "messages") else ["a", "b"] for name in columns}
     with pytest.raises(ValueError, match=r"cannot tell .* with columns="):
         read_schema(table(**own), None)
+
+
+def bert(names):
+    from transformers import BertConfig, BertForSequenceClassification
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
+    return BertForSequenceClassification(config)
+
+
+def test_names_of_classes_have_the_numbers_that_the_model_gives_them(tokenizer):
+    data = table(text=["a", "b", "c"], label=["positive", "negative", "positive"])
+    ready = prepare(bert(["positive", "negative"]), data, tokenizer)
+    assert ready.train.labels.tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="none of the 2 classes"):
+        prepare(bert(["good", "bad"]), data, tokenizer)
+    assert prepare(bert(["LABEL_0", "LABEL_1"]), data, tokenizer).train.labels.tolist() == [1, 0, 1]
+    with pytest.raises(ValueError, match="number the same classes differently"):
+        prepare(bert(["positive", "negative"]), as_task(data), tokenizer)
+
+
+def test_numerals_are_numbered_by_their_value():
+    assert read_labels([str(number) for number in range(12)]).values.tolist() == [*range(12)]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import warnings
 from collections import Counter
 
@@ -733,3 +734,27 @@ def test_a_scored_row_without_an_owner_is_refused_in_whatever_way_it_is_missing(
     from dpft.scores import people_of
     with pytest.raises(ValueError, match="row 1 does not say whose it is"):
         people_of([1, 2, 3], ["ann", nobody, "bob"])
+
+
+@pytest.mark.parametrize("charge", ["composition", "selection"])
+def test_a_tuned_run_is_saved_with_all_that_the_search_cost(digits, tmp_path, charge):
+    "Without a ledger of one's own too, to the rows of the development set too, and named so by a later run."
+    from dpft.provenance import notes_on, sentence
+    from dpft.verification import verify
+    found = search(digits, charge=charge)
+    assert found.run.score_guarantee == found.score_guarantee and found.report().count(found.score_guarantee.report()) == 1
+    found.run.save(tmp_path / "run")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "## The development set" in card and verify(tmp_path / "run")
+    stated = {re.search(r"epsilon ([\d.]+) and", sentence(note))[1] for note in notes_on(found.run.model)}
+    assert stated == {f"{math.ceil(100 * found.guarantee.epsilon()) / 100:.2f}"}
+
+
+def test_people_are_one_whether_numbers_or_texts_name_them():
+    rows = [{"text": f"row {row}", "label": row % 2, "who": row // 2} for row in range(20)]
+    texts = [{**row, "text": "another", "who": str(row["who"])} for row in rows[:4]]
+    with pytest.raises(ValueError, match="4 of the 4 scored rows belong to people who are trained on too"):
+        apart(NoisyAccuracy(texts), rows, "who")
+    import pandas as pd
+    with pytest.raises(ValueError, match="belong to people who are trained on too"):
+        apart(NoisyAccuracy(texts), pd.DataFrame(rows), "who")
