@@ -10,7 +10,7 @@ __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sha
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -223,9 +223,8 @@ def random_state(device: torch.device, seed: int) -> Iterator[None]:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-alike-state
 def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]:
-    "Of several processes: one random state for all."
-    return (nullcontext() if engine.processes.alone
-            else engine.random_state("choice", *context))
+    "One random state for the choices of all processes, under the run's key."
+    return engine.random_state("choice", *context)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start-method
 def start_method(engine: "Engine", start: Callable[[], str]) -> None:
@@ -259,8 +258,7 @@ def take_over(engine: "Engine") -> None:
     engine.blocks = bounded_blocks(engine)
     engine.spread = noise_spread(engine.blocks)
     check_sharded(engine)
-    alone = engine.processes.alone
-    engine.releases.choice = "" if alone else choice_hash(engine.trains, engine.blocks)
+    engine.releases.choice = choice_hash(engine.trains, engine.blocks)
     validate(engine.model, engine.settings.dropout)
     set_modes(engine.model, engine.settings.dropout)
 
@@ -364,7 +362,7 @@ class Engine:
         check_whole(model)
         self.settings, self.model, self.method, self.train = given, model, method, train
         self.device, self.known = (next(model.parameters()).device,
-                                   known_of(given, settings is None, loop))
+                                   known_of(given, loop))
         # steps done; the signal that told this process to stop; any
         self.t, self.told, self.stops = 0, 0, False
         self.trains: dict[str, nn.Parameter] = {}

@@ -24,9 +24,10 @@ from .processes import whole
 from .settings import Reading, Settings, package_of, parts_of
 
 # %% auto #0
-__all__ = ['fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows', 'repeated_rows', 'name_of_code',
-           'name_of_optimizer', 'Identity', 'identity', 'known_of', 'turned', 'weights_of', 'model_fingerprint',
-           'fingerprint_of', 'content_of', 'names_by_group', 'facts_of', 'record_of']
+__all__ = ['FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows', 'repeated_rows',
+           'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data', 'usual_numbers',
+           'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'content_of', 'names_by_group', 'facts_of',
+           'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -273,15 +274,34 @@ def identity(
     return Identity(found["sum"], found["run"], complete)
 
 # %% ../nbs/5_notes/66_identity.ipynb #settings-known
+FINE_TUNE = "the loop of fine_tune"
+
 def known_of(
     settings: Settings,
-    own_loop: bool,     # whether the loop around the engine is not that of `fine_tune`
-    loop: str | None,   # what such a loop does, in words
+    loop: str | None,   # what the loop around the engine does, in words
 ) -> Identity:
-    "What knobs and loop say of who a run is."
-    found = identity(settings, ("engine",) if own_loop else ("engine", "loop"))
-    complete = found.complete and (loop is not None or not own_loop)
-    return found._replace(sums=found.sums | {"loop": str(loop)}, complete=complete)
+    "What knobs and loop say of who a run is; `fine_tune` alone is known by its knobs."
+    ours = loop is FINE_TUNE
+    found = identity(settings, ("engine", "loop") if ours else ("engine",))
+    return found._replace(sums=found.sums | {"loop": str(None if ours else loop)},
+                          complete=found.complete and loop is not None)
+
+# %% ../nbs/5_notes/66_identity.ipynb #identity-plain-data
+def plain_data(data: Any) -> bool:
+    "Whether items are what a data set holds, and nothing that its own code makes."
+    inner = getattr(data, "datasets", None) or [getattr(data, "dataset", None)]
+    if type(data).__module__.startswith("torch.utils.data") and any(
+            one is not None for one in inner):
+        return all(map(plain_data, inner))
+    said = getattr(data, "format", None)
+    custom = isinstance(said, Mapping) and said.get("type") == "custom"
+    root = type(data).__module__.partition(".")[0]
+    return root in ("builtins", "dpft", "datasets", "pandas", "torch") and not custom
+
+def usual_numbers() -> bool:
+    "Whether nothing around the call changes the precision of its sums."
+    return torch.get_default_dtype() == torch.float32 and not any(
+        torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 # %% ../nbs/5_notes/66_identity.ipynb #settings-turned
 def turned(known: Identity) -> dict[str, str]:
@@ -349,7 +369,9 @@ def facts_of(engine: Any, start: Callable[[], str]) -> tuple[dict[str, Any], boo
              "optimizer's groups": names_by_group(given.optimizer, engine.model),
              "plan": asdict(engine.plan),
              "number of processes": engine.processes.size, "device": engine.device.type}
-    return facts, engine.known.complete and code_known and structure_known
+    known = (engine.known.complete, code_known, structure_known,
+             plain_data(engine.population.data), usual_numbers())
+    return facts, all(known)
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-record
 def record_of(engine: Any, data: str) -> dict[str, Any]:

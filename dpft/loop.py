@@ -29,6 +29,7 @@ from .datasets import Task
 from .engine import Engine, close_account
 from .evaluation import Evaluation, checked_evaluation, make_evaluation
 from .guarantee import Guarantee
+from .identity import FINE_TUNE
 from .ledger import Ledger
 from .method import Method
 from .prepared import Prepared, prepare
@@ -155,7 +156,7 @@ def fine_tune(
         start = f"{START} ({ready.origin})"
         engine = Engine(ready.model, settings.loss_fn, method, ready.train,
                         assumed_public=[*ready.assumed_public, start],
-                        settings=settings)
+                        settings=settings, loop=FINE_TUNE)
         try:
             evaluation = make_evaluation(engine, settings.evaluate, ready)
             loop = Loop(engine, evaluation, callbacks, ready.tokenizer)

@@ -141,11 +141,21 @@ def _(value: Method, reading: Reading) -> Parts:
         return
     yield from parts_of(type(value), Reading(package_of(value), reading.seen))
     try:
-        for name, argument, _ in given_to(value):
+        given = {name: argument for name, argument, _ in given_to(value)}
+        for name, argument in given.items():
             yield name
             yield from parts_of(argument, reading)
+        # what else an object of one's own holds came from somewhere
+        if not type(value).__module__.startswith("dpft.") and any(
+                _holds(held) for name, held in vars(value).items() if name not in given):
+            yield None
     except TypeError:                        # an argument that was not kept
         yield None
+
+# %% ../nbs/1_start/12_method.ipynb #method-identity-holds
+def _holds(value: Any) -> bool:
+    "Whether there is anything in a value."
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 # %% ../nbs/1_start/12_method.ipynb #method-identity-public
 @parts_of.register(Public)

@@ -296,10 +296,11 @@ def each_perturbed(
 def key_of_sums(
     keystream: Keystream, processes: Processes, name: str, number: int,
     sums: dict[str, Tensor],            # this process's part
+    noise: str,                         # how they are perturbed, in public words
 ) -> str:
     "The digest of a release, the same on all processes."
     found = digests(keystream, [*map(local, sums.values())], [(key,) for key in sums])
-    own = keystream.key("sums", name, number, *found).hex()
+    own = keystream.key("sums", name, number, noise, *found).hex()
     every = processes.gather(own)
     return (own if processes.alone
             else keystream.key("processes", name, number, *every).hex())
@@ -326,14 +327,16 @@ class Releases:
         last: bool = False,              # whether the memory of the sums may be used
     ) -> tuple[dict[str, Tensor], list[float]]:
         "The noisy sums over all processes, and the counts."
-        key = self.charge(name, number, sums)
+        key = self.charge(name, number, sums, stds)
         def add_noise(entry: str) -> Tensor:
             total = sums[entry] if last else sums[entry].clone()
             return self.perturbed(total, stds[entry], name, number, key, entry)
         return self.processes.total(each_perturbed(sums, add_noise), counts)
 
-    def charge(self, name: str, number: int, sums: dict[str, Tensor]) -> str:
-        "Write the release of these sums into the ledger; the key of their noise."
+    def charge(self, name: str, number: int, sums: dict[str, Tensor],
+               stds: dict[str, Tensor | float]) -> str:
+        """Write the release of these sums into the ledger; the key of their noise.
+        The same sums under other noise are another release."""
         self.account.begin()
         shapes = [(key, tuple(value.shape), str(value.dtype))
                   for key, value in sums.items()]
@@ -341,7 +344,9 @@ class Releases:
             SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
         if not self.account.plan.private:
             return ""
-        key = key_of_sums(self.keystream, self.processes, name, number, sums)
+        scales = [std for std in stds.values() if not isinstance(std, Tensor)]
+        key = key_of_sums(self.keystream, self.processes, name, number, sums,
+                          f"{self.choice} {scales}")
         return self.account.charge(name, number, key)
 
     def perturbed(self, total: Tensor, std: Tensor | float,
