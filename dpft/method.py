@@ -141,21 +141,38 @@ def _(value: Method, reading: Reading) -> Parts:
         return
     yield from parts_of(type(value), Reading(package_of(value), reading.seen))
     try:
-        given = {name: argument for name, argument, _ in given_to(value)}
-        for name, argument in given.items():
+        for name, argument, _ in given_to(value):
             yield name
             yield from parts_of(argument, reading)
-        # what else an object of one's own holds came from somewhere
-        if not type(value).__module__.startswith("dpft.") and any(
-                _holds(held) for name, held in vars(value).items() if name not in given):
+        if not type(value).__module__.startswith("dpft.") and _holds_more(value):
             yield None
     except TypeError:                        # an argument that was not kept
         yield None
 
 # %% ../nbs/1_start/12_method.ipynb #method-identity-holds
-def _holds(value: Any) -> bool:
-    "Whether there is anything in a value."
-    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+def _holds_more(method: Method) -> bool:
+    """Whether an object, as it is made, holds more than its arguments,
+    which then came from somewhere."""
+    given = list(given_to(method))
+    places: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value, kind in given:
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            places += value
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        elif kind is inspect.Parameter.KEYWORD_ONLY:
+            named[name] = value
+        else:
+            places.append(value)
+    try:
+        new = type(method)(*places, **named)
+    except Exception:    # of any kind: it is made of more than its arguments
+        return True
+    own = {name: value for name, value in vars(new).items()
+           if name not in {name for name, *_ in given}}
+    return any(value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+               for value in own.values())
 
 # %% ../nbs/1_start/12_method.ipynb #method-identity-public
 @parts_of.register(Public)

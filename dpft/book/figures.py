@@ -7,8 +7,8 @@ __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'T_QUANTILES', 'E
            'style', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log', 'counted',
            'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'leads', 'draw_leads',
            'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff', 'language_tradeoff',
-           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'text_table', 'scored', 'points',
-           'grouped', 'markdown_table']
+           'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'scored', 'points', 'grouped',
+           'markdown_table', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 from collections import defaultdict
@@ -480,28 +480,6 @@ def made_by(experiment: str) -> str:
     return {"costs": "dpft bench", "quickstart": "dpft quickstart"}.get(
         experiment, f"dpft run {experiment}")
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-table
-def text_table(
-    records: Records,
-    metric: str = "accuracy",
-    examples: int = 0,  # of the test file; 0: intervals over seeds alone
-) -> str:  # Markdown
-    """One row for each method, one column for each epsilon: mean and half-width of its
-    95 % interval, if there are several seeds."""
-    table = by_method(records, metric)
-    columns = sorted({epsilon for row in table.values() for epsilon in row})
-    head = ["method",
-            *(f"ε = {epsilon:g}" if epsilon < inf else "not private"
-              for epsilon in columns)]
-    lines = []
-    for method, row in table.items():
-        cells = [interval(row[epsilon], examples) if epsilon in row else None
-                 for epsilon in columns]
-        lines.append([method,
-                      *("" if cell is None else f"{cell[0]:.3f}"
-                        + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
-    return markdown_table(head, lines)
-
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-cells
 def scored(
     values: Sequence[float],  # one for each seed
@@ -551,3 +529,25 @@ def markdown_table(
         return f"Not run yet: `dpft run {command}`."
     rule = ["-" * width for width in widths or [3] * len(head)]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, rule, *rows])
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-table
+def text_table(
+    records: Records,
+    metric: str = "accuracy",
+    examples: int = 0,  # of the test file; 0: intervals over seeds alone
+) -> str:  # Markdown
+    """One row for each method, one column for each epsilon: mean and half-width of its
+    95 % interval, if there are several seeds."""
+    table = by_method(records, metric)
+    columns = sorted({epsilon for row in table.values() for epsilon in row})
+    head = ["method",
+            *(f"ε = {epsilon:g}" if epsilon < inf else "not private"
+              for epsilon in columns)]
+    lines = []
+    for method, row in table.items():
+        cells = [interval(row[epsilon], examples) if epsilon in row else None
+                 for epsilon in columns]
+        lines.append([method,
+                      *("" if cell is None else f"{cell[0]:.3f}"
+                        + f" ± {cell[1]:.3f}" * bool(cell[1]) for cell in cells)])
+    return markdown_table(head, lines)
