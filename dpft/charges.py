@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .curve import Budget
-from dpft.privacy import (
-    BudgetError, SampledGaussian, combined_multiplier, epsilon, epsilon_at_order,
-    rdp_orders)
+from .privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
 from .rows import Chain, LedgerError, canonical
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-planned
@@ -176,14 +174,7 @@ class Account:
         unpaid = dict(self.records.texts("unpaid"))
         if any(run is None or name in self.asked(run) for name in unpaid):
             return math.inf
-        meant = set(self.asked(run))
-        runs = [name for name in self.records.runs() if name in meant]
-        if len(runs) < 2 or accountant != "rdp":
-            return epsilon(self.charged(run), delta, accountant)
-        # later runs may follow from earlier ones, so the order is the first one's
-        first = self.records.planned(runs[0])
-        order = min(rdp_orders(), key=lambda one: epsilon_at_order(first, delta, one))
-        return epsilon_at_order(self.charged(run), delta, order)
+        return epsilon(self.charged(run), delta, accountant)
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-who-spent
 def _who_spent(

@@ -203,8 +203,8 @@ def _check_classes(ready: Prepared, task: Task) -> None:
     labels, train = getattr(ready.train, "labels", None), ready.train
     if task.classes and isinstance(labels, Tensor):
         check_labels(labels, task.classes)
-    own = _own_classes(ready.model)
-    if isinstance(own, list) and set(own) == set(task.classes) and own != [*task.classes]:
+    own, named = _own_classes(ready.model), [*task.classes]
+    if isinstance(own, list) and own != named and sorted(own) == sorted(named):
         raise ValueError(f"the model and the data number the same classes differently, "
                          f"{', '.join(own)} and {', '.join(task.classes)}; give the "
                          "data in the model's order: as_task(rows, classes=[...])")

@@ -1,12 +1,10 @@
-"""Whatever changes a sum changes its noise: what the identity of a seeded run cannot read, other noise for the same sums, later runs."""
+"""Whatever changes a sum changes its noise: what the identity of a seeded run cannot read, other noise for the same sums."""
 
 import torch
 from torch import nn
 
 import dpft
 from dpft.gradients import Block
-from dpft.ledger import Ledger
-from dpft.privacy import SampledGaussian, epsilon, epsilon_at_order, rdp_orders
 from dpft.settings import Settings
 
 ROWS = torch.randn(64, 30, generator=torch.Generator().manual_seed(5))
@@ -126,13 +124,3 @@ def test_the_same_sums_under_other_noise_are_another_release(tmp_path):
     alike = (one[1] - one[2]) / one[3] - (other[1] - other[2]) / other[3]
     (spent,) = other[0].ledger.spent(other[0].store.run)                                          # both sums of the draw
     assert alike.abs().max() > 0.5 and spent.noise_multiplier < 0.8 * one[0].plan.mechanisms[0].noise_multiplier
-
-
-def test_runs_that_follow_from_each_other_are_added_at_an_order_that_was_fixed(tmp_path):
-    first, second = SampledGaussian(1.0, 0.01, 100, "train"), SampledGaussian(20.0, 1.0, 3000, "train")
-    with Ledger(tmp_path / "l.sqlite") as ledger:
-        for name, one in (("a", first), ("b", second)):
-            ledger.begin(name, {"mechanisms": [vars(one)]})
-        order = min(rdp_orders(), key=lambda order: epsilon_at_order([first], 1e-5, order))
-        assert ledger.epsilon(1e-5) == epsilon_at_order([first, second], 1e-5, order) > 2 * epsilon([first, second], 1e-5, "rdp")
-        assert ledger.epsilon(1e-5, "a") == epsilon([first], 1e-5, "rdp") and ledger.epsilon(1e-5, ["b", "a"]) == ledger.epsilon(1e-5)

@@ -32,7 +32,7 @@ def test_train_then_account(run, tmp_path):
     run("train", *DIGITS, "--epsilon", "2", "--method", "last-layer", "--ledger", tmp_path / "l.sqlite", "--score", "none")
     status, out, _ = run("account", tmp_path / "l.sqlite")
     lines = out.splitlines()
-    assert status == 0 and len(lines) == 4 and "BiTFiT()" in lines[1] and "LastLayer()" in lines[2] and "finished" in lines[2]
+    assert status == 0 and len(lines) == 5 and "BiTFiT()" in lines[1] and "LastLayer()" in lines[2] and "finished" in lines[2]
     each = [float(line.split()[-1]) for line in lines[1:3]]
     together = float(lines[3].split("epsilon ")[1].split()[0])
     assert max(each) < together < sum(each)

@@ -497,7 +497,7 @@ def replayed():
     "The digests of four charges of one step: the same sums twice, then one process's a little different, then the first's."
     e, rank = engine(), dist.get_rank()
     changes = [(0.0, 0.0), (0.0, 0.0), (0.0, 1e-6), (1e-6, 0.0)]
-    return [(e.releases.charge("train", 0, {"a": torch.ones(3) + change[rank]}), epsilon(e.spent, 1e-3)) for change in changes]
+    return [(e.releases.charge("train", 0, {"a": torch.ones(3) + change[rank]}, {}), epsilon(e.spent, 1e-3)) for change in changes]
 
 
 def test_a_replay_is_free_only_if_the_sums_of_all_processes_are_the_same(two):

@@ -109,6 +109,9 @@ def account_lines(found: dict[str, Any]) -> list[str]:
     if found["runs"]:
         lines.append(f"together: epsilon {found['epsilon']:.3f} at delta "
                      f"{found['delta']:.3g} ({found['accountant']})")
+    if len(found["runs"]) > 1:
+        lines.append("(for runs that were planned without seeing each other's results; "
+                     "a budget holds for all)")
     lines += map(budget_line, found["budgets"])
     if found["left_of_budget"] is not None:
         lines.append(f"left of the budget: {found['left_of_budget']:.1%}, by Rényi "
