@@ -113,10 +113,10 @@ def _compared(data: Any) -> set[str]:
         data = data.data
     if isinstance(data, TensorData) or hasattr(data, "hashes") or not len(data):
         return set()
-    first = data[0] if made_on_the_fly(data) else None
-    names = column_names(data) if first is None else first
-    return (set() if first is not None and not isinstance(first, Mapping) else
-            {name for name in names if name not in LABELS and not names_a_row(name)})
+    names = column_names(data)
+    if made_on_the_fly(data):
+        names = tuple(data[0]) if isinstance(data[0], Mapping) else ()
+    return {name for name in names if name not in LABELS and not names_a_row(name)}
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-hash
 def hash_of(

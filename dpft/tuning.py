@@ -467,8 +467,7 @@ def tune(
     clip = inspect.signature(fine_tune).parameters["clip"].default
     check_sizes(size, batch_size, count, delta, settings.get("clip", clip))
     check_methods(search, epsilon, batch_size, count, size)
-    book = (ledger if isinstance(ledger, Ledger)
-            else Ledger() if ledger is None else Ledger(ledger))
+    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
     common = {"delta": delta, "steps": count, "batch_size": batch_size, "ledger": book,
               "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
               "public_size": size}

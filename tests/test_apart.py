@@ -15,7 +15,7 @@ def each_loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def first_release(data=None, method=None, model=None, **settings):
+def first_release(data=None, method=None, **settings):
     "The first noisy sum of the weights, without its noise, and that noise's deviation."
     torch.manual_seed(0)
     model = nn.Linear(30, 5)
