@@ -322,7 +322,10 @@ def language_measured(settings: Settings) -> Settings:
             model, load_tokenizer(study_model(settings)), data.table, task.columns,
             1 if "held_out" in settings else every, settings["beams"],
             settings["max_length"])
-    return measured_run(own, trained_entries, score, language_prepared)
+    model, task = language_prepared(own)
+    before = {} if "held_out" in settings else {"untouched": score(model, task)}
+    return {**measured_run(own, trained_entries, score, lambda _: (model, task)),
+            **before}
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-run-with-public
 def with_public(options: Settings, model: str, max_length: int) -> Settings:
