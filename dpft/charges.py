@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .curve import Budget
-from .privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
+from .curve import Budget, odometer_epsilon
+from .privacy import (
+    BudgetError, SampledGaussian, check, combined_multiplier, epsilon)
 from .rows import Chain, LedgerError, canonical
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-planned
@@ -170,11 +171,18 @@ class Account:
         return dict(Counter(found.values()))
 
     def epsilon(self, delta: float, run: Asked, accountant: str) -> float:
-        "Epsilon of all that is charged; infinite with a run that was never paid for."
+        """Epsilon of all that is charged, of several runs by @thm-odometer;
+        infinite with a run that was never paid for."""
         unpaid = dict(self.records.texts("unpaid"))
         if any(run is None or name in self.asked(run) for name in unpaid):
             return math.inf
-        return epsilon(self.charged(run), delta, accountant)
+        if sum(bool(self.charged(one)) for one in self.asked(run)) < 2:
+            return epsilon(self.charged(run), delta, accountant)
+        check(accountant == "rdp",
+              f'accountant="{accountant}" prices no runs that may depend on each '
+              'other; use "rdp", or, if all were planned before the first, '
+              f'epsilon(ledger.charged(), delta, "{accountant}")')
+        return odometer_epsilon(self.charged(run), delta)
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-who-spent
 def _who_spent(

@@ -292,9 +292,10 @@ class LedgerReader:
         self,
         delta: float,            # in (0, 1)
         run: Asked = None,       # a run, or several; None: all
-        accountant: str = "rdp", # runs depend on earlier runs: a filter, and so RDP
+        accountant: str = "rdp", # of one run; several may depend on each other: "rdp"
     ) -> float:
-        "Epsilon of all that is charged; infinite with a run that was never paid for."
+        """Epsilon of all that is charged, of several runs by @thm-odometer;
+        infinite with a run that was never paid for."""
         return self._account.epsilon(delta, run, accountant)
 
     def budgets(self) -> list[dict[str, Any]]:

@@ -35,7 +35,9 @@ def test_train_then_account(run, tmp_path):
     assert status == 0 and len(lines) == 5 and "BiTFiT()" in lines[1] and "LastLayer()" in lines[2] and "finished" in lines[2]
     each = [float(line.split()[-1]) for line in lines[1:3]]
     together = float(lines[3].split("epsilon ")[1].split()[0])
-    assert max(each) < together < sum(each)
+    planned = float(lines[4].split()[0].strip("("))
+    assert max(each) < planned < together < sum(each)
+    assert lines[3].endswith("however the runs were chosen") and "if all were planned before the first began" in lines[4]
     with Ledger(tmp_path / "l.sqlite") as ledger:
         assert len(ledger.runs()) == 2
 

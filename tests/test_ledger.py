@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpft.account import charged
+from dpft.curve import odometer, odometer_epsilon
 from dpft.ledger import Budget, Ledger, LedgerError
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon
 from dpft.rows import LedgerFile, row_hash
@@ -78,11 +79,51 @@ def test_epsilon_is_that_of_what_is_charged():
         ledger.begin("b", PLAN)
         planned = [SampledGaussian(1.0, 0.01, 10), SampledGaussian(2.0, 0.02, 3)]
         assert ledger.epsilon(1e-5, "a") == epsilon(planned, 1e-5, "rdp")
-        assert ledger.epsilon(1e-5) == epsilon(planned * 2, 1e-5, "rdp")
-        assert ledger.epsilon(1e-5, accountant="prv") == epsilon(planned * 2, 1e-5, "prv")
+        assert ledger.epsilon(1e-5, "a", "prv") == epsilon(planned, 1e-5, "prv")
+        assert ledger.epsilon(1e-5) == odometer_epsilon(planned * 2, 1e-5) > epsilon(planned * 2, 1e-5, "rdp")
+        with pytest.raises(ValueError, match='"prv" prices no runs that may depend on each other; use "rdp"'):
+            ledger.epsilon(1e-5, accountant="prv")
+        assert ledger.epsilon(1e-5, ["a"], "prv") == ledger.epsilon(1e-5, "a", "prv")
         ledger.finish("b")
         assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, "a")
         assert ledger.runs() == ["a", "b"] and ledger.plan("a") == PLAN
+
+
+def responses(loss):
+    "A randomised response: each loss with its probability."
+    bad = 1 / (1 + math.exp(-loss))
+    return {loss: bad, -loss: 1 - bad}
+
+
+def moment(losses, order):
+    "The divergence of several randomised responses, known in closed form."
+    def one(loss):
+        return math.log(sum(chance * math.exp((order - 1) * each) for each, chance in responses(loss).items()))
+    return sum(map(one, losses)) / (order - 1)
+
+
+@given(st.lists(st.floats(0.05, 2.5), min_size=2, max_size=4), st.sampled_from([0.3, 0.03, 1e-3]), st.floats(-1.0, 1.0))
+@settings(max_examples=25)
+def test_an_odometer_holds_whatever_is_chosen_and_whenever_it_is_read(menu, delta, ahead):
+    """Every outcome of a tree is counted: the next response is chosen by the outputs, and so is the moment of the reading.
+    The best order for what was charged so far, read in this way, passes delta (notebook 61)."""
+    def left_out(losses=(), total=0.0):
+        shown = odometer(lambda order: moment(losses, order), delta)
+        if len(losses) == 7 or total > shown + ahead:
+            return max(0.0, -math.expm1(shown - total))
+        chosen = menu[sum(one > total for one in menu) % len(menu)]
+        return sum(chance * left_out((*losses, chosen), total + one) for one, chance in responses(chosen).items())
+    assert left_out() <= delta * (1 + 1e-12)
+
+
+def test_an_odometer_says_what_it_cannot_price():
+    assert odometer_epsilon([], 1e-5) == odometer_epsilon([SampledGaussian(1.0, 0.01, 0)], 1e-5) == 0
+    assert odometer_epsilon([SampledGaussian(1e6, 0.01, 1)], 0.4) >= 0
+    with pytest.raises(BudgetError, match="no order can price"):
+        odometer_epsilon([SampledGaussian(1e-200, 0.5, 10)], 1e-5)
+    for delta in (0.0, 1.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="it must lie strictly between 0 and 1"):
+            odometer_epsilon([SampledGaussian(1.0, 0.01, 5)], delta)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("xyz")), max_size=30))
@@ -626,7 +667,7 @@ def test_four_runs_with_the_same_draws_cost_one_step_of_half_the_noise():
             ledger.finish(run)
         assert ledger.spent() == ledger.charged() == [SampledGaussian(0.5, 0.02, 50, "train")]
         assert all(ledger.spent(run) == [SampledGaussian(1.0, 0.02, 50, "train")] for run in "abcd")
-        assert ledger.epsilon(1e-5) == epsilon(SampledGaussian(0.5, 0.02, 50), 1e-5, "rdp")
+        assert ledger.epsilon(1e-5) == odometer_epsilon([SampledGaussian(0.5, 0.02, 50)], 1e-5)
         assert ledger.epsilon(1e-5) > 2 * epsilon([SampledGaussian(1.0, 0.02, 200)], 1e-5, "rdp")
         assert ledger.spent(["a", "b"]) == [SampledGaussian(combined_multiplier([1.0, 1.0]), 0.02, 50, "train")]
 
@@ -748,7 +789,7 @@ def test_a_step_outside_the_plan_passes_the_filter_even_while_steps_are_free():
             ledger.spend("a", "train", t, f"{t}")
         for t in range(60):
             ledger.spend("b", "train", t, f"{t}")
-        ledger.set_budget(1.0001 * ledger.epsilon(1e-5), 1e-5)
+        ledger.set_budget(1.0001 * epsilon(ledger.charged(), 1e-5, "rdp"), 1e-5)
         with pytest.raises(BudgetError, match="would be passed"):
             ledger.spend("a", "train", 55, "another")
 

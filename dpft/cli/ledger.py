@@ -6,6 +6,7 @@
 __all__ = ['account', 'accounted', 'run_line', 'budget_line', 'account_lines', 'verify']
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #ledger-commands-imports
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ def account(
     delta: Annotated[float | None, typer.Option(help="Delta of epsilon. "
         "(default: the budget's, or the smallest of the runs')")] = None,
     accountant: Annotated[str, typer.Option(
-        help="rdp, which budgets use too, or prv.")] = "rdp",
+        help="Of each run by itself: rdp, which budgets use too, or prv.")] = "rdp",
     budget: Annotated[float | None, typer.Option(
         help="Hold all runs to this epsilon from now on; needs --delta.")] = None,
     remove_budget: Annotated[bool, typer.Option(
@@ -61,6 +62,8 @@ def account(
 def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]:
     """Every run of a ledger, their total, every budget that was ever set,
     and what is left."""
+    from dpft.privacy import epsilon
+
     held, runs = book.budget, book.runs()
     planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
     at = delta if delta is not None else held.delta if held else planned
@@ -73,7 +76,9 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
                 "share_of_budget": held.share(charged) if held else None,
                 "epsilon": book.epsilon(at, run, accountant)}
     return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": book.epsilon(at, accountant=accountant) if runs else 0.0,
+            "epsilon": book.epsilon(at, None, "rdp" if len(runs) > 1 else accountant),
+            "planned_epsilon": (math.inf if book.unpaid()
+                                else epsilon(book.charged(), at, accountant)),
             "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
             "left_of_budget": 1 - held.share(book.charged()) if held and runs else None,
             "order": held.order if held else None}
@@ -107,11 +112,13 @@ def account_lines(found: dict[str, Any]) -> list[str]:
     lines += [f"run {run} promises nothing: {reason}"
               for run, reason in found["unpaid"].items()]
     if found["runs"]:
+        several = len(found["runs"]) > 1
         lines.append(f"together: epsilon {found['epsilon']:.3f} at delta "
-                     f"{found['delta']:.3g} ({found['accountant']})")
-    if len(found["runs"]) > 1:
-        lines.append("(for runs that were planned without seeing each other's results; "
-                     "a budget holds for all)")
+                     f"{found['delta']:.3g}" + (", however the runs were chosen"
+                     if several else f" ({found['accountant']})"))
+        if several:
+            lines.append(f"({found['planned_epsilon']:.3f} by {found['accountant']} "
+                         "if all were planned before the first began)")
     lines += map(budget_line, found["budgets"])
     if found["left_of_budget"] is not None:
         lines.append(f"left of the budget: {found['left_of_budget']:.1%}, by Rényi "
