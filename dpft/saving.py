@@ -6,7 +6,7 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'STATE', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'tokenizer_of_base', 'how_to_load', 'check_room', 'read_model']
+           'tokenizer_of_base', 'stock_form', 'how_to_load', 'check_room', 'read_model']
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-imports
 import copy
@@ -274,7 +274,8 @@ def write_model(
             model, adapters[0], folder if part else folder / "peft", base)
     return {"recipe": recipe, "part": part, "names": names if part else [],
             "base": base, "class": type(inner).__name__, "added": all_additions(model),
-            "adapters": adapters, "wrapped": is_wrapped(model)}
+            "adapters": adapters, "wrapped": is_wrapped(model),
+            "stock": bool(adapters or all_additions(model)) or stock_form(inner)}
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-part-base
 def _part_base(
@@ -347,13 +348,25 @@ def tokenizer_of_base(
         name, str(minilm_folder()) if name == "minilm" else name)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-how-to-load
+def stock_form(model: nn.Module) -> bool:
+    "Whether a model has the names and shapes that its configuration gives; @sec-loading."
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return True
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        stock = type(model)(config)
+    form, own = ({name: value.shape for name, value in its.state_dict().items()}
+                 for its in (stock, model))
+    return form == own
+
 def how_to_load(
     description: dict[str, Any],  # as `write_model` gave it
 ) -> str:                         # Markdown
     "The end of a model card: what the folder holds, and how to load it."
     part, base, kind = description["part"], description["base"], description["class"]
     theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
-    alone = base["name"] if part else description["recipe"] or theirs
+    alone = base["name"] if part else (
+        (description["recipe"] or theirs) and description["stock"])
     lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
     if part:
         where = f" from `{base['name']}`" if base["name"] else ", which has to be given"

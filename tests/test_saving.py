@@ -290,7 +290,7 @@ def test_the_part_of_a_roberta_base_is_small(tmp_path):
 
 
 def test_saying_how_to_load_imports_no_transformers(monkeypatch):
-    description = {"part": False, "base": None, "class": "Net", "recipe": None, "added": [], "adapters": []}
+    description = {"part": False, "base": None, "class": "Net", "recipe": None, "added": [], "adapters": [], "stock": True}
     monkeypatch.setattr("dpft.saving.class_named", lambda kind: pytest.fail("only a model of Transformers needs its classes"))
     monkeypatch.delitem(sys.modules, "transformers")
     assert "dpft.load(path, model=…)" in how_to_load(description)
@@ -425,11 +425,21 @@ def test_a_changed_head_never_loads_as_the_stock_one(bases, tmp_path, method):
     model.classifier = OwnHead()
     run = tuned(model, method())
     run.save(tmp_path, whole=True)
+    assert "`dpft.load(path, model=…)` gives the model" in (tmp_path / "README.md").read_text()
     with pytest.raises(ValueError, match="pass the model that was saved"):
         dpft.load(tmp_path)
     other = pretrained(bases, "roberta")
     other.classifier = OwnHead()
     assert same(dpft.load(tmp_path, other), run.model)
+
+
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+def test_a_stock_model_is_said_to_load_by_itself(bases, tmp_path, name):
+    run = tuned(pretrained(bases, name), dpft.BiTFiT(add_missing=True) if name == "llama" else dpft.Full(), name)
+    before = torch.random.get_rng_state()
+    run.save(tmp_path, whole=True)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert "`dpft.load(path)` gives the model" in (tmp_path / "README.md").read_text() and same(dpft.load(tmp_path), run.model)
 
 
 def test_the_fingerprint_sees_the_statistics_of_a_norm():
