@@ -349,7 +349,8 @@ def tokenizer_of_base(
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-how-to-load
 def stock_form(model: nn.Module) -> bool:
-    "Whether a model has the names and shapes that its configuration gives; @sec-loading."
+    """Whether a model has the names and shapes that its configuration gives;
+    @sec-loading."""
     config = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return True

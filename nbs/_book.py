@@ -268,7 +268,7 @@ def words(chapter: Chapter) -> int:
 def devices(chapter: Chapter) -> list[str]:
     "On what the records were made that a chapter reads: those under nbs/results that its code names."
     code = "\n".join(source(cell) for cell in chapter.cells if cell["cell_type"] == "code")
-    figures = ROOT / "dpft" / "figures.py"
+    figures = ROOT / "dpft" / "book" / "drawings.py"
     if "DRAWINGS[" in code and figures.exists():                                  # what a figure stands on is written there
         drawn = dict(DRAWN.findall(figures.read_text(encoding="utf-8")))
         code += "".join(drawn[name] for name in re.findall(r"[\"']([\w-]+)[\"']", code) if name in drawn)

@@ -72,6 +72,65 @@ def test_several_processes_make_each_run_once_with_one_thread_and_no_two_of_a_gr
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
+def test_a_run_of_the_reduced_grid_is_none_of_the_full_one(tmp_path):
+    queue.run_queue(queue.Source({"e": many(2)}, tmp_path), 1)
+    left = [len(queue.Source({"e": many(3)}, tmp_path, full=full).pending()) for full in (False, True)]
+    assert left == [1, 3]
+    both = many(2, single=True)                                       # one grid for all, whose records are of the full one
+    queue.run_queue(queue.Source({"s": both}, tmp_path), 1)
+    assert [entry["reduced"] for entry in read_records(tmp_path / "s.jsonl")] == [False, False]
+    assert not queue.Source({"s": both}, tmp_path).pending() and not queue.Source({"s": both}, tmp_path, full=True).pending()
+    assert list(experiments.run_experiment("s", both, tmp_path / "s.jsonl")) == [None, None]
+
+
+def test_experiments_that_wait_find_a_worker_for_each_core(tmp_path, monkeypatch):
+    def waits(full):
+        raise ValueError("make the first before")
+    monkeypatch.setattr(queue, "Worker", lambda: "idle")
+    known = {"first": many(1), "second": Experiment("?", waits, noted, "nothing")}
+    assert len(queue.Queue(queue.Source(known, tmp_path), 3, 1.0, print).workers) == 3
+    assert len(queue.Queue(queue.Source({"first": many(1)}, tmp_path), 3, 1.0, print).workers) == 1
+
+
+def polite(settings):
+    "Finishes its step when it is told to end, and can be killed from then on, as a run with a checkpoint."
+    def told(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        (settings["folder"] / "told").touch()
+    signal.signal(signal.SIGTERM, told)
+    (settings["folder"] / "begun").touch()
+    while not (settings["folder"] / "told").exists():
+        time.sleep(0.01)
+    time.sleep(1)
+    (settings["folder"] / "saved").touch()
+    os._exit(143)
+
+
+def test_a_run_is_told_once_to_end_and_has_time_for_its_step(tmp_path):
+    worker = queue.Worker()
+    worker.begin(queue.Job("e", {"folder": tmp_path}, polite, True, 0.0, "", tmp_path / "e.jsonl"), None)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    queue.end_all([worker])
+    assert (tmp_path / "saved").exists() and worker.process.exitcode == 143
+
+
+@pytest.mark.parametrize("method,module", [("DPFrost", "dpft.frost.selection"), ("LayerFreeze", "dpft.freezing.schedule")])
+def test_the_state_of_a_run_is_known_by_the_code_of_its_method(method, module, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(experiments, "source_hash", lambda *modules: asked.extend(modules) or "hash")
+    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    with experiments.unfinished({**TINY, "method": method}):
+        pass
+    assert module in asked
+
+
+def test_runs_that_share_a_trunk_are_of_one_group():
+    groups = {name: {its.group(settings) for settings in its.grid(False)} for name, its in evidence.EXPERIMENTS.items()
+              if name in ("lf-table1", "lf-layers", "lf-pwcca")}
+    assert groups["lf-layers"] <= groups["lf-pwcca"] | groups["lf-table1"] and "" not in set.union(*groups.values())
+
+
 def spanning(settings):
     began = time.time()
     time.sleep(0.2)

@@ -43,7 +43,7 @@ from ..sources import load_data
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (
-    forget_peak, machine, provenance, read_records, results_file, roots_of,
+    forget_peak, provenance, read_records, results_file, roots_of,
     source_hash, write_records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
@@ -57,7 +57,7 @@ def record(
     "One run with its provenance."
     return {"experiment": experiment, **configuration, **outcome(run),
             "seconds": round(seconds, 2),
-            **machine(next(run.model.parameters()).device)}
+            **provenance(roots_of(record, configuration))}
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record-outcome
 def outcome(run: Run) -> dict[str, Any]:
@@ -81,6 +81,7 @@ class Experiment:
     needs: str  # data, device and time of the full grid
     # data that is not among the local files: left out unless it is named
     elsewhere: tuple[str, ...] = ()
+    single: bool = False  # whether there is one grid alone, which is the full one
     # of a run in a queue: the lowest first
     priority: Callable[[Settings], float] = lambda settings: 0.0
     # of a run on one core, before any record tells
@@ -111,18 +112,20 @@ def run_experiment(
     Settings | None
 ]: # one for each entry of the grid: its record, or None if it was there
     "Run what a file does not hold yet, and write each record as soon as it is made."
-    there = recorded(path)
+    there, full = recorded(path), full or experiment.single
     for settings in filter(wanted, experiment.grid(full)):
-        if is_among(there, name, settings):
+        if is_among(there, name, settings, full):
             yield None
         else:
             entry = make_record(name, experiment.measure, settings, full)
             write_records(path, [entry])
             yield entry
 
-def is_among(records: Iterable[Settings], name: str, settings: Settings) -> bool:
-    "Whether some record is of this run."
-    known = {"experiment": name, **settings}
+def is_among(
+    records: Iterable[Settings], name: str, settings: Settings, full: bool,
+) -> bool:
+    "Whether some record is of this run of this grid."
+    known = {"experiment": name, **settings, "reduced": not full}
     return any(all(entry.get(key) == value for key, value in known.items())
                for entry in records)
 
@@ -219,7 +222,7 @@ def unfinished(settings: Settings) -> Iterator[Path | None]:
     if not _KEPT:
         yield None
         return
-    known = json.dumps([settings, source_hash("dpft.book.experiments")],
+    known = json.dumps([settings, source_hash(*roots_of(measured_run, settings))],
                        sort_keys=True, default=_in_words)
     folder = _KEPT[0] / hashlib.sha256(known.encode()).hexdigest()[:16]
     yield folder

@@ -367,6 +367,7 @@ def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
              if (part := getattr(task, name)) is not None}
     file = cache_folder() / f"features-{data}-{size}.safetensors"
     if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
         model, unfinished = headless(task.kind), file.with_suffix(f".{os.getpid()}")
         save_file({name: vectors(model, part).half() for name, part in parts.items()},
                   str(unfinished))

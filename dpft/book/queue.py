@@ -62,8 +62,10 @@ def left_of(
     """The runs of an experiment that no record holds;
     ValueError while its grid waits for others."""
     records = [entry for entry in recorded(file) if entry["experiment"] == name]
+    full = full or its.single
     grid = [settings for settings in its.grid(full) if wanted(name, settings)]
-    left = [settings for settings in grid if not is_among(records, name, settings)]
+    left = [settings for settings in grid
+            if not is_among(records, name, settings, full)]
     jobs = [Job(name, settings, its.measure, full, its.priority(settings),
                 its.group(settings), file) for settings in left]
     made = [entry for entry in records
@@ -196,12 +198,10 @@ class Worker:
             return job, None, f"its process ended without a word (status {status})"
 
     def stop(self, patience: float) -> None:
-        """End it: at once if it is idle, after its step if it trains,
-        and in any case after so many seconds."""
+        """End it: at once if it is idle, after its step if it was told so while it
+        trained, and in any case after so many seconds."""
         if self.job is None:
             self.connection.send(None)
-        else:
-            self.process.terminate()
         self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
@@ -252,7 +252,8 @@ def _scores(entry: Settings) -> str:
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-end
 def end_all(workers: list[Worker]) -> None:
-    "End all workers, those that train after their step."
+    """End all workers, those that train after their step: each is told once,
+    since a second signal would end it at once."""
     for worker in workers:
         if worker.job is not None:
             worker.process.terminate()
@@ -269,7 +270,9 @@ class Queue:
         self.made, self.broken = Made(), list[Job]()
         self.jobs = source.pending()
         self.made.there = source.there
-        self.workers = [Worker() for _ in range(min(workers, len(self.jobs)))]
+        # experiments that wait bring runs for workers that find none now
+        count = workers if source.waiting else min(workers, len(self.jobs))
+        self.workers = [Worker() for _ in range(count)]
 
     @property
     def running(self) -> list[Job]:

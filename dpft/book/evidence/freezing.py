@@ -380,10 +380,11 @@ EXPERIMENTS = {
                             priority=lambda settings: float(settings["seed"])),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
                             "when?", layer_grid, layer_entry,
-                            "CIFAR-10; about 8 h on a GPU"),
+                            "CIFAR-10; about 8 h on a GPU", group=same_trunk),
     "lf-pwcca": Experiment("Figure 1, right: which layer converges first?",
                            similarity_grid, similarity_entry,
-                           "Fashion-MNIST and CIFAR-10; about 3 h on a GPU"),
+                           "Fashion-MNIST and CIFAR-10; about 3 h on a GPU",
+                           group=same_trunk),
     "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: what happens to signals and "
                             "angles?", angle_grid, angle_entry,
                             "CIFAR-10; about 1 h on a GPU")}

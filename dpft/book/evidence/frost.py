@@ -116,7 +116,7 @@ def digits_run() -> Settings:
             "learning_rate": 3e-3, "clip": 0.1, "accountant": "rdp"}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-beside
-# the baselines on digits: options, and the rate of those that train little
+# the baselines on digits: options, and a rate where it is not that of `digits_run`
 BESIDE: dict[str, Settings] = {
     "Full": {"options": {}}, "LastLayer": {"options": {}},
     "RandomPartitions": {"options": {"ratio": 0.25}},
@@ -297,13 +297,15 @@ EXPERIMENTS = {
                                "a GPU"),
     "frost-ablation": Experiment("Tables 3 and 7: how to measure and how often to look",
                                  ablation_grid, measured,
-                                 "SST-2, MiniLM, digits; about 2 h on a GPU"),
+                                 "frost-tuning's records; SST-2, MiniLM, digits; "
+                                 "about 2 h on a GPU"),
     "frost-reselection": Experiment("Table 4: is it worth selecting again?",
                                     reselection_grid, measured,
-                                    "SST-2, MiniLM, digits; about 1 h on a GPU"),
+                                    "frost-tuning's records; SST-2, MiniLM, digits; "
+                                    "about 1 h on a GPU"),
     "frost-rate": Experiment("Table 6: how many examples does a selection need?",
                              rate_grid, measured,
-                             "frost-tuning's records; SST-2, MiniLM; about 2 h on a "
-                             "GPU"),
+                             "frost-tuning's records; SST-2, MiniLM, digits; about 2 h "
+                             "on a GPU"),
     "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry,
                              "SST-2, MiniLM; 2 min on a GPU")}

@@ -51,8 +51,8 @@ from ..text_scores import text_scores
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe
 @dataclass(frozen=True)
 class Recipe:
-    """A small GPT-2 and how it learns from public text; all that is written here,
-    and nothing else, decides what it becomes."""
+    """A small GPT-2 and how it learns: with the public text, what is written here
+    decides what it becomes."""
     layers: int
     width: int
     heads: int
@@ -573,11 +573,11 @@ EXPERIMENTS = {
                               "a GPU"),
     "rap-tables": Experiment("Tables I and II of Rap-FT: is noise by relevance better "
                              "noise?", rap_grid, language_run,
-                             "E2E and the public text; 225 runs, about 4 min each on "
+                             "E2E and the public text; 252 runs, about 4 min each on "
                              "a GPU"),
     "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little "
                            "relevance?", beta_grid, language_run,
-                           "E2E and the public text; 36 runs, about 4 min each on a "
+                           "E2E and the public text; 60 runs, about 4 min each on a "
                            "GPU"),
     "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?",
                            init_grid, language_run,

@@ -298,7 +298,7 @@ def experiments_of(
 ) -> dict[str, Experiment]:
     "A study and its tuning; both have one grid, for two cores as for others."
     def made(question: str, grid: Any, needs: str) -> Experiment:
-        return Experiment(question, grid, measure, needs,
+        return Experiment(question, grid, measure, needs, single=True,
                           priority=partial(weight, study),
                           seconds=partial(believed, study))
     return {
@@ -353,7 +353,7 @@ EXPERIMENTS = {
         name, study, MEASURES.get(name, measured), *QUESTIONS[name]).items()}
 EXPERIMENTS["images-small-alike"] = Experiment(
     "Is what Rap-FT gains there the mask's, the blocks' or the tuning's?", alike_grid,
-    measured, "images-small's records; CIFAR-10, EfficientNet-Lite0",
+    measured, "images-small's records; CIFAR-10, EfficientNet-Lite0", single=True,
     seconds=partial(believed, STUDIES["images-small"]))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
