@@ -154,7 +154,7 @@ def test_one_rule_serves_both_directions():
 
 def test_equality_is_judged_against_its_margin_and_several_comparisons_by_holm():
     slightly = [-0.004, -0.005, -0.006, -0.004, -0.005]
-    assert judged([compared(slightly, -0.01)], -0.01) == ("held", "1 of 1 level, 0 behind")
+    assert judged([compared(slightly, -0.01)], -0.01) == ("held", "1 of 1 no worse, 0 behind")
     assert judged([compared(slightly)])[0] == "did not hold"
     assert judged([compared([value * 4 for value in slightly], -0.01)], -0.01)[0] == "did not hold"
     weak = Comparison(0.02, 0.04, 5)                                             # sure alone, and not among three
