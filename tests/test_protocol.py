@@ -103,11 +103,11 @@ def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, m
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     study, its = STUDIES[name], EXPERIMENTS[f"{name}-tuning"]
     runs = list(its.grid(False))
-    assert len(runs) == 3 * len(study.ways) and name in EXPERIMENTS
+    assert len(runs) == len(study.clips) * len(study.ways) and name in EXPERIMENTS
     for run in runs:
         plain = {key: value for key, value in run.items() if key not in ("label", "every", "beams")}
         check_known(plain)
-        assert arguments_of(plain)["epsilon"] == study.epsilons[0] and json.loads(json.dumps(run)) == run
+        assert arguments_of(plain)["epsilon"] == float(study.epsilons[0]) and json.loads(json.dumps(run)) == run
         assert method_from(run["method"], run["options"]) is not None
         later = {key: value for key, value in run.items() if key != "held_out"}
         assert its.seconds(run) > 0 and its.priority(run) < EXPERIMENTS[name].priority(later)
