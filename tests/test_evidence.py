@@ -184,6 +184,39 @@ def test_the_command_lists_runs_and_continues(run, monkeypatch, tmp_path):
         assert status != 0 and message in err and err.count("\n") == 1
 
 
+@pytest.fixture
+def pair(monkeypatch):
+    "An experiment of two methods with two seeds each, whose runs take no time."
+    its = Experiment("?", lambda full: ({**TINY, "method": method, "seed": seed} for method in ("Full", "LastLayer") for seed in range(2)),
+                     lambda settings: {"metrics": {"accuracy": 0.5}}, "nothing")
+    monkeypatch.setitem(evidence.EXPERIMENTS, "pair", its)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--method", "Ful"], "no such runs"), (["--data", "digit"], "no such runs"), (["--plan"], "leave one of them out")])
+def test_a_wrong_choice_of_what_to_begin_anew_removes_nothing(run, pair, tmp_path, words, message):
+    run("run", "pair", "--workers", 1, "--output", tmp_path)
+    before = (tmp_path / "pair.jsonl").read_bytes()
+    status, _, err = run("run", "pair", "--workers", 1, "--output", tmp_path, "--again", *words)
+    assert status == 1 and message in err and err.count("\n") == 1
+    assert (tmp_path / "pair.jsonl").read_bytes() == before and len(read_records(tmp_path / "pair.jsonl")) == 4
+
+
+def test_only_the_chosen_runs_are_begun_anew(run, pair, tmp_path):
+    file = tmp_path / "pair.jsonl"
+    run("run", "pair", "--workers", 1, "--output", tmp_path)
+    other = {**read_records(file)[0], "seed": 7}                              # of the method, but of another grid
+    experiments.write_records(file, [other])
+    before = read_records(file)
+    status, out, _ = run("run", "pair", "--workers", 1, "--output", tmp_path, "--again", "--method", "Full")
+    assert status == 0 and "2 runs made, 0 there already" in out
+    made = read_records(file)
+    assert made[:3] == [*before[2:4], other] and [(e["method"], e["seed"]) for e in made[3:]] == [("Full", 0), ("Full", 1)]
+    assert [path.name for path in tmp_path.iterdir()] == ["pair.jsonl"]
+    status, out, _ = run("run", "pair", "--workers", 1, "--output", tmp_path, "--again")  # without a choice the file begins anew
+    assert "4 runs made, 0 there already" in out and len(read_records(file)) == 4
+
+
 def test_data_from_elsewhere_is_left_out_unless_it_is_named(run, monkeypatch, tmp_path):
     both = Experiment("?", lambda full: ({**TINY, "data": data, "seed": 0} for data in ("digits", "far")),
                       lambda settings: {"metrics": {"where": settings["data"]}}, "nothing", ("far",))

@@ -8,9 +8,9 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
            'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'RESUME', 'FREEZING',
-           'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'chosen_runs', 'cores',
-           'prepare', 'written', 'kept_as', 'trained_llm', 'llm', 'told_texts', 'figures_named', 'audit', 'told',
-           'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
+           'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'begin_anew', 'chosen_runs',
+           'cores', 'prepare', 'written', 'kept_as', 'check_kept', 'trained_llm', 'llm', 'told_texts', 'figures_named',
+           'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import json
@@ -46,8 +46,8 @@ def quickstart(
     made = experiments.quickstart(budgets, range(seeds))
     records = list(tqdm(made, total=len(budgets) * len(experiments.QUICKSTART) * seeds,
                         unit="run"))
-    (output / "records.jsonl").unlink(missing_ok=True)
-    experiments.write_records(output / "records.jsonl", records)
+    (output / "quickstart.jsonl").unlink(missing_ok=True)
+    experiments.write_records(output / "quickstart.jsonl", records)
     table = figures.text_table(records)
     (output / "table.md").write_text(table + "\n")
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.svg"))
@@ -99,7 +99,7 @@ def run_named(
     if recheck:
         recheck_runs(names, data, method, output, resume, hours, plan, say)
         return
-    source = chosen_runs(names, full, data, method, output, resume)
+    source = chosen_runs(names, full, data, method, output, resume, plan)
     if plan:
         print("\n".join(plan_lines(source)))
         return
@@ -153,18 +153,47 @@ def source_of(names: list[str], full: bool, data: str | None, method: str | None
         return here and method in (None, settings["method"])
     return Source({name: EXPERIMENTS[name] for name in names}, output, full, wanted)
 
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-begin-anew
+def begin_anew(
+    source: Any,
+    whole: bool,  # whether all records go; else those of the runs in the source
+) -> None:
+    "Remove the records of runs that are to be made again."
+    from dpft.book.experiments import is_among, recorded, write_records
+    def kept(name: str) -> list[dict[str, Any]]:
+        if whole:
+            return []
+        runs = ([] if name in source.waiting else
+                [its for its in source.known[name].grid(source.full)
+                 if source.wanted(name, its)])
+        return [entry for entry in recorded(source.file(name))
+                if not any(is_among([entry], name, its) for its in runs)]
+    # the grid of one experiment may need the records of another, so all are read first
+    for name, entries in {name: kept(name) for name in source.known}.items():
+        file = source.file(name)
+        fresh = file.with_suffix(".unfinished")
+        fresh.unlink(missing_ok=True)
+        if entries:
+            write_records(fresh, entries)
+            fresh.replace(file)
+        else:
+            file.unlink(missing_ok=True)
+
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
 def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,
-                output: Path | None, resume: bool) -> Any:
-    "The source of the runs that are to be made; ValueError where there is none."
+                output: Path | None, resume: bool, plan: bool) -> Any:
+    """The source of the runs that are to be made, without their records if they are
+    to be made again; ValueError where there is none, and then nothing is removed."""
+    if plan and not resume:
+        raise ValueError("--plan only says what is left, and --again would remove "
+                         "records; leave one of them out")
     source = source_of(names, full, data, method, output)
-    if not resume:
-        for name in names:
-            source.file(name).unlink(missing_ok=True)
     if not source.pending() and not source.there:
         raise ValueError(next(iter(source.waiting.values()), "")
                          or f"{', '.join(names)}: no such runs; see the grid without "
                             "--data and --method")
+    if not resume:
+        begin_anew(source, whole=data is None and method is None)
     return source
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-cores
@@ -195,7 +224,7 @@ LLM_STEPS = typer.Option(help="Steps of training.")
 LLM_BATCH = typer.Option(help="Pairs in a step, on average.")
 LLM_EPSILON = typer.Option(help="Privacy budget.")
 LLM_EVERY = typer.Option(
-    help="Score every so many of the 630 prompts of the test file.")
+    help="Score one in so many of the 630 prompts of the test file.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-written
 def written(model: Any, tokenizer: Any, task: Any, every: int) -> dict[str, Any]:
@@ -215,15 +244,28 @@ def written(model: Any, tokenizer: Any, task: Any, every: int) -> dict[str, Any]
             "scores": {name: round(value, 2) for name, value in scores.items()}}
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-kept
-def kept_as(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    "What a file holds; if there is none, it is made and written whole."
+def kept_as(file: Path, settings: dict[str, float],
+            make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a file holds; if there is none, it is made and written whole,
+    with the settings that it was made with."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(".unfinished")
-        fresh.write_text(json.dumps(make(), indent=1) + "\n")
+        fresh.write_text(json.dumps({"settings": settings, **make()}, indent=1) + "\n")
         fresh.replace(file)
     found: dict[str, Any] = json.loads(file.read_text())
     return found
+
+def check_kept(output: Path, settings: dict[str, float]) -> None:
+    "ValueError where a folder holds what was made with other or unknown settings."
+    files = (output / "before.json", output / "after.json")
+    for file in filter(Path.exists, files):
+        held = json.loads(file.read_text()).get("settings", {})
+        differs = [f"{name} {held.get(name, 'unknown')}, not {value}"
+                   for name, value in settings.items() if held.get(name) != value]
+        if differs:
+            raise ValueError(f"{output} holds a run with {', '.join(differs)}; give "
+                             "another --output, or remove the folder")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-trained
 def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: int,
@@ -258,18 +300,21 @@ def llm(
     from dpft.card import claim
     from dpft.models import load_model, load_tokenizer
     from dpft.sources import load_data
-    check_positive(steps=steps, batch_size=batch_size, epsilon=epsilon, every=every)
+    settings = {"steps": steps, "batch_size": batch_size, "epsilon": epsilon,
+                "every": every}
+    check_positive(**settings)
+    check_kept(output, settings)
     folder = str(prepare_weights("smollm2"))
     task = load_data("e2e", source=None if os.environ.get("DPFT_DATA") else "hub")
     tokenizer = load_tokenizer(folder)
-    before = kept_as(output / "before.json", lambda: written(
+    before = kept_as(output / "before.json", settings, lambda: written(
         load_model(folder, kind="causal"), tokenizer, task, every))
     print(told_texts("before", before), flush=True)
     def finish() -> dict[str, Any]:
         run = trained_llm(folder, task, output, steps, batch_size, epsilon)
         return {"guarantee": claim(run.guarantee),
                 **written(run.model, tokenizer, task, every)}
-    after = kept_as(output / "after.json", finish)
+    after = kept_as(output / "after.json", settings, finish)
     print(told_texts("after", after))
     print(f"\nThe card in {output / 'model'} says: {after['guarantee']}")
 
