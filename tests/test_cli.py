@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import os
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -445,3 +446,71 @@ def test_a_pretrained_network_with_batch_normalisation_is_frozen_by_an_option(ru
     assert status == 1 and err.splitlines()[-1].endswith("say --freeze-batchnorm if the model is pre-trained, or choose one without it")
     status, out, err = run(*words, "--freeze-batchnorm")
     assert status == 0 and "reads: image; label: label" in err and "statistics" in out, err
+
+
+@pytest.fixture
+def quick_llm(monkeypatch):
+    """`dpft llm` with stand-ins for the weights, the data and the training; how often it trained."""
+    from types import SimpleNamespace
+
+    from dpft.cli import book
+    trained = []
+    for name in ("dpft.book.pretrained.prepare_weights", "dpft.models.load_model", "dpft.models.load_tokenizer", "dpft.sources.load_data"):
+        monkeypatch.setattr(name, lambda *_, **__: None)
+    monkeypatch.setattr("dpft.card.claim", lambda guarantee: f"claimed: {guarantee}")
+    monkeypatch.setattr(book, "written", lambda model, tokenizer, task, every: {
+        "facts": ["f"], "people": ["p"], "texts": ["t"], "scores": {"perplexity": every}})
+    def train(folder, task, output, steps, batch_size, epsilon):
+        trained.append(steps)
+        return SimpleNamespace(guarantee=f"{epsilon:g}", model=None)
+    monkeypatch.setattr(book, "trained_llm", train)
+    return trained
+
+
+def test_the_result_of_a_language_model_is_printed_again(run, quick_llm, tmp_path):
+    first = run("llm", "--output", tmp_path, "--steps", "3")
+    assert first[0] == 0 and "claimed: 8" in first[1] and run("llm", "--output", tmp_path, "--steps", "3") == first
+    assert quick_llm == [3]
+    for name in ("before", "after"):
+        kept = json.loads((tmp_path / f"{name}.json").read_text())
+        assert kept["settings"] == {"steps": 3, "batch_size": 128, "epsilon": 8.0, "every": 60}
+
+
+@pytest.mark.parametrize("words, differs", [
+    (["--steps", "4"], "steps 3, not 4"), (["--epsilon", "2", "--steps", "3"], "epsilon 8.0, not 2.0"),
+    (["--batch-size", "64", "--steps", "3"], "batch_size 128, not 64"),
+    (["--every", "30"], "steps 3, not 36, every 60, not 30")])
+def test_a_language_model_of_other_options_is_not_taken_for_this_one(run, quick_llm, tmp_path, words, differs):
+    run("llm", "--output", tmp_path, "--steps", "3")
+    held = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    status, out, err = run("llm", "--output", tmp_path, *words)
+    assert status == 1 and not out and str(tmp_path) in err and differs in err and "--output" in err and err.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == held and quick_llm == [3]
+
+
+def test_a_half_done_or_an_old_folder_of_a_language_model_is_looked_at_too(run, quick_llm, tmp_path):
+    run("llm", "--output", tmp_path)
+    (tmp_path / "after.json").unlink()                                   # stopped while it trained
+    status, _, err = run("llm", "--output", tmp_path, "--every", "30")
+    assert status == 1 and "every 60, not 30" in err and not (tmp_path / "after.json").exists()
+    kept = json.loads((tmp_path / "before.json").read_text())
+    del kept["settings"]                                                 # as earlier versions wrote it
+    (tmp_path / "before.json").write_text(json.dumps(kept))
+    status, _, err = run("llm", "--output", tmp_path)
+    assert status == 1 and "steps unknown, not 36" in err
+
+
+def test_the_records_of_the_quick_start_can_be_drawn_again(run, monkeypatch, tmp_path):
+    """What a figure that lacks its records advises is done as it says, and the figure is there."""
+    from dpft.book import experiments
+    from dpft.book.provenance import read_records, results_file
+    kept = [entry for entry in read_records(results_file("quickstart")) if entry["seed"] == 0]
+    monkeypatch.setattr(experiments, "quickstart", lambda budgets, seeds: iter(kept))
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path / "my results"))
+    draw = ("figures", "quickstart", "--output", tmp_path / "drawn")
+    status, out, _ = run(*draw)
+    advice = out.splitlines()[0].partition("; ")[2].removesuffix(" makes them.")
+    assert status == 0 and "skipped" in out and advice.startswith("dpft quickstart ")
+    assert run(*shlex.split(advice)[1:], "--seeds", "1")[0] == 0
+    status, out, _ = run(*draw)
+    assert status == 0 and "skipped" not in out and (tmp_path / "drawn" / "quickstart.svg").exists()

@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+import statistics
 
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.colors import same_color
+from scipy import stats
 
 import dpft
 from dpft.book import drawings, figures
@@ -310,6 +312,26 @@ def test_full_and_reduced_runs_are_never_in_one_picture(results):
         e["experiment"] for e in records}
 
 
+def test_full_records_of_what_a_figure_only_takes_as_well_remove_none_that_it_needs(results):
+    more = {**RECORDS["frost-text"][0], "seed": 9}
+    del more["reduced"]                                                          # what it needs: reduced, and of no grid
+    write_records(results / "frost-text.jsonl", [more])
+    write_records(results / "methods-text.jsonl", [{**RECORDS["methods-text"][0], "reduced": False, "seed": 9}])
+    records, _ = standing_on(Drawing("", figures.text_tradeoff, ("frost-text",), ("methods-text",)))
+    assert len(records) == len(RECORDS["frost-text"]) + 1 + len(RECORDS["methods-text"])
+    assert {e.get("reduced") for e in records} == {True, None}
+
+
+def test_what_is_of_no_grid_leaves_the_choice_to_what_a_figure_takes_as_well(results):
+    some = Drawing("", figures.image_tradeoff, ("quickstart",), ("frost-vision", "methods-images"))
+    write_records(results / "frost-vision.jsonl", [{**e, "reduced": False} for e in RECORDS["frost-vision"]])
+    records, missing = standing_on(some)                                         # the other one has reduced records alone
+    assert missing == [] and {e.get("reduced") for e in records} == {True, None}
+    write_records(results / "methods-images.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-images"]])
+    records, missing = standing_on(some)
+    assert missing == [] and {e.get("reduced") for e in records} == {False, None}
+
+
 def test_only_the_data_that_a_figure_shows_counts(results):
     write_records(results / "compositions-confirmed.jsonl", [entry("compositions-confirmed", "LayerFreeze", 2.0, 0, data=data)
                                                              for data in ("digits", "cifar10", "sst2")])
@@ -317,11 +339,24 @@ def test_only_the_data_that_a_figure_shows_counts(results):
         assert {e["data"] for e in standing_on(FIGURES[name])[0]} == data
 
 
-def test_what_makes_the_records_is_a_command(run):
+def test_what_makes_the_records_is_a_command_that_puts_them_where_they_are_looked_for(run, monkeypatch):
     for drawing in FIGURES.values():
         for name in drawing.needs + drawing.also:
-            assert figures.made_by(name) in ("dpft bench", "dpft quickstart") or name in EXPERIMENTS
+            assert name in ("costs", "quickstart") or (name in EXPERIMENTS and figures.made_by(name) == f"dpft run {name}")
+    monkeypatch.setenv("DPFT_RESULTS", "some where")
+    assert figures.made_by("costs") == "dpft bench --output 'some where'"
+    assert figures.made_by("quickstart") == "dpft quickstart --output 'some where'"
     assert "--format" in run("figures", "--help")[1]
+
+
+@pytest.mark.parametrize("count", [*range(2, 14), 20, 30, 85, 400])
+def test_an_interval_is_students_for_any_number_of_seeds(count):
+    values = [math.sin(n) for n in range(count)]
+    low, high = stats.t.interval(0.95, count - 1, loc=statistics.mean(values), scale=stats.sem(values))
+    rounding = (0.005 + 1e-9) * stats.sem(values)                                          # quantiles have two decimals
+    centre, half = figures.interval(values)
+    assert abs(centre - half - low) <= rounding and abs(centre + half - high) <= rounding
+    assert figures.student(values) == (centre - half, centre + half)
 
 
 def test_an_interval_over_examples_is_wider_and_a_single_seed_has_only_that():
