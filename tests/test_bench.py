@@ -282,6 +282,39 @@ def test_a_bench_goes_on_where_it_stopped(tmp_path):
     assert len(bench.write_bench(settings[:1], tmp_path)) == 1     # an earlier run's records are replaced
 
 
+@pytest.mark.parametrize("part", ["text", "batches"])
+def test_a_setting_of_which_a_contender_is_missing_is_measured(part, tmp_path, monkeypatch):
+    """A run that was killed between two contenders: the search for largest batches asks the missing ones alone, for each is searched
+    for itself; ratios are of the same rounds, so a setting that has them is measured as a whole."""
+    asked = []
+    def made(settings, **_):
+        for setting in settings:
+            asked.append((setting.trains, setting.who))
+            for who in setting.who:
+                cannot = "it is too slow" if who == "opacus-ghost" else ""
+                yield bench.described(setting, who, nn.Linear(1, 1), 0.0, cannot) | {"run": len(asked)}
+    monkeypatch.setattr(bench, "run_bench", made)
+    monkeypatch.setattr(bench, "batch_figure", lambda found: None)
+    monkeypatch.setattr(bench, "save_figure", lambda *_: None)
+    who = ("plain", "fastdp", "opacus-ghost", "dpft")
+    settings = [replace(TEXT, part=part, who=who, trains=which) for which in bench.TRAINS]
+    whole = bench.write_bench(settings, tmp_path)
+    absent = {"experiment": "cost", "part": "absent", "who": "fastdp", "cannot": "fastDP is not installed"}
+    left = [absent, *(e for e in whole if e["who"] != "fastdp" and (e["trains"], e["who"]) != ("biases", "dpft"))]
+    path = tmp_path / "costs.jsonl"
+    path.write_text("".join(json.dumps(e) + "\n" for e in left))
+    asked.clear()
+    found = bench.write_bench(settings, tmp_path, resume=True)
+    assert asked == [("biases", ("dpft",) if part == "batches" else who)]
+    names = [(e["trains"], e["who"]) for e in found if e["part"] == part]
+    assert len(names) == len(set(names)) and {("biases", "plain"), ("biases", "dpft"), ("full", "dpft")} <= set(names)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == json.loads(json.dumps(found))
+    assert [file.name for file in tmp_path.iterdir()] == ["costs.jsonl"]
+    assert {e["run"] for e in found if (e["part"], e.get("trains")) == (part, "full")} == {2}  # of the first run
+    asked.clear()
+    assert bench.write_bench(settings, tmp_path, resume=True) == json.loads(json.dumps(found)) and not asked
+
+
 def test_what_a_peer_cannot_do_is_said():
     found = taking_part(replace(TEXT, model="gpt2"))
     assert "Parameter tying is not supported" in found["opacus-ghost"][2] and found["opacus"][2].startswith("RuntimeError")
@@ -421,6 +454,15 @@ def test_marks_are_those_of_the_plan_and_judged_from_records():
         (1.26, 1.25, False), (1.025, 1.03, True), (1.0, 1.02, True), (1.025, 1.02, False)]
     found[2] = base | {"trains": "biases", "who": "dpft", "cannot": "wrong"}
     assert [met for *_, met in bench.judged(found)] == [False, False, False, False]
+
+
+@pytest.mark.parametrize("peer", [[], [{"cannot": "it is not installed"}]])
+def test_a_mark_is_not_met_by_what_was_not_measured(peer):
+    base = {"part": "marks", "layers": 2, "size": 128, "rows": 8, "width": 384, "trains": "biases"}
+    found = [base | {"who": "opacus"} | entry for entry in peer] + [base | {"who": "dpft", "cannot": "wrong"}]
+    assert [(value, bound, met) for _, value, bound, met in bench.judged(found)] == [(math.inf, 1.03, False), (math.inf, 1.02, False)]
+    found[-1] = base | {"who": "dpft", "time_ratio": 1.01, "held_ratio": 1.0}
+    assert [met for *_, met in bench.judged(found)] == [True, True]
 
 
 @pytest.mark.parametrize("setting", bench.plan_gpu(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}")

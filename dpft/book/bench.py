@@ -610,11 +610,13 @@ def judged(found: Iterable[dict[str, Any]]) -> list[tuple[str, float, float, boo
                 ("time / plain", time_ratio, FULL_MARKS[width])
             ] if trains == "full" else [
                 ("time / plain", time_ratio, 1.03),
-                ("held / plain", same.get("held_ratio", math.inf), 1.02),
-                ("time / plain, beside Opacus'", time_ratio,
-                 times.get((size, rows, width, trains, "opacus"), math.inf))]
+                ("held / plain", same.get("held_ratio", math.inf), 1.02)]
+            peer = times.get((size, rows, width, trains, "opacus"), math.inf)
+            if trains == "biases" and math.isfinite(peer):
+                bounds.append(("time / plain, beside Opacus'", time_ratio, peer))
             name = f"{trains}, {same['layers']} × {width}, T = {size}, B = {rows}"
-            results += [(f"{name}: {what}", value, bound, value <= bound)
+            results += [(f"{name}: {what}", value, bound,
+                         math.isfinite(value) and value <= bound)
                         for what, value, bound in bounds]
     return results
 
@@ -866,12 +868,26 @@ def _row_name(entry: dict[str, Any]) -> str:
 def begun(
     path: Path, settings: Iterable[Setting],
 ) -> tuple[list[dict[str, Any]], list[Setting]]:
-    "The records that a file holds, and the settings that it lacks."
+    """The records of a file that stay, and the settings that it lacks, whole or
+    with the missing contenders alone."""
     found = [*read_records(path)] if path.exists() else []
-    done = {_shape(entry) for entry in found
-            if entry["part"] not in ("absent", "numbers")}
-    return found, [setting for setting in settings
-                   if _shape(asdict(setting)) not in done]
+    absent = {entry["who"] for entry in found if entry["part"] == "absent"}
+    done: dict[tuple[Any, ...], set[str]] = {}
+    for entry in found:
+        if entry["part"] not in ("absent", "numbers"):
+            done.setdefault(_shape(entry), set()).add(entry["who"])
+    left, gone = [], set()
+    for setting in settings:
+        shape = _shape(asdict(setting))
+        there = done.get(shape, set()) | absent
+        missing = tuple(who for who in setting.who if who not in there)
+        if missing and setting.part == "batches":
+            left.append(replace(setting, who=missing))
+        elif missing:
+            left.append(setting)
+            gone.add(shape)
+    return [entry for entry in found if entry["part"] in ("absent", "numbers")
+            or _shape(entry) not in gone], left
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-report
 def write_bench(
@@ -891,6 +907,11 @@ def write_bench(
     if not resume:
         path.unlink(missing_ok=True)
     found, left = begun(path, settings)
+    if path.exists():
+        fresh = path.with_suffix(".unfinished")
+        fresh.unlink(missing_ok=True)
+        write_records(fresh, found)
+        fresh.replace(path)
     there = {entry["who"] for entry in found
              if entry["part"] in ("absent", "numbers")}
     for entry in tqdm(run_bench(left, rate=rate,
