@@ -215,6 +215,9 @@ def test_only_the_chosen_runs_are_begun_anew(run, pair, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pair.jsonl"]
     status, out, _ = run("run", "pair", "--workers", 1, "--output", tmp_path, "--again")  # without a choice the file begins anew
     assert "4 runs made, 0 there already" in out and len(read_records(file)) == 4
+    experiments.write_records(file, [{**before[0], "reduced": False}])                    # the other grid's stay
+    run("run", "pair", "--workers", 1, "--output", tmp_path, "--again")
+    assert sorted(entry["reduced"] for entry in read_records(file)) == [False, True, True, True, True]
 
 
 def test_data_from_elsewhere_is_left_out_unless_it_is_named(run, monkeypatch, tmp_path):

@@ -156,18 +156,19 @@ def source_of(names: list[str], full: bool, data: str | None, method: str | None
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-begin-anew
 def begin_anew(
     source: Any,
-    whole: bool,  # whether all records go; else those of the runs in the source
+    whole: bool,  # whether all records of the grid go; else those of the source's runs
 ) -> None:
     "Remove the records of runs that are to be made again."
     from dpft.book.experiments import is_among, recorded, write_records
     def kept(name: str) -> list[dict[str, Any]]:
+        its, there = source.known[name], recorded(source.file(name))
+        full = source.full or its.single
         if whole:
-            return []
+            return [entry for entry in there if entry.get("reduced", not full) == full]
         runs = ([] if name in source.waiting else
-                [its for its in source.known[name].grid(source.full)
-                 if source.wanted(name, its)])
-        return [entry for entry in recorded(source.file(name))
-                if not any(is_among([entry], name, its) for its in runs)]
+                [run for run in its.grid(full) if source.wanted(name, run)])
+        return [entry for entry in there
+                if not any(is_among([entry], name, run, full) for run in runs)]
     # the grid of one experiment may need the records of another, so all are read first
     for name, entries in {name: kept(name) for name in source.known}.items():
         file = source.file(name)
