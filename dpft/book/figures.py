@@ -473,12 +473,15 @@ def described(records: Sequence[dict[str, Any]]) -> str:
                                 for entry in records if "device" in entry}))
     seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
     devices = devices.replace(" 1 threads", " 1 thread")
-    stale = sum(map(is_stale, records))
+    stale, reduced = (sum(map(is_stale, records)),
+                      sum(bool(entry.get("reduced")) for entry in records))
+    some = 0 < reduced < len(records)
     of_them = (f"{stale} of them by code that has changed since" if stale
                else "all by the code as it is now")
     return (f"{len(records)} "
-            f"{'reduced ' * any(entry.get('reduced') for entry in records)}"
+            f"{'reduced ' * (reduced > 0 and not some)}"
             f"record{'s' * (len(records) != 1)}, "
+            + f"{reduced} of them reduced, " * some
             + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
             + f"{devices or 'device unknown'}; {of_them}")
 
