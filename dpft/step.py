@@ -415,8 +415,11 @@ class Totals:
     def __init__(self, trains: Mapping[str, Tensor], secure_mode: bool):
         wide = torch.float64 if secure_mode else None
         self.begun: set[str] = set()    # names of which some batch had a sum
-        self.sums = {name: full(p.detach().new_zeros((), dtype=wide)).expand(p.shape)
-                     for name, p in trains.items()}
+        def nothing(p: Tensor) -> Tensor:
+            if hasattr(p, "placements"):    # a sum lies over processes as p does
+                return full(torch.zeros_like(p.detach(), dtype=wide))
+            return full(p.detach().new_zeros((), dtype=wide)).expand(p.shape)
+        self.sums = {name: nothing(p) for name, p in trains.items()}
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         "Add a batch's sums; the memory of the first is kept."
