@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Make', 'NO_WAY', 'window', 'Piece', 'noise_into', 'ShardStream', 'added_counts', 'box_of', 'ShardedProcesses',
-           'check_taps', 'joined_rows', 'common_rows', 'own_gradient', 'by_backward', 'added_squares', 'alone_in',
-           'beyond_rounding', 'missed_by_taps', 'packed_look', 'SharedCoupling', 'plain_shards']
+           'check_taps', 'joined_rows', 'on_device', 'told_to_all', 'common_rows', 'own_gradient', 'by_backward',
+           'added_squares', 'alone_in', 'beyond_rounding', 'missed_by_taps', 'packed_look', 'SharedCoupling',
+           'plain_shards']
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-imports
 import math
@@ -18,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from .device_noise import CHUNK, device_pieces
 from .gradients import (
     PASS_FAILS, VALUES, Batch, Coupling, Form, LossFunction, Recollate, Sights, Still,
-    batch_rows, check_uncoupled, different_rows, full, looked_at,
+    batch_rows, by_example, check_uncoupled, different_rows, full, looked_at,
     modes_of, nothing_hidden, only_training, record, same_losses_in_all_settings,
     select_rows, tensors, tolerance, trainable)
 from .noise import SHARE, Context, Keystream, Noise, cipher_pieces
-from .processes import Processes, local, reached, take_over
+from .processes import Processes, gathered, local, reached, take_over
 from .sharding import Ranks, Sharding, Span, as_lies, sharding_of, unify
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-window
@@ -132,12 +134,15 @@ def added_counts(
     return numbers.tolist()
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-box-of
-def box_of(where: Sharding, total: DTensor) -> tuple[Span, ...]:
+def box_of(where: Sharding, model: nn.Module, total: DTensor) -> tuple[Span, ...]:
     "The entries that this process keeps of a sum, which lies as its parameter does."
     spec = (total.device_mesh, total.placements, total.shape)
-    return next(where.part(p).box for p in where.model.parameters()
-                if isinstance(p, DTensor)
-                and (p.device_mesh, p.placements, p.shape) == spec)
+    alike = (where.part(p).box for p in model.parameters() if isinstance(p, DTensor)
+             and (p.device_mesh, p.placements, p.shape) == spec)
+    if (box := next(alike, None)) is None:
+        raise RuntimeError(f"no parameter lies as {total.placements} of shape "
+                           f"{tuple(total.shape)}, so this sum gets no noise")
+    return box
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-processes
 class ShardedProcesses(Processes):
@@ -146,6 +151,7 @@ class ShardedProcesses(Processes):
 
     def __init__(self, model: nn.Module):
         super().__init__()
+        self.model = model
         self.where, self.ranks = sharding_of(model), sharding_of(model).ranks
         self.mark = (self.ranks.row,)    # those with the same rows use the same keys
 
@@ -167,7 +173,8 @@ class ShardedProcesses(Processes):
         "A sum with its noise: each adds that of the entries it keeps."
         if not isinstance(total, DTensor):
             return add(total, keystream if self.ranks.row == 0 else None)
-        stream = ShardStream(keystream, total.shape, box_of(self.where, total))
+        box = box_of(self.where, self.model, total)
+        stream = ShardStream(keystream, total.shape, box)
         return as_lies(total, add(local(total), stream))
 
     def total(
@@ -196,10 +203,10 @@ NO_WAY = ("no fast rule gives these per-example gradients where the model lies o
 def check_taps(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     fresh: Sequence[nn.Parameter],
-) -> Sights:    # of the same, all of which the taps see
+) -> Sights:    # of the same, all of which the taps see; none: look again
     "ValueError that names a parameter of which the taps miss the per-example gradient."
     where, exact = sharding_of(model), getattr(loss_fn, "full_precision", loss_fn)
-    rows = common_rows(select_rows(batch, different_rows(batch)))
+    rows = common_rows(batch, next(model.parameters()).device)
     with torch.no_grad(), nothing_hidden(model, exact):
         exact(model, rows)
     check_uncoupled(model, exact, rows)
@@ -216,7 +223,7 @@ def check_taps(
         raise ValueError(f"{first} and others: {NO_WAY} ({error})") from error
     if missed:
         raise ValueError(f"{', '.join(dict.fromkeys(missed))}: {NO_WAY}")
-    return {**forms}
+    return {**forms} if batch_rows(rows) > 1 else {}
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-joined-rows
 def joined_rows(every: Sequence[Batch]) -> Batch:
@@ -231,17 +238,30 @@ def joined_rows(every: Sequence[Batch]) -> Batch:
     return joint if isinstance(every[0], Mapping) else tuple(joint.values())
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-common-rows
-def common_rows(rows: Batch) -> Batch:
-    "The rows of one process that has two; where none has, those of all."
-    every: list[Any] = [None] * dist.get_world_size()
-    with reached():
-        dist.all_gather_object(every, rows)
+def on_device(values: Any, device: torch.device | str) -> Any:
+    "The same, with its tensors on a device."
+    return tree_map_only(Tensor, lambda x: x.to(device), values)
+
+def told_to_all(value: Any, device: torch.device) -> list[Any]:
+    "The values of all processes; tensors travel on the CPU and arrive on a device."
+    return on_device(gathered(on_device(value, "cpu"), dist.get_world_size()), device)
+
+def common_rows(batch: Batch, device: torch.device) -> Batch:
+    """The different rows of one process that has two; where none has, those of all.
+    One row: all processes have this example alone, and once."""
+    own = select_rows(batch, different_rows(batch)), batch_rows(batch)
+    every, sizes = zip(*told_to_all(own, device), strict=True)
     if found := [one for one in every if batch_rows(one) > 1]:
         return found[0]
-    if len({tuple(x.shape for x in tensors(one)) for one in every}) == 1:
-        return joined_rows(every)
-    raise ValueError("the first batch has one example on each process, with which the "
-                     "gradients cannot be checked; raise batch_size")
+    if len({tuple(x.shape for x in tensors(one)) for one in every}) > 1:
+        raise ValueError("a batch has one example on each process, with which the "
+                         "gradients cannot be checked; raise batch_size")
+    rows = joined_rows(every)
+    rows = select_rows(rows, different_rows(rows))
+    if batch_rows(rows) < 2 and max(sizes) > 1:
+        raise ValueError("a batch has one example alone, several times, with which the "
+                         "gradients cannot be checked; raise batch_size")
+    return rows
 
 # %% ../nbs/6_appendices/102_sharded_runs.ipynb #sharded-own-gradient
 def own_gradient(where: Sharding, p: nn.Parameter) -> Tensor:
@@ -278,7 +298,7 @@ def by_backward(where: Sharding, model: nn.Module, losses: Tensor) -> dict[str, 
 def added_squares(where: Sharding, parameters: dict[str, nn.Parameter],
                   own: dict[str, Tensor]) -> Tensor:      # (parameters, rows)
     "Squared norms of kept entries, by row, over all processes; copies share theirs."
-    table = torch.stack([own[name].flatten(1).square().sum(1) / where.part(p).copies
+    table = torch.stack([by_example(own[name]).square().sum(1) / where.part(p).copies
                          for name, p in parameters.items()])
     with reached():
         dist.all_reduce(table)
@@ -363,10 +383,8 @@ class SharedCoupling(Coupling):
 
     def look(self, batch: Batch, recollate: Recollate | None = None) -> bool:
         wants = self.due(batch)
-        every: list[Any] = [None] * dist.get_world_size()
         sent = packed_look(self, batch, recollate) if wants else None
-        with reached():
-            dist.all_gather_object(every, sent)
+        every = told_to_all(sent, next(self.model.parameters()).device)
         found = next((one for one in every if one is not None), None)
         if found is not None:
             rows, parts, longest = found

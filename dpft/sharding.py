@@ -267,22 +267,22 @@ class LocalLayer:
 class Layout:
     "How each parameter of one model lies."
 
-    def __init__(self, model: nn.Module, first: bool):    # whether first of a team
-        self.model, self.first = model, first
+    def __init__(self, first: bool):                      # whether first of a team
+        self.first = first
         self.parts: dict[int, Part] = {}                  # by the parameter's id
         self.layers: dict[int, dict[str, Part]] = {}      # by the layer's id, and names
 
-    def look(self) -> None:
+    def look(self, model: nn.Module) -> None:
         "See how the parameters lie now; a method may have added some."
-        if self.parts.keys() == {id(p) for p in self.model.parameters()}:
+        if self.parts.keys() == {id(p) for p in model.parameters()}:
             return
-        cut = managed(self.model)
+        cut = managed(model)
         self.parts = {id(p): part_of(p, cut.get(id(p)), self.first)
-                      for p in self.model.parameters()}
+                      for p in model.parameters()}
         self.layers = {
             id(module): {name: self.parts[id(p)]
                          for name, p in module.named_parameters(recurse=False)}
-            for module in self.model.modules()}
+            for module in model.modules()}
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-local-view
 def local_view(
@@ -344,15 +344,16 @@ def measured_table(found: list[Measured]) -> Tensor:
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-sharding
 class Sharding(Whole):
-    "How the parameters of one model lie over the processes; @sec-sharded."
+    """How the parameters of one model lie over the processes; @sec-sharded.
+    It does not hold the model, so that a model nobody uses is let go."""
 
     def __init__(self, model: nn.Module):
-        self.model, cut = model, managed(model)
+        cut = managed(model)
         self.ranks = Ranks(tensor_ranks(model, cut))
         self.size, first = len(self.ranks.alike), self.ranks.place == 0
         check_covers(cut, self.ranks)
         keep_shards(model)
-        self.layout = Layout(model, first)
+        self.layout = Layout(first)
 
     def part(self, parameter: Tensor) -> Part:
         "How a parameter lies."
@@ -394,7 +395,7 @@ def sharding_of(model: nn.Module) -> Sharding:
     "How a model lies; all processes ask for the first time together."
     if model not in _known:
         _known[model] = Sharding(model)
-    _known[model].layout.look()
+    _known[model].layout.look(model)
     return _known[model]
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-bytes
