@@ -1,10 +1,20 @@
 """A model cut over several processes: real ones, against one that holds it all."""
 
+import copy
+import errno
+import gc
+import io
+import json
 import math
 import os
 import signal
-from contextlib import contextmanager
+import subprocess
+import sys
+import textwrap
+import weakref
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import fresh
@@ -24,6 +34,7 @@ from dpft.method import Block, Method
 from dpft.noise import Keystream
 from dpft.processes import local
 from dpft.sharded_runs import ShardStream
+from dpft.sharded_state import finish_save, plain_copy
 from dpft.sharding import parameter_bytes
 from dpft.step import perturbed, perturbed_on_grid
 
@@ -569,3 +580,291 @@ def test_each_of_two_processes_keeps_half_of_the_parameters(two):
     for kept, most in parts:
         print(f"a process keeps {kept / whole_bytes:.3f} of the parameters' bytes, and has at most {most / whole_bytes:.3f} at once")
         assert kept <= 0.6 * whole_bytes and most <= 0.75 * whole_bytes
+
+
+# what only shows in one row, in no row, in a scalar, in a second launch, when the disk is full ---------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ranks = Patient(1, tmp_path_factory.mktemp("one") / "meeting")
+    yield ranks
+    ranks.close()
+
+
+def coupled(model, batch):
+    "Each example's loss depends on the mean of its batch, of which one row shows nothing."
+    return F.cross_entropy(model(batch[0] - batch[0].mean(0)), batch[1], reduction="none")
+
+
+def small(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if how == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        return fully_shard(model)
+    if how == "tensor":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        return parallelize_module(model, mesh_of(dist.get_world_size()), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def one_after_the_other(how, loss_fn, parts):
+    "The clipped sums of several batches of the same rows."
+    data = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+    model = small(how)
+    return [{name: whole(total) for name, total in clipped_sum(model, loss_fn, tuple(x[rows] for x in data), 1.0).items()}
+            for rows in parts]
+
+
+@pytest.mark.parametrize("ranks, how", [("one", None), ("one", "fsdp"), ("two", "tensor")])
+@pytest.mark.parametrize("before", [[[0]], [[0], [1], [2]]], ids=["one row", "one row at a time"])
+def test_a_coupled_loss_is_refused_after_batches_of_one_row(request, ranks, how, before):
+    for answer in request.getfixturevalue(ranks).errors(one_after_the_other, how=how, loss_fn=coupled, parts=[*before, [*range(6)]]):
+        assert answer.startswith("ValueError") and "the examples beside it" in answer
+
+
+@pytest.mark.parametrize("ranks, how", [("one", "fsdp"), ("two", "tensor")])
+def test_batches_of_one_row_have_the_sums_of_a_whole_model(request, ranks, how):
+    "A whole model takes one row by itself, where the margin for rounding is narrower by some 1e-6 of the sum."
+    parts = [[0], [1], [*range(6)], [2]]
+    wanted = one_after_the_other(None, loss, parts)
+    for theirs in request.getfixturevalue(ranks)(one_after_the_other, how=how, loss_fn=loss, parts=parts):
+        assert all(apart(sums, other) < 3e-6 for sums, other in zip(wanted, theirs, strict=True))
+
+
+def test_copies_of_one_row_settle_nothing_and_are_refused(two):
+    for answer in two.errors(one_after_the_other, how="tensor", loss_fn=coupled, parts=[[0, 0, 0]]):
+        assert answer.startswith("ValueError") and "one example alone" in answer
+
+
+@one_noise()
+def few_drawn(how=None, secure_mode=False):
+    "Of twelve rows one is expected in a step, so that several draws are empty."
+    data = TensorDataset(*(x[:12] for x in texts().tensors))
+    e = dpft.Engine(net(how), loss, dpft.Full(), data, noise_multiplier=1.1, batch_size=1, steps=8, clip=0.5, seed=0, accountant="rdp",
+                    secure_mode=secure_mode)
+    moves, drawn = torch.optim.SGD(e.model.parameters(), 0.1), []
+    for step in e:
+        step.take(moves)
+        drawn.append(step.examples)
+    return drawn, {name: whole(p) for name, p in e.model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+@pytest.mark.parametrize("secure_mode", [False, True])
+def test_an_empty_draw_gets_its_noise(two, how, secure_mode):
+    drawn, weights = few_drawn(secure_mode=secure_mode)
+    assert 0 in drawn and max(drawn) > 0
+    for theirs, found in two(few_drawn, how=how, secure_mode=secure_mode):
+        assert theirs == drawn and apart(weights, found) < 1e-6
+
+
+class Scaled(Text):
+    "With one number of its own, of shape ()."
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return self.scale * super().forward(tokens)
+
+
+def sums_with_scalar(how=None):
+    torch.manual_seed(0)
+    model = Scaled()
+    found = clipped_sum(CUTS[how](model) if how else model, loss, texts()[:6], 0.5)
+    return {name: whole(total) for name, total in found.items()}
+
+
+def test_a_parameter_without_dimensions(two):
+    wanted = sums_with_scalar()
+    for theirs in two(sums_with_scalar, how="tensor"):
+        assert wanted["scale"].shape == theirs["scale"].shape == () and apart(wanted, theirs) < 1e-6
+
+
+def let_go(how):
+    "Whether anything still holds a model that was used and is forgotten."
+    model = net(how)
+    clipped_sum(model, loss, texts()[:6], 0.5)
+    seen, weights = weakref.ref(model), weakref.ref(model.head.weight)
+    del model
+    gc.collect()
+    return seen() is None, weights() is None
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_a_model_that_nobody_uses_is_let_go(two, how):
+    assert two(let_go, how=how) == [(True, True)] * 2
+
+
+class Counts(nn.Module):
+    "A layer with buffers, one of them shared and one that is not saved."
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.arange(4.0))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.again = nn.Module()
+        self.again.register_buffer("seen", self.seen)
+
+    def forward(self, x):
+        return self.inner(x) * self.mask + self.seen
+
+
+def copy_of(how):
+    "Whether the whole copy of a cut model is a model like any other, and what it shares."
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    torch.manual_seed(0)
+    model = nn.Sequential(checkpoint_wrapper(Counts()), nn.Tanh(), nn.Linear(4, 3))
+    x = torch.randn(5, 4)
+    wanted, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    def cut(one):
+        if how == "tensor":
+            return parallelize_module(one, mesh_of(1), {"2": ColwiseParallel()})
+        fully_shard(one[0])
+        return fully_shard(one)
+    cut(model)
+    model(x).sum().backward()
+    twin = plain_copy(model)
+    assert torch.equal(twin(x), wanted)
+    content = io.BytesIO()
+    torch.save(twin, content)
+    content.seek(0)
+    for other in (copy.deepcopy(twin), torch.load(content, weights_only=False)):
+        assert torch.equal(other(x), wanted)
+    assert twin.state_dict().keys() == state.keys() and all(torch.equal(value, state[name]) for name, value in twin.state_dict().items())
+    twin.load_state_dict(state)                            # the wrapper's hooks put its own name before the others
+    inner = twin[0]._checkpoint_wrapped_module
+    assert inner.seen is inner.again.seen
+    inner.seen += 1
+    assert not inner.seen.equal(model[0]._checkpoint_wrapped_module.seen)
+    names = {name for module in twin.modules() for name in vars(module) if "composable" in name or "fsdp" in name}
+    cut(twin)
+    return names, torch.equal(twin(x), wanted + 0 * wanted)
+
+
+@pytest.mark.parametrize("how", ["fsdp", "tensor"])
+def test_a_whole_copy_has_nothing_of_the_cut_model(one, how):
+    names, same = one(copy_of, how=how)[0]
+    assert names == set() and not same                     # for its buffer was moved
+
+
+FRESH = """
+    import json, sys
+    import torch, torch.distributed as dist
+    from torch.utils.data import TensorDataset
+    from torch.distributed.fsdp import fully_shard
+    import dpft
+    rank, folder, steps, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    data = TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3)
+    def loss(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    e = dpft.Engine(model, loss, dpft.Full(), data, noise_multiplier=1.1, batch_size=8, steps=3, clip=0.5, accountant="rdp", seed=seed,
+                    checkpoint=folder)
+    moves = torch.optim.SGD(model.parameters(), 0.1)
+    e.resume(moves)
+    begun = e.t
+    for step in e:
+        step.take(moves)
+        e.save(moves)
+        if e.t == steps:
+            break
+    if rank == 0:
+        print(json.dumps([begun, e.t, e.store.secret.hex(), e.store.facts.identity]))
+"""
+
+
+def launch(folder, steps, seed=None):
+    "A run in two new interpreters, which share no name that torch drew when it was loaded."
+    folder.mkdir(exist_ok=True)
+    meeting = folder.parent / f"meeting{os.urandom(4).hex()}"
+    words = [str(folder), str(steps), json.dumps(seed), str(meeting)]
+    made = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(FRESH), str(rank), *words], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    said = [process.communicate(timeout=600) for process in made]
+    assert all(process.returncode == 0 for process in made), said
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+def test_a_second_launch_is_the_same_run(tmp_path):
+    first = launch(tmp_path / "a", steps=2, seed=5)
+    assert launch(tmp_path / "b", steps=1, seed=5)[2:] == first[2:]     # one secret, so one run
+    again = launch(tmp_path / "a", steps=3, seed=5)
+    assert first[:2] == [0, 2] and again[:2] == [2, 3] and again[2:] == first[2:]
+
+
+def no_room(folder, how, on, where):
+    "A run whose second checkpoint finds no room on one process."
+    from torch.distributed.checkpoint import FileSystemWriter
+    e = engine(how, steps=3, checkpoint=folder)
+    moves = torch.optim.AdamW(e.model.parameters(), 0.05)
+    e.resume(moves)
+    def full_disk(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for step in e:
+        step.take(moves)
+        if e.t < 2:
+            e.save(moves)
+            continue
+        told = patch.object(FileSystemWriter, "write_data", full_disk) if where == "shards" else patch("dpft.store.os.fsync", full_disk)
+        try:
+            with told if dist.get_rank() == on else nullcontext():
+                e.save(moves)
+        finally:
+            e.store.close()
+
+
+@pytest.mark.parametrize("on, where", [(0, "shards"), (1, "shards"), (0, "state")])
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(two, tmp_path, on, where):
+    for answer in two.errors(no_room, folder=tmp_path, how="fsdp", on=on, where=where):
+        assert answer.startswith("CheckpointError") and "No space left on device" in answer and "make room and start" in answer
+        assert str(tmp_path) in answer
+    assert len([*tmp_path.glob("shards-*")]) == 1
+    begun = {answer[0] for answer in two(stopped_and_continued, folder=tmp_path, how="fsdp")}
+    assert begun == {1}
+
+
+def by_columns(model):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+    return fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def by_rows(model):
+    from torch.distributed.fsdp import fully_shard
+    return fully_shard(model)
+
+
+CUTS |= {"columns": by_columns, "rows": by_rows}
+
+
+def test_a_checkpoint_of_a_model_that_was_cut_in_another_way_is_refused(two, tmp_path):
+    two(stopped_and_continued, folder=tmp_path, how="rows", stop=1)
+    for answer in two.errors(stopped_and_continued, folder=tmp_path, how="columns"):
+        assert answer.startswith("CheckpointError") and "was cut in another way" in answer
+
+
+def test_the_names_of_shards_are_on_disk_before_the_state_names_them(tmp_path):
+    place, old, told = tmp_path / "shards-new", tmp_path / "shards-old", []
+    for folder in (place, old):
+        folder.mkdir()
+        (folder / "a").write_bytes(b"shard")
+    def save(state):
+        assert state["files"].keys() == {"a"} and old.exists()
+        told.append("state")
+    store = SimpleNamespace(folder=tmp_path, save=save)
+    with patch("dpft.sharded_state.sync_folder", told.append):
+        finish_save(store, {"shards": place.name})
+    assert told == [place, "state"] and place.exists() and not old.exists()
