@@ -87,7 +87,7 @@ def written(place: Path) -> Iterator[None]:
 def remove_unnamed(folder: Path, place: Path) -> None:
     "Remove a folder of shards, unless it is the one that the state names."
     file = folder / "state.pt"
-    if not file.exists() or read_state(file)["shards"] != place.name:
+    if not file.exists() or read_state(file).get("shards") != place.name:
         shutil.rmtree(place, ignore_errors=True)
 
 # %% ../nbs/6_appendices/103_sharded_state.ipynb #shards-finish-save

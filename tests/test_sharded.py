@@ -33,7 +33,7 @@ from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.method import Block, Method
 from dpft.noise import Keystream
 from dpft.processes import local
-from dpft.sharded_runs import ShardStream
+from dpft.sharded_runs import ShardStream, told_to_all
 from dpft.sharded_state import finish_save, plain_copy
 from dpft.sharding import parameter_bytes
 from dpft.step import perturbed, perturbed_on_grid
@@ -818,22 +818,24 @@ def no_room(folder, how, on, where):
         if e.t < 2:
             e.save(moves)
             continue
-        told = patch.object(FileSystemWriter, "write_data", full_disk) if where == "shards" else patch("dpft.store.os.fsync", full_disk)
+        full = {"shards": patch.object(FileSystemWriter, "write_data", full_disk), "state": patch("dpft.store.Path.replace", full_disk),
+                "after the state": patch("dpft.store.sync_folder", full_disk)}
         try:
-            with told if dist.get_rank() == on else nullcontext():
+            with full[where] if dist.get_rank() == on else nullcontext():
                 e.save(moves)
         finally:
             e.store.close()
 
 
-@pytest.mark.parametrize("on, where", [(0, "shards"), (1, "shards"), (0, "state")])
+@pytest.mark.parametrize("on, where", [(0, "shards"), (1, "shards"), (0, "state"), (0, "after the state")])
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(two, tmp_path, on, where):
     for answer in two.errors(no_room, folder=tmp_path, how="fsdp", on=on, where=where):
         assert answer.startswith("CheckpointError") and "No space left on device" in answer and "make room and start" in answer
         assert str(tmp_path) in answer
-    assert len([*tmp_path.glob("shards-*")]) == 1
+    named = where == "after the state"        # which has its shards then, and nobody knows whether it stays when the power is cut
+    assert len([*tmp_path.glob("shards-*")]) == 1 + named
     begun = {answer[0] for answer in two(stopped_and_continued, folder=tmp_path, how="fsdp")}
-    assert begun == {1}
+    assert begun == {1 + named}
 
 
 def by_columns(model):
@@ -854,6 +856,21 @@ def test_a_checkpoint_of_a_model_that_was_cut_in_another_way_is_refused(two, tmp
     two(stopped_and_continued, folder=tmp_path, how="rows", stop=1)
     for answer in two.errors(stopped_and_continued, folder=tmp_path, how="columns"):
         assert answer.startswith("CheckpointError") and "was cut in another way" in answer
+
+
+def told(device):
+    "Where a tensor lies in what is sent, and in what arrives."
+    sent = []
+    def gathered(value, size):
+        sent.append(value)
+        return [value] * size
+    with patch("dpft.sharded_runs.gathered", gathered):
+        (arrived, size), none = told_to_all(((torch.ones(2), 3), None), torch.device(device))[0]
+    return str(sent[0][0][0].device), str(arrived.device), size, none
+
+
+def test_rows_travel_on_the_cpu_and_arrive_on_the_device(one):
+    assert one(told, device="meta") == [("cpu", "meta", 3, None)]
 
 
 def test_the_names_of_shards_are_on_disk_before_the_state_names_them(tmp_path):
