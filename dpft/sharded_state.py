@@ -170,7 +170,7 @@ def load_shards(engine: Any, state: dict[str, Any]) -> dict[str, Any]:
             dcp.load(shards, checkpoint_id=place)
     except CheckpointException as error:
         raise CheckpointError(f"{place} could not be read ({cause(error)}); "
-                              f"{from_first_step(engine.store.folder)}") from error
+                              f"{from_first_step(Path(place).parent)}") from error
     return complete
 
 # %% ../nbs/6_appendices/103_sharded_state.ipynb #shards-copied

@@ -838,6 +838,21 @@ def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(two, tmp_path
     assert begun == {1 + named}
 
 
+def unread(folder, on):
+    from torch.distributed.checkpoint import FileSystemReader
+    def bad_sector(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    with patch.object(FileSystemReader, "read_data", bad_sector) if dist.get_rank() == on else nullcontext():
+        stopped_and_continued(folder, "fsdp")
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_shards_that_one_process_cannot_read_are_one_sentence(two, tmp_path, on):
+    two(stopped_and_continued, folder=tmp_path, how="fsdp", stop=1)
+    for answer in two.errors(unread, folder=tmp_path, on=on):
+        assert answer.startswith("CheckpointError") and "could not be read (Input/output error)" in answer and "state.pt" in answer
+
+
 def by_columns(model):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
