@@ -1,13 +1,14 @@
 """The grids of nine methods and their compositions, how they are scored and compared, and what a step of each costs."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpft import step
 from dpft.baselines import admitted
 from dpft.book import evidence
 from dpft.book.evidence import frost, methods
@@ -158,10 +159,18 @@ def test_each_rival_runs_beside_the_winner_on_each_task_once(tuned_file):
 # Cost
 
 
-def test_costs_count_what_trains_and_what_a_step_makes():
+def test_costs_count_what_trains_and_what_a_step_makes(monkeypatch):
+    drawn, real = defaultdict(list), step.poisson_draw
+    def noted(size, rate, keystream, kind, *context):
+        rows = real(size, rate, keystream, kind, *context)
+        drawn[context].append(rows.tolist())
+        return rows
+    monkeypatch.setattr(step, "poisson_draw", noted)
     parts = {"LastLayer": {}, "BiTFiT": {}, "Full": {}, "LoRA": {}, "LargestWeights": {"ratio": 0.1}}
     named = [[name, name, options] for name, options in parts.items()] + [["both", "Chain", {"parts": [["LoRA", {}], ["BiTFiT", {}]]}]]
     found = methods.cost_entry({**only(DIGITS, "limit"), "physical_batch_size": 8, "methods": named, "rounds": 1})
+    assert all(rows == each[0] for each in drawn.values() for rows in each)             # the same draws for all
+    assert sorted(len(each) for each in drawn.values()) == [len(named)] * 3
     trains = {name: cost["trainable"] for name, cost in found["costs"].items()}
     head = trains["LastLayer"]
     assert trains["both"] == trains["LoRA"] + trains["BiTFiT"] - head and head == 64 * 10 + 10

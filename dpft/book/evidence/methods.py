@@ -201,7 +201,11 @@ def cost_entry(settings: Settings) -> Settings:
         engine = measured_engine(settings, task, method_from(name, options))
         engines[label] = engine, torch.optim.AdamW(engine.parameters(), 1e-4)
         took[label].append(clock() - began)
-    # all make the same draws; the first step warms up
+    # a seed and another method make other draws, so all get those of the first
+    first = next(iter(engines.values()))[0]
+    for engine, _ in engines.values():
+        engine.draws.keystream = first.draws.keystream
+    # the first step warms up
     for _ in range(1 + settings["rounds"]):
         for label, both in engines.items():
             began = clock()
