@@ -520,19 +520,22 @@ def cost_entry(settings: Settings) -> Settings:
 def step_costs(settings: Settings) -> Settings:
     """Whole steps of three runs that take turns;
     bytes that are alive at once in one step of each, beyond weights."""
-    def steps(name: str, options: Settings, target: float) -> Contender:
+    def begun(name: str, options: Settings, target: float) -> Engine:
         model = language_model(settings["model"])
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
         own = {key: settings[key]
                for key in ("batch_size", "clip", "delta", "accountant",
                            "physical_batch_size", "seed")}
         method = method_from(name, with_public(options, model, settings["max_length"]))
-        return whole_steps(Engine(load_model(model, kind="causal"), None, method,
-                                  task.train, epsilon=target, steps=1000, cache=0,
-                                  **own))
+        return Engine(load_model(model, kind="causal"), None, method, task.train,
+                      epsilon=target, steps=1000, cache=0, **own)
     base = settings["base"], BASES[settings["base"]]
-    them = {"Non-private": steps(*base, math.inf), "DP-FT": steps(*base, 3.0),
-            "Rap-FT": steps("RapFT", settings["options"], 3.0)}
+    engines = {"Non-private": begun(*base, math.inf), "DP-FT": begun(*base, 3.0),
+               "Rap-FT": begun("RapFT", settings["options"], 3.0)}
+    # a seed and another method make other draws, so all get those of one
+    for engine in engines.values():
+        engine.draws.keystream = engines["DP-FT"].draws.keystream
+    them = {name: whole_steps(engine) for name, engine in engines.items()}
     seconds = {name: round(median(its), 4)
                for name, its in interleaved(them, (), settings["rounds"]).items()}
     mib = {name: round(live_peak(partial(its.step, ())), 1)
