@@ -294,8 +294,8 @@ class LedgerReader:
         run: Asked = None,       # a run, or several; None: all
         accountant: str = "rdp", # of one run; several may depend on each other: "rdp"
     ) -> float:
-        """Epsilon of all that is charged, of several runs by @thm-odometer;
-        infinite with a run that was never paid for."""
+        """Epsilon of what runs answer for: of one, its plan's and what went beyond it;
+        of several, @thm-odometer; infinite with a run that was never paid for."""
         return self._account.epsilon(delta, run, accountant)
 
     def budgets(self) -> list[dict[str, Any]]:

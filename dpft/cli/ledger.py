@@ -67,6 +67,7 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
     held, runs = book.budget, book.runs()
     planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
     at = delta if delta is not None else held.delta if held else planned
+    read = book.epsilon(at, None, "rdp" if len(runs) > 1 else accountant)
     def one(run: str) -> dict[str, Any]:
         charged = book.charged(run)
         return {"run": run, "who": book.owner(run),
@@ -76,9 +77,9 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
                 "share_of_budget": held.share(charged) if held else None,
                 "epsilon": book.epsilon(at, run, accountant)}
     return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": book.epsilon(at, None, "rdp" if len(runs) > 1 else accountant),
-            "planned_epsilon": (math.inf if book.unpaid()
-                                else epsilon(book.charged(), at, accountant)),
+            "epsilon": read,
+            "planned_epsilon": (math.inf if book.unpaid() else
+                                min(read, epsilon(book.charged(), at, accountant))),
             "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
             "left_of_budget": 1 - held.share(book.charged()) if held and runs else None,
             "order": held.order if held else None}
