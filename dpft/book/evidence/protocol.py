@@ -288,10 +288,11 @@ STUDIES = {
     "text-short": Study(
         {**SENTENCES, "steps": 40, "batch_size": 256},
         SHORT_WAYS, 1500, (2.0,), fixed=30, refined=True),
-    "language": Study(FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120),
+    "language": Study(
+        FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120, refined=True),
     "language-open": Study(
         FACTS, {"LoRA": LANGUAGE_WAYS["LoRA"]}, 200, ("inf",), fixed=120,
-        clips=("1",))}
+        refined=True, clips=("1",))}
 
 def experiments_of(
     name: str, study: Study, measure: Any, question: str, needs: str,
