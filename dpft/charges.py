@@ -140,10 +140,7 @@ def to_come(
                       for t in free[:max(0, m.steps - len(own))]]
     return found
 
-# %% ../nbs/5_notes/59_charges.ipynb #charges-account
-Asked = str | Sequence[str] | None # a run, or several; None: all
-
-
+# %% ../nbs/5_notes/59_charges.ipynb #charges-one
 def epsilon_of_one(
     planned: Sequence[SampledGaussian],
     charged: Sequence[SampledGaussian], # of the same run
@@ -160,6 +157,9 @@ def epsilon_of_one(
         return whole
     order = min(rdp_orders(), key=lambda one: epsilon_at_order(planned, delta, one))
     return max(whole, epsilon_at_order(charged, delta, order))
+
+# %% ../nbs/5_notes/59_charges.ipynb #charges-account
+Asked = str | Sequence[str] | None # a run, or several; None: all
 
 
 class Account:
