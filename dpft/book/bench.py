@@ -39,6 +39,7 @@ from .contenders import (
     matrix_rate, measure_memory, median_interval, operations, provenance, weight_bytes)
 from .experiments import read_records, write_records
 from .figures import names_at_lines, plain_log, save_figure, style
+from .provenance import replace_records
 from .queue import worker_context
 
 if TYPE_CHECKING:
@@ -908,10 +909,7 @@ def write_bench(
         path.unlink(missing_ok=True)
     found, left = begun(path, settings)
     if path.exists():
-        fresh = path.with_suffix(".unfinished")
-        fresh.unlink(missing_ok=True)
-        write_records(fresh, found)
-        fresh.replace(path)
+        replace_records(path, found)
     there = {entry["who"] for entry in found
              if entry["part"] in ("absent", "numbers")}
     for entry in tqdm(run_bench(left, rate=rate,

@@ -159,7 +159,8 @@ def begin_anew(
     whole: bool,  # whether all records of the grid go; else those of the source's runs
 ) -> None:
     "Remove the records of runs that are to be made again."
-    from dpft.book.experiments import is_among, recorded, write_records
+    from dpft.book.experiments import is_among, recorded
+    from dpft.book.provenance import replace_records
     def kept(name: str) -> list[dict[str, Any]]:
         its, there = source.known[name], recorded(source.file(name))
         full = source.full or its.single
@@ -171,14 +172,10 @@ def begin_anew(
                 if not any(is_among([entry], name, run, full) for run in runs)]
     # the grid of one experiment may need the records of another, so all are read first
     for name, entries in {name: kept(name) for name in source.known}.items():
-        file = source.file(name)
-        fresh = file.with_suffix(".unfinished")
-        fresh.unlink(missing_ok=True)
         if entries:
-            write_records(fresh, entries)
-            fresh.replace(file)
+            replace_records(source.file(name), entries)
         else:
-            file.unlink(missing_ok=True)
+            source.file(name).unlink(missing_ok=True)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
 def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,

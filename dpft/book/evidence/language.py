@@ -44,7 +44,7 @@ from ...texts import EncodedData, encode
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import (
     Experiment, Settings, cache_folder, measured_run, prepared_task, put_in_place)
-from ..freezing_costs import whole_steps
+from ..freezing_costs import same_draws, whole_steps
 from ..pretrained import smollm2
 from ..text_scores import text_scores
 
@@ -532,9 +532,7 @@ def step_costs(settings: Settings) -> Settings:
     base = settings["base"], BASES[settings["base"]]
     engines = {"Non-private": begun(*base, math.inf), "DP-FT": begun(*base, 3.0),
                "Rap-FT": begun("RapFT", settings["options"], 3.0)}
-    # a seed and another method make other draws, so all get those of one
-    for engine in engines.values():
-        engine.draws.keystream = engines["DP-FT"].draws.keystream
+    same_draws(engines.values())
     them = {name: whole_steps(engine) for name, engine in engines.items()}
     seconds = {name: round(median(its), 4)
                for name, its in interleaved(them, (), settings["rounds"]).items()}

@@ -25,6 +25,7 @@ from ..contenders import live_peak
 from ..experiments import (
     Experiment, Settings, prepared_task, recorded, results_file)
 from ..figures import interval, label_of
+from ..freezing_costs import same_draws
 from .frost import (
     METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine,
     text_run, tuned, vision_grid)
@@ -201,10 +202,7 @@ def cost_entry(settings: Settings) -> Settings:
         engine = measured_engine(settings, task, method_from(name, options))
         engines[label] = engine, torch.optim.AdamW(engine.parameters(), 1e-4)
         took[label].append(clock() - began)
-    # a seed and another method make other draws, so all get those of the first
-    first = next(iter(engines.values()))[0]
-    for engine, _ in engines.values():
-        engine.draws.keystream = first.draws.keystream
+    same_draws(engine for engine, _ in engines.values())
     # the first step warms up
     for _ in range(1 + settings["rounds"]):
         for label, both in engines.items():
