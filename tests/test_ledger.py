@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dpft.account import charged
 from dpft.curve import odometer, odometer_epsilon
+from dpft.guarantee import Guarantee
 from dpft.ledger import Budget, Ledger, LedgerError
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon, epsilon_at_order, rdp_conversion, rdp_orders
 from dpft.rows import LedgerFile, row_hash
@@ -107,6 +108,20 @@ def test_a_run_costs_what_its_plan_costs_whatever_it_spent_of_it(accountant):
             ledger.spend("long", "train", t % 40, f"{t}")                        # twenty draws are charged again
         found, spent = ledger.epsilon(1e-5, accountant=accountant), ledger.spent()
         assert found > whole and found == epsilon_at_order(spent, 1e-5, plan_order(plan))
+
+
+def test_a_ledger_and_a_guarantee_read_a_run_alike():
+    "Two draws were charged again and twenty of forty steps never taken: these were planned, and count."
+    plan = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 40}]}
+    planned = [SampledGaussian(1.0, 0.1, 40)]
+    with Ledger() as ledger:
+        ledger.begin("early", plan)
+        for t in range(22):
+            ledger.spend("early", "train", t % 20, f"{t}")
+        ledger.finish("early")
+        spent = ledger.spent("early")
+        told = Guarantee(spent, target_delta=1e-5, spent=spent, planned=planned, accountant="rdp").epsilon()
+        assert ledger.epsilon(1e-5, "early") == told > epsilon(planned, 1e-5, "rdp")
 
 
 def plan_order(plan):
