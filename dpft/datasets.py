@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['LABELS', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public',
+__all__ = ['LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public',
            'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
            'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
@@ -247,6 +247,8 @@ def column(
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-aside
 LABELS = ("label", "labels", "label_ids", "class", "target", "fine_label")
+ABOUT = ("date", "time", "timestamp", "url", "source", "split", "lang", "language",
+         "genre", "domain")  # texts about a row, which are not its text
 
 PERSONS = ("user|person|patient|author|writer|speaker|reviewer|customer|client|member|"
            "worker|annotator|subject|participant|account|owner|who")

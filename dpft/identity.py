@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .datasets import (
-    LABELS, Public, TensorData, column_names, is_chat, made_on_the_fly, names_a_row)
+from dpft.datasets import (
+    ABOUT, LABELS, Public, TensorData, column_names, is_chat, made_on_the_fly,
+    names_a_row)
 from .gradients import full
 from .processes import whole
 from .settings import Reading, Settings, package_of, parts_of
@@ -116,7 +117,12 @@ def _compared(data: Any) -> set[str]:
     names = column_names(data)
     if made_on_the_fly(data):
         names = tuple(data[0]) if isinstance(data[0], Mapping) else ()
-    return {name for name in names if name not in LABELS and not names_a_row(name)}
+    return _telling(names)
+
+def _telling(names: Iterable[str]) -> set[str]:
+    "Those that may tell a row again: no label, no name of a row, nothing about it."
+    own = {name for name in names if name not in LABELS and not names_a_row(name)}
+    return {name for name in own if name not in ABOUT} or own
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-hash
 def hash_of(
@@ -139,8 +145,8 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
     if not isinstance(item, Mapping):
         item = {"input": item[0] if isinstance(item, (tuple, list)) else item}
-    item = {name: value for name, value in item.items()
-            if name not in LABELS and not names_a_row(name)} or item
+    telling = _telling(item)
+    item = {name: item[name] for name in telling} or item
     spoken = {f"{name} {turn} {part}": str(said[part]) for name, value in item.items()
               if is_chat(value) for turn, said in enumerate(value)
               for part in ("content", "role")}

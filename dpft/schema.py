@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .datasets import (
-    LABELS, check_complete, check_labels, column_names, is_chat, names_a_row)
+    ABOUT, LABELS, check_complete, check_labels, column_names, is_chat, names_a_row)
 
 # %% auto #0
-__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'ABOUT', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema',
-           'Labels', 'read_labels', 'check_stray', 'Tags', 'read_tags']
+__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema', 'Labels',
+           'read_labels', 'check_stray', 'Tags', 'read_tags']
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-schema
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ TENSORS = ("input_ids", "pixel_values", "input_features", "input_values",
 BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids",
           "decoder_attention_mask", "bbox", "pixel_mask", "start_positions",
           "end_positions", "next_sentence_label", "global_attention_mask")
-ABOUT = ("date", "time", "timestamp", "url", "source", "split", "lang", "language",
-         "genre", "domain")  # texts about a row, which are not its text
 TAGS = ("ner_tags", "ner", "pos_tags", "pos", "chunk_tags", "tags")  # one for each word
 WORDS = ("tokens", "words")  # that are tagged, whatever texts stand beside them
 

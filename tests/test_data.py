@@ -21,7 +21,7 @@ from dpft.datasets import (
     check_labels,
     did_you_mean,
 )
-from dpft.identity import check_disjoint_rows, fingerprint, shared_rows
+from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
 from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
 from dpft.sources import load_data
@@ -761,6 +761,16 @@ def test_a_folder_of_tables_under_other_names_is_refused_and_pictures_beside_met
     rows = [f"{number}.png,{number % 2}" for number in range(6)]
     (pictures / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
     assert load_data(str(pictures)).kind == "image"
+
+
+@pytest.mark.parametrize("name", ["date", "url", "source", "lang"])
+def test_what_is_said_about_a_row_hides_no_shared_text(name):
+    "The same text on another day is the same text; where nothing else is there, such a column is the text."
+    private = TableData({"text": ["a b", "c"], "label": [0, 1], name: ["x", "y"]})
+    public = TableData({"text": ["c", "d"], "label": [0, 1], name: ["z", "z"]})
+    assert shared_rows(public, private) == [0] and repeated_rows(TableData({"text": ["c", "c"], name: ["x", "y"]})) == 2
+    assert shared_rows(TableData({"review": ["c", "d"], "label": [0, 1]}), private) == [0]
+    assert shared_rows(TableData({name: ["y", "d"], "label": [0, 1]}), TableData({name: ["x", "y"], "label": [0, 1]})) == [0]
 
 
 def test_a_column_that_one_set_lacks_hides_no_shared_row():
