@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -29,10 +29,10 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
-           'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained', 'load_tokenizer', 'head_parameters',
-           'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d',
-           'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
-           'mixing_layers', 'validate', 'pretrain']
+           'own_classes', 'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained',
+           'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight',
+           'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm',
+           'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -102,26 +102,54 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown model {name!r}; {did_you_mean(name, known)} "
                          "(or a Transformers name 'owner/name', or a folder)")
 
+# %% ../nbs/5_notes/74_models.ipynb #models-named
+def own_classes(
+    model: Any,  # of Transformers, or of any kind
+) -> int | list[str] | None:
+    "The names that a model has for its classes, or how many; None: it has no classes."
+    inner = unwrapped(model)
+    count = getattr(inner, "num_labels", None)
+    named = getattr(getattr(inner, "config", None), "id2label", None) or {}
+    if count is None or count < 2 or sorted(named) != [*range(count)]:
+        return count
+    names = [str(named[number]) for number in range(count)]
+    return count if all(name.startswith("LABEL_") for name in names) else names
+
+
+def name_classes(
+    model: Any,            # of Transformers
+    names: Sequence[str],  # by class number
+) -> None:
+    "Name the classes in a model's configuration, unless it has other names."
+    if own_classes(model) == len(names):
+        model.config.id2label = dict(enumerate(names))
+        model.config.label2id = {name: number for number, name in enumerate(names)}
+
 # %% ../nbs/5_notes/74_models.ipynb #models-load
 def load_model(
     name: str,   # "minilm", one of `BUILT`, Transformers', a folder or a GGUF file
-    classes: int = 2,               # outputs of the classification head
+    classes: int | Sequence[str] = 2,   # outputs of the classification head, or names
     kind: str = "text",             # a key of `AUTOS`
     image_shape: tuple[int, int, int] | None = None,    # (C, H, W), for the built ones
     seed: int = 0,                  # fresh weights are the same for the same seed
     gguf_file: str | None = None,   # of a folder or repository with GGUF weights
 ) -> nn.Module:
     "A model by name; fresh weights are drawn from the seed, so they are public."
+    count = classes if isinstance(classes, int) else len(classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in BUILT:
-            return BUILT[name](classes, *([] if image_shape is None else [image_shape]))
+            return BUILT[name](count, *([] if image_shape is None else [image_shape]))
         if name == "minilm":
             kind_of = mean_pooled_classifier()
-            return load_pretrained(kind_of, minilm_folder(), num_labels=classes)
-        name, gguf_file = gguf_of(name, gguf_file)
-        check_name(name)
-        return _load_transformers(name, classes, kind, gguf_file)
+            model = load_pretrained(kind_of, minilm_folder(), num_labels=count)
+        else:
+            name, gguf_file = gguf_of(name, gguf_file)
+            check_name(name)
+            model = _load_transformers(name, count, kind, gguf_file)
+    if not isinstance(classes, int) and kind in LABELLED:
+        name_classes(model, classes)
+    return model
 
 # %% ../nbs/5_notes/74_models.ipynb #models-transformers
 AUTOS = {  # kind of task -> Transformers' automatic class

@@ -15,7 +15,7 @@ from .datasets import VOCABULARY, Task, as_dataset, check_labels, column_names
 from .datasets import has_batch_protocol, is_chat, names_a_row
 from .losses import task_of as head_of
 from .losses import unwrapped
-from .models import load_model, load_tokenizer
+from .models import load_model, load_tokenizer, own_classes
 from .schema import Schema, kinds_of, read_schema
 from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import EncodedData, Selected, encode, encode_tags, token_rows
@@ -165,7 +165,7 @@ def prepare(
     collate_fn: Any = None,                # one's own, which gets items as they are
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
-    known = classes or _own_classes(model)
+    known = classes or (None if isinstance(model, str) else own_classes(model))
     task = train if isinstance(train, Task) else as_task(train, columns, unit, known)
     data = as_dataset(task.train)
     columns = columns or (task.columns if isinstance(train, Task) else None)
@@ -203,7 +203,7 @@ def _check_classes(ready: Prepared, task: Task) -> None:
     labels, train = getattr(ready.train, "labels", None), ready.train
     if task.classes and isinstance(labels, Tensor):
         check_labels(labels, task.classes)
-    own, named = _own_classes(ready.model), [*task.classes]
+    own, named = own_classes(ready.model), [*task.classes]
     if isinstance(own, list) and own != named and sorted(own) == sorted(named):
         raise ValueError(f"the model and the data number the same classes differently, "
                          f"{', '.join(own)} and {', '.join(task.classes)}; give the "
@@ -217,24 +217,11 @@ def _check_classes(ready: Prepared, task: Task) -> None:
                          f"{outputs} classes; load it with num_labels="
                          f"{int(tags.max()) + 1}")
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-own-classes
-def _own_classes(model: nn.Module | str) -> int | list[str] | None:
-    "The names that a model has for its classes, or how many; None: it has no classes."
-    if isinstance(model, str):
-        return None
-    inner = unwrapped(model)
-    count = getattr(inner, "num_labels", None)
-    named = getattr(getattr(inner, "config", None), "id2label", None) or {}
-    if count is None or count < 2 or sorted(named) != [*range(count)]:
-        return count
-    names = [str(named[number]) for number in range(count)]
-    return count if all(name.startswith("LABEL_") for name in names) else names
-
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
-    outputs = len(task.classes) or (1 if task.kind == "text" else 2)
-    return {"name": name, "classes": outputs, "kind": task.kind,
+    outputs = 1 if task.kind == "text" else 2
+    return {"name": name, "classes": [*task.classes] or outputs, "kind": task.kind,
             "image_shape": _image_shape(task, data)}
 
 

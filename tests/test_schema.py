@@ -14,6 +14,7 @@ from torch import nn
 import dpft
 from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
+from dpft.models import load_model
 from dpft.prepared import as_task, prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.schema import read_labels, read_schema
@@ -581,6 +582,21 @@ def test_names_of_classes_have_the_numbers_that_the_model_gives_them(tokenizer):
     assert prepare(bert(["LABEL_0", "LABEL_1"]), data, tokenizer).train.labels.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="number the same classes differently"):
         prepare(bert(["positive", "negative"]), as_task(data), tokenizer)
+
+
+def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, tmp_path):
+    "Transformers' pipeline then answers with them; a checkpoint's own names stay, and another order is refused."
+    from transformers import AutoConfig
+    data = table(text=["a", "b", "c"] * 4, label=["positive", "negative", "positive"] * 4)
+    bert([f"LABEL_{number}" for number in range(2)]).save_pretrained(tmp_path / "new")
+    bert(["positive", "negative"]).save_pretrained(tmp_path / "old")
+    run = dpft.fine_tune(str(tmp_path / "new"), data, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1)
+    run.save(tmp_path / "run")
+    for config in (run.model.config, dpft.load(tmp_path / "run").config, AutoConfig.from_pretrained(tmp_path / "run")):
+        assert config.id2label == {0: "negative", 1: "positive"} and config.label2id["positive"] == 1
+    with pytest.raises(ValueError, match="number the same classes differently"):
+        prepare(str(tmp_path / "old"), data, tokenizer)
+    assert load_model(str(tmp_path / "old"), ["bad", "good"]).config.id2label == {0: "positive", 1: "negative"}
 
 
 def test_numerals_are_numbered_by_their_value():

@@ -424,7 +424,7 @@ def prepared_model(
     """The model on its device, after public pre-training if asked for,
     and how to load it."""
     from dpft import models
-    recipe = {"name": name, "classes": len(task.classes) or 2, "kind": task.kind,
+    recipe = {"name": name, "classes": [*task.classes] or 2, "kind": task.kind,
               "image_shape": task.image_shape}
     if name in models.BUILT and task.kind != "image":
         raise ValueError(f"--model {name} reads pictures and {task.name} holds texts; "
