@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import TYPE_CHECKING
 
 from .privacy import SampledGaussian
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from dpft.guarantee import Guarantee
 
 # %% auto #0
-__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'claim', 'cautions', 'meaning', 'mechanism_text',
-           'details', 'assumptions', 'questions']
+__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'rounded_up', 'claim', 'cautions', 'meaning',
+           'mechanism_text', 'details', 'assumptions', 'questions']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -47,21 +48,35 @@ QUESTIONS = {
     "hyperparameters": "how settings were chosen",
     "side_channels": "side channels", "retention": "retention", "author": "author"}
 
+# %% ../nbs/5_notes/63_card.ipynb #guarantee-rounded-up
+def rounded_up(
+    value: float,
+    digits: int | None = None, # that count; None: to hundredths
+) -> float:
+    "A number as a promise says it: short, and never smaller than it is."
+    if not math.isfinite(value):
+        return value
+    exact = Decimal(repr(float(value)))
+    first = exact.adjusted() + 1
+    last = Decimal(1).scaleb(-2 if digits is None else first - digits)
+    return float(exact.quantize(last, ROUND_CEILING, Context(prec=700)))
+
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-claim
 FACTOR_CAP = 1000.0 # a larger factor between probabilities is called "more than" this
 CAUTION = 10.0      # a larger epsilon gets a warning
 
 
 def claim(guarantee: Guarantee) -> str:
-    "The promise in one sentence; epsilon is rounded up."
+    "The promise in one sentence."
     if guarantee.unpaid:
         return (f"**No privacy guarantee.** No noise hides {guarantee.unpaid}: this "
                 "model may reveal any training example.")
     if not guarantee.private:
         return ("**No privacy guarantee.** This model was trained without noise: it "
                 "may reveal any training example.")
-    value = math.ceil(100 * guarantee.epsilon()) / 100
-    pair = f"({value:.2f}, {guarantee.target_delta:.2e})"
+    value = rounded_up(guarantee.epsilon())
+    delta = rounded_up(guarantee.target_delta, 3)
+    pair = f"({value:.2f}, {delta:.2e})"
     return (f"**{pair}-differentially private** with respect to adding or removing one "
             f"{guarantee.unit}.")
 
@@ -103,22 +118,24 @@ def meaning(guarantee: Guarantee) -> str:
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-worth
 def _worth(guarantee: Guarantee) -> str:
-    unit, value, delta = guarantee.unit, guarantee.epsilon(), guarantee.target_delta
+    unit, value = guarantee.unit, guarantee.epsilon()
+    delta, found = guarantee.target_delta, 100 * guarantee.tpr(0.01)
     factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
     if value <= math.log(FACTOR_CAP):
-        factor = f"at most a factor of {math.exp(value):.3g}"
+        factor = f"at most a factor of {rounded_up(math.exp(value), 3):.3g}"
     return (
         f"What it means: take any one {unit} and train twice, once with it and once "
         "without. Whatever anybody then does with the model, the probability of every "
-        f"outcome differs by {factor}, apart from a probability of {delta:.2e}. "
+        f"outcome differs by {factor}, apart from a probability of "
+        f"{rounded_up(delta, 3):.2e}. "
         f"Somebody who knows everything else, tries to tell whether the {unit} was "
         "there, and accepts 1 % of false alarms, finds out at most "
-        f"{100 * guarantee.tpr(0.01):.3g} % of those that were; guessing finds 1 %.")
+        f"{rounded_up(found, 3):.3g} % of those that were; guessing finds 1 %.")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-unit
 def _unit(guarantee: Guarantee) -> str:
     unit, replaced = guarantee.unit, guarantee.replace_epsilon()
-    two, ten = (guarantee.epsilon(group=size) for size in (2, 10))
+    two, ten = (rounded_up(guarantee.epsilon(group=size)) for size in (2, 10))
     note = "" if replaced > guarantee.epsilon() else (
         f" (less than the value above because {guarantee.accountant} is the looser way "
         "to count, not because the promise is weaker)")
@@ -126,7 +143,7 @@ def _unit(guarantee: Guarantee) -> str:
         f"What the unit is: one {unit}. Somebody to whom two of them belong is "
         f"protected with epsilon {two:.2f}, ten with {ten:.2f}, at the same delta. If "
         f"neighbours replace one {unit} instead of adding or removing it, epsilon is "
-        f"{replaced:.2f}{note}.")
+        f"{rounded_up(replaced):.2f}{note}.")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-not-covered
 def _not_covered(guarantee: Guarantee) -> str:

@@ -8,13 +8,13 @@ __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'mark_trained', 'restate'
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from .card import rounded_up
 from .datasets import Public
 from .ledger import Ledger, trained_in
 from .privacy import SampledGaussian, epsilon
@@ -119,9 +119,9 @@ def sentence(note: dict[str, Any]) -> str:
     spent = max(note.get("stated", 0.0), epsilon(
         [SampledGaussian(**one) for one in note["mechanisms"]],
         note["delta"], note["accountant"]))
-    spent = math.ceil(100 * spent) / 100    # as the card rounds it
-    return (f"{START}: {called} trained them at epsilon {spent:.2f} and delta "
-            f"{note['delta']:.2e}, which come on top for whoever is in both data sets")
+    delta = rounded_up(note["delta"], 3)
+    return (f"{START}: {called} trained them at epsilon {rounded_up(spent):.2f} and "
+            f"delta {delta:.2e}, which come on top for whoever is in both data sets")
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-notes
 def notes_on(model: nn.Module) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpft import curve as curve_module
+from dpft.card import rounded_up
 from dpft.curve import PrivacyCurve, best_true_positive_rate, group_epsilon, loss_grid, sentence_units
 from dpft.guarantee import READINGS, Guarantee, Statement, answered_for, beyond_plan, claim, content_digest
 from dpft.ledger import Ledger
@@ -565,17 +566,34 @@ def test_trials_of_a_search_answer_for_their_plans_together():
 # --- words for an officer ---------------------------------------------------------------------------------------------
 
 
+@also(1e-5)
+@also(7.424e-6)
+@also(1.1)
+@given(st.floats(1e-300, 1e300))
+def test_a_promise_is_rounded_up_and_by_no_more_than_a_digit(value):
+    short, hundredths = rounded_up(value, 3), rounded_up(value)
+    assert value <= short <= 1.01000001 * value and float(f"{short:.2e}") == short == rounded_up(short, 3)
+    assert value <= hundredths and hundredths - value <= max(0.01, 1e-15 * value)
+    assert rounded_up(1e-5, 3) == 1e-5 and rounded_up(1.1) == 1.1 and rounded_up(7.424e-6, 3) == 7.43e-6
+    assert rounded_up(math.inf) == math.inf and rounded_up(0.0) == rounded_up(0.0, 3) == 0
+
+
+def test_no_number_of_a_card_is_below_what_was_proven():
+    told = claim(Guarantee([SampledGaussian(0.8838, 1024 / 67349, 197)], target_delta=1 / (2 * 67349)))
+    assert "(2.00, 7.43e-06)" in told
+
+
 def test_a_large_epsilon_is_a_warning_and_never_a_large_number():
     loud = Guarantee([SampledGaussian(0.05, 0.5, 100)], target_delta=1e-5, accountant="rdp")
     report = loud.report()
     assert loud.epsilon() > 1000 and "Caution: epsilon is above 10" in report.split("What it means")[0]
     assert "may be more than 1,000" in report and "e+" not in report.split("| | |")[0]
-    assert "Caution" not in example().report() and f"at most a factor of {math.exp(example().epsilon()):.3g}," in example().report()
+    assert "Caution" not in example().report() and f"at most a factor of {rounded_up(math.exp(example().epsilon()), 3):.3g}," in example().report()
 
 
 def test_replacing_is_stated_as_such():
     text = example().report()
-    assert f"epsilon is {example().replace_epsilon():.2f}" in text and example().replace_epsilon() != example().epsilon()
+    assert f"epsilon is {rounded_up(example().replace_epsilon()):.2f}" in text and example().replace_epsilon() != example().epsilon()
     quiet = Guarantee([SampledGaussian(50.0, 0.01, 3)], target_delta=1e-5, accountant="rdp").report()
     assert "rdp is the looser way to count" in quiet and "looser way" not in example(accountant="prv").report()
 

@@ -590,7 +590,8 @@ def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, 
     data = table(text=["a", "b", "c"] * 4, label=["positive", "negative", "positive"] * 4)
     bert([f"LABEL_{number}" for number in range(2)]).save_pretrained(tmp_path / "new")
     bert(["positive", "negative"]).save_pretrained(tmp_path / "old")
-    run = dpft.fine_tune(str(tmp_path / "new"), data, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1)
+    settings = {"tokenizer": tokenizer, "epsilon": 8.0, "steps": 1, "batch_size": 4, "learning_rate": 0.1}
+    run = dpft.fine_tune(str(tmp_path / "new"), data, dpft.Full(), **settings)
     run.save(tmp_path / "run")
     for config in (run.model.config, dpft.load(tmp_path / "run").config, AutoConfig.from_pretrained(tmp_path / "run")):
         assert config.id2label == {0: "negative", 1: "positive"} and config.label2id["positive"] == 1
