@@ -588,7 +588,8 @@ def test_a_large_epsilon_is_a_warning_and_never_a_large_number():
     report = loud.report()
     assert loud.epsilon() > 1000 and "Caution: epsilon is above 10" in report.split("What it means")[0]
     assert "may be more than 1,000" in report and "e+" not in report.split("| | |")[0]
-    assert "Caution" not in example().report() and f"at most a factor of {rounded_up(math.exp(example().epsilon()), 3):.3g}," in example().report()
+    factor = rounded_up(math.exp(example().epsilon()), 3)
+    assert "Caution" not in example().report() and f"at most a factor of {factor:.3g}," in example().report()
 
 
 def test_replacing_is_stated_as_such():
