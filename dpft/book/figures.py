@@ -348,7 +348,7 @@ def by_budget(records: Records) -> dict[str, list[dict[str, Any]]]:
 
 def text_tradeoff(records: Records, base: str = "Full") -> "Figure":
     "All methods on SST-2 beside one of them, a panel for each budget."
-    return lead_figure(by_budget(records), "test_accuracy", base, reach=12)
+    return lead_figure(by_budget(records), "test_accuracy", base, reach=13)
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-image-tradeoff
 def image_tradeoff(records: Records) -> "Figure":

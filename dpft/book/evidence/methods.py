@@ -305,7 +305,7 @@ def winner(full: bool) -> str:
     return max(scores, key=lambda key: scores[key])[0]
 
 def rivals(label: str) -> tuple[str, ...]:
-    """What a composition has to beat: its parts, the papers' methods,
+    """What a composition has to beat: its parts, the methods of three papers,
     and the simplest two."""
     return tuple(dict.fromkeys((*COMPOSITIONS[label][1:], "BiTFiT", "DPFrost",
                                 "LayerFreeze", "Full", "LastLayer")))
