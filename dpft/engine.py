@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sharded', 'asked', 'planned', 'public_facts',
-           'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'method_release',
+           'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'in_modes', 'method_release',
            'access_of', 'random_state', 'alike', 'start_method', 'take_over', 'look_again', 'look_back', 'record_final',
            'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
 
@@ -26,7 +26,7 @@ from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
 from .losses import default_loss
 from .method import Access, Context, Method, noted
-from .models import frozen_statistics, validate
+from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
@@ -38,7 +38,7 @@ from .provenance import look_at_start, mark_trained
 from .sampling import Share
 from .settings import Settings, settings_from, takes_settings
 from .step import (
-    Draws, Population, Releases, Step, set_modes, with_precision)
+    Draws, Population, Releases, Step, with_precision)
 from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
 
@@ -182,6 +182,14 @@ def batches_of(draws: Draws, data: Any) -> Iterator[Batch]:
     for rows in torch.arange(len(data)).split(people.most):
         yield draws.read(data, rows, collate)
 
+# %% ../nbs/1_start/06_engine.ipynb #engine-in-modes
+def in_modes(engine: "Engine", batches: Iterator[Batch]) -> Iterator[Batch]:
+    "Each batch, when the layers are in the modes that were checked."
+    for batch in batches:
+        if engine.modes is not None:
+            engine.modes.keep()
+        yield batch
+
 # %% ../nbs/1_start/06_engine.ipynb #engine-release
 def method_release(
     engine: "Engine", request: int, name: str, number: int, total: Tensor,
@@ -210,8 +218,9 @@ def access_of(engine: "Engine") -> Access:
         lambda *release: method_release(engine, *release), engine.random_state,
         processes.first, lambda sums: processes.total(sums)[0],
         lambda data: batches_of(draws, data),
-        lambda rate, name: draws.draw(rate, name, whole=True), engine.train,
-        engine.assumed_public, engine.store.folder is not None, processes.is_first)
+        lambda rate, name: in_modes(engine, draws.draw(rate, name, whole=True)),
+        engine.train, engine.assumed_public, engine.store.folder is not None,
+        processes.is_first)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start
 @contextmanager
@@ -259,8 +268,7 @@ def take_over(engine: "Engine") -> None:
     engine.spread = noise_spread(engine.blocks)
     check_sharded(engine)
     engine.releases.choice = choice_hash(engine.trains, engine.blocks)
-    validate(engine.model, engine.settings.dropout)
-    set_modes(engine.model, engine.settings.dropout)
+    engine.modes = Modes(engine.model, engine.settings.dropout)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-again
 def look_again(engine: "Engine") -> None:
@@ -340,6 +348,7 @@ class Engine:
     blocks: list[Block]        # with absolute bounds and noise
     # id of a parameter -> standard deviation of its noise
     spread: dict[int, Tensor | float]
+    modes: Modes | None = None # of the layers; None: it is not known yet what trains
 
     @takes_settings("engine")
     def __init__(
@@ -412,7 +421,7 @@ class Engine:
         """One Poisson draw in physical batches, or this process's slice of it;
         recorded before it begins."""
         self.account.begin()
-        yield from self.draws.draw(sample_rate, *context, views=views)
+        yield from in_modes(self, self.draws.draw(sample_rate, *context, views=views))
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:
         "torch's generator under a key of the run, and afterwards as it was."

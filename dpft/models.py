@@ -32,7 +32,7 @@ __all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_clas
            'own_classes', 'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained',
            'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight',
            'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm',
-           'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'pretrain']
+           'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -144,8 +144,6 @@ def load_model(
             kind_of = mean_pooled_classifier()
             model = load_pretrained(kind_of, minilm_folder(), num_labels=count)
         else:
-            name, gguf_file = gguf_of(name, gguf_file)
-            check_name(name)
             model = _load_transformers(name, count, kind, gguf_file)
     if not isinstance(classes, int) and kind in LABELLED:
         name_classes(model, classes)
@@ -200,6 +198,8 @@ def _load_transformers(
     "A Transformers model with the head that the kind of task needs."
     import transformers as hf
 
+    name, gguf_file = gguf_of(name, gguf_file)
+    check_name(name)
     weights = list(Path(name).glob("model*.safetensors"))
     if (Path(name) / "dpft.json").exists() and not weights:
         raise ValueError(f"{name} holds only what a run trained; "
@@ -453,6 +453,38 @@ def validate(
             f"{name or type(module).__name__}: {kind} mixes examples, so no "
             "per-example bound exists; use dpft.models.replace_batchnorm(model), or of "
             "a pre-trained model dpft.models.freeze_batchnorm(model)")
+
+# %% ../nbs/5_notes/74_models.ipynb #models-modes
+def set_modes(
+    model: nn.Module,
+    dropout: bool = True,  # False: evaluation mode throughout
+) -> None:
+    """Evaluation mode before the first parameter that trains,
+    training mode from there on."""
+    reached = False
+    for module in model.modules():
+        reached = reached or any(p.requires_grad
+                                 for p in module.parameters(recurse=False))
+        holds = any(p.requires_grad for p in module.parameters())
+        module.training = dropout and (reached or holds)
+
+# %% ../nbs/5_notes/74_models.ipynb #models-modes-kept
+class Modes:
+    "The mode of each layer in which a run was checked; ValueError for one that mixes."
+
+    def __init__(self, model: nn.Module, dropout: bool):
+        self.model, self.dropout, self.checked = model, dropout, dict[nn.Module, bool]()
+        self.keep()
+
+    def keep(self) -> None:
+        "Undo what a loop or a score has set since, before data pass the model."
+        modules = [*self.model.modules()]
+        if not self.checked.keys() >= {*modules}:   # at first, or one has joined
+            validate(self.model, self.dropout)
+            set_modes(self.model, self.dropout)
+            self.checked = {module: module.training for module in modules}
+        for module in modules:
+            module.training = self.checked[module]
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrain
 def pretrain(

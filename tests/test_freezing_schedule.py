@@ -23,11 +23,10 @@ from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients, trainable
 from dpft.ledger import Ledger
 from dpft.method import Context, Method
-from dpft.models import load_model
+from dpft.models import load_model, set_modes
 from dpft.planning import count_trainable
 from dpft.prefix import Prefix
 from dpft.privacy import SampledGaussian, epsilon
-from dpft.step import set_modes
 
 
 class Counted(zoo.CountsExamples, nn.Linear):

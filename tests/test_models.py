@@ -440,7 +440,7 @@ def test_a_frozen_norm_computes_what_it_did_and_its_gradients_are_autograds(name
 def test_a_run_trains_scales_and_shifts_and_never_the_statistics(method):
     import dpft
     from dpft.baselines import NormOnly
-    from dpft.step import set_modes
+    from dpft.models import set_modes
 
     how = {"NormOnly": NormOnly()}.get(method) or getattr(dpft, method)()
     model, batch = freeze_batchnorm(measured("resnet")).float(), pictures("resnet", 12)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dpft.prefix
 from dpft.gradients import Block, clipped_sum, gradients, per_example_gradients, select_rows
+from dpft.models import set_modes
 from dpft.prefix import FileShelf, Prefix, Shelf, hit_share, row_keys, token_counts, worth_it
-from dpft.step import set_modes
 
 FIRST_TO_TRAIN = {"roberta": "layer.1.", "bert": "layer.1.", "gpt2": "h.1.", "gpt2-lm": "h.1.", "vit": "layers.1.", "cnn": "strided",
                   "llama": "layers.1."}

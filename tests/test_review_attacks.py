@@ -172,9 +172,10 @@ def test_a_step_refuses_the_batches_of_another_draw(unit):
         with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
             step.add(next(iter(other)))
     e.draws.open = []
-    step.drawn = False
+    step.drawn, step.left = False, 0
     own = list(step)
-    step.add(own[0])
+    for batch in own:
+        step.add(batch)
     step.privatize()
     step.done()
     with pytest.raises(ValueError, match="takes the batches that it yields, each once"):

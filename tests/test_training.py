@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import zoo
 from streams import one_stream
 from torch import nn, tensor
+from transformers import TrainerCallback
 from zoo import toy
 
 import dpft
@@ -33,6 +34,7 @@ from dpft.ledger import Ledger, LedgerError
 from dpft.loop import progress_is_due
 from dpft.losses import perplexity
 from dpft.method import Context, Method
+from dpft.models import set_modes
 from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import choice_hash, make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, holds_texts, prepare
@@ -40,7 +42,7 @@ from dpft.privacy import Request, SampledGaussian, epsilon
 from dpft.sampling import Share
 from dpft.settings import Settings
 from dpft.sources import load_data
-from dpft.step import Step, set_modes
+from dpft.step import Step
 from dpft.store import CheckpointError, Store
 from dpft.updates import Average, make_optimizer, make_schedule
 
@@ -226,6 +228,72 @@ def test_the_plan_meets_the_target_and_the_ledger_agrees_with_it():
     assert 1.49 < e.guarantee.epsilon() <= 1.5
     assert e.ledger.finished(e.store.run)
     assert e.ledger.charged() == e.plan.mechanisms
+
+
+def mixing():
+    "BatchNorm in a frozen trunk, with a large row that moves its statistics."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    for parameter in model[:4].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def whoever_turns_modes(model):
+    "What a loop does around a score."
+    model.eval()
+    model.train()
+    return {"accuracy": 0.0}
+
+
+class TurnsModes(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **more):
+        whoever_turns_modes(model)
+
+
+@pytest.mark.parametrize("settings", [{"evaluate": whoever_turns_modes, "evaluate_every": 1}, {"callbacks": [TurnsModes()]}])
+def test_no_score_and_no_callback_turns_a_layer_on_that_mixes_rows(settings, monkeypatch):
+    seen = []
+    pictures = toy().images.clone()
+    pictures[0] *= 1000
+
+    def privatize(step, own=Step.privatize):
+        seen.append([value.flatten().clone() for value in step.sums.values()])
+        own(step)
+
+    def sums(data):
+        seen.clear()
+        dpft.fine_tune(mixing(), data, dpft.Trainable(), noise_multiplier=1.0, delta=1e-3, batch_size=len(data), steps=3, clip=0.1,
+                       learning_rate=1e-30, progress=False, loss_fn=zoo.image_loss, **settings)
+        return [torch.cat(one) for one in seen]
+
+    monkeypatch.setattr(Step, "privatize", privatize)
+    data = TensorData(pictures, toy().labels)
+    with_it, without = sums(data), sums(data.subset(range(1, len(data))))
+    assert [float((one - other).norm()) <= 0.1 * 1.0001 for one, other in zip(with_it, without, strict=True)] == [True] * 3
+
+
+def test_a_layer_that_joins_the_model_is_checked_before_data_pass_it():
+    e = engine()
+    step = next(iter(e))
+    e.model[2] = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(8, affine=False))
+    with pytest.raises(ValueError, match="BatchNorm mixes examples"):
+        step.take()
+
+
+@pytest.mark.parametrize("left_out", ["a batch", "the rest"])
+def test_a_step_has_all_of_its_draw(left_out):
+    """One example whose loss is not finite decides over its whole batch where a loop leaves such batches out."""
+    e = engine(physical_batch_size=4)
+    step = next(iter(e))
+    for number, batch in enumerate(step):
+        if number == 1 and left_out == "a batch":
+            continue
+        step.add(batch)
+        if number == 1:
+            break
+    with pytest.raises(RuntimeError, match="iterate to the end and add every batch"):
+        step.privatize()
 
 
 def test_steps_must_be_made_private_and_done_in_order():
@@ -1196,7 +1264,7 @@ def test_a_model_made_by_name_is_remembered_by_name():
     "So that its folder says how to load it."
     task = load_data("digits")
     ready = prepare("cnn", task)
-    assert ready.recipe == {"name": "cnn", "classes": 10, "kind": "image", "image_shape": task.image_shape}
+    assert ready.recipe == {"name": "cnn", "classes": [*task.classes], "kind": "image", "image_shape": task.image_shape}
     assert prepare(ready.model, task).recipe is None
 
 
