@@ -115,6 +115,42 @@ def test_a_run_is_told_once_to_end_and_has_time_for_its_step(tmp_path):
     assert (tmp_path / "saved").exists() and worker.process.exitcode == 143
 
 
+def noted_job(tmp_path):
+    return queue.Job("e", {"seed": 0}, noted, True, 0.0, "", tmp_path / "e.jsonl")
+
+
+def killed(worker):
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.join()
+
+
+def test_an_idle_worker_that_died_keeps_no_other_alive():
+    workers = [queue.Worker(), queue.Worker()]
+    killed(workers[0])
+    queue.end_all(workers)
+    assert [worker.process.exitcode for worker in workers] == [-signal.SIGKILL, 0]
+
+
+def test_a_worker_that_died_idle_is_replaced_before_its_next_job(tmp_path):
+    worker = queue.Worker()
+    killed(worker)
+    worker.begin(noted_job(tmp_path), None)
+    job, entry, _ = worker.finish()
+    queue.end_all([worker])
+    assert job.experiment == "e" and entry["process"] == worker.process.pid and worker.process.exitcode == 0
+
+
+def test_a_worker_that_dies_before_it_reads_its_job_costs_that_job_alone(tmp_path):
+    worker = queue.Worker()
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    worker.begin(noted_job(tmp_path), None)
+    killed(worker)
+    assert worker.finish()[1:] == (None, f"its process ended without a word (status {-signal.SIGKILL})")
+    worker.begin(noted_job(tmp_path), None)
+    assert worker.finish()[1]["metrics"] == {"accuracy": 0.5}
+    queue.end_all([worker])
+
+
 @pytest.mark.parametrize("method,module", [("DPFrost", "dpft.frost.selection"), ("LayerFreeze", "dpft.freezing.schedule")])
 def test_the_state_of_a_run_is_known_by_the_code_of_its_method(method, module, tmp_path, monkeypatch):
     asked = []

@@ -9,6 +9,7 @@ __all__ = ['FREE', 'PATIENCE', 'SAME_ANSWERS', 'POINTS', 'OTHER', 'UNTOLD', 'ABO
            'found_in', 'rechecked', 'Repeat', 'repeats', 'planned_repeats', 'run_rechecks', 'repeat_lines']
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-imports
+import contextlib
 import json
 import math
 import multiprocessing
@@ -181,9 +182,14 @@ class Worker:
         other.close()
 
     def begin(self, job: Job, folder: Path | None) -> None:
-        "Give it a job; `folder` keeps the state of the run."
+        """Give it a job; `folder` keeps the state of the run;
+        a process that died is replaced before."""
+        try:
+            self.connection.send((job, folder))
+        except OSError:
+            self._start()
+            self.connection.send((job, folder))
         self.job = job
-        self.connection.send((job, folder))
 
     def finish(self) -> tuple[Job, Settings | None, str]:
         "What came of its job; a process that died is replaced."
@@ -191,7 +197,7 @@ class Worker:
         assert job is not None
         try:
             return job, *self.connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the second: before it had read its job
             self.process.join()
             status = self.process.exitcode
             self._start()
@@ -201,7 +207,8 @@ class Worker:
         """End it: at once if it is idle, after its step if it was told so while it
         trained, and in any case after so many seconds."""
         if self.job is None:
-            self.connection.send(None)
+            with contextlib.suppress(OSError):  # it has died
+                self.connection.send(None)
         self.process.join(patience)
         if self.process.is_alive():
             self.process.kill()
