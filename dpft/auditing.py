@@ -451,17 +451,26 @@ def audit_table(records: Sequence[dict[str, Any]]) -> str:
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-processes
 def in_processes(settings: dict[str, Any]) -> Audit:
     """An audit of a run that several processes share; all throw the same coins,
-    from the settings' seed."""
+    from the settings' seed.
+
+    ValueError when one of them fails or does not end; none is left behind.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [context.Process(target=_rank, args=(rank, settings, folder))
                  for rank in range(settings["processes"])]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(600)
-        if any(rank.exitcode for rank in ranks):
-            raise ValueError("a process of the audit failed; its error stands above")
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(600)
+            if any(rank.exitcode != 0 for rank in ranks):  # None: it still runs
+                raise ValueError("a process of the audit failed (its error stands "
+                                 "above) or took longer than 10 minutes")
+        finally:
+            for rank in [rank for rank in ranks if rank.is_alive()]:
+                rank.kill()
+                rank.join()
         said = json.loads((Path(folder) / "audit.json").read_text())
     mechanisms = [SampledGaussian(**mechanism) for mechanism in said["mechanisms"]]
     return Audit(np.array(said["scores"]), np.array(said["coins"]), said["epsilon"],

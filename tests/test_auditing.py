@@ -213,8 +213,25 @@ class Inline:
     def __init__(self, target, args):
         self.start = lambda: target(*args)
 
-    def join(self, seconds):
+    def join(self, seconds=None):
         pass
+
+    def is_alive(self):
+        return False
+
+
+class Stuck(Inline):
+    "A process that does not end, until it is killed."
+    exitcode, killed = None, []
+
+    def __init__(self, target, args):
+        self.start = lambda: None
+
+    def is_alive(self):
+        return self not in self.killed
+
+    def kill(self):
+        self.killed.append(self)
 
 
 def test_what_processes_write_is_what_they_found(monkeypatch):
@@ -226,6 +243,14 @@ def test_what_processes_write_is_what_they_found(monkeypatch):
     monkeypatch.setattr(Inline, "exitcode", 1)
     with pytest.raises(ValueError, match="a process of the audit failed"):
         auditing.in_processes(settings)
+
+
+def test_processes_that_do_not_end_are_a_failure_and_are_killed(monkeypatch):
+    settings = next(entry for entry in audit_grid(False) if entry["label"] == "two processes")
+    monkeypatch.setattr(auditing.multiprocessing, "get_context", lambda method: SimpleNamespace(Process=Stuck))
+    with pytest.raises(ValueError, match="or took longer than 10 minutes"):
+        auditing.in_processes(settings)
+    assert len(Stuck.killed) == 2
 
 
 def test_a_record_of_the_grid():
