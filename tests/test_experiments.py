@@ -4,10 +4,11 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from dpft.book import experiments, figures
+from dpft.book import experiments, figures, pretrained
 from dpft.book.provenance import what_changed
 
 
@@ -84,3 +85,10 @@ def test_student_intervals_cover():
     draws = torch.randn(4000, 3, dtype=torch.float64)
     covered = [abs(centre) <= half for centre, half in (figures.interval(row) for row in draws.tolist())]
     assert abs(sum(covered) / len(covered) - 0.95) < 0.018   # five standard errors
+
+
+def test_a_reader_that_dies_silently_is_named_by_its_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "fetch", lambda *asked: None)
+    monkeypatch.setattr(pretrained.subprocess, "run", lambda *words, **options: SimpleNamespace(returncode=-9, stderr=""))
+    with pytest.raises(ValueError, match=r"model.gguf could not be read \(status -9\)"):
+        pretrained.keep_smollm(tmp_path / "model.gguf", tmp_path / "kept")

