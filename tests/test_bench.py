@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -30,6 +31,20 @@ def taking_part(setting, loss=None):
     loss = loss or WatchedLoss()
     found = list(contenders.enter(setting, setting.build(CPU), loss, CPU))
     return {name: (contender, error, reason) for name, contender, error, reason in found}
+
+
+# Records
+
+
+@pytest.mark.parametrize("zone", ["UTC+12", "UTC-14"])  # west and east: in one of the two it is another day
+def test_the_day_of_a_record_is_that_of_utc_wherever_it_is_made(zone, monkeypatch):
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    days = [time.strftime("%Y-%m-%d", time.gmtime())]
+    made = contenders.provenance(CPU)["made"]
+    monkeypatch.undo()
+    time.tzset()
+    assert made in [*days, time.strftime("%Y-%m-%d", time.gmtime())]
 
 
 # Times

@@ -742,7 +742,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "versions": installed_versions() | {
                 "transformers": version("transformers"),
                 "python": platform.python_version()} | peers,
-            "made": time.strftime("%Y-%m-%d")}
+            "made": time.strftime("%Y-%m-%d", time.gmtime())}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-processor
 def processor() -> str:
