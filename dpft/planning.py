@@ -204,7 +204,7 @@ def data_shape(name: str) -> DataShape:
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
 def _transformers_shape(name: str, data: DataShape) -> nn.Module:
-    "The same by a configuration of Transformers."
+    "A model of Transformers without its values, made by its configuration."
     import transformers as hf
     if name == "minilm":
         config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)

@@ -120,8 +120,7 @@ def check_ranked(relevance: Mapping[str, Tensor], irrelevance: float, ranks: str
     if not 0 < irrelevance < 1:
         raise ValueError(
             f"irrelevance={irrelevance} must lie strictly between 0 and 1: the share "
-            "of "
-            "the entries called weakly significant")
+            "of the entries called weakly significant")
     check_choices({"ranks": ranks, "ranking": ranking, "rounding": rounding},
                   MASK_CHOICES)
     check_map(relevance)

@@ -266,10 +266,8 @@ def group_norm(rules: Rules, function: Callable, inputs: Tensor, groups: int,
 MATRIX_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.bmm, torch.Tensor.bmm)
 
 class Split(torch.autograd.Function):
-    """A sum of two tensors whose relevances are normalised as in eq.
-
-    (11), example by example.
-    """
+    """A sum of two tensors whose relevances are normalised as in eq. (11),
+    example by example."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def _key(run: Settings) -> tuple[Any, ...]:
         "label", "clip", "clipping", "learning_rate", "target_epsilon", "steps"))
 
 def _scores(name: str, full: bool) -> dict[tuple[Any, ...], float]:
-    "What tuning runs scored: accuracy, or less perplexity."
+    "What tuning runs scored: accuracy, or perplexity with a minus; more is better."
     return {_key(run): run["metrics"].get(
                 "accuracy", -run["metrics"].get("perplexity", 0.0))
             for run in recorded(results_file(name)) if run["reduced"] != full}
