@@ -64,11 +64,12 @@ def angle(
 # %% ../../nbs/2_methods/20_freezing_angles.ipynb #angles-sphere
 def angle_range(
     clipping: Tensor,  # angle between true (or unbiased) and biased signal, radians
-    noise: Tensor,          # angle between biased and private signal, radians
-# least and largest possible angle between true (or unbiased) and private signal
+    noise: Tensor,     # angle between biased and private signal, radians
 ) -> tuple[Tensor, Tensor]:
     """What two sides of a triangle on the sphere say about the third.
 
+    The least and the largest angle that are possible between the true (or unbiased)
+    and the private signal.
     Definition 3.2 of DP-SGD-LF, corrected; @lem-sphere.
     """
     total = clipping + noise

@@ -66,17 +66,14 @@ def convergence_bound(
     Forms (B) and (A) of @thm-convergence; Lemma 3.1 of DP-SGD-LF, corrected.
     """
     rates = _rates(learning_rates)
-    energy = (largest_signal_energy(clip, batch_size, sample_rate)
+    signal = (largest_signal_energy(clip, batch_size, sample_rate)
               if signal_energy is None else signal_energy)
-    energy = torch.as_tensor(energy,
-                             dtype=torch.float64) + noise_energy(dimension,
-                             noise_multiplier, clip, batch_size)
-    reach = torch.as_tensor(drop,
-                            dtype=torch.float64) + smoothness / 2 * (rates.square()
-                            * energy).sum()
-    agreed = 0.0 if bias is None else (rates
-                                       * torch.as_tensor(bias,
-                                                         dtype=torch.float64)).sum()
+    noise = noise_energy(dimension, noise_multiplier, clip, batch_size)
+    energy = torch.as_tensor(signal, dtype=torch.float64) + noise
+    curvature = smoothness / 2 * (rates.square() * energy).sum()
+    reach = torch.as_tensor(drop, dtype=torch.float64) + curvature
+    agreed = (0.0 if bias is None
+              else (rates * torch.as_tensor(bias, dtype=torch.float64)).sum())
     return (reach - agreed) / rates.sum()
 
 # %% ../../nbs/2_methods/22_freezing_bound.ipynb #bound-paper

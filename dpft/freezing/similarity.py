@@ -67,7 +67,7 @@ def check_enough(values: Tensor, name: str, way_out: str) -> None:
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-basis
 def basis(
-    values: Tensor,              # (N, d), N > d + 1
+    values: Tensor,          # (N, d), N > d + 1
 ) -> tuple[Tensor, Tensor]:  # (N, r) orthonormal, and (r, d) the centred columns in it
     """An orthonormal basis of what varies, in float64.
 
@@ -84,8 +84,8 @@ def basis(
     if bool((sizes <= rounding * sizes[0]).any()):
         turn, sizes, mixture = torch.linalg.svd(triangle)
         rank = int((sizes > rounding * sizes[0]).sum())
-        columns, triangle = columns @ turn[:,
-                                           :rank], sizes[:rank, None] * mixture[:rank]
+        columns = columns @ turn[:, :rank]
+        triangle = sizes[:rank, None] * mixture[:rank]
     coordinates = values.new_zeros(columns.shape[1], len(varies))
     coordinates[:, varies] = triangle * lengths[varies]
     return columns, coordinates
@@ -95,11 +95,11 @@ def directions(
     x: Tensor,                   # (N, d1)
     y: Tensor,                   # (N, d2)
     way_out: str = "take more examples, pool over positions, or use svcca",
-# (K,) correlations, largest first; (K, d1) the columns of x along their directions
 ) -> tuple[Tensor, Tensor]:
     """Canonical correlations, and how much of each column of x lies in each direction.
 
-    @def-cca.
+    (K,) correlations, largest first, and (K, d1) the columns of x along their
+    directions; @def-cca.
     """
     check_pair(x, y)
     for values, name in ((x, "x"), (y, "y")):
@@ -195,12 +195,12 @@ def svcca(
 @contextmanager
 def listening(
     model: nn.Module,
-    layers: Sequence[str],        # names, as in `model.named_modules()`
-# for each, what it put out, call by call
+    layers: Sequence[str],  # names, as in `model.named_modules()`
 ) -> Iterator[dict[str, list[tuple[nn.Module, Any]]]]:
-    "Hooks on the named layers, taken off at the end; ValueError on an unknown name."
-    modules, heard = dict(model.named_modules()), {name: list[tuple[nn.Module, Any]]()
-                                                   for name in layers}
+    """Hooks on the named layers, taken off at the end; for each layer a list of what
+    it put out, call by call; ValueError on an unknown name."""
+    modules = dict(model.named_modules())
+    heard = {name: list[tuple[nn.Module, Any]]() for name in layers}
     if unknown := [name for name in layers if name not in modules]:
         raise ValueError(
             f"no layer {unknown[0]!r} in {type(model).__name__}; its layers are "
@@ -247,12 +247,9 @@ def pooled(
         return (values * weights).sum(1) / weights.sum(1).clamp(min=1)
     # those that count, in order, come first
     order = counts.int().argsort(dim=1, descending=True, stable=True)
-    places = order.gather(1,
-                          (chosen.to(values.device)
-                           * counts.sum(1, keepdim=True)).long())
-    return values.gather(1,
-                         places[..., None].expand(-1, -1, values.shape[2])).flatten(0,
-                         1)
+    ranks = (chosen.to(values.device) * counts.sum(1, keepdim=True)).long()
+    places = order.gather(1, ranks)[..., None].expand(-1, -1, values.shape[2])
+    return values.gather(1, places).flatten(0, 1)
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-vectors
 def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],

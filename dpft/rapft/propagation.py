@@ -115,8 +115,7 @@ def check_heads(name: str, queries: int, keys: int) -> None:
     if isinstance(queries, int) and isinstance(keys, int) and queries > keys == 1:
         raise ValueError(
             f"{name}: all {queries} query heads share one key head, which has no "
-            "relevance rule; "
-            "use a model with two key heads or more")
+            "relevance rule; use a model with two key heads or more")
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-interface
 HOOKED = "relevance-"  # before the name of the implementation whose values are kept
@@ -136,16 +135,16 @@ def attention(rules: Rules, own: Callable | None, module: nn.Module, query: Tens
     if own is None:
         raise ValueError(
             f"{name}: its file has no eager_attention_forward, so its attention has no "
-            "hook; "
-            "load the model with attn_implementation='sdpa'")
+            "hook; load the model with attn_implementation='sdpa'")
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return own(module, q, k, v, attention_mask, scaling=scaling, dropout=0.0,
                    **kwargs)[0].transpose(1, 2)
+
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", False) if causal is None else causal
-    mask = _lower(query,
-                  key) if attention_mask is None and causal and query.shape[
-                  2] > 1 else attention_mask
+    implied = attention_mask is None and causal and query.shape[2] > 1
+    mask = _lower(query, key) if implied else attention_mask
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return Attended.apply(query, key, value, attend, mask, scale,
                           rules).transpose(1, 2), None

@@ -111,16 +111,15 @@ def keep_beams(probabilities: Tensor, how: Initialisation) -> Tensor:
             min(how.beams, len(score) * how.beams))
         # the beam before, and the token now
         steps.append((chosen // how.beams, chosen % how.beams))
-    kept, alive = torch.zeros_like(probabilities), torch.arange(len(score),
-                                                                device=score.device)
+    kept = torch.zeros_like(probabilities)
+    alive = torch.arange(len(score), device=score.device)
     for t, (parent, choice) in reversed([*enumerate(steps)]):
         kept[t, tokens[t, choice[alive]]] = values[t, choice[alive]]
         alive = parent[alive]
     return kept
 
-# (T, V) probabilities -> those that are kept
-
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-keepers
+# (T, V) probabilities -> those that are kept
 KEEPERS: dict[str, Callable[[Tensor, Initialisation], Tensor]] = {
     "class": keep_class, "naive": lambda probabilities, how: probabilities,
     "top-k": keep_top_k, "top-p": keep_top_p, "beam": keep_beams}
@@ -168,12 +167,11 @@ def initial_relevance(
     keep = KEEPERS[how.resolved(scores)]
     seed = torch.zeros_like(scores)
     for i, own in enumerate(scores):
-        rows = torch.ones(1, dtype=torch.bool,
-                          device=scores.device) if positions is None else positions[i]
+        rows = (torch.ones(1, dtype=torch.bool, device=scores.device)
+                if positions is None else positions[i])
         if bool(rows.any()):
-            seed[i].view(len(rows),
-                         -1)[rows] = keep(own.view(len(rows), -1)[rows].softmax(-1),
-                         how)
+            seed[i].view(len(rows), -1)[rows] = keep(
+                own.view(len(rows), -1)[rows].softmax(-1), how)
     return seed
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-seeded
@@ -207,18 +205,16 @@ def relevance_loss(
     how: Initialisation,
     # under which it is used: what the engine has found out holds for them alone
     rules: Rules,
-# (model, batch) -> (B,) total relevance; the same function for the same arguments
-) -> LossFunction:
-    """What is propagated, as a loss.
+) -> LossFunction:  # (model, batch) -> (B,) total relevance
+    """What is propagated, as a loss; the same function for the same arguments.
 
     Its modified gradients are the relevance maps divided by the parameters.
     """
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         scores = starting_scores(model, batch)
-        seed = initial_relevance(scores, counted(batch, scores, shifts(model))
-                                 if scores.ndim == 3
-                                 else None, how)
-        return Seeded.apply(scores, seed)
+        positions = (counted(batch, scores, shifts(model)) if scores.ndim == 3
+                     else None)
+        return Seeded.apply(scores, initial_relevance(scores, positions, how))
     return loss
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-check-map
