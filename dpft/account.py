@@ -205,6 +205,7 @@ class Tally:
         "The numbers, to be added up over the processes."
         loss, not_finite, clipped = self.read()
         return [self.examples, loss, not_finite, self.units, clipped]
+
     @counts.setter
     def counts(self, found: Sequence[float]) -> None:
         examples, loss, not_finite, units, clipped = found

@@ -967,6 +967,7 @@ class Groups:
             return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(
                 0, self.on(rows.device)[0], rows))
         return contribution.map(self._side_by_side)
+
     def _side_by_side(self, rows: Tensor) -> Tensor:
         """(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows
         become more tokens; what is missing is zero."""
@@ -974,6 +975,7 @@ class Groups:
         padded = rows.new_zeros(self.units, self.most, *rows.shape[1:])
         padded[self.on(rows.device)] = rows
         return padded.movedim(1, tokens).flatten(tokens, tokens + 1)
+
 GroupsOf = (  # which rows of a batch make one unit of privacy; None: every row is one
     Callable[[Batch], Groups | None])
 
