@@ -13,7 +13,7 @@ from dpft.baselines import admitted
 from dpft.book import evidence
 from dpft.book.evidence import frost, methods
 from dpft.book.experiments import measured_run, write_records
-from dpft.book.figures import interval
+from dpft.book.figures import interval, label_of, paired
 from dpft.frost import DPFrost
 from dpft.registry import method_from
 
@@ -34,10 +34,10 @@ def only(settings, *without):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10), st.integers(1, 10**5))
 def test_the_interval_holds_both_parts_and_shrinks_with_the_test_file(scores, examples):
-    centre, half = methods.score_interval(scores, examples)
+    centre, half = interval(scores, examples)
     seeds = interval(scores)
     assert centre == seeds[0] and seeds[1] <= half <= seeds[1] + 1.96 * 0.5 / examples**0.5 + 1e-12
-    assert methods.score_interval(scores, 4 * examples)[1] <= half
+    assert interval(scores, 4 * examples)[1] <= half
 
 
 def test_the_interval_covers_the_truth_when_seeds_and_examples_are_both_drawn():
@@ -47,7 +47,7 @@ def test_the_interval_covers_the_truth_when_seeds_and_examples_are_both_drawn():
         truth = 0.8 + 0.02 * torch.randn(5, 1, generator=generator)
         easy = torch.rand(1, 300, generator=generator)                           # the same examples are hard for all five
         scores = (easy < truth).float().mean(1).tolist()
-        (centre, half), (_, without) = methods.score_interval(scores, 300), interval(scores)
+        (centre, half), (_, without) = interval(scores, 300), interval(scores)
         covered, narrow = covered + (abs(centre - 0.8) <= half), narrow + (abs(centre - 0.8) <= without)
     assert covered >= 0.90 * 400 and narrow < 0.80 * 400   # 0.957 and 0.63 are expected, with deviations of 0.010 and 0.024
 
@@ -58,9 +58,9 @@ def entry(label, seed, score, **more):
 
 def test_pairs_are_of_one_seed_and_a_win_takes_two():
     records = [entry("a", 0, 0.9), entry("a", 1, 0.8), entry("b", 1, 0.5), entry("b", 2, 0.1), {**entry("?", 0, 0.4), "method": "c"}]
-    assert methods.paired(records, "a", "b", "accuracy") == [pytest.approx(0.3)]
-    assert methods.paired(records, "a", "b", "test_accuracy") == [pytest.approx(-0.3)]
-    assert methods.label_of({"method": "c"}) == "c" and methods.paired(records, "a", "c", "accuracy") == []
+    assert paired(records, "a", "b", "accuracy") == [pytest.approx(0.3)]
+    assert paired(records, "a", "b", "test_accuracy") == [pytest.approx(-0.3)]
+    assert label_of({"method": "c"}) == "c" and paired(records, "a", "c", "accuracy") == []
     assert not methods.beaten([0.3]) and not methods.beaten([]) and methods.beaten([0.3, 0.3]) and not methods.beaten([0.3, 0.0])
     told = [methods.described_difference(values)[-1] for values in ([0.3], [0.3, 0.3, 0.31], [-0.3, -0.3], [0.3, -0.3])]
     assert told == ["too few seeds", "ahead", "behind", "undecided"]
@@ -147,9 +147,9 @@ def test_each_rival_runs_beside_the_winner_on_each_task_once(tuned_file):
     for task, model, seeds in (("digits", "vit-small", 10), ("cifar10", "vit-small", 5), ("sst2", "minilm", 5)):
         own = [run for run in runs if (run["data"], run["model"]) == (task, model) and run["seed"] < seeds]
         for rival in (label, *methods.rivals(label)):
-            assert sorted(run["seed"] for run in own if methods.label_of(run) == rival) == list(range(seeds)), (task, rival)
+            assert sorted(run["seed"] for run in own if label_of(run) == rival) == list(range(seeds)), (task, rival)
         assert len({json.dumps(only(run, "label", "method", "options", "learning_rate", "seed"), sort_keys=True) for run in own}) == 1
-        made = [{**run, "metrics": dict.fromkeys(("accuracy", "test_accuracy"), float(methods.label_of(run) == label))} for run in own]
+        made = [{**run, "metrics": dict.fromkeys(("accuracy", "test_accuracy"), float(label_of(run) == label))} for run in own]
         found = list(methods.comparisons(made, label))
         assert [(name, rival) for name, rival, _ in found] == [(task, rival) for rival in methods.rivals(label)]
         assert all(values == [1.0] * seeds for *_, values in found)

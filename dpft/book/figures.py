@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'EXAMPLES', 'NAMES', 'LEAST', 'Panels', 'ENDINGS', 'style',
            't_quantile', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log',
-           'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'leads',
-           'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff',
+           'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired',
+           'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff',
            'language_tradeoff', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'scored',
            'points', 'grouped', 'markdown_table', 'text_table']
 
@@ -229,6 +229,22 @@ def tradeoff(
         legend_beside(figure)
     return figure
 
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-paired
+def paired(
+    records: Records,
+    first: str,
+    second: str,   # labels
+    metric: str,
+) -> list[float]:  # first minus second, for each seed that both have
+    """Differences seed by seed, in which what a seed and the test file do
+    to both cancels."""
+    found: dict[str, dict[int, float]] = {first: {}, second: {}}
+    for entry in records:
+        if (label := label_of(entry)) in found:
+            found[label][entry["seed"]] = entry["metrics"][metric]
+    return [found[first][seed] - found[second][seed]
+            for seed in sorted(found[first].keys() & found[second].keys())]
+
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads
 NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",
          "fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
@@ -237,13 +253,10 @@ LEAST = 3  # seeds for a place in a figure of differences
 def leads(records: Records, base: str, metric: str) -> dict[str, list[float]]:
     """Each method's metric less that of `base` with the same seed,
     where at least three seeds have both."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    for entry in records:
-        found[label_of(entry)][entry["seed"]] = entry["metrics"][metric]
-    plain = found.pop(base, {})
-    pairs = {label: [scores[seed] - plain[seed] for seed in sorted(scores)
-                     if seed in plain] for label, scores in found.items()}
-    return {label: its for label, its in pairs.items() if len(its) >= LEAST}
+    records = list(records)
+    others = [label for label in dict.fromkeys(map(label_of, records)) if label != base]
+    found = {label: paired(records, label, base, metric) for label in others}
+    return {label: its for label, its in found.items() if len(its) >= LEAST}
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-draw-leads
 def draw_leads(

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OTHERS', 'OTHER_RATES', 'IMAGE_RATES', 'SENSITIVITY', 'PARTS', 'PART_RATES', 'PART_OPTIONS', 'COMPOSITIONS',
-           'EXPERIMENTS', 'score_interval', 'paired', 'beaten', 'described_difference', 'other_options',
-           'others_tuning', 'settings_of', 'others_grid', 'headline_grid', 'slowest_last', 'two_phases', 'images_grid',
-           'sensitivity_grid', 'cost_grid', 'cost_entry', 'composed', 'single', 'searched', 'parts_grid', 'mean_scores',
-           'part_rates', 'search_grid', 'winner', 'rivals', 'task_settings', 'confirmation_grid', 'comparisons']
+           'EXPERIMENTS', 'beaten', 'described_difference', 'other_options', 'others_tuning', 'settings_of',
+           'others_grid', 'headline_grid', 'slowest_last', 'two_phases', 'images_grid', 'sensitivity_grid', 'cost_grid',
+           'cost_entry', 'composed', 'single', 'searched', 'parts_grid', 'mean_scores', 'part_rates', 'search_grid',
+           'winner', 'rivals', 'task_settings', 'confirmation_grid', 'comparisons']
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-imports
 from collections import defaultdict
@@ -24,35 +24,11 @@ from ...registry import method_from
 from ..contenders import live_peak
 from ..experiments import (
     Experiment, Settings, prepared_task, recorded, results_file)
-from ..figures import interval, label_of
+from ..figures import interval, paired
 from ..freezing_costs import same_draws
 from .frost import (
     METHODS, RATES, VISION_RATES, clock, digits_run, measured, measured_engine,
     text_run, tuned, vision_grid)
-
-# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-interval
-def score_interval(
-    scores: list[float],       # accuracies, one for each seed
-    examples: int,             # in the file that all are scored on
-) -> tuple[float, float]:      # mean, and half the width of its 95 % interval
-    """Mean accuracy with an interval over seeds and examples;
-    of a single seed over examples alone; @lem-score-interval."""
-    return interval(scores, examples)
-
-# %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-paired
-def paired(
-    records: Iterable[Settings],
-    first: str,
-    second: str,               # labels
-    metric: str,
-) -> list[float]:              # first minus second, for each seed that both have
-    """Differences seed by seed, in which what a seed and the test file do
-    to both cancels."""
-    found: dict[str, dict[int, float]] = defaultdict(dict)
-    for entry in records:
-        found[label_of(entry)][entry["seed"]] = entry["metrics"][metric]
-    return [found[first][seed] - found[second][seed]
-            for seed in sorted(found[first].keys() & found[second].keys())]
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-beaten
 def beaten(differences: list[float]) -> bool:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..experiments import Experiment, Settings, recorded, results_file
+from ..figures import paired
 from ..pretrained import measured
 from .frost import digits_run
 from .frost import measured as digits_measured
@@ -545,12 +546,7 @@ def scored_by(records: list[Settings]) -> tuple[str, int]:
 def ahead(records: list[Settings], first: str, second: str) -> list[float]:
     "By how much one way is better than another, for each seed that both have."
     metric, sign = scored_by(records)
-    found: dict[str, dict[int, float]] = {first: {}, second: {}}
-    for run in records:
-        if run["label"] in found:
-            found[run["label"]][run["seed"]] = sign * run["metrics"][metric]
-    return [found[first][seed] - found[second][seed]
-            for seed in sorted(found[first].keys() & found[second].keys())]
+    return [sign * gap for gap in paired(records, first, second, metric)]
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study-verdict-one
 def study_verdict(
