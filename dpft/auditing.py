@@ -425,7 +425,7 @@ def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
     order = sorted(range(len(p_values)), key=lambda number: p_values[number])
     found, count = [False] * len(p_values), len(p_values)
     for place, number in enumerate(order):
-        if p_values[number] > error / (count - place):
+        if not p_values[number] <= error / (count - place):  # also where it is NaN
             break
         found[number] = True
     return found

@@ -134,6 +134,7 @@ def test_scores_without_noise_or_without_difference():
 def test_holms_test_by_hand():
     assert refuted([0.001, 0.2, 0.012, 0.03]) == [True, False, True, False]
     assert refuted([0.04, 0.04]) == [False, False] and refuted([0.04]) == [True] and refuted([]) == []
+    assert refuted([math.nan]) == [False] and refuted([0.001, math.nan]) == [True, False]
 
 
 # Audits ---------------------------------------------------------------------------------------------------------------------------

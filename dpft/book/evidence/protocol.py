@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ...auditing import refuted
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import paired
 from ..pretrained import measured
@@ -376,12 +377,11 @@ def holm(
     p_values: dict[str, float],  # of each comparison
     level: float = 0.05,
 ) -> dict[str, bool]:            # whether each is decided
-    "Holm's step-down procedure: the chance of any false decision is at most the level."
-    decided, going = {}, True
-    for number, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        going = going and p_values[name] <= level / (len(p_values) - number)
-        decided[name] = going
-    return decided
+    """Holm's step-down procedure, the surest comparison first: the chance of any false
+    decision is at most the level."""
+    names = sorted(p_values, key=lambda name: p_values[name])
+    decided = refuted([p_values[name] for name in names], level)
+    return dict(zip(names, decided, strict=True))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-p
 def p_value(differences: list[float], margin: float = 0.0) -> float:
