@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['LORA', 'ADAPTER', 'PART', 'NOTHING', 'QUERIES_AND_VALUES', 'FEED_FORWARD', 'ATTENTION_ENDS', 'FEED_FORWARD_ENDS',
            'BLOCK_ENDS', 'Full', 'LastLayer', 'Trainable', 'NormOnly', 'place', 'partitions', 'admitted', 'check_ratio',
-           'offered', 'RandomPartitions', 'masked_block', 'largest_entries', 'LargestWeights', 'linear_layers',
-           'matching_layers', 'drawn_from', 'LoRA', 'insert_lora', 'merge_lora', 'Adapted', 'insert_adapters',
-           'remove_adapters', 'Adapter']
+           'offered', 'RandomPartitions', 'masked_block', 'largest', 'largest_entries', 'LargestWeights',
+           'linear_layers', 'matching_layers', 'drawn_from', 'LoRA', 'insert_lora', 'merge_lora', 'Adapted',
+           'insert_adapters', 'remove_adapters', 'Adapter']
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-imports
 import math
@@ -208,17 +208,25 @@ def masked_block(
     return Block(parameters, chosen, clip, noise)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest-entries
+def largest(
+    values: Tensor,                        # (entries,) of all parameters in a row
+    count: int,                            # how many entries of all of them
+    parameters: Sequence[nn.Parameter],
+) -> dict[nn.Parameter, Tensor]:           # masks of those that have any
+    "The entries of the largest values."
+    flat = torch.zeros_like(values, dtype=torch.bool)
+    flat[values.topk(count, sorted=False).indices] = True
+    masks = flat.split([parameter.numel() for parameter in parameters])
+    return {p: mask.view_as(p) for p, mask in zip(parameters, masks, strict=True)
+            if bool(mask.any())}
+
 def largest_entries(
     parameters: Sequence[nn.Parameter],
     count: int,                            # how many entries of all of them
 ) -> dict[nn.Parameter, Tensor]:           # masks of those that have any
     "The entries of largest magnitude."
     magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
-    flat = torch.zeros_like(magnitudes, dtype=torch.bool)
-    flat[magnitudes.topk(count, sorted=False).indices] = True
-    masks = flat.split([parameter.numel() for parameter in parameters])
-    return {p: mask.view_as(p) for p, mask in zip(parameters, masks, strict=True)
-            if bool(mask.any())}
+    return largest(magnitudes, count, parameters)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest
 class LargestWeights(Method):
