@@ -44,9 +44,11 @@ def _installed(name: str) -> str:
         return "not installed"
 
 
-def installed_versions() -> dict[str, str]:
+def installed_versions(
+    *others: str,  # names of packages that are told too
+) -> dict[str, str]:
     "The packages that the numbers depend on."
-    names = "dpft", "dp-accounting", "opacus", "scipy", "torch"
+    names = "dpft", "dp-accounting", "opacus", "scipy", "torch", *others
     return {name: _installed(name) for name in names}
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-fields

@@ -43,10 +43,9 @@ from ..engine import Engine
 from ..gradients import (
     Batch, LossFunction, batch_rows, by_example, clipped_sum, full,
     per_example_gradients, reuse_memory, select_rows, trainable)
-from ..guarantee import installed_versions
 from ..losses import example_losses
 from ..step import Lowered
-from .provenance import device_name
+from .provenance import device_name, versions
 from .queue import worker_context
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
@@ -729,8 +728,6 @@ MIB = 2**20
 
 def provenance(device: torch.device) -> dict[str, Any]:
     "Where a record was made."
-    from importlib.metadata import version
-
     peers = ({"fastDP": getattr(sys.modules["fastDP"], "__version__", "")}
              if "fastDP" in sys.modules else {})
     return {"device": device_name(device),
@@ -739,9 +736,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "threads": torch.get_num_threads(), "cores": os.cpu_count(),
             "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
             "memory_reused": device.type == "cpu" and reuse_memory(),
-            "versions": installed_versions() | {
-                "transformers": version("transformers"),
-                "python": platform.python_version()} | peers,
+            "versions": versions() | peers,
             "made": time.strftime("%Y-%m-%d", time.gmtime())}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-processor

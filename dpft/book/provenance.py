@@ -21,7 +21,6 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     "The packages that the numbers depend on, and Python."
-    return (installed_versions() | {name: _version(name) for name in NUMERIC}
-            | {"python": platform.python_version()})
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return installed_versions(*NUMERIC) | {"python": platform.python_version()}
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-device
 def device_name(device: torch.device) -> str:
