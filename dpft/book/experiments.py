@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'Experiment', 'recorded', 'records_of', 'run_experiment',
            'is_among', 'make_record', 'measured_run', 'check_known', 'arguments_of', 'seen_in', 'keep_unfinished',
-           'kept_in', 'unfinished', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'prepared_task',
+           'kept_in', 'unfinished', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'split', 'prepared_task',
            'cache_folder', 'put_in_place', 'with_fresh_head', 'quickstart', 'printed_digits_network']
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-imports
@@ -281,6 +281,16 @@ def unpacked(text: str) -> Tensor:  # (N,) bool or uint8
             else torch.tensor(raw))
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-prepared
+def split(task: Task, held_out: int, limit: int | None = None) -> Task:
+    "So many rows of the training data, fixed; with some of them to develop on instead."
+    order = torch.randperm(len(task.train),
+                           generator=torch.Generator().manual_seed(1))[:limit]
+    rest = order[held_out:].sort().values
+    if not held_out:
+        return task if limit is None else replace(task, train=task.train.subset(rest))
+    return replace(task, train=task.train.subset(rest), test=None,
+                   dev=task.train.subset(order[:held_out].sort().values))
+
 @cache
 def prepared_task(
     data: str,
@@ -290,13 +300,7 @@ def prepared_task(
     max_length: int = 128, # tokens kept of each text
 ) -> Task:
     "A data set, tokenised once for all runs."
-    task = load_data(data, limit=limit)
-    if held_out:
-        order = torch.randperm(len(task.train),
-                               generator=torch.Generator().manual_seed(1))
-        train, dev = (task.train.subset(rows.sort().values)
-                      for rows in (order[held_out:], order[:held_out]))
-        task = replace(task, train=train, dev=dev, test=None)
+    task = split(load_data(data, limit=limit), held_out)
     if task.kind != "image":
         tokenizer = load_tokenizer(model)
         train, dev, test = (None if part is None

