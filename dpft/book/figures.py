@@ -7,8 +7,8 @@ __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'EXAMPLES', 'NAME
            't_quantile', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log',
            'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired',
            'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff',
-           'language_tradeoff', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described', 'made_by', 'scored',
-           'points', 'grouped', 'markdown_table', 'text_table']
+           'language_tradeoff', 'check_ending', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described',
+           'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 from collections import defaultdict
@@ -405,6 +405,12 @@ def language_tradeoff(records: Records) -> "Figure":
 ENDINGS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 
+def check_ending(ending: str) -> None:
+    "ValueError for a format that figures are not written in."
+    if ending not in ENDINGS:
+        raise ValueError(f"figure format {ending!r} is unknown; choose "
+                         f"{', '.join(ENDINGS)}")
+
 def save_figure(
     figure: "Figure",
     path: str | Path,  # its ending says the format: svg and pdf are vectors, png is not
@@ -414,9 +420,7 @@ def save_figure(
     from matplotlib import rc_context
 
     ending = Path(path).suffix[1:]
-    if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose "
-                         f"{', '.join(ENDINGS)}")
+    check_ending(ending)
     with rc_context({"svg.hashsalt": "dpft", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=ENDINGS[ending], dpi=150)
 
@@ -441,9 +445,7 @@ def redraw(
     on or what it lacks."""
     from matplotlib import pyplot as plt
 
-    if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose "
-                         f"{', '.join(ENDINGS)}")
+    check_ending(ending)
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
         records, missing = standing_on(drawing)

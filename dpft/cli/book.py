@@ -39,6 +39,7 @@ def quickstart(
     from tqdm import tqdm
 
     from dpft.book import experiments, figures
+    from dpft.book.provenance import replace_records
     if seeds < 1:
         raise ValueError(f"seeds={seeds} must be at least 1")
     budgets = (0.5, 2.0, 8.0, inf)
@@ -46,8 +47,7 @@ def quickstart(
     made = experiments.quickstart(budgets, range(seeds))
     records = list(tqdm(made, total=len(budgets) * len(experiments.QUICKSTART) * seeds,
                         unit="run"))
-    (output / "quickstart.jsonl").unlink(missing_ok=True)
-    experiments.write_records(output / "quickstart.jsonl", records)
+    replace_records(output / "quickstart.jsonl", records)
     table = figures.text_table(records)
     (output / "table.md").write_text(table + "\n")
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.svg"))

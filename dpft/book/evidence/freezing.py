@@ -284,13 +284,15 @@ def similarity_entry(settings: Settings) -> Settings:
     return {**_scored(settings, model, task, end), "distances": distances}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles
+CLIPS = (1.0, 5.0, 10.0)
+
 def angle_grid(full: bool) -> Iterator[Settings]:
     "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
     own = ({"batch_size": 512, "steps": 5500, "after": 5000, "every": 250} if full else
            {"batch_size": 256, "steps": 160, "after": 100, "every": 40,
             "limit": 10_000})
     for seed in range(5):
-        for clip in (1.0, 5.0, 10.0):
+        for clip in CLIPS:
             yield {"data": "cifar10", "model": "tempered-cnn-5",
                    "noise_multiplier": 1.0, "clip": clip,
                    "learning_rate": 1.0 / clip, **own,
@@ -315,9 +317,6 @@ def angle_entry(settings: Settings) -> Settings:
             "aligned_with": "the full gradient"}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles-clips
-CLIPS = (1.0, 5.0, 10.0)
-
-
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
           t: int) -> Settings:
     "The signals of one random batch, and which of its examples are clipped."
