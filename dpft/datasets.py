@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'has_batch_protocol', 'Public',
-           'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
+__all__ = ['LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare', 'has_batch_protocol',
+           'Public', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
            'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
@@ -109,13 +109,19 @@ class TableData:
                           for name, values in self.columns.items()})
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-batch
+def bare(
+    data: Any,  # a data set, public or not
+) -> Any:       # it, without the mark
+    "The data itself, however often it was marked as public."
+    while isinstance(data, Public):
+        data = data.data
+    return data
+
 def has_batch_protocol(
     data: Any,  # a data set, public or not
 ) -> bool:
     "Whether `data.batch(indices)` gives the batch of these rows."
-    while isinstance(data, Public):
-        data = data.data
-    if not callable(batch := getattr(data, "batch", None)):
+    if not callable(batch := getattr(bare(data), "batch", None)):
         return False
     try:
         return next(iter(signature(batch).parameters), "") == "indices"

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpft.datasets import (
-    ABOUT, LABELS, Public, TensorData, column_names, is_chat, made_on_the_fly,
-    names_a_row)
+from .datasets import (
+    ABOUT, LABELS, Public, TensorData, bare, column_names, is_chat,
+    made_on_the_fly, names_a_row)
 from .gradients import full
 from .processes import whole
 from .settings import Reading, Settings, package_of, parts_of
@@ -36,8 +36,7 @@ def fingerprint(
 ) -> str:       # sha256, hex; a function of private data, never to be published
     "Internal identity of a data set by its content and order; @sec-fingerprint."
     digest = hashlib.sha256()
-    while isinstance(data, Public):
-        data = data.data
+    data = bare(data)
     if hasattr(data, "content"):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
@@ -89,8 +88,7 @@ def row_hashes(
     columns: Iterable[str] = (), # that are compared; none: all
 ) -> list[tuple[str, bytes]]:  # what was compared, and its hash, for each row
     "A hash of each row's texts, tokens, picture or other numbers, without its label."
-    while isinstance(data, Public):
-        data = data.data
+    data = bare(data)
     if isinstance(data, TensorData):
         return _image_hashes(data)
     if hasattr(data, "hashes"):
@@ -110,8 +108,7 @@ def _only(item: Any, columns: Iterable[str]) -> Any:
 
 def _compared(data: Any) -> set[str]:
     "Columns that may tell a row again; empty where rows have none."
-    while isinstance(data, Public):
-        data = data.data
+    data = bare(data)
     if isinstance(data, TensorData) or hasattr(data, "hashes") or not len(data):
         return set()
     names = column_names(data)
