@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'drawn_below', 'box_muller',
-           'cipher_pieces', 'part_of', 'add_pieces', 'threads', 'side_by_side', 'Keystream', 'digests', 'raw_bytes',
-           'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces', 'noise_key',
-           'grid_step', 'on_grid', 'perturbed_on_grid', 'secure_std']
+           'cipher_pieces', 'part_of', 'add_pieces', 'usable_cores', 'threads', 'side_by_side', 'Keystream', 'digests',
+           'raw_bytes', 'factors_of', 'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces',
+           'noise_key', 'grid_step', 'on_grid', 'perturbed_on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -140,12 +140,15 @@ def add_pieces(
 # %% ../nbs/5_notes/54_noise.ipynb #noise-threads
 SHARE = 2**20  # numbers of a large sum that one thread makes at a time
 
+def usable_cores() -> int:
+    "How many cores this process may use."
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1)
+
 def threads() -> int:
     """How many threads this process may use: as many as torch,
     and no more than it has cores."""
-    cores = (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-             else os.cpu_count() or 1)
-    return min(torch.get_num_threads(), cores)
+    return min(torch.get_num_threads(), usable_cores())
 
 def side_by_side(
     work: Callable[[Any], Any],

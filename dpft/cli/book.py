@@ -198,9 +198,9 @@ def chosen_runs(names: list[str], full: bool, data: str | None, method: str | No
 def cores() -> int:
     "How many processes can run beside each other; one where a GPU does the work."
     import torch
-    return (1 if torch.cuda.is_available()
-            else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1)
+
+    from dpft.noise import usable_cores
+    return 1 if torch.cuda.is_available() else usable_cores()
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-prepare
 @app.command()
