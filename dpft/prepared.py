@@ -5,14 +5,14 @@
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-imports
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .datasets import VOCABULARY, Task, as_dataset, check_labels, column_names
-from .datasets import has_batch_protocol, is_chat, names_a_row
+from .datasets import has_batch_protocol, names_a_row
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import load_model, load_tokenizer, own_classes
@@ -21,7 +21,7 @@ from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'holds_texts', 'as_task', 'prepare']
+__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -114,15 +114,6 @@ def pad_token(
         if (found := getattr(known, "pad_token_id", None)) is not None:
             return int(found)
     return 0
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-texts
-def holds_texts(
-    data: Any,  # a data set
-) -> bool:
-    "Whether the items are dictionaries with texts or conversations in them."
-    first = data[0] if len(data) else None
-    return isinstance(first, Mapping) and any(
-        isinstance(value, str) or is_chat(value) for value in first.values())
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-task
 def as_task(

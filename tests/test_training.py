@@ -37,7 +37,7 @@ from dpft.method import Context, Method
 from dpft.models import set_modes
 from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import choice_hash, make_plan, noise_spread, scaled_blocks
-from dpft.prepared import as_task, holds_texts, prepare
+from dpft.prepared import as_task, prepare
 from dpft.privacy import Request, SampledGaussian, epsilon
 from dpft.sampling import Share
 from dpft.settings import Settings
@@ -1231,10 +1231,6 @@ def test_the_rate_falls_as_its_schedule_says(schedule, rates):
         optimizer.step()
         schedule.step()
     assert found == pytest.approx(rates)
-
-
-def test_data_of_no_items_holds_no_texts():
-    assert not holds_texts([]) and holds_texts([{"text": "a"}]) and not holds_texts([("a", 1)])
 
 
 def test_a_view_counts_with_its_share_of_the_loss():

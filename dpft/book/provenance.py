@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NUMERIC', 'write_records', 'replace_records', 'read_records', 'results_file', 'machine', 'versions', 'device_name',
            'modules_behind', 'imported_by', 'source_hash', 'roots_of', 'provenance', 'what_changed', 'settings_of',
-           'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale', 'freshness', 'commit', 'forget_peak']
+           'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale', 'commit', 'forget_peak']
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-imports
 import ast
@@ -304,15 +304,6 @@ def is_stale(entry: dict[str, Any]) -> bool:
 def why_stale(entry: dict[str, Any]) -> list[str]:  # empty: it is not
     "What has changed since a record was made, or last re-checked."
     return [] if not (changed := what_changed(entry)) or recheck_of(entry) else changed
-
-def freshness(entry: dict[str, Any]) -> str:
-    "Whether a record is current, and by what."
-    if not (changed := what_changed(entry)):
-        return "current"
-    if found := recheck_of(entry):
-        commits = entry.get("commit", "unknown"), found.get("commit", "unknown")
-        return "made by commit {}, re-checked at {}".format(*commits)
-    return f"stale: {'; '.join(changed)}"
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-commit
 @cache
