@@ -23,8 +23,8 @@ __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL',
            'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
            'labels_of', 'unknown', 'class_losses', 'several_losses', 'square_losses', 'problem_of', 'label_losses',
            'aligned', 'token_losses', 'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'default_loss',
-           'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'evaluation_batches', 'answers',
-           'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
+           'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches',
+           'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -358,6 +358,11 @@ def evaluation_order(data: Any) -> Tensor:  # (N,) rows
     return (torch.arange(len(data)) if lengths is None
             else torch.as_tensor(lengths).argsort(stable=True))
 
+def device_of(model: nn.Module) -> torch.device:
+    "Where the model's first parameter lies; the CPU for a model without parameters."
+    return next((parameter.device for parameter in model.parameters()),
+                torch.device("cpu"))
+
 def evaluation_batches(
     model: nn.Module,
     data: Any,                 # examples
@@ -365,10 +370,9 @@ def evaluation_batches(
     batch_size: int,
 ) -> Iterator[Any]:
     "A data set in batches, in evaluation mode; equal lengths together."
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with evaluating(model):
         for part in evaluation_order(data).split(batch_size):
-            yield to_device(gather(data, part, collate), device)
+            yield to_device(gather(data, part, collate), device_of(model))
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-right
 def answers(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['checked', 'check_pair', 'check_enough', 'basis', 'directions', 'cca', 'mean_cca', 'pwcca', 'reduced', 'svcca',
-           'listening', 'by_position', 'pooled', 'vectors', 'check_pooling', 'device_of', 'activations']
+           'listening', 'by_position', 'pooled', 'vectors', 'check_pooling', 'activations']
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-imports
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients import Batch, batch_rows, evaluating
-from ..losses import logits, to_device
+from ..losses import device_of, logits, to_device
 from ..sampling import gather
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-checked
@@ -278,11 +278,6 @@ def check_pooling(pool: str, positions: int) -> None:
         raise ValueError(
             f"pool={pool!r}, positions={positions}: choose 'mean', or 'positions' and "
             "at least one")
-
-def device_of(model: nn.Module) -> torch.device:
-    "Where the model's first parameter lies; the CPU for a model without parameters."
-    return next((parameter.device for parameter in model.parameters()),
-                torch.device("cpu"))
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-activations
 @torch.no_grad()
