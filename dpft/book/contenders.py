@@ -586,10 +586,12 @@ class CudaBytes:
 
     @property
     def now(self) -> int:
+        "Bytes that are there now beyond those at the start."
         return torch.cuda.memory_allocated() - self.before
 
     @property
     def peak(self) -> int:
+        "The most bytes that were there at once beyond those at the start."
         return torch.cuda.max_memory_allocated() - self.before
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-memory-function
