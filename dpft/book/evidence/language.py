@@ -76,7 +76,7 @@ def train_tokenizer(
     texts: Sequence[str],  # public
     recipe: Recipe,
 ) -> Any:                  # a Transformers tokenizer
-    """Byte-pair encoding learnt from the public text alone;
+    """Byte-pair encoding learned from the public text alone;
     one token ends a text and begins the next, as for GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
