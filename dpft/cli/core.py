@@ -360,7 +360,7 @@ def loaded_task(
     try:
         task = load_data(data, root, limit=limit, columns=columns, unit=unit)
     except TypeError as error:
-        raise ValueError(f"--data {data} cannot be learnt from ({error}); labels must "
+        raise ValueError(f"--data {data} cannot be learned from ({error}); labels must "
                          "be whole numbers or texts, and none may be "
                          "missing") from None
     check_learnable(task)
