@@ -16,7 +16,8 @@ import numpy as np
 from .curve import PrivacyCurve, best_of_pairs, grouped
 from .guarantee import Guarantee
 from .privacy import (
-    NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier)
+    NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
+    rdp_conversion)
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
@@ -192,8 +193,7 @@ def selection_epsilon(
     history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps)
                            for m in plan if m.steps))
     whole = _whole_renyi(history, law, accountant)
-    value = (whole - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
-             + np.log1p(-1 / ORDERS))
+    value = whole + [rdp_conversion(order, delta) for order in ORDERS]
     if not np.isfinite(value).any():
         raise BudgetError(f"a selection among about {law.mean:g} trials of {plan} "
                           "cannot be priced; use more noise")
