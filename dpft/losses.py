@@ -496,6 +496,6 @@ def measure_for(
     problem = problem_of(model, scores, labels)
     if problem is None:
         raise ValueError(
-            f"nothing says how {type(unwrapped(model)).__name__} is to be scored; pass "
-            "evaluate=, a function of the model that returns a dictionary of scores")
+            f"nothing says how {type(unwrapped(model)).__name__} is to be scored; give "
+            "a function of the model in place of the data")
     return {SINGLE: ACCURACY, SEVERAL: EXACT, NUMBERS: R2}[problem]

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from .datasets import Public, as_dataset, is_missing
 from .identity import fingerprint
-from .losses import accuracy, answers, evaluation_batches, perplexity
+from .losses import answers, evaluation_batches, measure_for
 from .noise import Keystream
 from .privacy import SampledGaussian
 
 if TYPE_CHECKING:
     from dpft.loop import Run
+    from dpft.prepared import Prepared
 
 # %% auto #0
-__all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accuracy', 'scorer']
+__all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accuracy', 'check_measure', 'scorer']
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-column
 def _column(data: Any, name: str) -> list[Hashable]:
@@ -137,10 +138,11 @@ def noisy_accuracy(
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
 def _plain(data: Any, run: Run) -> float:
-    "Accuracy, or less perplexity for a model of language."
+    "The measure of the task, negative where less is better."
     data = run.prepared.encoded(data)
-    return -perplexity(run.model, data) if run.prepared.kind == "causal" \
-        else accuracy(run.model, data)
+    measure = measure_for(run.model, data)
+    value = measure(run.model, data)
+    return value if measure.higher else -value
 
 
 def _noisy(
@@ -151,6 +153,24 @@ def _noisy(
     sigma = score.mechanism(noise_multiplier).noise_multiplier
     return noisy_accuracy(run.model, run.prepared.encoded(score.data), sigma, keystream,
                           number, most=score.most)
+
+# %% ../nbs/5_notes/84_scores.ipynb #scores-check-measure
+def check_measure(
+    score: Any,      # as for `scorer`
+    ready: Prepared, # of which no trial has trained yet
+) -> None:
+    "ValueError where the task has no such score, or where there is nothing to score."
+    if callable(score):
+        return
+    rows = score.data if isinstance(score, (NoisyAccuracy, Public)) else score
+    if not len(rows):
+        raise ValueError("the data that should score have no rows to score on; give "
+                         "some that are not trained on")
+    data = ready.encoded(rows)
+    if isinstance(score, NoisyAccuracy):
+        right_answers(ready.model, [data[0]])
+    else:
+        measure_for(ready.model, data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-scorer
 def scorer(

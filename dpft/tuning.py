@@ -28,18 +28,19 @@ from .losses import default_loss
 from .method import Context, Method
 from .noise import Keystream
 from .plan import check_sizes
+from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .provenance import restate
 from .sampling import units_of
-from .scores import NoisyAccuracy, apart, scorer
+from .scores import NoisyAccuracy, apart, check_measure, scorer
 from .selection import (
     CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
 
 # %% auto #0
 __all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
-           'check_score', 'Search', 'check_methods', 'trial_order', 'check_as_priced', 'run_trial', 'run_trials',
-           'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'known_and_unpaid', 'whole_guarantee',
-           'way_to_pay', 'searched', 'tune']
+           'check_score', 'Search', 'check_methods', 'trial_order', 'check_as_priced', 'run_trial', 'check_scorable',
+           'run_trials', 'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'known_and_unpaid',
+           'whole_guarantee', 'way_to_pay', 'searched', 'tune']
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",
@@ -276,6 +277,19 @@ def run_trial(
     check_as_priced(run, common)
     return run
 
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-scorable
+def check_scorable(
+    search: Search,
+    setting: dict[str, Any], # of the first trial
+) -> None:
+    "Refuse a score that the task does not have, while nothing is spent."
+    if callable(search.score):
+        return
+    given = {**search.settings, **setting}
+    reading = {name: given.get(name) for name in ("tokenizer", "columns", "collate_fn")}
+    check_measure(search.score,
+                  prepare(search.model, search.train, unit=search.unit, **reading))
+
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-trials
 def run_trials(
     search: Search,
@@ -296,6 +310,8 @@ def run_trials(
                                         unit="trial")):
         with warnings.catch_warnings(record=hidden) as said:
             setting = search.setting(place, done)
+            if not done:
+                check_scorable(search, setting)
             run = run_trial(search, setting, number, common)
             trial = Trial(setting, measure(run, number))
         if best is None or trial.score > max(one.score for one in done):

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -24,7 +25,7 @@ from dpft.curve import grouped
 from dpft.datasets import Public, TensorData
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
-from dpft.losses import accuracy
+from dpft.losses import accuracy, perplexity, r2
 from dpft.method import Method
 from dpft.models import load_model
 from dpft.noise import Keystream
@@ -392,6 +393,50 @@ def test_a_search_starts_from_the_same_model_and_repeats_under_its_seed(digits):
     assert [vars(trial) for trial in again.trials] == [vars(trial) for trial in search(digits).trials]
     assert [vars(trial) for trial in again.trials] != [vars(trial) for trial in search(digits, seed=None).trials]
     assert search(digits, score=lambda tuned: math.nan).best in [{"learning_rate": rate} for rate in (1e-4, 1e-1, 1e-2)]
+
+
+def token_rows(rows, seed, labels):
+    "Made-up tokens with the labels that are drawn for each."
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(5, 25, (6,), generator=generator) for _ in range(rows)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels(ids)} for ids in drawn]
+
+
+def small(head):
+    "A model of this head with random weights."
+    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if head == "GPT2LMHeadModel":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, n_positions=8, bos_token_id=0, eos_token_id=0))
+    outputs = {"BertForSequenceClassification": 1, "BertForTokenClassification": 2}[head]
+    return getattr(hf, head)(hf.BertConfig(**sizes, intermediate_size=8, num_labels=outputs))
+
+
+LABELS = {"BertForSequenceClassification": lambda ids: ids.float().mean() / 25, "GPT2LMHeadModel": torch.clone,
+          "BertForTokenClassification": lambda ids: ids % 2}
+
+
+def token_search(head, score, **changes):
+    arguments = {"trials": 2, "charge": "composition", "steps": 2, "batch_size": 20, "accountant": "rdp", "seed": 0, "progress": False}
+    return tune(small(head), token_rows(40, 0, LABELS[head]), BiTFiT(), {"learning_rate": [1e-3, 1e-2]}, score, 8.0,
+                **(arguments | changes))
+
+
+@pytest.mark.parametrize("head, measure", [("BertForSequenceClassification", r2), ("BertForTokenClassification", accuracy),
+                                           ("GPT2LMHeadModel", lambda model, data: -perplexity(model, data))])
+def test_a_search_scores_by_the_measure_that_fine_tune_takes(head, measure):
+    other = token_rows(10, 1, LABELS[head])
+    found = token_search(head, Public(other, "elsewhere"))
+    assert len(found.trials) == 2 and found.score == pytest.approx(measure(found.run.model, other))
+
+
+@pytest.mark.parametrize("head, score, message", [
+    ("BertForSequenceClassification", lambda rows: NoisyAccuracy(rows), "are not classes"),
+    ("BertForTokenClassification", lambda rows: NoisyAccuracy(rows), "answers for each token of a row"),
+    ("BertForTokenClassification", lambda rows: Public([], "elsewhere"), "no rows to score on")])
+def test_a_score_that_the_task_does_not_have_is_refused_before_a_trial_is_paid_for(tmp_path, head, score, message):
+    with pytest.raises(ValueError, match=message):
+        token_search(head, score(token_rows(10, 1, LABELS[head])), ledger=tmp_path / "l.sqlite")
+    assert not Ledger(tmp_path / "l.sqlite").runs()
 
 
 def test_equal_settings_are_run_with_randomness_of_their_own(digits):
