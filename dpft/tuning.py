@@ -27,7 +27,7 @@ from .loop import Run, fine_tune
 from .losses import default_loss
 from .method import Context, Method
 from .noise import Keystream
-from .plan import check_sizes
+from .plan import check_sizes, sizes_of
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .provenance import restate
@@ -35,6 +35,7 @@ from .sampling import units_of
 from .scores import NoisyAccuracy, apart, check_measure, scorer
 from .selection import (
     CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
+from .settings import Settings
 
 # %% auto #0
 __all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
@@ -464,7 +465,7 @@ def tune(
     delta: float | None = None,      # None: 1 / (2 N)
     epochs: float = 3,               # of each trial
     steps: int | None = None,        # of each trial, instead of epochs
-    batch_size: int = 1024,
+    batch_size: int | None = None,   # None: 1,024, or an eighth of a small data set
     accountant: str = "prv",         # "prv" or "rdp"
     unit: Any = None,  # column that names the person, or each row's; None: a row
     unit_cap: int | None = None,     # most rows that a unit brings to a draw
@@ -478,10 +479,11 @@ def tune(
     search = Search(model, train, method, choices, score, trials, charge, settings,
                     seed, unit)
     size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)
-    count = round(epochs * size / batch_size) if steps is None else steps
+    asked = Settings(epochs=epochs, steps=steps, batch_size=batch_size,
+                     clip=settings.get("clip", Settings.clip))
+    batch_size, count = sizes_of(asked, size)
     delta = 0.5 / size if delta is None else delta
-    clip = inspect.signature(fine_tune).parameters["clip"].default
-    check_sizes(size, batch_size, count, delta, settings.get("clip", clip))
+    check_sizes(size, batch_size, count, delta, asked.clip)
     check_methods(search, epsilon, batch_size, count, size)
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
     common = {"delta": delta, "steps": count, "batch_size": batch_size, "ledger": book,

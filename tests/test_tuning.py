@@ -25,6 +25,7 @@ from dpft.curve import grouped
 from dpft.datasets import Public, TensorData
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
+from dpft.loop import fine_tune
 from dpft.losses import accuracy, perplexity, r2
 from dpft.method import Method
 from dpft.models import load_model
@@ -453,6 +454,12 @@ def test_selection_draws_its_settings_uniformly_and_composition_tries_each_once(
     assert 300 < len(order) < 500 and stats.chisquare(np.bincount(order, minlength=8)).pvalue > 1e-6  # 400 expected, deviation 20
     assert sorted(tuning.trial_order(found, Charge("composition", 8, 1.0, None))) == list(range(8))
     assert len(set(tuning.trial_order(found, Charge("composition", 3, 1.0, None)))) == 3
+
+
+def test_a_search_takes_the_sizes_that_fine_tune_takes(digits):
+    found = search(digits, batch_size=None, steps=None, epochs=1, trials=2, epsilon=8.0, score=lambda model: 0.0)
+    one = fine_tune("mlp", digits, BiTFiT(), 8.0, epochs=1, accountant="rdp", seed=0, progress=False).mechanisms[0]
+    assert [(m.sample_rate, m.steps) for m in found.guarantee.planned] == [(37 / 300, 2 * 8)] == [(one.sample_rate, 2 * one.steps)]
 
 
 def test_a_function_may_propose_in_the_light_of_earlier_trials(digits):
