@@ -602,9 +602,20 @@ def test_the_command_trains_with_a_schedule(run, monkeypatch):
     for more, message in ((["--method", "full", "--layers", "1"], "--layers and --freeze-after belong to --method layer-freeze"),
                           (["--method", "layer-freeze"], "no step 20 before its end"),
                           (["--method", "layer-freeze", "--layers", "a"], "--layers 'a'"),
-                          (["--method", "layer-freeze", "--layers", "3", "--freeze-after", "1"], "would freeze the head")):
+                          (["--method", "layer-freeze", "--layers", "3", "--freeze-after", "1"], "would freeze the head"),
+                          (["--method", "layer-freeze", "--layers", "1,2", "--freeze-after", "2,1"], "after=[2, 1] must be 0 or more"),
+                          (["--method", "layer-freeze", "--layers", "1,1", "--freeze-after", "1,2"], "larger than the one before it"),
+                          (["--method", "layer-freeze", "--freeze-after", "1", "--option", "after=2"],
+                           "--freeze-after and --option after=… say the same thing")):
         status, _, err = run(*words, *more)
         assert status == 1 and message in err and err.count("\n") == 1
+
+
+def test_the_schedule_of_the_command_stands_beside_its_other_options(run):
+    words = ["train", "--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "3", "--accountant", "rdp",
+             "--epsilon", "4", "--score", "none", "--method", "layer-freeze", "--layers", "1"]
+    status, out, err = run(*words, "--option", "after=2", "--option", 'order=["1", "3", "5"]')
+    assert status == 0 and "LayerFreeze(layers=[1], after=2, order=['1', '3', '5'])" in out, err
 
 
 def test_the_bench_measures_steps_and_runs_and_judges_them(run, tmp_path):

@@ -25,7 +25,7 @@ import typer
 
 from ..registry import method_named
 from .core import (
-    AS_JSON, METHOD, app, check_positive, print_json, whole_numbers)
+    AS_JSON, METHOD, app, check_positive, increasing, print_json)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-quickstart
 @app.command()
@@ -585,7 +585,7 @@ def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
     "The sizes of a bench, with those that were given in place of the defaults."
     from dpft.book import bench as room
 
-    numbers = {name: tuple(whole_numbers(name, text) or ())
+    numbers = {name: tuple(increasing(name, text) or ())
                for name, text in lists.items()}
     given: dict[str, Any] = numbers | {"width": width, "layers": layers, "rows": rows,
                                        "repeats": repeats,

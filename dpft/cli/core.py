@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'SET_HERE', 'HELP', 'main',
            'ended', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive',
-           'whole_numbers', 'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train',
-           'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable',
-           'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained', 'plan', 'Asked',
-           'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
+           'whole_numbers', 'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
+           'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
+           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained',
+           'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted',
+           'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -27,7 +28,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..registry import METHODS, known_methods, method_named
+from ..registry import (
+    METHODS, known_methods, method_named, method_type, options_of)
 from ..settings import Settings
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-app
@@ -138,14 +140,19 @@ def check_positive(**given: float | None) -> None:
                              "number, or leave it out")
 
 def whole_numbers(name: str, text: str | None) -> list[int] | None:
-    "Whole numbers with commas, increasing; None stays None."
+    "Whole numbers with commas, as they were typed; None stays None."
     if text is None:
         return None
     try:
-        return sorted({int(part) for part in text.split(",")})
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--{name} {text!r}: give whole numbers with commas, such as "
                          "128,512") from None
+
+def increasing(name: str, text: str | None) -> list[int] | None:
+    "Whole numbers with commas, sorted, each once; None stays None."
+    numbers = whole_numbers(name, text)
+    return None if numbers is None else sorted(set(numbers))
 
 def print_json(value: Any) -> None:
     "What programs read."
@@ -158,17 +165,26 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain(value), indent=1))
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-with-schedule
-def with_schedule(method: Any, layers: str | None, after: str | None) -> Any:
-    """A method that freezes layers, with the schedule that was asked for;
-    else ValueError."""
+def with_schedule(
+    method: str, options: Sequence[str], layers: str | None, after: str | None,
+) -> Sequence[str]:
+    """The options of a method that freezes layers, with the schedule that was asked
+    for; ValueError for another method, and for what is said twice."""
     if layers is None and after is None:
-        return method
+        return options
     from dpft.freezing.schedule import LayerFreeze
-    if not isinstance(method, LayerFreeze):
+    if not issubclass(method_type(method), LayerFreeze):
         raise ValueError("--layers and --freeze-after belong to --method "
                          "layer-freeze; leave them out or choose that method")
-    return LayerFreeze(whole_numbers("layers", layers),
-                       whole_numbers("freeze-after", after))
+    known, more = options_of(options), list[str]()
+    for name, flag, text in (("layers", "layers", layers),
+                             ("after", "freeze-after", after)):
+        if text is not None and name in known:
+            raise ValueError(f"--{flag} and --option {name}=… say the same thing; "
+                             "leave out one of them")
+        if text is not None:
+            more.append(f"{name}={whole_numbers(flag, text)}")
+    return [*options, *more]
 
 def complete_method(typed: str) -> list[str]:
     "Names of methods, for the shell."
@@ -296,8 +312,8 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
 
     check_device(job.device)
     check_model_folder(job.model)
-    method, rate = method_named(job.method, job.options)
-    method = with_schedule(method, *job.freezing)
+    options = with_schedule(job.method, job.options, *job.freezing)
+    method, rate = method_named(job.method, options)
     knobs = checked_knobs(knobs, rate)
     device = start(job.device)
     task = loaded_task(job.data, job.root, job.limit, knobs["columns"], knobs["unit"])
@@ -526,7 +542,7 @@ def tell_plan(
     "Print the plans over batch size and steps, and the one that is recommended."
     from dpft import planning
     epsilon, delta = asked.epsilon, asked.delta
-    batch_sizes, steps = (whole_numbers(name, text) for name, text
+    batch_sizes, steps = (increasing(name, text) for name, text
                           in zip(("batch-sizes", "steps"), grid))
     cells = planning.plan_table(rows, trains, epsilon, delta, batch_sizes,
                                 steps or planning.DEFAULT_STEPS, seconds)
