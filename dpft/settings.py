@@ -41,9 +41,8 @@ def knob(
                               # "run": a continued run must agree; "": neither
 ) -> Any:                     # a field of `Settings`
     "Declare one knob of a run."
-    return field(
-        default=default,
-        metadata={"help": help, "of": of, "identifies": identifies})
+    return field(default=default,
+                 metadata={"help": help, "of": of, "identifies": identifies})
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-class
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +135,9 @@ class Settings:
     progress: bool = knob(True, "progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
+        whole = {name: int(value) for name, value in vars(self).items()
+                 if isinstance(value, np.integer)}
+        vars(self).update(whole)  # as JSON takes them
         for holds, message in range_checks(self):
             if not holds:
                 raise ValueError(message)
@@ -151,22 +153,22 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:  # (holds, messa
                f"{name}={getattr(settings, name)!r}: "
                f"choose one of {', '.join(map(repr, allowed))}")
               for name, allowed in CHOICES.items()]
-    rate, decay, average = (
-        settings.learning_rate, settings.weight_decay, settings.average)
+    rate, decay = settings.learning_rate, settings.weight_decay
     for name in ("steps", "batch_size", "physical_batch_size", "unit_cap",
                  "public_size", "checkpoint_every", "evaluate_every"):
         value = getattr(settings, name)
-        checks.append(
-            (value is None or value >= 1, f"{name}={value} must be at least 1"))
+        checks.append((value is None or (isinstance(value, int) and value >= 1),
+                       f"{name}={value} must be at least 1, and a whole number"))
     return [*checks,
-            (settings.epochs > 0, f"epochs={settings.epochs} must be positive"),
+            (0 < settings.epochs < math.inf,
+             f"epochs={settings.epochs} must be positive and finite"),
             (0 < rate < math.inf, f"learning_rate={rate} must be positive and finite"),
             (0 <= decay < math.inf,
              f"weight_decay={decay} must be zero or positive, and finite"),
             (0 <= settings.warmup < math.inf,
              f"warmup={settings.warmup} must be zero or positive"),
-            (average is None or 0 < average < 1,
-             f"average={average}: the decay must lie between 0 and 1"),
+            (settings.average is None or 0 < settings.average < 1,
+             f"average={settings.average}: the decay must lie between 0 and 1"),
             (settings.cache >= 0,
              f"cache={settings.cache} must be zero or positive, in GiB")]
 
@@ -179,8 +181,7 @@ def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keywo
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-decorator
 def takes_settings(*readers: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: the knobs of these readers in place of `**knobs`
-    in a function's signature."""
+    "Decorator: these readers' knobs in place of `**knobs` in a function's signature."
     def derive(function: Callable[..., Any]) -> Callable[..., Any]:
         known = inspect.signature(function)
         own = [p for p in known.parameters.values()
@@ -197,8 +198,7 @@ def settings_from(
     readers: tuple[str, ...],   # whose knobs it takes
     knobs: Mapping[str, Any],   # what it was given
 ) -> Settings:
-    """The settings of a call; TypeError on a name that is no knob of it,
-    with the nearest that is."""
+    "The settings of a call; TypeError, with the nearest, on a name that is no knob."
     allowed = [parameter.name for parameter in parameters_of(readers)]
     for name in knobs:
         if name not in allowed:

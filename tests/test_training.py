@@ -671,6 +671,8 @@ BAD = [
     (dict(epsilon=0.0), "epsilon=0"), (dict(epsilon=-1.0), "epsilon=-1"), (dict(delta=0.0), "delta=0"), (dict(delta=1.5), "delta=1.5"),
     (dict(delta=0.5), "below 1/60"), (dict(epsilon=1e-4, delta=1e-6), "floor"), (dict(batch_size=61), "batch_size=61"),
     (dict(batch_size=0), "batch_size=0"), (dict(steps=0, epochs=0), "steps=0"), (dict(clip=0.0), "clip=0"),
+    (dict(batch_size=10.5), "batch_size=10.5"), (dict(physical_batch_size=2.5), "physical_batch_size=2.5"),
+    (dict(steps=4.5), "steps=4.5"), (dict(steps=None, epochs=math.inf), "epochs=inf"), (dict(steps=None, epochs=math.nan), "epochs=nan"),
     (dict(clip=math.inf), "clip=inf"),
     (dict(clipping="round"), "clipping='round'"), (dict(accountant="gdp"), "gdp"), (dict(optimizer="adagrad"), "optimizer='adagrad'"),
     (dict(schedule="steps"), "schedule='steps'"), (dict(unit="user"), "no column 'user'"), (dict(precision="fp16"), "precision='fp16'"),
@@ -687,6 +689,10 @@ def test_bad_input_is_one_sentence_that_names_it(settings, words):
     with pytest.raises(ValueError, match=words) as caught:
         tune(**settings)
     assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_of_numpy_count_as_such():
+    assert tune(batch_size=np.int64(20), steps=np.int32(2), physical_batch_size=np.int64(8)).guarantee.mechanisms[0].steps == 2
 
 
 def test_bad_columns_and_labels():

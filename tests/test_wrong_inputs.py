@@ -52,6 +52,7 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--batch-size": "0"}, "--batch-size 0"), ({"--batch-size": "61"}, "--batch-size 61"),
     ({"--batch-size": "2.5"}, "Invalid value for '--batch-size'"),
     ({"--steps": "0"}, "--steps 0"), ({"--steps": "-3"}, "--steps -3"), ({"--epochs": "0", "--steps": None}, "--epochs 0"),
+    ({"--epochs": "inf", "--steps": None}, "--epochs inf"),
     ({"--learning-rate": "0"}, "--learning-rate 0"), ({"--learning-rate": "inf"}, "--learning-rate inf"),
     ({"--weight-decay": "-1"}, "--weight-decay -1"), ({"--warmup": "-1"}, "--warmup -1"), ({"--schedule": "step"}, "--schedule 'step'"),
     ({"--optimizer": "lion"}, "--optimizer 'lion'"), ({"--average": "1"}, "--average 1"), ({"--precision": "fp16"}, "--precision 'fp16'"),
