@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'read_pictures', 'from_hub',
-           'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
+__all__ = ['READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'read_pictures',
+           'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read
 def read_file(
@@ -37,12 +37,10 @@ def read_file(
     from datasets.table import InMemoryTable
 
     path = Path(path)
-    readers = {".csv": _csv, ".tsv": _csv, ".json": _json, ".jsonl": _json,
-               ".parquet": _parquet, ".arrow": _arrow}
-    if path.suffix.lower() not in readers:
+    if path.suffix.lower() not in READERS:
         raise ValueError(f"{path.name} ends in {path.suffix!r}; "
-                         f"rows are read from {', '.join(readers)}")
-    table = readers[path.suffix.lower()](path)
+                         f"rows are read from {', '.join(READERS)}")
+    table = READERS[path.suffix.lower()](path)
     check_names(table.column_names)
     if not table.num_rows:
         raise ValueError(f"{path.name} has no rows below its header")
@@ -131,6 +129,10 @@ def _arrow(path: Path) -> Any:
             continue
     raise ValueError(f"{path.name} is no Arrow file, or a damaged one")
 
+# %% ../nbs/5_notes/71_sources.ipynb #sources-endings
+READERS = {".csv": _csv, ".tsv": _csv, ".json": _json, ".jsonl": _json,
+           ".parquet": _parquet, ".arrow": _arrow}
+
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
     "train": ("train",), "test": ("test",),
@@ -147,9 +149,7 @@ def read_folder(
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         found = datasets.load_from_disk(str(folder))
         return dict(found) if isinstance(found, dict) else {"train": found}
-    endings = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow")
-    files = {path.stem: path for path in sorted(folder.iterdir())
-             if path.suffix in endings}
+    files = _files(folder)
     if parts := {name: read_file(path) for name, path in files.items()
                  if any(name in known for known in PARTS.values())}:
         return parts
@@ -167,6 +167,18 @@ def read_folder(
         said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
                 f"or a folder of pictures for each class ({type(error).__name__})")
         raise ValueError(said) from None
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-files
+def _files(folder: Path) -> dict[str, Path]:
+    "The files of rows in a folder, by name; ValueError where two have the same."
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in READERS:
+            other = found.setdefault(path.stem, path)
+            if other != path:
+                raise ValueError(f"{folder} holds {other.name} and {path.name}; keep "
+                                 f"one file named {path.stem}")
+    return found
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-pictures
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")

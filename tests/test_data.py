@@ -747,6 +747,14 @@ def test_more_texts_than_a_tokenizer_takes_are_refused(tokenizer):
         encode(data, tokenizer, ("x", "y", "z", "label"))
 
 
+def test_the_ending_of_a_file_may_be_in_capitals_and_a_part_is_one_file(tmp_path):
+    (tmp_path / "train.CSV").write_text("text,label\ngood,1\nbad,0\n")
+    assert load_data(str(tmp_path)).train["text"] == ["good", "bad"]
+    (tmp_path / "train.json").write_text('[{"text": "other", "label": 1}]')
+    with pytest.raises(ValueError, match=r"holds train.CSV and train.json; keep one file named train"):
+        load_data(str(tmp_path))
+
+
 def test_a_folder_of_tables_under_other_names_is_refused_and_pictures_beside_metadata_are_not_a_table(tmp_path):
     from PIL import Image
     tables, pictures = tmp_path / "tables", tmp_path / "pictures"
