@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .datasets import (
-    TableData, Task, TensorData, as_dataset, check_names, column, did_you_mean, take)
+    TableData, Task, TensorData, as_dataset, check_names, column, column_names,
+    did_you_mean, take)
 from .schema import Schema, read_labels, read_schema, read_tags
 from .tasks import LOCAL, digits, font_digits
 
@@ -384,17 +385,50 @@ def load_data(
     classes: int | Sequence[str] | None = None,  # None: as the data set says
 ) -> Task:
     "A data set by name: embedded, from local files, of one's own, or from the hub."
+    if limit is not None and not (isinstance(limit, (int, np.integer)) and limit >= 1):
+        raise ValueError(f"limit must be at least 1, not {limit}, and a whole number")
+    _check_source(name, source)
     task = _named_task(name, root, source)
     if task is None:
         path = name.removeprefix("hub:") if _is_own(name) else HUB[name]
         task = from_hub(path, columns, unit, classes)
+    else:
+        _check_fixed(task, columns, unit, classes)
     if limit is not None:
-        if limit < 1:
-            raise ValueError(f"limit must be at least 1, not {limit}")
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(len(task.train), generator=generator)
         task.train = take(task.train, order[:limit].sort().values.tolist())
     return task
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-fixed
+def _check_source(name: str, source: str | None) -> None:
+    "ValueError for a source that is none, or that the data set does not have."
+    if source not in (None, "local", "hub"):
+        raise ValueError(f"source={source}: choose local or hub")
+    if source and (name == "digits" or _is_own(name)):
+        raise ValueError(f"source={source}: {name!r} lies in one place only; leave it "
+                         "out")
+    if source == "local" and name in HUB and name not in LOCAL:
+        raise ValueError(f"source=local: {name!r} is read from the hub only; leave it "
+                         "out")
+
+
+def _check_fixed(
+    task: Task, columns: Sequence[str] | None, unit: str | None,
+    classes: int | Sequence[str] | None,
+) -> None:
+    "ValueError for what a task of the book has otherwise, or does not have."
+    given = classes if isinstance(classes, int) else tuple(classes or ())
+    if columns is not None and tuple(columns) != task.columns:
+        raise ValueError(f"columns={','.join(columns)}: those of {task.name} are fixed "
+                         f"({', '.join(task.columns) or 'there are none'}); leave it "
+                         "out")
+    if classes is not None and given not in (len(task.classes), task.classes):
+        raise ValueError(f"classes={classes}: {task.name} has {len(task.classes)} of "
+                         "its own; leave it out")
+    if unit not in (None, "example", *column_names(task.train)):
+        raise ValueError(f"no column {unit!r} in {task.name}; leave unit out, or give "
+                         "fine_tune a list of whose each row is")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-own
 def _is_own(name: str) -> bool:

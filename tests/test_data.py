@@ -276,6 +276,16 @@ def test_local_tables(tmp_path):
         load_data("e2e", root=tmp_path, limit=0)
 
 
+@pytest.mark.parametrize("given, said", [
+    ({"source": "nonsense"}, "source=nonsense: choose local or hub"), ({"source": "hub"}, "'digits' lies in one place only"),
+    ({"columns": ("nonsense",)}, "columns=nonsense: those of digits are fixed"), ({"classes": 3}, "classes=3: digits has 10"),
+    ({"unit": "writer"}, "no column 'writer' in digits"), ({"limit": 1.5}, "not 1.5, and a whole number")])
+def test_what_a_named_task_does_not_take_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        load_data("digits", **given)
+    assert len(load_data("digits", classes=10, unit="example", limit=np.int64(7)).train) == 7
+
+
 def test_local_fashion_mnist(tmp_path):
     generator = np.random.default_rng(0)
     arrays = {}
