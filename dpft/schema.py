@@ -274,7 +274,11 @@ def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
         raise ValueError(f"column {name!r} holds lists that are not as long as there "
                          "are classes; for a label of each word, give the words as a "
                          "column of lists")
-    return torch.stack([torch.as_tensor(value).float() for value in values])
+    try:
+        return torch.stack([torch.as_tensor(value).float() for value in values])
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"column {name!r} holds lists of what is neither 0 nor 1; "
+                         "write 1 for each class that a row has, and else 0") from None
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-fractions
 def _fractions(values: Sequence[Any], name: str,
@@ -330,7 +334,8 @@ def read_tags(
 ) -> Tags:
     "Class numbers of each word; what is neither a number nor a name is refused."
     known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
-    used = {tag for row in values for tag in _plain(row)}
+    given = [_plain(row, place, name) for place, row in enumerate(values)]
+    used = {tag for row in given for tag in row}
     named = bool(used) and all(isinstance(tag, str) for tag in used)
     if not named and not all(type(tag) is int for tag in used):
         raise ValueError(f"column {name!r} holds tags that are neither all names nor "
@@ -339,19 +344,24 @@ def read_tags(
         own = isinstance(classes, int) or not known
         known = sorted(used) if own else known
         number = {tag: place for place, tag in enumerate(known)}
-        rows = [[number.get(tag, -1) for tag in _plain(row)] for row in values]
+        rows = [[number.get(tag, -1) for tag in row] for row in given]
     else:
         own = not known
         known = known or [*map(str, range(max([*used, 1]) + 1))]
-        rows = [_plain(row) for row in values]
+        rows = given
     count = classes if isinstance(classes, int) else len(known)
     _check_tags(rows, name, count)
     return Tags(rows, tuple(known), own)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-plain
-def _plain(row: Any) -> list[Any]:
-    "A row's tags as a list of Python's own numbers or texts."
-    return row.tolist() if isinstance(row, (np.ndarray, Tensor)) else list(row)
+def _plain(row: Any, place: int, name: str) -> list[Any]:
+    "A row's tags as a list of Python's own numbers or texts; ValueError for others."
+    tags = row.tolist() if isinstance(row, (np.ndarray, Tensor)) else row
+    if not isinstance(tags, (list, tuple)) or any(
+            isinstance(tag, (list, tuple, dict)) for tag in tags):
+        raise ValueError(f"row {place} of column {name!r} is no list with a tag for "
+                         "each word; correct such rows or leave them out")
+    return list(tags)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-check-tags
 def _check_tags(rows: Sequence[Sequence[int]], name: str, count: int) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -362,7 +363,8 @@ def stack_images(
     classes: Sequence[str],
 ) -> TensorData:
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
-    pictures = [np.array(picture) for picture in column(data, schema.reads[0])]
+    stored = column(data, schema.reads[0])
+    pictures = [_opened(picture, row) for row, picture in enumerate(stored)]
     if len({picture.shape for picture in pictures}) > 1:
         raise ValueError("the pictures are not of one size and number of channels; "
                          "resize them first, as the model's image processor does")
@@ -373,6 +375,22 @@ def stack_images(
     beside = {name: column(data, name) for name in filter(None, [schema.unit])}
     return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,),
                       TableData(beside) if beside else None)
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-opened
+def _opened(picture: Any, row: int) -> np.ndarray:
+    "A picture as numbers; ValueError for one that cannot be opened, by its row."
+    if picture is None:
+        raise ValueError(f"row {row} has no picture; leave such rows out")
+    if not isinstance(picture, dict):
+        return np.array(picture)
+    from PIL import Image
+    try:
+        file = BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
+        with Image.open(file) as opened:
+            return np.array(opened)
+    except (KeyError, AttributeError, OSError):
+        raise ValueError(f"the picture of row {row} cannot be opened; correct it, or "
+                         "leave the row out") from None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-load
 def load_data(

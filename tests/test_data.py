@@ -406,6 +406,29 @@ def test_hub_images(hub_cache):
     assert torch.equal(task.train.images[:, 0], torch.from_numpy(pixels)) and task.dev.labels.tolist() == [0, 1, 0, 1, 1]
 
 
+@pytest.mark.parametrize("part", ["bytes", "path"])
+def test_pictures_that_are_stored_as_files_are_decoded(run, tmp_path, part):
+    from io import BytesIO
+
+    from PIL import Image as Picture
+
+    pixels, rows = np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8), []
+    for number, picture in enumerate(pixels):
+        Picture.fromarray(picture).save(file := BytesIO(), "png")
+        (tmp_path / f"{number}.png").write_bytes(file.getvalue())
+        rows.append({"bytes": file.getvalue(), "path": None} if part == "bytes"
+                    else {"bytes": None, "path": str(tmp_path / f"{number}.png")})
+    parquet(path := tmp_path / "rows.parquet", {"image": rows, "label": [0, 1] * 3})
+    task = load_data(str(path))
+    assert task.image_shape == (1, 8, 8) and torch.equal(task.train.images[:, 0], torch.from_numpy(pixels))
+    for wrong, said in ((None, "row 5 has no picture"), ({"bytes": b"no", "path": None}, "picture of row 5 cannot be opened")):
+        parquet(path, {"image": [*rows[:5], wrong], "label": [0, 1] * 3})
+        with pytest.raises(ValueError, match=said):
+            load_data(str(path))
+        status, _, err = run("train", "--data", path, "--model", "cnn", "--epsilon", "4")
+        assert status == 1 and said in err and "labels" not in err and err.count("\n") == 1
+
+
 REAL = {
     "sst2": (67349, 872, 1821),
     "e2e": (42061, 4672, 4693),

@@ -17,7 +17,7 @@ from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.models import load_model
 from dpft.prepared import as_task, prepare
 from dpft.sampling import Units, gather, units_of
-from dpft.schema import read_labels, read_schema
+from dpft.schema import read_labels, read_schema, read_tags
 from dpft.sources import classes_of, kind_of_task, load_data, read_file
 from dpft.texts import EncodedData, Selected, collate_for, encode, encode_tags, token_rows
 
@@ -152,7 +152,9 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 is not finite"),
     ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
     (["a", "b", "c"], 2, "none of the 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
-    ([object(), 1], None, "neither class numbers"), ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "no rows"),
+    ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of what is neither"),
+    ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of what"),
+    ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "no rows"),
     (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is no class number"),
 ])
 def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
@@ -160,6 +162,12 @@ def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
         read_labels(values, classes=classes)
     said = str(caught.value)
     assert "\n" not in said and "hma" not in said and "7" not in said.replace("row 7", "")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, float("nan"), "x", [[0], [1]]])
+def test_a_row_without_a_list_of_tags_is_refused_by_its_number(wrong):
+    with pytest.raises(ValueError, match="row 1 of column 'tags' is no list with a tag for each word"):
+        read_tags([[0, 1], wrong])
 
 
 @pytest.mark.parametrize("values, classes, numbers, names, derived", [

@@ -373,12 +373,7 @@ def loaded_task(
 ) -> Any:
     "The data set; ValueError for labels that are no classes."
     from dpft.sources import load_data
-    try:
-        task = load_data(data, root, limit=limit, columns=columns, unit=unit)
-    except TypeError as error:
-        raise ValueError(f"--data {data} cannot be learned from ({error}); labels must "
-                         "be whole numbers or texts, and none may be "
-                         "missing") from None
+    task = load_data(data, root, limit=limit, columns=columns, unit=unit)
     check_learnable(task)
     return task
 
