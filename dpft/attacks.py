@@ -7,7 +7,7 @@ __all__ = ['FALSE_POSITIVE_RATES', 'Tagger', 'MASK', 'Rate', 'Membership', 'scor
            'losses', 'membership_inference', 'scaled_confidence', 'fair_coins', 'likelihood_ratios', 'lira',
            'standard_error', 'made_names', 'capitalised', 'one_of', 'names_in', 'sampled_texts', 'prompt_tokens',
            'check_sampling', 'Extraction', 'extraction', 'candidate_losses', 'as_written', 'places', 'exposure',
-           'reconstruction', 'allowed', 'allowed_exposure']
+           'reconstruction', 'distance_allowed', 'allowed', 'allowed_exposure']
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-imports
 import math
@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from .curve import PrivacyCurve
+from .curve import DELTAS, PrivacyCurve
 from .gradients import LossFunction, evaluating
 from .guarantee import Guarantee
 from .identity import shared_rows
 from .losses import example_losses, summed_losses, to_device
 from .sampling import gather
+from .selection import TunedGuarantee
 from .texts import EncodedData
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-rate
@@ -434,13 +435,24 @@ def reconstruction(
     at_least_as_good = (found <= found[np.arange(len(own)), own][:, None]).sum(1)
     return Rate(int((at_least_as_good == 1).sum()), len(own))
 
+# %% ../nbs/3_found/40_attacks.ipynb #attacks-distance
+def distance_allowed(
+    guarantee: Guarantee, # of a private run
+) -> float:               # in [0, 1]
+    "The Delta of @lem-allowed, for one row that is replaced."
+    if not (guarantee.beyond_plan or isinstance(guarantee, TunedGuarantee)):
+        return float(PrivacyCurve(guarantee.stated, relation="replace").delta(0.0))
+    pairs = ((guarantee.replace_epsilon(delta), delta)
+             for delta in (guarantee.target_delta, *DELTAS))
+    return min(1 - 2 * (1 - delta) / (1 + math.exp(min(epsilon, 700)))
+               for epsilon, delta in pairs)
+
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-allowed
 def allowed(guarantee: Guarantee) -> dict[str, float]:
     """What no membership attack exceeds, in the mean over runs: AUC,
     and the true-positive rate at 1 %; @lem-allowed."""
-    distance = (PrivacyCurve(guarantee.mechanisms, relation="replace").delta(0.0)
-                if guarantee.private else 1.0)
-    return {"auc": (1 + float(distance)) / 2, "tpr": guarantee.tpr(0.01)}
+    distance = distance_allowed(guarantee) if guarantee.private else 1.0
+    return {"auc": (1 + distance) / 2, "tpr": guarantee.tpr(0.01)}
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-allowed-exposure
 def allowed_exposure(

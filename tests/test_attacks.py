@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dpft.datasets import Public, TableData, Task, TensorData
 from dpft.guarantee import Guarantee
 from dpft.models import load_model, load_tokenizer, pretrain
 from dpft.privacy import SampledGaussian
+from dpft.selection import TrialLaw, TunedGuarantee
 
 NAMES = attacks.made_names(32)
 TEXTS = [f"{END}Near the {place} ask for {MASK}.{END}" for place in ("inn", "bar", "mill", "dock")]
@@ -249,6 +251,19 @@ def test_a_gaussian_step_allows_what_its_closed_form_says(sigma):
     assert attacks.allowed(one_step(sigma)) == pytest.approx(
         {"auc": stats.norm.cdf(1 / sigma), "tpr": stats.norm.cdf(stats.norm.ppf(0.01) + 1 / sigma)}, abs=2e-3)
     assert attacks.allowed(Guarantee([], target_delta=1e-5)) == {"auc": 1.0, "tpr": 1.0}
+
+
+def test_what_is_allowed_is_that_of_all_that_the_guarantee_answers_for():
+    plan = [SampledGaussian(2.0, 0.05, 50)]
+    whole, stopped, beyond = (Guarantee([replace(plan[0], steps=steps)], target_delta=1e-5, planned=plan) for steps in (50, 10, 60))
+    tuned = TunedGuarantee(plan, target_delta=1e-5, law=TrialLaw("poisson", 16.0))
+    bound = attacks.allowed(whole)["auc"]
+    assert attacks.allowed(stopped) == attacks.allowed(whole)
+    assert bound < attacks.allowed(beyond)["auc"] < attacks.allowed(tuned)["auc"] < 1
+    for seen in (beyond, tuned):   # a pair allows no more than it says: an attack that is right in a share of two neighbours
+        auc = attacks.allowed(seen)["auc"]
+        assert all(2 * auc - 1 <= (math.exp(e) - 1 + 2 * d) / (math.exp(e) + 1) + 1e-12
+                   for d in (1e-5, 1e-3, 0.1) for e in [seen.replace_epsilon(d)])
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1e3])
