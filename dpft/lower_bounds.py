@@ -82,8 +82,9 @@ def mu_of_rates(true: float, false: float) -> float:
 def epsilon_of_rates(true: float, false: float, delta: float) -> float:
     """The least epsilon that allows these rates at this delta;
     the converse of @lem-tradeoff."""
-    ratios = ((true - delta) / false, (1 - false - delta) / (1 - true) if true < 1
-              else math.inf)
+    parts = (true - delta, false), (1 - false - delta, 1 - true)
+    ratios = [above / below if below > 0 else math.inf
+              for above, below in parts if above > 0]
     return math.log(max(1.0, *ratios))
 
 # %% ../nbs/3_found/42_lower_bounds.ipynb #auditing-separation
