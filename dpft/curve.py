@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DELTAS', 'ROUNDING', 'MISSED', 'FINE', 'ODOMETER', 'best_true_positive_rate', 'best_of_pairs', 'drawn_of_group',
            'mixture_output', 'mixture_loss', 'step_loss', 'loss_grid', 'composed_loss', 'tail_masses', 'deltas_of',
-           'inverse_of', 'PrivacyCurve', 'privacy_curve', 'grouped', 'group_epsilon', 'sentence_units', 'Budget',
-           'odometer', 'odometer_epsilon']
+           'inverse_of', 'PrivacyCurve', 'privacy_curve', 'grouped', 'check_group', 'group_epsilon', 'sentence_units',
+           'Budget', 'odometer', 'odometer_epsilon']
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-imports
 import math
@@ -295,6 +295,15 @@ def grouped(
         middle = (low + high) / 2
         low, high = (middle, high) if enough(middle) <= 0 else (low, middle)
     return group * curve(math.exp(low))
+
+# %% ../nbs/5_notes/61_curve.ipynb #curve-check-group
+def check_group(
+    group: int, # units that one person may own
+) -> None:
+    "ValueError for what is no whole number of units, or for more than 1000."
+    if not (isinstance(group, (int, np.integer)) and 1 <= group <= 1000):
+        raise ValueError(f"group={group}: a group has 1 to 1000 units, a whole number; "
+                         "make the person the unit instead")
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-group
 def group_epsilon(

@@ -25,7 +25,8 @@ from .card import (
     Statement, assumptions, cautions, claim, details, meaning, questions)
 from .charges import (
     answered_for, beyond_plan, filter_epsilon, stated_epsilon)
-from .curve import PrivacyCurve, best_of_pairs, grouped, privacy_curve
+from .curve import (
+    PrivacyCurve, best_of_pairs, check_group, grouped, privacy_curve)
 from .ledger import Ledger
 from .privacy import SampledGaussian
 
@@ -110,9 +111,7 @@ class Epsilon(Facts):
         group: int = 1,             # units that one person may own, up to 1000
     ) -> float:                     # infinite for a run without noise
         "Epsilon of the stated mechanisms, for one unit or a group; @lem-worst-pairs."
-        if not 1 <= group <= 1000:
-            raise ValueError(f"group={group}: a group has 1 to 1000 units; make the "
-                             "person the unit instead")
+        check_group(group)
         if not self.private:
             return math.inf
         delta = self.target_delta if delta is None else delta

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .curve import PrivacyCurve, best_of_pairs, grouped
+from .curve import PrivacyCurve, best_of_pairs, check_group, grouped
 from .guarantee import Guarantee
 from .privacy import (
     NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
@@ -347,11 +347,10 @@ class TunedGuarantee(Guarantee):
     def epsilon(
         self,
         delta: float | None = None, # None: the target
-        group: int = 1,             # units that one person may own
+        group: int = 1,             # units that one person may own, up to 1000
     ) -> float:                     # infinite where no bound is known
         "Epsilon of the whole search; for a group by the general bound."
-        if group < 1:
-            raise ValueError(f"group={group}: a group has at least one unit")
+        check_group(group)
         if not self.private:
             return math.inf
         delta = self.target_delta if delta is None else delta

@@ -606,6 +606,14 @@ def test_a_tuned_guarantee_is_worse_than_its_trial_in_every_reading():
         whole._curve("remove")
 
 
+@pytest.mark.parametrize("group", [0, 1001, 2.5])
+def test_a_group_is_refused_alike_by_every_guarantee(group):
+    for whole in (tuned(), Guarantee([SampledGaussian(1.2, 0.01, 100)], target_delta=1e-5)):
+        with pytest.raises(ValueError, match=f"group={group}: a group has 1 to 1000 units, a whole number"):
+            whole.epsilon(group=group)
+        assert whole.epsilon(group=np.int64(2)) == whole.epsilon(group=2)
+
+
 @given(st.floats(0.1, 2), st.integers(2, 6))
 def test_groups_of_a_pure_guarantee(value, group):
     "A curve that is flat in delta is pure differential privacy, where a group costs exactly its size."
