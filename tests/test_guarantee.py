@@ -655,7 +655,11 @@ def test_a_published_folder_is_verified_by_its_own_ledger_and_by_the_owners(tmp_
     ("dpft.json", b"[]", "dpft.json was changed"),
     ("pytorch_model.bin", b"other weights", "pytorch_model.bin was added"),
     ("peft/adapter_model.safetensors", b"other weights", "adapter_model.safetensors was added"),
-    ("CLAIMS.md", b"anonymous", "CLAIMS.md was added")])
+    ("CLAIMS.md", b"anonymous", "CLAIMS.md was added"),
+    ("config.json", b'{"auto_map": {"AutoModel": "there--code.Model"}}', "config.json was added"),
+    ("tokenizer.json", b"{}", "tokenizer.json was added"), ("chat_template.jinja", b"x", "chat_template.jinja was added"),
+    ("tf_model.h5", b"other weights", "tf_model.h5 was added"), ("MODEL.SAFETENSORS", b"other weights", "MODEL.SAFETENSORS was added"),
+    ("LICENSE", b"x", "LICENSE was added")])
 def test_weights_card_and_claims_are_bound(tmp_path, name, content, message):
     """Swapped weights, a prefixed claim and a missing card passed."""
     path = folder_of(tmp_path) / name
@@ -696,11 +700,14 @@ def test_a_folder_made_up_as_a_whole_passes_alone_and_fails_against_the_owners_l
         verify(folder, tmp_path / "owner.sqlite")
 
 
-def test_other_files_that_say_nothing_are_left_alone(tmp_path):
+def test_hidden_files_and_folders_are_left_alone(tmp_path):
+    """A repository keeps its own there, and so do those who download a folder."""
     folder = folder_of(tmp_path)
     (folder / ".gitattributes").write_text("x")
-    (folder / "LICENSE").write_text("x")
-    assert verify(folder)
+    for name in (".git", ".cache/huggingface"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config").write_text("x")
+    assert "3 files in all: none changed, missing or added" in verify(folder)
 
 
 def test_what_is_published_depends_on_neither_data_nor_other_runs_nor_digests(tmp_path):
