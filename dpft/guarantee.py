@@ -307,7 +307,8 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
             content[name] = [SampledGaussian(**m) for m in content[name]]
         content["statement"] = Statement(**content.get("statement", {}))
         return kind(**content)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError,
+            AttributeError) as error:
         raise ValueError(f"{path} is no guarantee that this version can read "
                          f"({error})") from error
 
@@ -323,11 +324,16 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-kind
 def _kind(name: str) -> type[Guarantee]:
-    "A guarantee of another kind, by module and class; only this package's."
-    room, kind = name.split(":")
-    if not room.startswith("dpft."):
-        raise KeyError(name)
-    return getattr(import_module(room), kind)
+    """A guarantee of another kind, by module and class;
+    TypeError for what is none of this package's."""
+    room, _, kind = name.partition(":")
+    try:
+        found = getattr(import_module(room), kind) if room.startswith("dpft.") else None
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, Guarantee)):
+        raise TypeError(f"it is of kind {name!r}, which this version does not have")
+    return found
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-secrets
 CHECKED = ("no example's loss depends on another example",

@@ -740,6 +740,25 @@ def test_a_selection_does_not_say_whether_there_were_other_runs(tmp_path):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.parametrize("kind", ["dpft.nonsense:X", "dpft.nonsense.deeper:X", "dpft.:X", "dpft.loop:fine_tune", "dpft.loop:Run", "nosep",
+                                  "dpft.selection:TrialLaw", "dpft.guarantee:absent", "json:loads", "dpft.book.figures:\0", 3, ["a"]])
+def test_a_file_calls_nothing_but_a_guarantee_of_this_package(tmp_path, kind, monkeypatch):
+    """The kind that a file names was imported, and called with what else the file holds."""
+    monkeypatch.setattr("dpft.loop.fine_tune", lambda **_: pytest.fail("a file called fine_tune"))
+    folder = folder_of(tmp_path)
+    content = json.loads((folder / "guarantee.json").read_text())
+    (folder / "guarantee.json").write_text(json.dumps(content | {"kind": kind}))
+    with pytest.raises(ValueError, match=r"^.*guarantee.json is no guarantee that this version can read \(.*\)$"):
+        verify(folder)
+
+
+def test_a_guarantee_that_is_no_text_is_refused_in_one_sentence(tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / "guarantee.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"guarantee.json is no guarantee that this version can read"):
+        verify(folder)
+
+
 def test_publishing_again_replaces_what_was_published(tmp_path):
     first = {path.name: path.read_bytes() for path in folder_of(tmp_path).iterdir()}
     assert first == {path.name: path.read_bytes() for path in folder_of(tmp_path).iterdir()} and verify(tmp_path / "model")
