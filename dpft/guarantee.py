@@ -258,9 +258,11 @@ class Guarantee(Written):
         folder: str | Path,           # holds the weights and all else already
         ledger: Ledger | None = None, # the run's; None: there is nothing to verify
         ending: str = "",             # of the model card, such as how to load it
+        # digests of files that will lie beside these, when they move to their place
+        beside: dict[str, str] | None = None,
     ) -> "Guarantee":                 # as it was written
         "Write card, guarantee and the run's ledger rows, and seal them; @sec-verify."
-        return published(self, Path(folder), ledger, ending)
+        return published(self, Path(folder), ledger, ending, beside)
 
     @classmethod
     def load(
@@ -273,6 +275,7 @@ class Guarantee(Written):
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-published
 def published(
     guarantee: Guarantee, folder: Path, ledger: Ledger | None, ending: str = "",
+    beside: dict[str, str] | None = None,
 ) -> Guarantee: # as it was written
     "Write card, guarantee and the run's own ledger rows into a folder, and seal it."
     if guarantee.private and ledger is not None:
@@ -285,7 +288,7 @@ def published(
         guarantee = replace(guarantee, ledger_head="")
     card = "# Model card\n\n" + guarantee.report().rstrip() + "\n"
     (folder / "README.md").write_text(card + (f"\n{ending}" if ending else ""))
-    guarantee = replace(guarantee, files=file_digests(folder))
+    guarantee = replace(guarantee, files=(beside or {}) | file_digests(folder))
     guarantee.save(folder / "guarantee.json")
     if guarantee.private and ledger is not None:
         guarantee.seal(ledger)

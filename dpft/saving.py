@@ -6,7 +6,7 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'STATE', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'tokenizer_of_base', 'stock_form', 'how_to_load', 'check_room', 'read_model']
+           'files_of_run', 'tokenizer_of_base', 'stock_form', 'how_to_load', 'check_room', 'read_model']
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-imports
 import copy
@@ -26,7 +26,7 @@ from .identity import weights_of
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
-from .store import check_target
+from .store import check_target, lies_in
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-additions
 # "module:name" -> a function that adds parameters to a model again
@@ -205,6 +205,7 @@ def base_identity(
     names: Sequence[str],  # as `part_names` gave them
     recipe: dict[str, Any] | None,
     folder: Path,          # holds config.json
+    replaced: Path | None = None,  # a folder whose run goes, and a base there with it
 ) -> dict[str, Any]:       # "name" is None where the base could not be loaded again
     """The base under a part; a name is kept only if loading it gives the same
     frozen parameters."""
@@ -215,7 +216,8 @@ def base_identity(
         "name": named_base(inner, recipe), "class": type(inner).__name__,
         "dtype": dtype, "fingerprint": frozen_fingerprint(model, without)}
     if (base["name"] is None or class_named(base["class"]) is None
-            or not (folder / "config.json").exists()):
+            or not (folder / "config.json").exists()
+            or (replaced and lies_in(replaced, gguf_of(base["name"])[0]))):
         return base | {"name": None}
     try:
         again = load_base(base["name"], base["class"], folder, base["dtype"])
@@ -251,6 +253,7 @@ def write_model(
     # None: only the part where it is small and its base is known
     whole: bool | None = None,
     recipe: dict[str, Any] | None = None,
+    replaced: Path | None = None,   # as for `base_identity`
 ) -> dict[str, Any]:                # for dpft.json
     "Write a model's weights, or those that its base lacks; @sec-saving."
     trained, adapters = list(trained), adapter_names(model)
@@ -258,12 +261,12 @@ def write_model(
     gone = set(trained) - {
         name for name, _ in model.named_parameters(remove_duplicate=False)}
     _check_form(model, adapters, gone, whole)
-    _clear(folder)
     inner = inner_model(model)
     if hasattr(getattr(inner, "config", None), "save_pretrained"):
         inner.config.save_pretrained(folder)
     fits = not whole and bool(names) and not gone
-    base = _part_base(model, names, recipe, folder, whole) if fits else None
+    base = _part_base(
+        model, names, recipe, folder, whole, replaced) if fits else None
     part = base is not None
     if part:
         _write_part(model, names, adapters, folder)
@@ -284,31 +287,30 @@ def _part_base(
     recipe: dict[str, Any] | None,
     folder: Path,                   # holds config.json
     whole: bool | None,
+    replaced: Path | None,
 ) -> dict[str, Any] | None:         # None: the whole model is to be written
     "The base under the part of a model that is to be written."
     asked = whole is False or is_wrapped(model)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if not asked and 2 * sum(sizes[name] for name in names) >= sum(sizes.values()):
         return None
-    base = base_identity(model, names, recipe, folder)
+    base = base_identity(model, names, recipe, folder, replaced)
     return base if asked or base["name"] is not None else None
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-parts
-def _clear(folder: Path) -> None:
-    """Remove a run that was saved here before,
-    so that no old file is read for a new one."""
+def files_of_run(folder: Path) -> list[str]:
+    "Names of the files that a run has in the folder where it was saved, if any."
     if not (folder / "dpft.json").exists():
-        return
-    old = [*folder.glob("model*.safetensors"), folder / "adapter_config.json",
-           folder / PART, folder / ADAPTER]
+        return []
+    names = [*(file.name for file in folder.glob("model*.safetensors")),
+             "adapter_config.json", PART, ADAPTER]
     try:
         content = json.loads((folder / "guarantee.json").read_text())
-        old += [folder / name for name in content.get("files", {})]
+        names += content.get("files", {})
     except (OSError, ValueError, AttributeError):
         pass
-    for file in old:
-        if folder.resolve() in file.resolve().parents:
-            file.unlink(missing_ok=True)
+    return [name for name in names
+            if lies_in(folder, folder / name) and (folder / name).is_file()]
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-part
 def _write_part(

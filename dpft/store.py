@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KEPT', 'CheckpointError', 'sync_folder', 'write_whole', 'write_identity', 'read_identity', 'write_state',
            'read_state', 'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'own_ledger',
-           'found_in', 'Store', 'check_target', 'free_room', 'nothing_left', 'remove_empty', 'unless_begun', 'held_by',
-           'snapshot', 'regroup', 'put_back']
+           'found_in', 'Store', 'lies_in', 'check_target', 'free_room', 'taking_place', 'nothing_left', 'remove_empty',
+           'unless_begun', 'held_by', 'snapshot', 'regroup', 'put_back']
 
 # %% ../nbs/5_notes/57_store.ipynb #store-imports
 import hashlib
@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,6 +276,11 @@ class Store:
 # one of them: there is something to lose
 KEPT = ("dpft.json", "guarantee.json", "README.md")
 
+def lies_in(folder: Path, place: str | Path) -> bool:
+    "Whether a place is a folder, or anywhere in it."
+    path = Path(place).resolve()
+    return folder.resolve() in (path, *path.parents)
+
 def check_target(
     path: str | Path,        # the folder that a run is to be saved in
     overwrite: bool = False, # whether a run that is there may be replaced
@@ -288,10 +293,9 @@ def check_target(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
                          "another")
-    for knob, place in secret.items():
-        inside = isinstance(place, str | Path) and (
-            folder.resolve() in (Path(place).resolve(), *Path(place).resolve().parents))
-        if inside:
+    for knob, given in secret.items():
+        place = getattr(given, "path", given)    # a ledger's
+        if isinstance(place, str | Path) and lies_in(folder, place):
             raise ValueError(f"{knob}={str(place)!r} lies in the folder that is "
                              f"published, {folder}, and holds secrets of the run; "
                              "choose a place outside it")
@@ -317,6 +321,27 @@ def free_room(folder: Path) -> int:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); choose a "
                          "place where you may write") from error
+
+# %% ../nbs/5_notes/57_store.ipynb #store-taking-place
+@contextmanager
+def taking_place(
+    folder: Path,
+    replaced: Iterable[str] = (), # names of files in it that go
+) -> Iterator[Path]:
+    """A hidden place to write into; what it holds then moves into the folder.
+    Where writing fails, the folder stays as it was."""
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
+        place = Path(made)
+        yield place
+        # a folder without those is free
+        files = sorted((path for path in place.rglob("*") if path.is_file()),
+                       key=lambda path: path.name in KEPT)
+        names = [path.relative_to(place).as_posix() for path in files]
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).replace(folder / name)
+        for name in set(replaced) - set(names):
+            (folder / name).unlink(missing_ok=True)
 
 # %% ../nbs/5_notes/57_store.ipynb #store-nothing-left
 @contextmanager

@@ -72,6 +72,32 @@ def test_secrets_are_gone_at_the_end_unless_kept(run, saved, tmp_path):
     assert "undo the noise" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_a_ledger_in_the_folder_that_is_published_is_refused_before_anything_is_spent(run, tmp_path):
+    """The command makes a Ledger of it, which was not looked at: it trained, could not save, and said that it had."""
+    status, out, err = run("train", *DIGITS, "--epsilon", "4", "--output", tmp_path / "o1", "--ledger", tmp_path / "o1" / "l.sqlite")
+    assert status == 1 and not out and err.count("\n") == 1 and "lies in the folder that is published" in err and "--ledger" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_run_that_could_not_be_saved_is_not_said_to_be(run, tmp_path, monkeypatch, checkpoint):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    words = ["train", *DIGITS, "--epsilon", "4", "--output", tmp_path / "o1", "--ledger", tmp_path / "l.sqlite", "--no-progress", "--seed",
+             "0", *(["--checkpoint", tmp_path / "state"] if checkpoint else [])]
+    with monkeypatch.context() as patch:
+        patch.setattr("dpft.loop.write_model", full)
+        status, out, err = run(*words)
+    assert status == 1 and "saved in" not in out and "No space left" in err
+    assert ("and with room the same command saves it" if checkpoint else "start again with --checkpoint") in err
+    assert sum("the run is complete" in line for line in err.splitlines()) == 1
+    if checkpoint:
+        status, out, _ = run(*words)
+        assert status == 0 and f"saved in {tmp_path / 'o1'}" in out
+        with Ledger(tmp_path / "l.sqlite") as ledger:
+            assert len(ledger.runs()) == 1
+
+
 @pytest.mark.parametrize("change", [
     lambda claim: claim["mechanisms"][0].update(noise_multiplier=9.9), lambda claim: claim["mechanisms"][0].update(steps=1),
     lambda claim: claim.update(mechanisms=[]), lambda claim: claim.update(target_delta=1e-2), lambda claim: claim.update(unit="person"),

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +33,9 @@ from dpft.saving import (
     note_addition,
     restores,
     stored_name,
-    write_model,
 )
 from dpft.store import check_target
+from dpft.verification import verify
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
              max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
@@ -396,6 +397,84 @@ def test_nothing_is_replaced_unless_asked(tmp_path, name):
     assert check_target(tmp_path, overwrite=True) == tmp_path and (tmp_path / name).read_text() == "somebody's"
 
 
+def toy_run(**settings):
+    rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
+    torch.manual_seed(0)
+    return dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
+                          progress=False, **settings)
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def no_room_for(monkeypatch, name):
+    "From here on a file of this name finds no room."
+    write = Path.write_text
+
+    def full(path, *args, **kwargs):
+        if path.name == name:
+            write(path, "half")
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+    monkeypatch.setattr(Path, "write_text", full)
+
+
+@pytest.mark.parametrize("name", ["guarantee.json", "README.md", "dpft.json"])
+def test_a_save_that_fails_leaves_the_folder_as_it_was_and_can_be_repeated(tmp_path, monkeypatch, name):
+    """It left half a run, which the next attempt refused to replace; with overwrite=True it removed the earlier run first."""
+    run, free, held = toy_run(ledger=tmp_path / "book"), tmp_path / "free", tmp_path / "held"
+    toy_run().save(held)
+    (held / "notes.txt").write_text("mine")
+    before = contents(held)
+    with monkeypatch.context() as patch:
+        no_room_for(patch, name)
+        for folder in (free, held):
+            with pytest.raises(OSError, match="No space left"):
+                run.save(folder, overwrite=folder == held)
+    assert not contents(free) and not list(free.iterdir()) and contents(held) == before
+    run.save(free)
+    run.save(held, overwrite=True)
+    for folder in (free, held):
+        assert same(dpft.load(folder, nn.Linear(3, 2)), run.model) and verify(folder)
+    assert (held / "notes.txt").read_text() == "mine" and contents(held).keys() == contents(free).keys() | {"notes.txt"}
+
+
+def test_a_base_that_lay_in_the_folder_of_the_run_that_is_replaced_is_not_referred_to(bases, tmp_path):
+    tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
+    run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32), dpft.BiTFiT())
+    run.save(tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").exists() and same(dpft.load(tmp_path), run.model)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("cause", ["room", "foreign"])
+def test_a_run_whose_save_fails_is_kept_and_the_promised_way_out_leads_out(tmp_path, monkeypatch, checkpoint, cause):
+    output = tmp_path / "run"
+    own = {"output": output, "ledger": tmp_path / "book"} | ({"checkpoint": tmp_path / "state"} if checkpoint else {})
+    with monkeypatch.context() as patch:
+        if cause == "room":
+            no_room_for(patch, "guarantee.json")
+            words = "make room" if not checkpoint else "with room"
+        else:
+            patch.setattr("dpft.loop.check_room", lambda *_: (output / "README.md").write_text("somebody's"))
+            words = "holds README.md already, which saving would replace; name another folder"
+        if checkpoint:
+            with pytest.raises(ValueError, match=f"the run is complete, but .*{words}.*the same command saves it"):
+                toy_run(**own)
+        else:
+            with pytest.warns(UserWarning, match=f"complete and in memory, but .*{words}.*call run.save") as told:
+                run = toy_run(**own)
+            assert str(output) in run.unsaved and ("make room" in str(told[0].message)) == (cause == "room")
+    (output / "README.md").unlink(missing_ok=True)
+    if checkpoint:
+        run = toy_run(**own)
+    else:
+        run.save(output)
+    assert run.unsaved == "" and verify(output) and same(dpft.load(output, nn.Linear(3, 2)), run.model)
+    assert [m.steps for m in run.guarantee.spent] == [2]
+
+
 def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_touched(tmp_path):
     folder, outside = tmp_path / "run", tmp_path / "outside.txt"
     folder.mkdir()
@@ -404,8 +483,7 @@ def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("mine")
     (folder / "guarantee.json").write_text(json.dumps({"files": {"tokenizer.json": "", "../outside.txt": ""}}))
-    model = nn.Linear(2, 2)
-    write_model(model, ["weight", "bias"], folder)
+    toy_run().save(folder, overwrite=True)
     assert not (folder / "tokenizer.json").exists() and (folder / "notes.txt").exists() and outside.read_text() == "mine"
 
 
@@ -453,6 +531,9 @@ def test_the_fingerprint_sees_the_statistics_of_a_norm():
 def test_secrets_are_not_kept_in_the_folder_that_is_published(bases, tmp_path, inside):
     with pytest.raises(ValueError, match=rf"{inside}=.* lies in the folder that is published"):
         tuned(pretrained(bases, "roberta"), dpft.LastLayer(), output=tmp_path / "run", **{inside: tmp_path / "run" / "mine"})
+    if inside == "ledger":
+        with Ledger(tmp_path / "run" / "book") as book, pytest.raises(ValueError, match=r"ledger=.* lies in the folder that is published"):
+            tuned(pretrained(bases, "roberta"), dpft.LastLayer(), output=tmp_path / "run", ledger=book)
     run = tuned(pretrained(bases, "roberta"), dpft.LastLayer(), ledger=tmp_path / "saved" / "mine.sqlite")
     with pytest.raises(ValueError, match="lies in the folder that is published"):
         run.save(tmp_path / "saved")

@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields
@@ -306,7 +307,7 @@ class Job:
 def train_job(job: Job, knobs: dict[str, Any]) -> None:
     "Fine-tune as the command was told, and print the result."
     from dpft.ledger import Ledger
-    from dpft.loop import fine_tune
+    from dpft.loop import UnsavedWarning, fine_tune
     from dpft.models import freeze_batchnorm
     from dpft.processes import Processes, start, stop
 
@@ -325,8 +326,10 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
     model._recipe = recipe  # type: ignore[assignment]
     if job.freeze_batchnorm:
         freeze_batchnorm(model)
-    run = fine_tune(model, task, method, tokenizer=tokenizer,
-                    evaluate=scored_part(task, job.score), **knobs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnsavedWarning)    # told as an error below
+        run = fine_tune(model, task, method, tokenizer=tokenizer,
+                        evaluate=scored_part(task, job.score), **knobs)
     if first:
         tell_result(run, job.score or "dev", knobs["output"])
     stop()
@@ -359,10 +362,15 @@ def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-result
 def tell_result(run: Any, score: str, output: Path | None) -> None:
-    "Print what a run promised, how it scored, and where it was saved."
+    """Print what a run promised, how it scored, and where it was saved;
+    ValueError where it was not."""
     print(run.report())
     for name, value in run.scores.items():
         print(f"{name} on {score}: {value:.4f}")
+    if run.unsaved:
+        raise ValueError(f"the run is complete, but {run.unsaved}, and its weights end "
+                         "with this process; start again with --checkpoint, which "
+                         "keeps them")
     if output is not None:
         print(f"saved in {output}")
 
