@@ -259,13 +259,15 @@ class Store:
             write_state(self.folder / "state.pt", state)
 
     def remove(self) -> None:
-        "Remove state and secret, in this order."
+        "Remove state and secret, in this order, and what a kill left half written."
         if self.folder is not None:
-            (self.folder / "state.pt").unlink(missing_ok=True)
+            for name in ("state.part", "state.pt"):
+                (self.folder / name).unlink(missing_ok=True)
             # of a model that lies over processes
             for shards in self.folder.glob("shards-*"):
                 shutil.rmtree(shards)
-            (self.folder / "run.json").unlink(missing_ok=True)
+            for name in ("run.part", "run.json"):
+                (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         "Let another process open the folder."

@@ -659,6 +659,21 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_key_that_a_kill_left_half_written_is_removed_with_the_run(tmp_path, monkeypatch):
+    """A process that is killed before a file is moved to its name leaves the whole content under another."""
+    store = Store(tmp_path, {"model": "m"}, {})
+    store.save({"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("dpft.store.Path.replace", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        for write in (store.begin, lambda: store.save({"step": 2})):
+            with pytest.raises(KeyboardInterrupt):
+                write()
+    assert {"run.part", "state.part"} <= {path.name for path in tmp_path.iterdir()}
+    store.remove()
+    assert not list(tmp_path.iterdir())
+    store.close()
+
+
 # bad input -------------------------------------------------------------------------------------------------------------------------
 
 
