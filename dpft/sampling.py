@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['poisson_draw', 'physical_batches', 'gather', 'unit_numbers', 'Units', 'packed', 'units_of', 'chosen_views',
-           'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
+__all__ = ['poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'unit_numbers', 'Units', 'packed', 'units_of',
+           'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -66,16 +67,38 @@ def gather(
     batch = (collate or collate_for(data))(items)
     return dict(batch) if isinstance(batch, Mapping) else batch
 
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-kinds
+def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
+    "Whether a unit's name is a number, a text, a tuple of such, or of another type."
+    if isinstance(name, tuple):
+        return f"({', '.join(map(kind_of, name))})"
+    known = {"number": Number, "text": str}
+    return next((kind for kind, types in known.items() if isinstance(name, types)),
+                type(name).__name__)
+
+def check_kinds(
+    values: Sequence[Hashable],  # the unit of each row
+    name: str,                   # of the column, for the error
+) -> None:
+    "Refuse names of units of several kinds, by which one person may pass for two."
+    if len(kinds := {kind_of(value) for value in dict.fromkeys(values)}) > 1:
+        raise ValueError(
+            f"unit {name!r} holds {' and '.join(sorted(kinds))} values, so a person "
+            "who goes by 7 in one row and by '7' in another would be two units; read "
+            "the column as text, such as with dtype=str in pandas.read_csv")
+
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-numbers
 def unit_numbers(
     labels: Sequence[Hashable] | Tensor, # (N,) the unit of each row, by any name
     name: str = "unit",                  # of the column, for errors
 ) -> Tensor:                             # (N,) in the order in which units first appear
-    "Numbers for names; refuses rows without a unit, and units of one row each."
+    """Numbers for names; refuses rows without a unit, names of several kinds,
+    and units of one row each."""
     arrays = isinstance(labels, (Tensor, np.ndarray))
     values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]
     check_complete(values, f"unit in {name!r}",
                    "drop them, or give each the id of the person it belongs to")
+    check_kinds(values, name)
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     if len(numbers) == len(values):
         raise ValueError(f"unit {name!r} has one row each, so it is the same as an "

@@ -18,6 +18,7 @@ from .identity import fingerprint
 from .losses import answers, evaluation_batches, measure_for
 from .noise import Keystream
 from .privacy import SampledGaussian
+from .sampling import check_kinds
 
 if TYPE_CHECKING:
     from dpft.loop import Run
@@ -42,7 +43,8 @@ def people_of(
     # column that names them, or a list of names
     unit: str | Sequence[Hashable] | Tensor,
 ) -> list[Hashable]: # one for each row
-    "Whose row each is; ValueError where that is not known for all of them."
+    """Whose row each is; ValueError where that is not known for all of them,
+    or where one person may have two names."""
     data = data.data if isinstance(data, Public) else data
     names = _column(data, unit) if isinstance(unit, str) else (
         unit.tolist() if isinstance(unit, Tensor) else list(unit))
@@ -52,6 +54,7 @@ def people_of(
     if missing := [row for row, name in enumerate(names) if is_missing(name)]:
         raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows "
                          "out")
+    check_kinds(names, unit if isinstance(unit, str) else "unit")
     return names
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-score

@@ -1,8 +1,11 @@
 """People as the unit of privacy: drawn whole, summed, then bounded."""
 
+import io
 import warnings
 from collections import Counter
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 import zoo
@@ -11,11 +14,12 @@ from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
 
 import dpft
-from dpft.datasets import TableData, TensorData
+from dpft.datasets import TableData, TensorData, as_dataset
 from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
 from dpft.privacy import Request
 from dpft.sampling import Augmentation, Units, units_of
+from dpft.scores import people_of
 from dpft.store import CheckpointError
 from dpft.texts import encode
 
@@ -85,6 +89,36 @@ def test_bad_units_are_refused(unit, cap, words):
     table = TableData({"sentence": ["a", "b", "c"], "label": [0, 1, 0], "who": ["x", "y", "x"], "label2": [1, 2, 3]})
     with pytest.raises(ValueError, match=words):
         units_of(table, unit, cap)
+
+
+@pytest.mark.parametrize("who, kinds", [
+    ([1, "1", 1, "1"], "number and text"), (["7", 7.0, "7", 7.0], "number and text"), (["ann", b"ann"] * 2, "bytes and text"),
+    ([("ann", 1), ("ann", "1")] * 2, r"\(text, number\) and \(text, text\)")])
+def test_one_person_does_not_pass_for_two_under_names_of_two_kinds(who, kinds):
+    table = TableData({"sentence": list("abcd"), "label": [0, 1, 0, 1], "who": who})
+    for unit, name in (("who", "who"), (who, "unit")):
+        with pytest.raises(ValueError, match=f"unit '{name}' holds {kinds} values, .* read the column as text") as found:
+            units_of(table, unit)
+        assert "ann" not in str(found.value)      # the kinds of the names, and none of them
+    with pytest.raises(ValueError, match=f"unit 'unit' holds {kinds} values"):
+        people_of(table, who)
+
+
+def test_numbers_of_any_type_are_one_kind_of_name():
+    who = [1, np.int64(1), 1.0, np.float32(1), 2, np.int32(2)]
+    assert units_of([0] * 6, who).index.tolist() == [0, 0, 0, 0, 1, 1]
+    assert units_of([0] * 3, np.array(["a", "b", "a"])).index.tolist() == units_of([0] * 3, ["a", np.str_("b"), "a"]).index.tolist()
+
+
+def test_a_large_file_whose_ids_pandas_reads_as_two_types_is_refused_and_may_be_read_as_text():
+    text = "\n".join(["user,text,label", *(f"{row % 1000},x,{row % 2}" for row in range(300_000)), "A7,x,1", "A7,x,0"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                            # pandas warns of mixed types
+        frame = pd.read_csv(io.StringIO(text))
+    if frame["user"].map(type).nunique() > 1:                      # how it cuts a file is its own affair
+        with pytest.raises(ValueError, match="unit 'user' holds number and text values"):
+            units_of(as_dataset(frame), "user")
+    assert len(units_of(as_dataset(pd.read_csv(io.StringIO(text), dtype={"user": str})), "user")) == 1001
 
 
 # ---- the engine
