@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .gradients import Block, Partition, trainable
+from .identity import rewritten
 from .method import Context, Method
 from .models import fresh_head
 from .saving import additions, note_addition, restores
@@ -402,9 +403,10 @@ def merge_lora(model: nn.Module) -> nn.Module:
     from peft.tuners.lora import LoraLayer
     found = [(name, layer) for name, layer in model.named_modules()
              if isinstance(layer, LoraLayer)]
-    for name, layer in found:
-        layer.merge()  # type: ignore[operator]
-        model.set_submodule(name, layer.get_base_layer())
+    with rewritten(model):
+        for name, layer in found:
+            layer.merge()  # type: ignore[operator]
+            model.set_submodule(name, layer.get_base_layer())
     vars(model).pop("peft_config", None)
     return model
 

@@ -297,10 +297,10 @@ def record_final(engine: "Engine") -> None:
     if not (account.shared or account.charges):
         return
     fingerprint = fingerprint_of(engine)
-    def record() -> Told:
-        record_weights(account.ledger, engine.store.run, fingerprint())
-        return account.now() if account.charges else account.told
-    account.told = engine.processes.first(record)
+    def record() -> tuple[Told, str]:
+        record_weights(account.ledger, engine.store.run, left := fingerprint())
+        return account.now() if account.charges else account.told, left
+    account.told, engine.left = engine.processes.first(record)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-close-account
 def close_account(engine: "Engine") -> None:
@@ -349,6 +349,7 @@ class Engine:
     # id of a parameter -> standard deviation of its noise
     spread: dict[int, Tensor | float]
     modes: Modes | None = None # of the layers; None: it is not known yet what trains
+    left = ""                  # fingerprint of the final weights, where one was taken
 
     @takes_settings("engine")
     def __init__(

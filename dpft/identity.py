@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import cache, partial
 from itertools import chain
@@ -27,8 +28,8 @@ from .settings import Reading, Settings, package_of, parts_of
 # %% auto #0
 __all__ = ['FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows', 'repeated_rows',
            'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data', 'usual_numbers',
-           'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'content_of', 'names_by_group', 'facts_of',
-           'record_of']
+           'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left', 'content_of',
+           'names_by_group', 'facts_of', 'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -337,6 +338,25 @@ def fingerprint_of(engine: Any) -> Callable[[], str]:
         return cache(partial(model_fingerprint, engine.model))
     found = model_fingerprint(engine.model)
     return lambda: found
+
+# %% ../nbs/5_notes/66_identity.ipynb #engine-rewritten
+@contextmanager
+def rewritten(model: nn.Module) -> Iterator[None]:
+    "A change that reads nothing but the model, which stays what its run left."
+    before = model_fingerprint(model)
+    yield
+    vars(model).setdefault("_rewritten", {})[model_fingerprint(model)] = before
+
+def is_as_left(
+    model: nn.Module,
+    left: str,   # its fingerprint when a run ended
+) -> bool:
+    "Whether a model has the weights that a run left, or was only rewritten since."
+    made = dict(vars(model).get("_rewritten", {}))
+    now = model_fingerprint(model)
+    while now != left and now in made:
+        now = made.pop(now)
+    return now == left
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-content
 def content_of(population: Any) -> dict[str, Any]:

@@ -489,7 +489,7 @@ def _(value: Any, reading: Reading) -> Parts:
 # %% ../nbs/5_notes/55_settings.ipynb #settings-structure
 # torch's tables, where a model comes from, and how it generates
 NOTES = {*vars(nn.Module()), "name_or_path", "generation_config", "_origin", "_recipe",
-         "_trained_by", "_is_hf_initialized", "_weight_conversions"}
+         "_trained_by", "_rewritten", "_is_hf_initialized", "_weight_conversions"}
 # where `fully_shard` keeps its state: each process that loads torch draws a new name
 DRAWN = "__composable_api_state_key"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import math
 import shutil
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +232,71 @@ def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
     assert same(dpft.load(tmp_path), run.model)
 
 
+def changed(model):
+    with torch.no_grad():
+        model.roberta.encoder.layer[0].output.dense.bias[0] += 1
+    return model
+
+
+CHANGED = "changed after its run ended.*save a run before"
+
+
+@pytest.mark.parametrize("epsilon", [math.inf, 3.0])
+def test_a_run_whose_model_was_trained_on_is_not_saved_under_its_guarantee(bases, tmp_path, epsilon):
+    first = tuned(pretrained(bases, "roberta"), dpft.BiTFiT())
+    kept = replace(first, model=copy.deepcopy(first.model))
+    second = tuned(first.model, dpft.BiTFiT(), noise_multiplier=None, epsilon=epsilon)
+    assert second.model is first.model
+    with pytest.raises(ValueError, match=CHANGED):
+        first.save(tmp_path / "first")
+    assert not (tmp_path / "first").exists() or not files(tmp_path / "first")
+    kept.save(tmp_path / "kept")
+    second.save(tmp_path / "second")
+    assert same(dpft.load(tmp_path / "second"), second.model)
+
+
+@pytest.mark.parametrize("whole", [None, True])
+def test_a_model_that_was_changed_by_hand_is_not_saved(bases, tmp_path, whole):
+    for number, method in enumerate((dpft.BiTFiT(), LoRA(2))):
+        run = tuned(pretrained(bases, "roberta"), method)
+        changed(run.model)                                                   # frozen under LoRA, trained by BiTFiT
+        with pytest.raises(ValueError, match=CHANGED):
+            run.save(tmp_path / str(number), whole)
+
+
+def test_a_buffer_that_changed_after_the_run_is_not_saved(tmp_path):
+    model, loss_fn, batch = zoo.build("cnn", rows=8)
+    model.register_buffer("seen", torch.zeros(1))
+    data, collate = zoo.as_data(batch)
+    run = dpft.fine_tune(model, data, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=4, delta=0.01, loss_fn=loss_fn,
+                         collate_fn=collate, accountant="rdp", progress=False)
+    model.seen += 1
+    with pytest.raises(ValueError, match=CHANGED):
+        run.save(tmp_path)
+
+
+def test_modes_and_copies_change_no_model(bases, tmp_path):
+    run = tuned(pretrained(bases, "roberta"), dpft.BiTFiT())
+    run.model = copy.deepcopy(run.model).eval().requires_grad_(False)
+    run.save(tmp_path / "eval")
+    run.model.train().requires_grad_(True)
+    run.save(tmp_path / "train")
+    assert same(dpft.load(tmp_path / "train"), dpft.load(tmp_path / "eval"))
+
+
+def test_merging_hides_no_change(bases, tmp_path):
+    before, after = (tuned(pretrained(bases, "roberta"), LoRA(2)) for _ in range(2))
+    merge_lora(changed(before.model))
+    changed(merge_lora(after.model))
+    for run in (before, after):
+        with pytest.raises(ValueError, match=CHANGED):
+            run.save(tmp_path)
+    twice = tuned(pretrained(bases, "roberta"), LoRA(2))
+    merge_lora(merge_lora(twice.model))                                      # the second finds nothing
+    twice.save(tmp_path)
+    assert same(dpft.load(tmp_path), twice.model)
+
+
 def test_a_module_of_ones_own_in_parts(tmp_path):
     def net():
         torch.manual_seed(3)
@@ -281,7 +348,7 @@ def test_the_part_of_a_roberta_base_is_small(tmp_path):
     data, collate = zoo.as_data(batch)
     run = dpft.fine_tune(small, data, dpft.BiTFiT(), noise_multiplier=1.0, steps=4, batch_size=4, delta=0.01, loss_fn=loss_fn,
                          collate_fn=collate, accountant="rdp", progress=False, ledger=Ledger(tmp_path / "l.sqlite"))
-    run.model, run.trained = model, list(biases(model))
+    run.model, run.trained, run.left = model, list(biases(model)), ""       # it only pretends
     run.save(tmp_path / "run", whole=False)
     count = sum(parameter.numel() for parameter in biases(model).values())
     assert 150_000 < count < 160_000 and 4 * count < size(tmp_path / "run") < 1_000_000
