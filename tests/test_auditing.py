@@ -125,7 +125,8 @@ def test_the_best_attack_of_a_pair_reads_as_that_epsilon_and_no_more(epsilon, de
     assert best > 1 - 1e-9 or found <= epsilon + 1e-5
 
 
-@pytest.mark.parametrize("true, false, least", [(0.5, 0.0, math.inf), (1.0, 0.5, math.inf), (1e-6, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 1.0, 0.0)])
+@pytest.mark.parametrize("true, false, least", [
+    (0.5, 0.0, math.inf), (1.0, 0.5, math.inf), (1e-6, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 1.0, 0.0)])
 def test_rates_at_the_ends_mean_no_bound_or_none_needed(true, false, least):
     assert epsilon_of_rates(true, false, 1e-5) == least
 
