@@ -229,7 +229,7 @@ def tradeoff(
         legend_beside(figure)
     return figure
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-paired
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads-paired
 def paired(
     records: Records,
     first: str,
