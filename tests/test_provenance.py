@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 import dpft
 from dpft import Full, LoRA
+from dpft.baselines import Adapter, Trainable, merge_lora, remove_adapters
 from dpft.boundary import neighbours, toy_network, toy_pictures
 from dpft.datasets import Public
 from dpft.identity import model_fingerprint
@@ -168,8 +169,74 @@ def test_what_a_ledger_publishes_holds_no_digest_of_weights(tmp_path):
 def test_a_frozen_trunk_stays_as_public_as_it_was():
     model = toy_network()
     made(model, method=LoRA(targets=("1",)))
-    notes = [name for name, module in model.named_modules() if module.__dict__.get("_trained_by")]
-    assert notes and all(name == "1" or name.startswith("1.") or name == "6" for name in notes)
+    noted = [name for name, module in model.named_modules() if module.__dict__.get("_trained_by")]
+    assert {"", "1", "1.base_layer", "6"} <= {*noted} and all(name.startswith("1") or name in ("", "6") for name in noted)
+    assert not list(notes_on(nn.Sequential(model[3], nn.Tanh()))) and list(notes_on(nn.Sequential(model[1])))
+
+
+def moved(model):
+    "Other modules with the same parameter objects."
+    fresh = toy_network()
+    for name, parameter in list(model.named_parameters()):
+        home, _, own = name.rpartition(".")
+        setattr(fresh.get_submodule(home), own, parameter)
+    return fresh
+
+
+def rebuilt(model):
+    "The same model with new layers in place of those that trained."
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            fresh = nn.Linear(layer.in_features, layer.out_features)
+            fresh.load_state_dict(layer.state_dict())
+            model.set_submodule(name, fresh)
+    return model
+
+
+@pytest.mark.parametrize("hand_on", [moved, rebuilt])
+def test_weights_that_move_into_other_modules_keep_their_note(hand_on):
+    first = made()
+    notes = list(notes_on(first.model))
+    assert len(notes) == 1 and list(notes_on(hand_on(first.model))) == notes
+
+
+def of_peft(model):
+    from peft import LoraConfig, get_peft_model
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["1"]))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("budget", [3.0, math.inf])
+@pytest.mark.parametrize("model, method, merge", [
+    (of_peft, Trainable(), lambda model: model.merge_and_unload()),
+    (of_peft, Trainable(), lambda model: model.unload()),
+    (nn.Sequential, LoRA(targets=("0.1",)), merge_lora),
+    (nn.Sequential, LoRA(targets=("0.1",)), lambda model: merge_lora(model)[0][1]),
+    (nn.Sequential, Adapter(2, after=("0.1",)), remove_adapters)],
+    ids=["peft", "unloaded", "merge_lora", "one layer of it", "remove_adapters"])
+def test_no_note_is_lost_when_what_trained_is_merged_or_taken_out(model, method, merge, budget, copied):
+    first = made(model(toy_network()), method=method, epsilon=budget)
+    notes = list(notes_on(first.model))
+    assert [note["private"] for note in notes] == [budget < math.inf]
+    assert list(notes_on(merge(copy.deepcopy(first.model) if copied else first.model))) == notes
+
+
+def test_a_merge_of_what_nobody_trained_leaves_a_public_start():
+    assert not list(notes_on(of_peft(toy_network()).merge_and_unload()))
+
+
+def test_a_merged_model_is_no_public_start_even_where_the_ledger_is_the_same(tmp_path):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(of_peft(toy_network()), method=Trainable(), epsilon=math.inf, ledger=ledger)
+    public, unpaid = said(made(first.model.merge_and_unload(), ledger=ledger))
+    assert not public and "promises nothing" in unpaid[0]
+
+
+def test_a_file_of_parameters_with_notes_is_read_again_without_running_code(tmp_path):
+    model = made().model
+    torch.save(dict(model.named_parameters()), tmp_path / "weights.pt")
+    again = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(again[name], value) for name, value in model.named_parameters())
 
 
 def test_a_note_on_a_model_tells_nobody_which_data_it_was():
