@@ -34,7 +34,7 @@ from .plan import (
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
-from .provenance import look_at_start, mark_trained
+from .provenance import look_at_start, mark_trained, recall
 from .sampling import Share
 from .settings import Settings, settings_from, takes_settings
 from .step import (
@@ -239,6 +239,7 @@ def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]
 def start_method(engine: "Engine", start: Callable[[], str]) -> None:
     "Let the method start, alike on all processes, and take over what it has set."
     look_at_start(engine, start)
+    recall(engine)
     if engine.device.type == "cpu":
         reuse_memory()
     context, processes, kept = engine.context, engine.processes, engine.store.state

@@ -29,7 +29,8 @@ from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
 from .datasets import Task
 from .engine import Engine, close_account
-from .evaluation import Evaluation, checked_evaluation, make_evaluation
+from .evaluation import (
+    Evaluation, checked_evaluation, make_evaluation, put_scores, scores_state)
 from .guarantee import Guarantee, file_digests
 from .identity import FINE_TUNE, is_as_left
 from .ledger import Ledger
@@ -348,6 +349,8 @@ def after_step(loop: Loop) -> None:
     engine, evaluation = loop.engine, loop.evaluation
     paid = evaluation.due() and score_step(loop) and evaluation.paid
     last = engine.t == engine.plan.steps
+    if last:
+        evaluation.announce(last)
     if engine.t % loop.every == 0 or last or paid or engine.stops:
         save_state(loop)
     if engine.stops:
@@ -374,7 +377,7 @@ def save_state(loop: Loop) -> None:
     updates, loop.saved = loop.updates, loop.engine.t
     loop.engine.save(updates.optimizer, updates.schedule, history=loop.history,
                      average=updates.state(), callbacks=states_of(loop.callbacks),
-                     stopped=loop.stopped)
+                     stopped=loop.stopped, scores=scores_state(loop.evaluation))
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-put-back
 def restore_state(loop: Loop, state: dict[str, Any]) -> None:
@@ -383,6 +386,7 @@ def restore_state(loop: Loop, state: dict[str, Any]) -> None:
     loop.updates.restore(state["average"])
     put_states(loop.callbacks, state.get("callbacks", ""))
     loop.stopped = state.get("stopped", False)
+    put_scores(loop.evaluation, state.get("scores", []))
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-entry
 def entry_of(loop: Loop, step: Step) -> dict[str, Any]:
@@ -424,6 +428,7 @@ def stop_early(loop: Loop) -> None:
         engine.note_uncharged("when training stopped, after step "
                               f"{engine.t} of {steps}, which callbacks chose that saw "
                               "what is named here")
+    loop.evaluation.announce(last=True)
     save_state(loop)
     put_average(loop)
     close_account(engine)      # the secret stays until the model is kept

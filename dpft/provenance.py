@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'carriers', 'trained_parts', 'mark_trained', 'restate', 'note_of_folder',
-           'came_from', 'notes_in', 'sentence', 'notes_on', 'look_at_start']
+           'came_from', 'notes_in', 'sentence', 'notes_on', 'look_at_start', 'recall']
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
 import json
@@ -173,3 +173,16 @@ def look_at_start(engine: Any, fingerprint: Callable[[], str]) -> None:
         engine.assumed_public = [one for one in engine.assumed_public
                                  if not one.startswith(START)]
         engine.uncharged += [sentence(note) for note in found]
+
+# %% ../nbs/5_notes/64_provenance.ipynb #provenance-recall
+def recall(engine: Any) -> None:
+    "Name what a run named before it was interrupted; older checkpoints do not say it."
+    state = engine.store.state
+    for what in state.get("uncharged", ()):
+        engine.note_uncharged(what)
+    before = [fact for fact in state.get("assumed_public", ())
+              if not fact.startswith(START)]
+    known = any(what.startswith(START) for what in engine.uncharged)
+    engine.assumed_public = [
+        fact for fact in dict.fromkeys([*engine.assumed_public, *before])
+        if not (known and fact.startswith(START))]

@@ -407,6 +407,8 @@ def snapshot(
     touched = engine.touched | {id(parameter) for parameter in engine.parameters()}
     return {
         "step": engine.t, "method": engine.method.state(engine.context), "more": more,
+        "uncharged": list(engine.uncharged),
+        "assumed_public": list(engine.assumed_public),
         "held": held_by(optimizer, names), "trains": sorted(engine.trains),
         "stored": len(engine.prefix.shelf.places) if engine.prefix else 0,
         "trained": {name: p.detach()

@@ -18,6 +18,7 @@ from dpft.datasets import Public
 from dpft.ledger import Ledger
 from dpft.noise import Keystream
 from dpft.scores import NoisyAccuracy, noisy_accuracy
+from dpft.store import read_state, write_state
 from dpft.updates import make_schedule
 
 
@@ -279,6 +280,59 @@ def test_a_paid_score_is_not_drawn_twice(tmp_path):
         tuned(callbacks=[seen], optimizer=Failing, **given)
     tuned(callbacks=[again], **given)
     assert again.metrics[0] == seen.metrics[-1] and len(seen.metrics) == 3 and len(again.metrics) == 1 + 2 + 1
+
+
+def resumed(folder, before, after):
+    """A run that is interrupted in its fourth step and goes on with other knobs."""
+    Failing.calls = 0
+    with pytest.raises(KeyboardInterrupt):
+        tuned(optimizer=Failing, checkpoint=folder, checkpoint_every=1, **before)
+    return tuned(checkpoint=folder, checkpoint_every=1, optimizer=Failing, **after)
+
+
+@pytest.mark.parametrize("before,said", [(dict(show_loss=True), "the training loss"),
+                                         (dict(evaluate=OTHER, evaluate_every=1), "scores on 40 examples, unless they are public")])
+def test_a_run_that_continues_names_what_was_looked_at_before(tmp_path, before, said):
+    assert said in resumed(tmp_path / "less", before, {}).guarantee.uncharged
+    more = resumed(tmp_path / "more", {}, before).guarantee.uncharged
+    assert more == resumed(tmp_path / "as much", before, before).guarantee.uncharged and more.count(said) == 1
+
+
+@pytest.mark.parametrize("before", [dict(show_loss=True), dict(evaluate=OTHER)], ids=["loss", "score at the end"])
+def test_a_run_that_is_saved_in_a_second_call_names_what_the_first_one_showed(tmp_path, monkeypatch, before):
+    def full(*_):
+        raise OSError("no space left")
+    with monkeypatch.context() as patched:
+        patched.setattr("dpft.loop.keep", full)
+        with pytest.raises(OSError, match="no space"):
+            tuned(checkpoint=tmp_path / "state", output=tmp_path / "saved", **before)
+    again = tuned(checkpoint=tmp_path / "state", output=tmp_path / "saved")
+    assert again.guarantee.uncharged == tuned(**before).guarantee.uncharged != []
+    assert again.guarantee.uncharged[0] in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_paid_scores_of_an_interrupted_run_are_counted_with_those_of_the_next_call(tmp_path):
+    dear, cheap = (NoisyAccuracy(OTHER, noise_multiplier=sigma) for sigma in (1.0, 8.0))
+    often, once = dict(evaluate=dear, evaluate_every=1), dict(evaluate=cheap)
+    def priced(run):
+        return {one.noise_multiplier: one.steps for one in run.score_guarantee.mechanisms}
+    assert priced(resumed(tmp_path / "other", often, once)) == {1.0: 3, 8.0: 1}
+    assert priced(resumed(tmp_path / "same", often, often)) == {1.0: 6}
+    none = resumed(tmp_path / "none", often, {})
+    assert priced(none) == {1.0: 3} and "row of the development set" in none.report()
+    assert priced(resumed(tmp_path / "rows", often, dict(evaluate=NoisyAccuracy(rows(40, 2), noise_multiplier=1.0)))) == {1.0: 4}
+
+
+def test_a_checkpoint_that_says_nothing_of_what_was_named_is_continued(tmp_path):
+    Failing.calls = 0
+    given = dict(checkpoint=tmp_path, checkpoint_every=1, optimizer=Failing, show_loss=True)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(**given)
+    state = read_state(tmp_path / "state.pt")
+    for content, name in ((state, "uncharged"), (state, "assumed_public"), (state["more"], "scores")):
+        del content[name]
+    write_state(tmp_path / "state.pt", state)
+    assert len(tuned(**given).history) == 6
 
 
 @pytest.mark.parametrize("given,why", [

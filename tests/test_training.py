@@ -558,6 +558,20 @@ def test_without_a_seed_too_a_resumed_run_replays_the_same_noise(tmp_path):
     assert sum(m.steps for m in resumed.mechanisms) == 6 and not resumed.guarantee.reproducible
 
 
+def test_a_loop_of_ones_own_names_after_a_break_what_it_has_read(tmp_path):
+    first = engine(checkpoint=tmp_path, loop="by hand")
+    step = next(iter(first))
+    step.take()
+    assert step.loss >= 0
+    first.context.assume_public("the weather")
+    first.save()
+    first.store.close()
+    second = engine(checkpoint=tmp_path, loop="by hand")
+    second.resume()
+    assert second.guarantee.uncharged == first.guarantee.uncharged == ["the training loss"]
+    assert second.guarantee.assumed_public == first.guarantee.assumed_public and "the weather" in second.guarantee.assumed_public
+
+
 def test_a_replay_that_differs_is_charged_and_gets_fresh_noise():
     for seeded in (dict(seed=0, loop="by hand"), dict(seed=0), dict(seed=None)):
         e = engine(**seeded)
