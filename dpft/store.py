@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['KEPT', 'CheckpointError', 'sync_folder', 'write_whole', 'write_identity', 'read_identity', 'write_state',
-           'read_state', 'canonical', 'keyed', 'secret_of', 'lock', 'unlock', 'Facts', 'check_same', 'own_ledger',
-           'found_in', 'Store', 'lies_in', 'check_target', 'free_room', 'taking_place', 'nothing_left', 'remove_empty',
-           'unless_begun', 'held_by', 'snapshot', 'regroup', 'put_back']
+           'read_state', 'canonical', 'keyed', 'secret_of', 'lock', 'holder_of', 'unlock', 'closed_on_error', 'Facts',
+           'check_same', 'own_ledger', 'found_in', 'Store', 'lies_in', 'check_target', 'free_room', 'taking_place',
+           'nothing_left', 'remove_empty', 'unless_begun', 'held_by', 'snapshot', 'regroup', 'put_back']
 
 # %% ../nbs/5_notes/57_store.ipynb #store-imports
+import gc
 import hashlib
 import io
 import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -124,15 +126,19 @@ def secret_of(
         "run", canonical(identity), stream.key("data", canonical(private)))
 
 # %% ../nbs/5_notes/57_store.ipynb #store-lock
-# folders that this process has locked, and the descriptor of each
-_HELD: dict[Path, int] = {}
+# folders that this process has locked, with the descriptor and for whom
+_HELD: dict[Path, tuple[int, weakref.ref[Any]]] = {}
 
-def lock(folder: Path) -> None:
-    "Lock a folder for this process; CheckpointError while another one has it."
+def lock(folder: Path, owner: Any) -> None:
+    """Lock a folder for its owner; CheckpointError while another one has it,
+    or another process."""
     import fcntl
     path = folder.resolve()
-    if path in _HELD:
-        return
+    if holder_of(path) is not None:
+        raise CheckpointError(
+            f"another engine of this process is using checkpoint {folder}; end it with "
+            "engine.store.close(), or choose another folder")
+    unlock(folder)    # of an owner that is gone
     number = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,14 +147,31 @@ def lock(folder: Path) -> None:
         raise CheckpointError(
             f"another process is using checkpoint {folder}; wait for it, "
             "or choose another folder") from error
-    _HELD[path] = number
+    _HELD[path] = number, weakref.ref(owner)
+
+def holder_of(path: Path) -> Any:
+    "For whom this process has locked a folder; None where it has not, or they are gone."
+    if path not in _HELD:
+        return None
+    if _HELD[path][1]() is not None:
+        gc.collect()    # an engine that a failed call has left is a cycle
+    return _HELD[path][1]()
 
 # %% ../nbs/5_notes/57_store.ipynb #store-unlock
-def unlock(folder: Path) -> None:
-    "Let another process have the folder."
-    number = _HELD.pop(folder.resolve(), None)
-    if number is not None:
-        os.close(number)
+def unlock(folder: Path, owner: Any = None) -> None:
+    "Let others have the folder, if it is its owner's; None: whoever has it."
+    path = folder.resolve()
+    if path in _HELD and owner in (None, _HELD[path][1]()):
+        os.close(_HELD.pop(path)[0])
+
+@contextmanager
+def closed_on_error(store: Any) -> Iterator[None]:
+    "Where a block fails, let others have the folder of a store."
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise
 
 # %% ../nbs/5_notes/57_store.ipynb #store-facts
 @dataclass
@@ -186,10 +209,7 @@ def own_ledger(folder: str | Path | None) -> Path | None:
     return None if folder is None else Path(folder) / "ledger.sqlite"
 
 def found_in(folder: Path, facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run that a folder has, and its last state; nothing where there is none.
-    From now on the folder is locked."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock(folder)
+    "The run that a folder has, and its last state; nothing where there is none."
     known, state = folder / "run.json", folder / "state.pt"
     if not known.exists():
         state.unlink(missing_ok=True)    # of a run whose secret is gone
@@ -221,7 +241,10 @@ class Store:
         self.state: dict[str, Any] = {}
         self.begun = False         # whether the ledger knows of the run
         if self.folder is not None:
-            self._open(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock(self.folder, self)
+            with closed_on_error(self):
+                self._open(self.folder)
 
     def _open(self, folder: Path) -> None:
         "Continue the run in the folder, or begin one there."
@@ -270,9 +293,9 @@ class Store:
                 (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        "Let another process open the folder."
+        "Let others open the folder."
         if self.folder is not None:
-            unlock(self.folder)
+            unlock(self.folder, self)
 
 # %% ../nbs/5_notes/57_store.ipynb #store-target
 # one of them: there is something to lose
@@ -377,15 +400,15 @@ def remove_empty(path: Path) -> None:
 # %% ../nbs/5_notes/57_store.ipynb #store-unless-begun
 @contextmanager
 def unless_begun(store: Store) -> Iterator[None]:
-    """Where a run is refused before its first draw, forget its key,
-    so that the folder takes a corrected one."""
-    try:
-        yield
-    except BaseException:
-        if not store.begun and not store.state:
-            store.remove()
-            store.close()
-        raise
+    """Where a run is refused, let others have its folder; before its first draw
+    forget its key too, so that the folder takes a corrected one."""
+    with closed_on_error(store):
+        try:
+            yield
+        except BaseException:
+            if not store.begun and not store.state:
+                store.remove()
+            raise
 
 # %% ../nbs/5_notes/57_store.ipynb #store-snapshot
 def held_by(optimizer: Any, names: dict[int, str]) -> list[list[str]]:

@@ -669,8 +669,52 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"No space left on device.*last good"):
         store.save({"step": 2})
     monkeypatch.setattr(os, "fsync", real)
+    store.close()
     assert Store(tmp_path, {"model": "m"}, {}).step == 1
     assert not list(tmp_path.glob("*.part"))
+
+
+CHECKPOINT = "from dpft.store import Store\nimport sys\nStore(sys.argv[1], {'a': 1}, {})"
+
+
+@pytest.mark.parametrize("refuse", ["plan", "store", "identity"])
+def test_a_run_that_is_refused_lets_others_have_its_folder(tmp_path, refuse):
+    """It kept the lock, and another process was told that the folder is in use."""
+    import fcntl
+    interrupted(tmp_path, 4)
+    if refuse == "plan":
+        record = json.loads((tmp_path / "run.json").read_text())
+        with Ledger(tmp_path / "other.sqlite") as other:
+            other.begin(record["run"], {"mechanisms": [{"name": "train", "noise_multiplier": 9.0, "sample_rate": 0.1, "steps": 6}]})
+        with pytest.raises(LedgerError, match="another plan"):
+            tune(checkpoint=tmp_path, ledger=tmp_path / "other.sqlite", learning_rate=0.05)
+    elif refuse == "store":
+        with pytest.raises(CheckpointError, match="another learning_rate"):
+            tune(checkpoint=tmp_path, learning_rate=0.06)
+    else:
+        (tmp_path / "run.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="damaged"):
+            tune(checkpoint=tmp_path, learning_rate=0.05)
+    number = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(number)
+
+
+def test_two_engines_of_one_process_do_not_share_a_folder(tmp_path):
+    """Both had the run and its key."""
+    def engine():
+        return dpft.Engine(net(), zoo.image_loss, dpft.Full(), toy(), noise_multiplier=1.0, steps=4, batch_size=20, seed=0,
+                           checkpoint=tmp_path, accountant="rdp")
+    first = engine()
+    with pytest.raises(CheckpointError, match=r"^another engine of this process is using checkpoint .*engine.store.close\(\), or choose"):
+        engine()
+    first.store.close()
+    second = engine()
+    first.store.close()                                        # closes nothing of the second's
+    with pytest.raises(CheckpointError, match="another engine of this process"):
+        engine()
+    del second                                                 # nobody can use it any more
+    engine().store.close()
 
 
 def test_a_key_that_a_kill_left_half_written_is_removed_with_the_run(tmp_path, monkeypatch):
@@ -1107,13 +1151,16 @@ def test_the_folder_of_an_unfinished_run_is_its_owners(tmp_path):
 def test_a_state_that_holds_more_than_numbers_is_not_unpacked(tmp_path):
     store, told = Store(tmp_path, {}, {}), []
     store.save({"step": 3})
+    store.close()
     assert Store(tmp_path, {}, {}).step == 3
+    store = Store(tmp_path, {}, {})
 
     class Harm:
         def __reduce__(self):
             return told.append, ("done",)
 
     store.save({"step": Harm()})
+    store.close()
     with pytest.raises(pickle.UnpicklingError):
         Store(tmp_path, {}, {})
     assert not told
