@@ -69,7 +69,11 @@ def loaded(
         spec = importlib.util.spec_from_file_location(name, where)
         assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(name, None)    # half made
+            raise
         return module
     except ImportError as error:
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "

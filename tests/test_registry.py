@@ -63,6 +63,16 @@ def test_a_file_that_does_not_run_says_why(tmp_path):
         method_type(f"{tmp_path / 'broken.py'}:Mine")
 
 
+@pytest.mark.parametrize("text", ["import nothing_of_this_name", "raise ValueError('not today')", "class"])
+def test_a_file_that_does_not_run_leaves_no_module(tmp_path, text):
+    """What was half made stayed, and pickle or an import would have found it."""
+    import sys
+    (tmp_path / "halfmade.py").write_text(text)
+    with pytest.raises((ValueError, SyntaxError)):
+        method_named(f"{tmp_path}/halfmade.py:Mine")
+    assert "dpft_methods_halfmade" not in sys.modules
+
+
 def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, monkeypatch):
     there = [importlib.metadata.EntryPoint("theirs", f"{mine}:Mine", registry.GROUP),
              importlib.metadata.EntryPoint("full", f"{mine}:Mine", registry.GROUP)]
