@@ -10,6 +10,7 @@ __all__ = ['PUBLISHED', 'check_data', 'check_rates', 'check_same', 'has_row', 'k
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-imports
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -219,18 +220,24 @@ def publish_rows(
     seal: str,           # digest of what was said about them, as its last rows
 ) -> str:                # hash of the last row before the seal
     "Write a fresh chain, without a key, over the rows of some runs."
-    rows, part = list(published_rows(records, runs)), Path(f"{path}.part")
+    with records.chain.file.reading():
+        rows = list(published_rows(records, runs))
+    part = Path(f"{path}.part")
     part.unlink(missing_ok=True)
-    copy = Chain(LedgerFile(part))
-    with copy.file.writing():
-        for row in rows:
-            copy.append(*row)
-        head = copy.head
-        for run in runs if seal else ():
-            copy.append("seal", run, digest=seal)
-    copy.file.connection.close()
-    part.chmod(0o644)
-    part.replace(path)
+    try:
+        file = LedgerFile(part)
+        with closing(file.connection):
+            copy = Chain(file)
+            with file.writing():
+                for row in rows:
+                    copy.append(*row)
+                head = copy.head
+                for run in runs if seal else ():
+                    copy.append("seal", run, digest=seal)
+        part.chmod(0o644)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
     return head
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-reader

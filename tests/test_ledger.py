@@ -912,6 +912,35 @@ def test_what_is_published_does_not_depend_on_the_data_or_on_others(tmp_path):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.parametrize("fails", ["append", "replace"])
+def test_a_copy_that_fails_leaves_nothing_in_the_folder_that_is_published(tmp_path, monkeypatch, fails):
+    """It left ledger.sqlite.part, open."""
+    import dpft.rows
+    opened, connect = [], sqlite3.connect
+    with Ledger(tmp_path / "l.db") as ledger:
+        ledger.begin("mine", PLAN)
+        with monkeypatch.context() as patch:
+            patch.setattr(dpft.rows.sqlite3, "connect", lambda *args, **named: opened.append(connect(*args, **named)) or opened[-1])
+            patch.setattr(*{"append": (dpft.rows.Chain, "append"), "replace": (Path, "replace")}[fails],
+                          lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space left"):
+                ledger.publish(tmp_path / "p.db", ["mine"])
+    assert not list(tmp_path.glob("p.db*")) and len(opened) == 1
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        opened[0].execute("SELECT 1")
+
+
+def test_what_is_published_is_of_one_moment(tmp_path, monkeypatch):
+    """A run that ended while its rows were read was published as finished without its last steps."""
+    import dpft.ledger
+    honest = dpft.ledger.published_rows
+    with Ledger(tmp_path / "l.db") as ledger:
+        ledger.begin("mine", PLAN)
+        monkeypatch.setattr(dpft.ledger, "published_rows", lambda records, runs: (
+            (ledger.chain.file.connection.in_transaction or pytest.fail("rows of several moments")) and honest(records, runs)))
+        ledger.publish(tmp_path / "p.db", ["mine"])
+
+
 def test_runs_that_share_draws_are_published_as_sharing_them(tmp_path):
     with Ledger() as ledger:
         for run, sums in (("a", "xyz"), ("b", "xqz")):
