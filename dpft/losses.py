@@ -135,11 +135,17 @@ ASK = "pass loss_fn=, a function (model, batch) that returns one loss per exampl
 
 
 def labels_of(batch: Any) -> Tensor:
-    "The labels of a batch; ValueError when there are none."
+    "The labels of a batch; ValueError where nothing says which they are."
     if isinstance(batch, dict) and "labels" not in batch:
         raise ValueError(f"the batch holds {', '.join(map(str, batch))} and no "
                          f"'labels'; name the labels so, or {ASK}")
-    return batch["labels"] if isinstance(batch, dict) else batch[1]
+    if isinstance(batch, dict):
+        return batch["labels"]
+    if (parts := 1 if isinstance(batch, Tensor) else len(batch)) != 2:
+        raise ValueError(f"an item of the data has {parts} parts without names, and "
+                         "only (input, label) says which part is the label; give "
+                         f"dictionaries with the names that the model takes, or {ASK}")
+    return batch[1]
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-unknown
 def unknown(model: nn.Module, scores: Tensor, labels: Tensor) -> ValueError:

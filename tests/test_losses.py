@@ -203,6 +203,15 @@ def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
         measure_for(model, list(zip(x, labels, strict=True)))
 
 
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_of_items_without_names_only_pairs_say_their_labels(parts):
+    model = made(hf.BertForTokenClassification, hf.BertConfig, **SMALL, num_labels=3)
+    batch = (text()["input_ids"], text()["attention_mask"], numbers(ROWS, TOKENS, high=3, low=0), CLASSES)[:parts]
+    for measured in (default_loss(model), lambda model, batch: measure_for(model, [batch])(model, [tuple(part[0] for part in batch)])):
+        with pytest.raises(ValueError, match=f"has {parts} parts without names, .* loss_fn="):
+            measured(model, batch)
+
+
 def test_missing_or_impossible_labels_are_one_sentence():
     model = CASES["classes"][0]()
     with pytest.raises(ValueError, match="no 'labels'"):
