@@ -192,7 +192,8 @@ def _nothing_fits(
     "Why no partition can be chosen."
     least = min(pieces, key=lambda piece: piece.size, default=None)
     if least is None:
-        return "there is no partition to choose from"
+        return ("nothing outside a fresh head may train, so there is no partition to "
+                "choose from; choose LastLayer(), or let more train")
     return (f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and no "
             f"partition is that small; the smallest, {least.name}, has {least.size:,}: "
             f"raise ratio to {least.size / total:.2g} or more")

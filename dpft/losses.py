@@ -466,7 +466,8 @@ def perplexity(
         losses, counts = token_losses(*aligned(model, batch))
         total, count = total + float(losses.double().sum()), count + int(counts.sum())
     if not count:
-        raise ValueError("no token of the data counts: all labels are -100")
+        raise ValueError("no token of the data counts: all labels are -100; give some "
+                         "tokens that are to be found a label of their own")
     return math.exp(total / count)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-measure

@@ -232,7 +232,7 @@ def read_labels(
     counted = isinstance(classes, int)
     known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
     if not len(values):
-        raise ValueError("the data has no rows")
+        raise ValueError(f"column {name!r} has no rows; give the data at least one")
     if all(isinstance(value, str) for value in values):
         return _named(values, name, known, counted)
     lists = (list, tuple, np.ndarray, Tensor)
@@ -291,7 +291,8 @@ def _fractions(values: Sequence[Any], name: str,
                          "names; map the labels to 0, 1, 2, ...") from None
     if not found.isfinite().all():
         row = int((~found.isfinite()).nonzero()[0])
-        raise ValueError(f"the label of row {row} is not finite; drop such rows")
+        raise ValueError(f"the label of row {row} in column {name!r} is not finite; "
+                         "drop such rows")
     logical = all(isinstance(value, (bool, np.bool_)) for value in values)
     whole = bool((found == found.round()).all())
     if len(known) == 1 or not (known or whole):

@@ -34,7 +34,8 @@ def _column(data: Any, name: str) -> list[Hashable]:
     first = table[0]
     if not isinstance(first, dict) or name not in first:
         raise ValueError(f"the scored data has no column {name!r}, so nobody can "
-                         "tell whether its people are in the training data too")
+                         "tell whether its people are in the training data too; name "
+                         "whose each row is: NoisyAccuracy(data, unit=[...])")
     return [table[row][name] for row in range(len(table))]
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people

@@ -343,7 +343,7 @@ def test_selectors_choose_among_what_is_there():
     method = LargestWeights(0.5)
     assert {id(p) for p in method.choose(context, biases)} <= {id(p) for p in biases}
     assert sum(int(mask.sum()) for mask in method.masks.values()) == sum(p.numel() for p in biases) // 2
-    with pytest.raises(ValueError, match="no partition to choose from"):
+    with pytest.raises(ValueError, match="no partition to choose from; choose LastLayer"):
         RandomPartitions(0.5).choose(context, [])
 
 

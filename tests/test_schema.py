@@ -149,12 +149,12 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     ([0, 1] * 20 + [7], None, "the label of row 40 stands alone"), ([0, 1] * 20 + [2], None, "the label of row 40 stands alone"),
     ([0, 2, 2, 0], None, "the label of row 1 stands alone"), ([0, None, 1, float("nan")], None, "2 of 4 rows have no label"),
     (["ham", "", "spam"], None, "1 of 3 rows have no label"), ([0.5, 1.0], 3, "holds fractions"),
-    ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 is not finite"),
+    ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 in column 'label' is not finite"),
     ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
     (["a", "b", "c"], 2, "none of the 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
     ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of what is neither"),
     ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of what"),
-    ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "no rows"),
+    ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "column 'label' has no rows; give"),
     (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is no class number"),
 ])
 def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
