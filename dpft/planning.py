@@ -23,7 +23,7 @@ from .gradients import Batch, batch_rows, clipped_sum
 from .losses import default_loss
 from .method import Context, Method
 from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
-from .plan import check_sizes
+from .plan import check_sizes, usual_delta
 from .privacy import BudgetError, noise_multiplier
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plan_table(
     if size < 1 or trainable < 1:
         raise ValueError(f"size={size} and trainable={trainable} must both be at "
                          "least 1")
-    delta = 0.5 / size if delta is None else delta
+    delta = usual_delta(size) if delta is None else delta
     wanted = default_batch_sizes(size) if batch_sizes is None else batch_sizes
     for batch_size, count in itertools.product(wanted, steps):
         check_sizes(size, batch_size, count, delta, 1.0)

@@ -27,7 +27,7 @@ from .loop import Run, fine_tune
 from .losses import default_loss
 from .method import Context, Method
 from .noise import Keystream
-from .plan import check_sizes, sizes_of
+from .plan import check_sizes, sizes_of, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .provenance import restate
@@ -482,7 +482,7 @@ def tune(
     asked = Settings(epochs=epochs, steps=steps, batch_size=batch_size,
                      clip=settings.get("clip", Settings.clip))
     batch_size, count = sizes_of(asked, size)
-    delta = 0.5 / size if delta is None else delta
+    delta = usual_delta(size) if delta is None else delta
     check_sizes(size, batch_size, count, delta, asked.clip)
     check_methods(search, epsilon, batch_size, count, size)
     book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)

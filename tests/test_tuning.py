@@ -30,7 +30,7 @@ from dpft.losses import accuracy, perplexity, r2
 from dpft.method import Method
 from dpft.models import load_model
 from dpft.noise import Keystream
-from dpft.plan import make_plan
+from dpft.plan import make_plan, usual_delta
 from dpft.planning import count_trainable, data_shape, model_shape, plan_figure, plan_table, plan_text, probe_seconds, recommended
 from dpft.privacy import BudgetError, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.rapft import RapFT
@@ -693,6 +693,12 @@ def test_table_and_picture_say_the_same():
     frame = axes.patches[0]
     assert ([50, 200][round(frame.get_x() + 0.5)], [10, 40][round(frame.get_y() + 0.5)]) == (best.batch_size, best.steps)
     assert [planning.duration(seconds) for seconds in (0.5, 90, 7200, 400_000)] == ["0.5 s", "1.5 min", "2 h", "111 h"]
+
+
+def test_no_data_is_refused_as_such_and_divides_nothing(digits):
+    assert usual_delta(0) == 0.5 and usual_delta(300) == 1 / 600 == make_plan(300, 10, 1, noise_multiplier=1.0).delta
+    with pytest.raises(ValueError, match="the data set has 0 units"):
+        tune("mlp", [], BiTFiT(), {"clip": [1.0, 2.0]}, lambda model: 0.0, 4.0, trials=2, steps=1, batch_size=1)
 
 
 def test_published_shapes_are_the_real_ones():

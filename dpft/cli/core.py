@@ -544,6 +544,7 @@ def tell_plan(
 ) -> None:
     "Print the plans over batch size and steps, and the one that is recommended."
     from dpft import planning
+    from dpft.plan import usual_delta
     epsilon, delta = asked.epsilon, asked.delta
     batch_sizes, steps = (increasing(name, text) for name, text
                           in zip(("batch-sizes", "steps"), grid))
@@ -553,7 +554,7 @@ def tell_plan(
     command = train_command(asked.data, asked.model, asked.method, epsilon, delta, best)
     if as_json:
         print_json({"size": rows, "trainable": trains, "epsilon": epsilon,
-                    "delta": 0.5 / rows if delta is None else delta,
+                    "delta": usual_delta(rows) if delta is None else delta,
                     "cells": [asdict(cell) for cell in cells],
                     "recommended": asdict(best), "command": command})
         return
@@ -577,8 +578,9 @@ def drawn_plan(cells: Any, output: Path) -> str:
 def recommendation(best: Any, rows: int, epsilon: float, delta: float | None) -> str:
     "The recommended plan in words, with the noise that the tight accountant finds."
     from dpft import planning
+    from dpft.plan import usual_delta
     from dpft.privacy import noise_multiplier
-    delta = 0.5 / rows if delta is None else delta
+    delta = usual_delta(rows) if delta is None else delta
     sigma = noise_multiplier(epsilon, delta, best.batch_size / rows, best.steps)
     time = "" if best.seconds is None else f", {planning.duration(best.seconds)}"
     return (f"batch size {best.batch_size}, {best.steps} steps, noise multiplier "

@@ -23,6 +23,7 @@ from ..baselines import admitted, offered
 from ..gradients import Batch, Partition, evaluating
 from ..method import Context, Method
 from ..models import fresh_head
+from ..plan import usual_delta
 from ..privacy import Request
 from .estimation import Estimate, estimate
 from .magnitude import Reduce, check_kind, gradient_magnitudes, sensitivity
@@ -468,5 +469,5 @@ def paper_settings(
             f"{', '.join(PAPER)}")
     share, epochs = PAPER[data]
     return {"batch_size": max(1, round(share * size)), "epochs": epochs,
-            "delta": 0.5 / size, "clip": 0.1,
+            "delta": usual_delta(size), "clip": 0.1,
             "optimizer": "adam" if data == "cifar100" else "adamw"}
