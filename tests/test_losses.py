@@ -301,7 +301,7 @@ def test_an_exact_match_is_right_in_every_part():
 
 def test_perplexity_without_a_counted_token_is_refused():
     make, batch, _ = CASES["causal"]
-    with pytest.raises(ValueError, match="no token of the data counts.*; give some tokens"):
+    with pytest.raises(ValueError, match=r"no token of the data counts.*; give some tokens"):
         perplexity(make(), rows_of(batch | {"labels": torch.full_like(batch["labels"], -100)}))
 
 

@@ -495,7 +495,7 @@ def test_people_are_compared_by_the_column_that_names_them():
     with pytest.raises(ValueError, match="2 of the 10 scored rows belong to people who are trained on too") as refused:
         apart(NoisyAccuracy(rows[10:]), rows[:12], "who")
     assert "p5" not in str(refused.value)                                # no name is told
-    with pytest.raises(ValueError, match="has no column 'person'.*; name whose each row is"):
+    with pytest.raises(ValueError, match=r"has no column 'person'.*; name whose each row is"):
         apart(NoisyAccuracy(rows[10:]), rows[:12], "person")
     assert apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
 
