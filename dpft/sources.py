@@ -378,19 +378,33 @@ def stack_images(
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-opened
 def _opened(picture: Any, row: int) -> np.ndarray:
-    "A picture as numbers; ValueError for one that cannot be opened, by its row."
+    "A picture's levels; ValueError for one that cannot be opened, by its row."
     if picture is None:
         raise ValueError(f"row {row} has no picture; leave such rows out")
-    if not isinstance(picture, dict):
-        return np.array(picture)
     from PIL import Image
     try:
+        if not isinstance(picture, dict):
+            return _levels(picture, row)
         file = BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
         with Image.open(file) as opened:
-            return np.array(opened)
+            return _levels(opened, row)
     except (KeyError, AttributeError, OSError):
         raise ValueError(f"the picture of row {row} cannot be opened; correct it, or "
                          "leave the row out") from None
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-levels
+def _levels(picture: Any, row: int) -> np.ndarray:
+    "Levels from 0 to 255 of each channel; ValueError where their range is not known."
+    seen = picture.convert("RGBA") if picture.mode in ("P", "PA") else picture
+    if picture.mode in ("1", "P", "PA", "CMYK"):
+        seen = seen.convert("L" if picture.mode == "1" else "RGB")
+    if seen.mode.startswith("I;16"):
+        return np.array(seen).astype(np.float32) / 257  # 65535 becomes 255
+    if seen.mode not in ("L", "LA", "RGB", "RGBA"):
+        raise ValueError(f"the picture of row {row} has mode {seen.mode!r}, in which "
+                         "nothing says what level is white; convert it to L or RGB")
+    return np.array(seen)
+
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-load
 def load_data(

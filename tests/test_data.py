@@ -24,7 +24,7 @@ from dpft.datasets import (
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
 from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
-from dpft.sources import load_data
+from dpft.sources import load_data, task_of
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
 from dpft.texts import EncodedData, collate_for, encode
 
@@ -427,6 +427,44 @@ def test_pictures_that_are_stored_as_files_are_decoded(run, tmp_path, part):
             load_data(str(path))
         status, _, err = run("train", "--data", path, "--model", "cnn", "--epsilon", "4")
         assert status == 1 and said in err and "labels" not in err and err.count("\n") == 1
+
+
+def shades(mode):
+    "A picture with dark, middle and light parts in a mode of Pillow, and its levels from 0 to 255."
+    from PIL import Image as Picture
+
+    grey = np.repeat(np.array([[0, 100, 200, 255]], np.uint8), 4, 0)
+    colour = np.stack([grey, grey.T, np.zeros_like(grey)], 2)
+    if mode == "1":
+        return Picture.fromarray(grey > 150), np.where(grey > 150, 255, 0)
+    if mode.startswith("I;16"):
+        return Picture.fromarray(grey.astype(np.uint16) * 257), grey
+    if mode in ("P", "PA"):
+        return Picture.fromarray(colour).convert("P", palette=Picture.Palette.ADAPTIVE).convert(mode), colour
+    if mode == "CMYK":
+        return Picture.fromarray(colour).convert(mode), colour
+    return (Picture.fromarray(grey), grey) if mode == "L" else (Picture.fromarray(colour), colour)
+
+
+@pytest.mark.parametrize("mode, ending", [("1", "png"), ("P", "png"), ("P", "gif"), ("PA", None), ("I;16", "png"), ("I;16", "tiff"), ("CMYK", "tiff"),
+                                          ("CMYK", None), ("RGB", "png"), ("L", "png"), ("L", None)])
+def test_a_picture_of_any_mode_is_read_as_it_is_seen(tmp_path, mode, ending):
+    picture, levels = shades(mode)
+    if ending:
+        picture.save(tmp_path / f"x.{ending}")
+        picture = {"bytes": None, "path": str(tmp_path / f"x.{ending}")}
+    task = task_of({"image": [picture] * 4, "label": [0, 1] * 2})
+    found = task.train.images[0].permute(1, 2, 0).numpy()
+    assert np.abs(found - levels.reshape(found.shape)).max() <= (2 if mode in ("P", "PA") else 0)
+
+
+@pytest.mark.parametrize("mode", ["I", "F", "HSV"])
+def test_a_picture_whose_levels_have_no_known_range_is_refused(mode):
+    from PIL import Image as Picture
+
+    picture = Picture.new("RGB", (4, 4)).convert("L" if mode in "IF" else "RGB").convert(mode)
+    with pytest.raises(ValueError, match=f"the picture of row 1 has mode '{mode}'"):
+        task_of({"image": [Picture.new("L", (4, 4)), picture], "label": [0, 1]})
 
 
 REAL = {
