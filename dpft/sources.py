@@ -84,7 +84,7 @@ def _json(path: Path) -> Any:
     import pyarrow as pa
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
     rows = _json_rows(text, path.name)
@@ -101,7 +101,7 @@ def _json(path: Path) -> Any:
 def _json_rows(text: str, name: str) -> list[Any]:
     "What JSON lines, or one list, hold; ValueError names the line that is no JSON."
     whole, rows = text.lstrip().startswith("["), []
-    for number, line in enumerate([text] if whole else text.splitlines(), start=1):
+    for number, line in enumerate([text] if whole else text.split("\n"), start=1):
         try:
             found = json.loads(line) if line.strip() else []
         except json.JSONDecodeError as error:

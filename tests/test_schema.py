@@ -1,6 +1,7 @@
 """Which columns are read, what the labels are, and in which forms data may come."""
 
 import datetime
+import json
 import warnings
 
 import numpy as np
@@ -523,6 +524,16 @@ def test_a_bad_file_is_one_sentence_without_a_value(tmp_path, name, content, wor
     with pytest.raises(ValueError, match=words) as caught:
         load_data(str(written(tmp_path, name, content)))
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_what_json_allows_in_a_text_ends_no_line(tmp_path, name):
+    texts = ["a\u2028b", "c\u2029d", "e\x85f", "g"]
+    for start, end in (("", "\n"), ("\ufeff", "\r\n")):
+        lines = [json.dumps({"text": text, "label": row % 2}, ensure_ascii=False) for row, text in enumerate(texts)]
+        path = written(tmp_path, name, start + end.join(lines) + end)
+        assert read_file(path)["text"][:] == texts
+        assert read_file(written(tmp_path, name, f"{start}[{','.join(lines)}]"))["text"][:] == texts
 
 
 def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
