@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder', 'read_pictures',
-           'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
+__all__ = ['SEPARATORS', 'READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder',
+           'read_pictures', 'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images',
+           'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read
 def read_file(
@@ -53,16 +54,30 @@ def _csv(path: Path) -> Any:
     "Comma- or tab-separated values; a line may go on inside quotation marks."
     from pyarrow import ArrowInvalid, csv
 
-    lines = csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",",
-                             newlines_in_values=True)
+    mark = "\t" if path.suffix.lower() == ".tsv" else ","
+    lines = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     try:
         table = csv.read_csv(path, parse_options=lines)
         if not any("binary" in str(kind) for kind in table.schema.types):
-            return table.rename_columns(table.column_names)  # fails on a bad header
+            table = table.rename_columns(table.column_names)  # fails on a bad header
+            _check_separator(path.name, table.column_names, mark)
+            return table
         said = "UTF8"
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
     raise ValueError(_csv_fault(path.name, said))
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-separator
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+
+
+def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
+    "ValueError where the one column's name holds a separator that was not expected."
+    if len(columns) == 1 and (found := [one for one in SEPARATORS if one in columns[0]]):
+        raise ValueError(f"the values of {name} seem to be separated by "
+                         f"{SEPARATORS[found[0]]}, not by {SEPARATORS[mark]}; save it "
+                         f"with {SEPARATORS[mark]}")
+
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-csv-fault
 def _csv_fault(name: str, said: str) -> str:
