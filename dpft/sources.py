@@ -51,11 +51,12 @@ def read_file(
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-readers
 def _csv(path: Path) -> Any:
-    "Comma- or tab-separated values; a line may go on inside quotation marks."
+    "Values with commas, where quotes may hold a line's end, or with tabs."
     from pyarrow import ArrowInvalid, csv
 
     mark = "\t" if path.suffix.lower() == ".tsv" else ","
-    lines = csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+    quotes: Any = '"' if mark == "," or _paired(path) else False
+    lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
     try:
         table = csv.read_csv(path, parse_options=lines)
         if not any("binary" in str(kind) for kind in table.schema.types):
@@ -66,6 +67,12 @@ def _csv(path: Path) -> Any:
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
     raise ValueError(_csv_fault(path.name, said))
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-paired
+def _paired(path: Path) -> bool:
+    "Whether every line of a file has an even number of quotation marks."
+    return all(line.count(b'"') % 2 == 0 for line in path.read_bytes().splitlines())
+
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-separator
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}

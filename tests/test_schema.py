@@ -545,6 +545,18 @@ def test_another_separator_is_named_and_no_text_is_learned_with_its_label(tmp_pa
     assert read_file(written(tmp_path, name, f"text\na{separator if name == 'x.csv' else ''} b\n")).column_names == ["text"]
 
 
+def test_a_quotation_mark_joins_no_lines_of_tab_separated_values(tmp_path):
+    "The files of GLUE quote nothing; a table that was written with quotation marks has them in pairs on every line."
+    plain = 'text\tlabel\n"a b\t0\nc "d\t1\ne"\t0\nf\t1\n'
+    data = read_file(written(tmp_path, "x.tsv", plain))
+    assert (data["text"][:], data["label"][:]) == (['"a b', 'c "d', 'e"', "f"], [0, 1, 0, 1])
+    frame = pd.DataFrame({"text": ['a "b" c', "d\te", "f"], "label": [0, 1, 0]})
+    frame.to_csv(tmp_path / "x.tsv", sep="\t", index=False)
+    assert read_file(tmp_path / "x.tsv")["text"][:] == frame["text"].tolist()
+    with pytest.raises(ValueError, match="cannot be read as CSV: a line has 1 values for 2 columns"):
+        read_file(written(tmp_path, "x.tsv", 'text\tlabel\n"a\nb"\t0\n'))
+
+
 def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
     import datasets
     from PIL import Image as Picture
