@@ -244,7 +244,10 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
         return name_of_code(value)
     groups = [{name: one for name, one in group.items() if name != "params"}
               for group in value.param_groups]
-    told, sure = name_of_code([value.defaults, groups, value.state_dict()["state"]])
+    hooks = [(name, [*held.values()]) for name, held in vars(value).items()
+             if name.endswith("_hooks") and held]
+    state = value.state_dict()["state"]
+    told, sure = name_of_code([value.defaults, groups, state, *hooks])
     return f"{known.__name__.lower()} {told}", alike and sure
 
 # %% ../nbs/5_notes/66_identity.ipynb #settings-identity-of
@@ -262,7 +265,8 @@ def identity(
     """What a run must have in common with another to be the same run,
     as far as knobs tell; @sec-identity."""
     found: dict[str, dict[str, str]] = {"sum": {}, "run": {}, "": {}}
-    complete = True
+    looks = settings.evaluate_every is not None and callable(settings.evaluate)
+    complete = "loop" not in readers or not looks
     for one in fields(settings):
         decided = one.name == "epochs" and settings.steps is not None  # by the steps
         kind = ("" if decided or one.metadata["of"] not in readers

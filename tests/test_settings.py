@@ -26,7 +26,9 @@ from dpft import engine as engine_room
 from dpft import identity as identity_room
 from dpft.baselines import Full
 from dpft.composition import Chain, Then
+from dpft.datasets import Public, TensorData
 from dpft.identity import identity, name_of_code, name_of_optimizer
+from dpft.scores import NoisyAccuracy
 from dpft.settings import Settings
 
 NUMBERS = itertools.count()
@@ -332,6 +334,33 @@ def test_an_optimizer_enters_by_its_groups_and_by_what_it_remembers():
     assert named[0] == named[1] and len(set(named)) == 3 and all(sure for _, sure in named)
     groups = [identity_room.names_by_group(optimizer, model) for model, optimizer in (made(0.2), made(0.2, True))]
     assert groups[0] == groups[1][::-1] == [["1.weight", "1.bias"], ["3.weight", "3.bias"]]
+
+
+HOOK = "def hook(optimizer, *rest):\n    for p in optimizer.param_groups[0]['params']: p.data.mul_({})\n"
+
+
+@pytest.mark.parametrize("table", ["step_pre", "step_post", "state_dict_pre", "load_state_dict_pre"])
+def test_an_optimizer_enters_by_its_hooks(tmp_path, table):
+    def made(hook=None):
+        optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+        if hook is not None:
+            getattr(optimizer, f"register_{table}_hook")(hook)
+        return name_of_optimizer(optimizer)
+    first, again, other = (made(written(tmp_path, HOOK.format(by)).hook) for by in (0.5, 0.5, 0.6))
+    assert first == again and len({made(), first, other}) == 3 and first[1] and made()[1]
+    by = 0.5
+    assert not made(lambda optimizer, *rest: optimizer.param_groups[0]["params"][0].data.mul_(by))[1]
+
+
+def test_a_function_that_scores_the_model_during_the_run_leaves_the_identity_incomplete():
+    def changing(model):
+        model.eval()
+        return {"accuracy": 0.0}
+    data = TensorData(torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.long))
+    assert not identity(Settings(evaluate=changing, evaluate_every=1)).complete
+    for known in (Settings(evaluate=changing), *(Settings(evaluate=one, evaluate_every=1)
+                                                 for one in (data, Public(data, "made for this test"), NoisyAccuracy(data)))):
+        assert identity(known).complete and identity(known).sums == identity(Settings()).sums
 
 
 CONSTANTS = """
