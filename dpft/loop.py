@@ -219,7 +219,7 @@ def kept(loop: "Loop", ready: Prepared) -> Run:
     engine, first = loop.engine, loop.engine.processes.is_first
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
               engine.ledger if first else None, loop.evaluation.guarantee,
-              engine.left)
+              left=engine.left)
     if engine.settings.output is not None and (first or engine.processes.sharded):
         keep(run, engine)
     engine.remove_secrets()
