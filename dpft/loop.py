@@ -206,11 +206,12 @@ def checked_before(
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-begin
 def about_to_begin(loop: "Loop", ready: Prepared) -> None:
-    "Refuse a place without room, and say what is read, before the first draw."
+    """Refuse a place without room, and say what is read, before the first draw;
+    for the first process."""
     given = loop.engine.settings
     check_room(ready.model, loop.engine.parameters(), given.output, given.checkpoint,
                ready.recipe)
-    if given.progress and speaks():
+    if given.progress:
         print(ready.reading(), file=sys.stderr, flush=True)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-kept

@@ -39,6 +39,7 @@ from dpft.noise import grid_step, on_grid, secure_std
 from dpft.plan import choice_hash, make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, prepare
 from dpft.privacy import Request, SampledGaussian, epsilon
+from dpft.processes import speaks
 from dpft.sampling import Share
 from dpft.settings import Settings
 from dpft.sources import load_data
@@ -1230,6 +1231,20 @@ def test_the_loop_is_silent_without_progress(capsys):
     tune(steps=2, **NOISE)
     said = capsys.readouterr()
     assert said.out == said.err == ""
+
+
+def test_the_line_about_what_is_read_leaves_the_word_to_an_error(monkeypatch, capsys):
+    """Of several processes the first that has an error tells it, and this line was taken for one: then none told any."""
+    class Shared:
+        told = 0
+
+        def add(self, name, one):
+            self.told += one
+            return self.told
+
+    monkeypatch.setattr("dpft.processes._store", Shared())
+    tune(steps=1, progress=True)
+    assert "reads: " in capsys.readouterr().err and speaks()
 
 
 def test_epsilon_is_shown_at_both_ends_and_twenty_times_between():
