@@ -471,7 +471,8 @@ def in_processes(settings: dict[str, Any]) -> Audit:
             for rank in [rank for rank in ranks if rank.is_alive()]:
                 rank.kill()
                 rank.join()
-        said = json.loads((Path(folder) / "audit.json").read_text())
+        said = json.loads((Path(folder) / "audit.json").read_text(
+            encoding="utf-8"))
     mechanisms = [SampledGaussian(**mechanism) for mechanism in said["mechanisms"]]
     return Audit(np.array(said["scores"]), np.array(said["coins"]), said["epsilon"],
                  said["delta"], mechanisms)
@@ -487,5 +488,5 @@ def _rank(rank: int, settings: dict[str, Any], folder: str) -> None:
         said = {"scores": done.scores.tolist(), "coins": done.coins.tolist(),
                 "epsilon": done.epsilon, "delta": done.delta,
                 "mechanisms": [vars(mechanism) for mechanism in done.mechanisms]}
-        (Path(folder) / "audit.json").write_text(json.dumps(said))
+        (Path(folder) / "audit.json").write_text(json.dumps(said), encoding="utf-8")
     dist.destroy_process_group()

@@ -235,7 +235,8 @@ class Written(Readings):
         path: str | Path, # a JSON file
     ) -> None:
         "Write the guarantee as JSON, with its epsilon."
-        Path(path).write_text(json.dumps(self.content(), indent=1) + "\n")
+        Path(path).write_text(json.dumps(self.content(), indent=1) + "\n",
+                              encoding="utf-8")
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-class
 class Guarantee(Written):
@@ -287,7 +288,8 @@ def published(
         (folder / "ledger.sqlite").unlink(missing_ok=True)
         guarantee = replace(guarantee, ledger_head="")
     card = "# Model card\n\n" + guarantee.report().rstrip() + "\n"
-    (folder / "README.md").write_text(card + (f"\n{ending}" if ending else ""))
+    (folder / "README.md").write_text(card + (f"\n{ending}" if ending else ""),
+                                      encoding="utf-8")
     guarantee = replace(guarantee, files=(beside or {}) | file_digests(folder))
     guarantee.save(folder / "guarantee.json")
     if guarantee.private and ledger is not None:
@@ -300,8 +302,8 @@ def published(
 def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
     "A guarantee from its file; what older versions lack has its default."
     try:
-        content: dict[str, Any] = json.loads(path.read_text(),
-                                             object_pairs_hook=each_once)
+        content: dict[str, Any] = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=each_once)
         for name in READINGS:
             content.pop(name, None)
         if name := content.pop("kind", None):

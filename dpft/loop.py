@@ -131,7 +131,8 @@ def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
         tokenizer, base = ready.tokenizer, description["base"]
         if tokenizer is not None and not tokenizer_of_base(tokenizer, base):
             tokenizer.save_pretrained(place)
-        (place / "dpft.json").write_text(json.dumps(description, indent=1) + "\n")
+        (place / "dpft.json").write_text(json.dumps(description, indent=1) + "\n",
+                                         encoding="utf-8")
         ending = "\n".join(filter(None, [score_report(run), how_to_load(description)]))
         stated = run.guarantee.publish(place, run.ledger, ending, staying)
     run.guarantee = stated
@@ -157,8 +158,8 @@ def load(
     if not (folder / "dpft.json").exists():
         raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
-    model = read_model(folder, json.loads((folder / "dpft.json").read_text()), model)
-    return came_from(model, folder)
+    description = json.loads((folder / "dpft.json").read_text(encoding="utf-8"))
+    return came_from(read_model(folder, description, model), folder)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")

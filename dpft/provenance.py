@@ -92,7 +92,7 @@ def note_of_folder(folder: str | Path) -> dict[str, Any] | None:
     "What a saved run's guarantee says, as a note; None where there is none."
     path = Path(folder) / "guarantee.json"
     try:
-        said = json.loads(path.read_text())
+        said = json.loads(path.read_text(encoding="utf-8"))
         return note_of(said["run"], bool(said["private"]), said["unit"],
                        said["target_delta"], said["accountant"],
                        said["planned"] or said["mechanisms"], said["epsilon"])

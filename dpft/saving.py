@@ -305,7 +305,8 @@ def files_of_run(folder: Path) -> list[str]:
     names = [*(file.name for file in folder.glob("model*.safetensors")),
              "adapter_config.json", PART, ADAPTER]
     try:
-        content = json.loads((folder / "guarantee.json").read_text())
+        content = json.loads((folder / "guarantee.json").read_text(
+            encoding="utf-8"))
         names += content.get("files", {})
     except (OSError, ValueError, AttributeError):
         pass

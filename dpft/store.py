@@ -70,7 +70,7 @@ def write_identity(path: Path, facts: dict[str, Any]) -> None:
 def read_identity(path: Path) -> dict[str, Any]:
     "Who the run is, if the file is as it was written."
     try:
-        recorded = json.loads(path.read_text())
+        recorded = json.loads(path.read_text(encoding="utf-8"))
         whole = recorded.pop("hash", "") == content_digest(recorded)
     except (ValueError, AttributeError):
         whole = False

@@ -33,7 +33,8 @@ def verify(
     if not path.exists():
         raise VerificationError(f"{path} does not exist; give a folder that run.save "
                                 "wrote")
-    guarantee, content = Guarantee.load(path), json.loads(path.read_text())
+    guarantee = Guarantee.load(path)
+    content = json.loads(path.read_text(encoding="utf-8"))
     if not guarantee.private:
         return [_promises_nothing(guarantee, content), *_files(guarantee, path.parent)]
     place = Path(ledger) if ledger is not None else path.parent / "ledger.sqlite"
@@ -195,7 +196,7 @@ def _card(guarantee: Guarantee, folder: Path) -> Iterator[str]:
     "The model card, if there is one, makes the same claim."
     card = folder / "README.md"
     if card.exists():
-        if claim(guarantee) not in card.read_text():
+        if claim(guarantee) not in card.read_text(encoding="utf-8"):
             raise VerificationError(f"{card} does not state what the guarantee does: "
                                     f"{claim(guarantee)}")
         yield "the model card: the same claim"

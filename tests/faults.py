@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what an optimizer would import in every child
+import torch._dynamo  # noqa: F401 – what an optimizer would import in every child
 import torch.distributed as dist
 import torch.nn.functional as F
 from faulty_disk import CRASHED, Disk, laid, watch_files, watch_sqlite

@@ -3,8 +3,11 @@
 import copy
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -540,6 +543,26 @@ def test_a_run_whose_save_fails_is_kept_and_the_promised_way_out_leads_out(tmp_p
         run.save(output)
     assert run.unsaved == "" and verify(output) and same(dpft.load(output, nn.Linear(3, 2)), run.model)
     assert [m.steps for m in run.guarantee.spent] == [2]
+
+
+def test_a_run_is_saved_and_read_whatever_the_locale_encodes(tmp_path):
+    """Under LC_ALL=C it trained, and then its card could not be written."""
+    code = """
+        import sys, torch, dpft
+        from torch import nn
+        from dpft.verification import verify
+        rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
+        run = dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
+                             progress=False, statement=dpft.Statement(author="M\\xfcller"), output=sys.argv[1])
+        assert run.unsaved == "", ascii(run.unsaved)
+        dpft.load(sys.argv[1], nn.Linear(3, 2))
+        assert verify(sys.argv[1])
+    """
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path / "run"], capture_output=True, text=True,
+                          env=os.environ | plain)
+    assert done.returncode == 0, done.stderr
+    assert "Müller" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_touched(tmp_path):

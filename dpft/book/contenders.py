@@ -665,13 +665,13 @@ def free_memory(root: Path = Path("/")) -> float:
     "Bytes that a new process could get; infinite where the system does not say."
     found, groups = [math.inf], root / "sys/fs/cgroup"
     with suppress(OSError):
-        lines = (root / "proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
         found += [1024 * int(line.split()[1]) for line in lines
                   if line.startswith("MemAvailable:")]
     for most, used in CONTAINERS:
         with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int((groups / most).read_text())
-                         - int((groups / used).read_text()))
+            found.append(int((groups / most).read_text(encoding="utf-8"))
+                         - int((groups / used).read_text(encoding="utf-8")))
     return min(found)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-alone-limit
@@ -745,7 +745,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 def processor() -> str:
     "The processor's name, where the system tells it."
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines

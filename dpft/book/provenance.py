@@ -31,7 +31,7 @@ from ..guarantee import installed_versions
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-files
 def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     "Append records to a file, one line each, as they come."
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         for entry in records:
             file.write(json.dumps(entry) + "\n")
             file.flush()
@@ -47,7 +47,8 @@ def replace_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     "All records of a file; ValueError names a line that is none."
     found = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_text(
+            encoding="utf-8").splitlines(), start=1):
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -323,12 +324,12 @@ def commit() -> dict[str, str | bool]:
 def forget_peak() -> None:
     "Let the process's peak memory count from now on, where the system can."
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 def _peak_mib() -> int:
     "Largest memory of the process since `forget_peak`, or since its start."
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return int(next(line.split()[1]
                         for line in lines if line.startswith("VmHWM"))) // 1024
     except (OSError, StopIteration):

@@ -49,7 +49,7 @@ def quickstart(
                         unit="run"))
     replace_records(output / "quickstart.jsonl", records)
     table = figures.text_table(records)
-    (output / "table.md").write_text(table + "\n")
+    (output / "table.md").write_text(table + "\n", encoding="utf-8")
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.svg"))
     figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.png"))
     print(f"Accuracy on 360 held-out digits, mean over {seeds} seeds and 95 % "
@@ -249,16 +249,18 @@ def kept_as(file: Path, settings: dict[str, float],
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(".unfinished")
-        fresh.write_text(json.dumps({"settings": settings, **make()}, indent=1) + "\n")
+        fresh.write_text(
+            json.dumps({"settings": settings, **make()}, indent=1) + "\n",
+            encoding="utf-8")
         fresh.replace(file)
-    found: dict[str, Any] = json.loads(file.read_text())
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 def check_kept(output: Path, settings: dict[str, float]) -> None:
     "ValueError where a folder holds what was made with other or unknown settings."
     files = (output / "before.json", output / "after.json")
     for file in filter(Path.exists, files):
-        held = json.loads(file.read_text()).get("settings", {})
+        held = json.loads(file.read_text(encoding="utf-8")).get("settings", {})
         differs = [f"{name} {held.get(name, 'unknown')}, not {value}"
                    for name, value in settings.items() if held.get(name) != value]
         if differs:

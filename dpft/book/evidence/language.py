@@ -172,7 +172,8 @@ def _write(folder: Path, model: Any, tokenizer: Any, facts: dict[str, Any]) -> N
     if bar:
         logging.enable_progress_bar()
     tokenizer.save_pretrained(unfinished)
-    (unfinished / "pretraining.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (unfinished / "pretraining.json").write_text(
+        json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     put_in_place(unfinished, folder)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe-language-model
