@@ -363,6 +363,15 @@ def test_a_function_that_scores_the_model_during_the_run_leaves_the_identity_inc
         assert identity(known).complete and identity(known).sums == identity(Settings()).sums
 
 
+@pytest.mark.parametrize("body", ["float(os.environ['AA'])", "float(os.getenv('AA', 1))", "float(open('scale.txt').read())",
+                                  "look('AA', 1)", "helped()"])
+def test_a_function_that_reads_what_is_around_it_leaves_the_identity_incomplete(tmp_path, body):
+    text = f"import os\nfrom os import getenv as look\ndef helped(): return os.environ\ndef loss(model, batch): return {body}\n"
+    assert not name_of_code(written(tmp_path, text).loss)[1]
+    assert name_of_code(written(tmp_path, text.replace(f"return {body}", "return os.sep")).loss)[1]
+
+
+
 CONSTANTS = """
 ALPHA = 1.0
 def helped(x): return x * ALPHA
