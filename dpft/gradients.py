@@ -7,7 +7,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE', 'Own', 'Form', 'ROWS',
            'COUPLED', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
            'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
-           'called_with', 'leads_to', 'version', 'some_of', 'same_bits', 'Held', 'copy_of', 'exchanged', 'refill',
+           'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'copy_of', 'exchanged', 'refill',
            'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients',
            'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added',
            'Contribution', 'Dense', 'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct',
@@ -156,9 +156,20 @@ def some_of(values: Tensor, most: int = 4096) -> Tensor:
     flat = values.detach().reshape(-1)
     return flat[::max(1, len(flat) // most)].clone()
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    "Whether no number differs; what is not a number is the same as itself."
-    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+def unlike(pairs: Mapping[int, tuple[Tensor, Tensor]]) -> set[int]:
+    "Which pairs differ in a bit; each device but the CPU is asked once."
+    found, far = set[int](), dict[torch.device, dict[int, Tensor]]()
+    for key, pair in pairs.items():
+        one, other = (x.detach().reshape(-1).contiguous().view(torch.uint8)
+                      for x in pair)
+        if one.shape == other.shape and one.device.type != "cpu":
+            far.setdefault(one.device, {})[key] = (one != other).any()
+        elif not torch.equal(one, other):
+            found.add(key)
+    for keys in far.values():
+        told = torch.stack([*keys.values()]).tolist()
+        found |= {key for key, differs in zip(keys, told, strict=True) if differs}
+    return found
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-held
 # large tensors that a pass has changed
@@ -168,7 +179,7 @@ class Held:
     """What a model and its loss hold before a pass.
 
     Parameters are not copied. A write into one that torch does not count, as through
-    `.data`, is seen with `every` alone, in up to 4,096 numbers of each.
+    `.data`, is seen in up to 4,096 numbers of each.
     """
 
     def __init__(self, *roots: Any, every: bool = False):
@@ -184,7 +195,7 @@ class Held:
             and (every or x.numel() <= LARGE or x in _changing)}
         self.samples = {
             key: some_of(x) for key, x in self.tensors.items()
-            if every and key in self.fixed and not hasattr(x, "placements")}
+            if key in self.fixed and not hasattr(x, "placements")}
 
     def walk(self) -> None:
         "Find the places and the tensors."
@@ -215,23 +226,28 @@ class Held:
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
             self.uncounted.update(map(id, module._buffers.values()))
 
-    def written(self, key: int) -> bool:
-        "Whether a tensor was written into."
-        values, number, copy = (
-            self.tensors[key], self.versions[key], self.copies.get(key))
-        if key in self.fixed:
-            return version(values) != number or (
-                key in self.samples
-                and not same_bits(some_of(values), self.samples[key]))
-        if version(values) != number or number == -1 or key in self.uncounted:
-            return True
-        return (copy is not None and values.device.type == "cpu"
-                and not torch.equal(values, copy))
+    def counted(self, key: int) -> bool:
+        "Whether torch has counted a write into a tensor, or does not say."
+        number = self.versions[key]
+        return version(self.tensors[key]) != number or (
+            key not in self.fixed and (number == -1 or key in self.uncounted))
 
-    def put_back(self) -> list[Tensor]:
+    def written(self, last: bool) -> list[int]:
+        "What was written into; what only the values show, on a device at the last."
+        found = set(filter(self.counted, self.tensors))
+        pairs = {key: (x, self.copies[key]) for key, x in self.tensors.items()
+                 if key in self.copies and key not in found
+                 and (last or x.device.type == "cpu")}
+        if last:
+            pairs |= {key: (some_of(self.tensors[key]), sample)
+                      for key, sample in self.samples.items() if key not in found}
+        found |= unlike(pairs)
+        return [key for key in self.tensors if key in found]
+
+    def put_back(self, last: bool = True) -> list[Tensor]:
         "All as it was, as often as it is called; the tensors that cannot be."
         lost, instead = [], {}
-        for key in filter(self.written, self.tensors):
+        for key in self.written(last):
             values, copy = self.tensors[key], self.copies.get(key)
             if copy is None:
                 lost.append(values)
@@ -327,11 +343,11 @@ def buffers_kept(
 
     A cache that a pass makes, such as a table of positions, is made anew in the next.
     """
-    held = held or Held(model, *others, every=every)
+    taken = held or Held(model, *others, every=every)
     try:
-        yield held
+        yield taken
     finally:
-        refuse_lost(held, held.put_back())
+        refuse_lost(taken, taken.put_back(last=held is None))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-per-example-losses
 def per_example_losses(

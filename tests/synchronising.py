@@ -10,6 +10,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import SMALL, ConvNet, as_data, classifier_loss, image_loss, text_batch
 
 import dpft
+import dpft.gradients
 import dpft.noise
 from dpft.datasets import TensorData
 from dpft.losses import to_device
@@ -125,11 +126,11 @@ def main():
     with simulated.Device():
         found = {case: waits_of(*CASES[case]) for case in chosen}
         kinds, mixed = noticed()
-        changed = edited()
+        changed, seen = edited(), observed()
         there = {name: value.cpu() for name, value in sums_on(simulated.NAME).items()}
     here = sums_on("cpu")
     return {"cases": {case: waits for case, (waits, _) in found.items()}, "kinds": kinds, "mixed": mixed,
-            "edited": changed,
+            "edited": changed, "observed": seen,
             "asked": sorted({str(torch.device(x).index or 0) if not isinstance(x, int) else str(x) for x in module.asked}),
             "difference": max((here[name] - there[name]).abs().max().item() for name in here)}
 
@@ -151,6 +152,38 @@ def edited():
         ids[:, 1] = 7
         found[way] = bool(torch.allclose(prefix(model, there).cpu(), loss(model, there).cpu(), atol=1e-6))
     return found
+
+
+class Observer(torch.nn.Module):
+    "Notes the largest input past torch's count of changes: in a buffer, and in a frozen parameter where it is very large."
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(4, 2)
+        self.code = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("most", torch.zeros(1))
+
+    def forward(self, x):
+        self.most.data.copy_(torch.maximum(self.most, x.max()))
+        if x.max() > 100:
+            self.code.data.fill_(1.0)
+        return self.last(x)
+
+
+def observed():
+    "What the buffer holds after two passes on the device, and what is said of the parameter after a third."
+    def loss(model, batch):
+        return model(batch[0]).square().sum(1)
+    torch.manual_seed(0)
+    model, x = Observer().to(simulated.NAME), torch.randn(5, 4).to(simulated.NAME)
+    for scale in (1.0, 9.0):
+        dpft.gradients.clipped_sum(model, loss, (scale * x,), 1.0)
+    held = model.most.item()
+    try:
+        dpft.gradients.clipped_sum(model, loss, (1000 * x,), 1.0)
+    except RuntimeError as error:
+        return held, str(error)
+    return held, ""
 
 
 def sums_on(device):
