@@ -446,7 +446,8 @@ def shades(mode):
     return (Picture.fromarray(grey), grey) if mode == "L" else (Picture.fromarray(colour), colour)
 
 
-@pytest.mark.parametrize("mode, ending", [("1", "png"), ("P", "png"), ("P", "gif"), ("PA", None), ("I;16", "png"), ("I;16", "tiff"), ("CMYK", "tiff"),
+@pytest.mark.parametrize("mode, ending", [
+    ("1", "png"), ("P", "png"), ("P", "gif"), ("PA", None), ("I;16", "png"), ("I;16", "tiff"), ("CMYK", "tiff"),
                                           ("CMYK", None), ("RGB", "png"), ("L", "png"), ("L", None)])
 def test_a_picture_of_any_mode_is_read_as_it_is_seen(tmp_path, mode, ending):
     picture, levels = shades(mode)

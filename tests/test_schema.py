@@ -536,7 +536,8 @@ def test_what_json_allows_in_a_text_ends_no_line(tmp_path, name):
         assert read_file(written(tmp_path, name, f"{start}[{','.join(lines)}]"))["text"][:] == texts
 
 
-@pytest.mark.parametrize("name, separator, said", [("x.csv", ";", "semicolons"), ("x.csv", "\t", "tabs"), ("x.csv", "|", "bars"), ("x.tsv", ",", "commas"),
+@pytest.mark.parametrize("name, separator, said", [
+    ("x.csv", ";", "semicolons"), ("x.csv", "\t", "tabs"), ("x.csv", "|", "bars"), ("x.tsv", ",", "commas"),
                                                    ("x.tsv", ";", "semicolons")])
 def test_another_separator_is_named_and_no_text_is_learned_with_its_label(tmp_path, name, separator, said):
     path = written(tmp_path, name, separator.join(["text", "label"]) + "\n" + separator.join(["fine", "1"]) + "\n")
