@@ -171,12 +171,13 @@ def _check_classes(labels: Tensor, classes: int) -> None:
     "Refuse labels that are no classes; inside vmap, which shows no values, trust them."
     try:
         outside = (labels != -100) & ((labels < 0) | (labels >= classes))
-        wrong = labels[outside][:1].tolist()
+        wrong = torch.arange(len(labels), device=labels.device)[outside][:1].tolist()
     except RuntimeError:
         return
     if wrong:
-        raise ValueError(f"label {wrong[0]} is outside the {classes} classes of the "
-                         "model; correct it or load a model with more")
+        raise ValueError(f"the label in row {wrong[0]} of a batch is outside the "
+                         f"{classes} classes of the model; correct it or load a model "
+                         "with more")
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-several
 def several_losses(

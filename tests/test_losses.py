@@ -216,7 +216,7 @@ def test_missing_or_impossible_labels_are_one_sentence():
     model = CASES["classes"][0]()
     with pytest.raises(ValueError, match="no 'labels'"):
         example_losses(model, text())
-    with pytest.raises(ValueError, match="label 3 is outside the 3 classes"):
+    with pytest.raises(ValueError, match="the label in row 1 of a batch is outside the 3 classes"):
         example_losses(model, text(labels=CLASSES + 1))
     with pytest.raises(ValueError, match="no 'start_positions'"):
         example_losses(CASES["answers"][0](), text(labels=CLASSES))

@@ -201,7 +201,7 @@ def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
 def test_labels_outside_the_models_classes_are_refused():
     data = toy()
     data.labels[3] = 5
-    with pytest.raises(ValueError, match="label 5 is outside the 3 classes"):
+    with pytest.raises(ValueError, match=r"the label in row . of a batch is outside the 3 classes"):
         tune(data=data, batch_size=60)
 
 
