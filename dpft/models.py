@@ -252,8 +252,7 @@ def load_tokenizer(
         check_name(name)
     saved, own = Path(name) / "dpft.json", Path(name) / "tokenizer_config.json"
     if saved.exists() and not own.exists():    # saved without one: it is the base's
-        base = (json.loads(saved.read_text(encoding="utf-8")).get("base")
-                or {}).get("name")
+        base = (json.loads(saved.read_text("utf-8")).get("base") or {}).get("name")
         if base is None:
             raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
                              "base model; load the tokenizer of the base")

@@ -223,8 +223,7 @@ def package_of(value: Any) -> str:
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-is-own
 def is_own(value: Any, home: str) -> bool:
-    """Whether code belongs to what is read: to the package where reading began,
-    or to none that is installed."""
+    "Whether code belongs to the package where reading began, or to none installed."
     package = package_of(value)
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return package not in LIBRARIES and (package == home or "site-packages" not in file)
@@ -248,8 +247,7 @@ Parts = Iterator[str | None]
 
 @singledispatch
 def parts_of(value: Any, reading: Reading) -> Parts:
-    """What a value is, in parts that change when it does;
-    None for a part that cannot be read."""
+    "A value in parts that change when it does; None for one that cannot be read."
     held = held_by(value)
     if held is None:
         yield None
@@ -416,8 +414,7 @@ def unwrapped(function: Any) -> FunctionType | None:
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
 
-# names by which code reads what lies around it
-AROUND = {"environ", "environb", "getenv", "getenvb", "open"}
+AROUND = {"environ", "environb", "getenv", "getenvb", "open"}  # reads what is around
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:
@@ -505,8 +502,7 @@ def hooks_of(value: Any) -> list[Any]:
     return [hook for table in tables for hook in table.values()]
 
 def constants_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module computes with, besides modules: its attributes, its hooks,
-    its parameters and buffers with what trains of them at the start."""
+    "What a module computes with, besides modules, and what trains at the start."
     public = {name: value for name, value in vars(module).items()
               if name not in NOTES and not name.startswith(DRAWN)}
     tensors = {**module._parameters, **module._buffers}

@@ -80,7 +80,8 @@ SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
     "ValueError where the one column's name holds a separator that was not expected."
-    if len(columns) == 1 and (found := [one for one in SEPARATORS if one in columns[0]]):
+    found = [one for one in SEPARATORS if one in columns[0]]
+    if len(columns) == 1 and found:
         raise ValueError(f"the values of {name} seem to be separated by "
                          f"{SEPARATORS[found[0]]}, not by {SEPARATORS[mark]}; save it "
                          f"with {SEPARATORS[mark]}")

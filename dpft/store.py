@@ -150,7 +150,7 @@ def lock(folder: Path, owner: Any) -> None:
     _HELD[path] = number, weakref.ref(owner)
 
 def holder_of(path: Path) -> Any:
-    "For whom this process has locked a folder; None where it has not, or they are gone."
+    "For whom this process has locked a folder; None where nobody has it any more."
     if path not in _HELD:
         return None
     if _HELD[path][1]() is not None:

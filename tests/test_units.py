@@ -226,7 +226,8 @@ def test_a_method_that_draws_must_ask_for_the_units():
 def test_a_run_resumes_and_another_division_into_units_is_refused(tmp_path):
     settings = dict(data=toy(), unit=owners(), batch_size=5, checkpoint=tmp_path)
     first = engine(**settings)
-    next(iter(first)).take()                                 # and then the process ends
+    next(iter(first)).take()
+    first.store.close()                                      # as when the process ends
     with pytest.raises(CheckpointError, match="units"):
         engine(**{**settings, "unit": [*owners()[1:], owners()[0]]})        # as many people, of other rows
     whole = run_all(engine(data=toy(), unit=owners(), batch_size=5))
