@@ -61,17 +61,19 @@ class Prepared:
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."
         pad_id = pad_token(self.tokenizer, self.model)
-        return as_read(as_dataset(data), self.schema, self.tokenizer, self.classes,
-                       pad_id, self.collated)
+        outputs = own_classes(self.model)
+        classes = self.classes or (1 if outputs == 1 else ())  # 1: for a regression
+        return as_read(as_dataset(data), self.schema, self.tokenizer, classes, pad_id,
+                       self.collated)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-read
 def as_read(
-    data: Any,               # a data set as `as_dataset` gives it
-    schema: Schema,          # of the training data
+    data: Any,                     # a data set as `as_dataset` gives it
+    schema: Schema,                # of the training data
     tokenizer: Any,
-    classes: Sequence[str],  # of the labels; none: any
+    classes: int | Sequence[str],  # of the labels; 1: a regression; none: any
     pad_id: int = 0,
-    collated: bool = False,  # whether the user makes batches of the items
+    collated: bool = False,        # whether the user makes batches of the items
 ) -> Any:
     "A data set of tensors with the columns that the schema says are read."
     if has_batch_protocol(data) or not column_names(data):
@@ -84,7 +86,7 @@ def as_read(
     if schema.kind == "tagging":
         return encode_tags(data, tokenizer, schema.columns, classes=classes or None)
     if schema.kind == "tokens" and not collated:
-        return token_rows(data, schema, pad_id)
+        return token_rows(data, schema, pad_id, classes or None)
     kept = [name for name in column_names(data) if name in schema.columns]
     if collated:
         kept = batchable(data, schema)
@@ -192,7 +194,7 @@ def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
 def _check_classes(ready: Prepared, task: Task) -> None:
     "ValueError for a label, or a tag, that the classes do not have."
     labels, train = getattr(ready.train, "labels", None), ready.train
-    if task.classes and isinstance(labels, Tensor):
+    if task.classes and isinstance(labels, Tensor) and labels.ndim == 1:
         check_labels(labels, task.classes)
     own, named = own_classes(ready.model), [*task.classes]
     if isinstance(own, list) and own != named and sorted(own) == sorted(named):

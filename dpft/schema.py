@@ -269,11 +269,14 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
 # %% ../nbs/5_notes/67_schema.ipynb #schema-several
 def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
     "(N, K) zeros and ones, for examples that may belong to several classes."
+    if any(isinstance(one, str) for value in values for one in value):
+        raise ValueError(f"column {name!r} holds lists of names; write lists with 1 "
+                         "for each class that a row has, and else 0")
     sizes = {len(value) for value in values}
     if len(sizes) > 1 or (known and sizes != {len(known)}):
         raise ValueError(f"column {name!r} holds lists that are not as long as there "
-                         "are classes; for a label of each word, give the words as a "
-                         "column of lists")
+                         "are classes; give a model with as many outputs, or, for a label "
+                         "of each word, the words as a column of lists")
     try:
         return torch.stack([torch.as_tensor(value).float() for value in values])
     except (TypeError, ValueError, RuntimeError):

@@ -381,9 +381,9 @@ def class_names(
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-images
 def stack_images(
-    data: Any,               # a data set with a column of pictures
+    data: Any,                     # a data set with a column of pictures
     schema: Schema,
-    classes: Sequence[str],
+    classes: int | Sequence[str],  # of the labels; none: any
 ) -> TensorData:
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
     stored = column(data, schema.reads[0])

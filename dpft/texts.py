@@ -171,12 +171,13 @@ def label_tensor(
     values: Sequence[Any],
     name: str,
     classes: int | Sequence[str] | None,
-) -> Tensor:  # (N,)
+) -> Tensor:  # (N,), or (N, K) where a row may have several of K labels
     "The labels of a column; without a list of classes any class number will do."
-    if classes is not None:
+    several = all(isinstance(value, (list, tuple, np.ndarray)) for value in values)
+    if classes is not None or several:
         return read_labels(values, name, classes).values
     check_complete(values, f"label in column {name!r}", "drop them or label them")
-    if all(isinstance(value, float) for value in values):
+    if all(isinstance(value, (float, np.floating)) for value in values):
         return torch.tensor(list(values))
     check_labels(values)
     return torch.tensor([int(value) for value in values]).long()
@@ -379,6 +380,7 @@ def token_rows(
     data: Any,       # a data set whose items have tensors or lists under names
     schema: Schema,  # which of them the model takes
     pad_id: int = 0,
+    classes: int | Sequence[str] | None = None,  # of one label a row; None: any number
 ) -> EncodedData | Selected:
     "The columns that a model takes, held end to end where they allow it."
     kept = {name: name for name in schema.reads}
@@ -388,7 +390,7 @@ def token_rows(
     if "input_ids" not in kept or made_on_the_fly(data):  # perhaps anew at each visit
         return selected
     columns = {new: column(data, name) for name, new in kept.items()}
-    return _end_to_end(columns, pad_id, data) or selected
+    return _end_to_end(columns, pad_id, data, classes) or selected
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-selected
 class Selected:
@@ -413,8 +415,8 @@ class Selected:
         return f"Selected({', '.join(self.names.values())})"
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-end-to-end
-def _end_to_end(columns: dict[str, list[Any]], pad_id: int,
-                table: Any) -> EncodedData | None:
+def _end_to_end(columns: dict[str, list[Any]], pad_id: int, table: Any,
+                classes: int | Sequence[str] | None) -> EncodedData | None:
     "Fields of equal lengths in one tensor each; None where they differ or have gaps."
     fields = {name: [np.asarray(row) for row in rows] for name, rows in columns.items()}
     ids = fields["input_ids"]
@@ -422,7 +424,7 @@ def _end_to_end(columns: dict[str, list[Any]], pad_id: int,
     labels = None
     if "labels" in fields and all(row.ndim == 0 for row in fields["labels"]):
         numbers = [row.item() for row in fields.pop("labels")]
-        labels = label_tensor(numbers, "labels", None)
+        labels = label_tensor(numbers, "labels", classes)
     spans = [span for mask in masks if (span := _span(mask))]
     alike = (row.shape == mask.shape and row.dtype.kind in "iub"
              for rows in fields.values() for row, mask in zip(rows, masks, strict=True))

@@ -3,6 +3,7 @@
 import datetime
 import json
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -153,8 +154,8 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 in column 'label' is not finite"),
     ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
     (["a", "b", "c"], 2, "none of the 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
-    ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of what is neither"),
-    ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of what"),
+    ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of names"),
+    ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of names"),
     ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "column 'label' has no rows; give"),
     (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is no class number"),
 ])
@@ -386,6 +387,19 @@ def test_a_regression_on_texts_is_for_a_model_with_one_output(tokenizer):
     model.num_labels = 1
     ready = prepare(model, rows, tokenizer)
     assert ready.train.labels.tolist() == [0.5, 2.0, 1.0] and ready.classes == ()
+
+
+@pytest.mark.parametrize("scores", [[-1, 0, 2], [1, 2.5, -3], [np.float32(0.5), np.float32(2), np.float32(1)], [1.0, 2.0, 3.0], [3, 4, 5],
+                                    [Decimal("0.5"), Decimal("2"), Decimal("1.5")]])
+def test_a_model_with_one_output_learns_numbers_of_any_kind(scores, tokenizer):
+    rows = [{"text": text, "label": score} for text, score in zip("abc", scores, strict=True)]
+    model = zoo.build("bert")[0]
+    model.num_labels = 1
+    ready = prepare(model, rows, tokenizer)
+    assert ready.train.labels.tolist() == [float(score) for score in scores] and ready.classes == ()
+    assert ready.encoded(rows[:1]).labels.tolist() == [float(scores[0])]
+    tokens = prepare(model, [{"input_ids": [2, 3], "labels": score} for score in scores if not isinstance(score, Decimal)] or rows, tokenizer)
+    assert tokens.train.labels.tolist() == ready.train.labels.tolist()
 
 
 # ---- words with tags, and tokens whose labels say what they are for
@@ -643,3 +657,18 @@ def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, 
 
 def test_numerals_are_numbered_by_their_value():
     assert read_labels([str(number) for number in range(12)]).values.tolist() == [*range(12)]
+
+
+def test_a_text_may_have_several_labels(tokenizer):
+    rows = [{"text": text, "labels": own} for text, own in zip("abcd", [[1, 0, 1], [0.0, 0.0, 0.0], [1, 1, 0], [0, 1, 0]], strict=True)] * 5
+    model = bert(["LABEL_0", "LABEL_1", "LABEL_2"])
+    model.config.problem_type = "multi_label_classification"
+    run = dpft.fine_tune(model, rows, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1, progress=False,
+                         evaluate=dpft.Public([row | {"text": row["text"] + " h"} for row in rows], "made up"))
+    assert run.prepared.train.labels[:3].tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and run.prepared.train.labels.is_floating_point()
+    encoded = encode(as_dataset(rows), tokenizer, ("text", "labels"))
+    assert torch.equal(encoded.labels, run.prepared.train.labels)
+    with pytest.raises(ValueError, match="as long as there are classes; give a model with as many outputs"):
+        prepare(bert(["LABEL_0", "LABEL_1"]), rows, tokenizer)
+    with pytest.raises(ValueError, match="holds lists of names; .* 1 for each class"):
+        prepare(model, [{"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": ["x"]}], tokenizer)
