@@ -254,8 +254,12 @@ def read_labels(
 def _named(values: Sequence[Any], name: str, known: Sequence[str],
            counted: bool) -> Labels:
     "Class names as class numbers; where classes are counted, the data name them."
-    order = int if all(text.isdecimal() for text in values) else str
-    names = list(known if known and not counted else sorted(set(values), key=order))
+    numerals = all(text.isdecimal() for text in values)
+    own = sorted(set(values), key=lambda text: (int(text) if numerals else 0, text))
+    names = list(known if known and not counted else own)
+    if len(names) == 1:
+        raise ValueError(f"column {name!r} holds a single class, and there is nothing "
+                         "to learn; add rows of another, or give the list of classes")
     for row, text in enumerate(values):
         if text not in names or len(names) > len(known or names):
             raise ValueError(f"the label of row {row} in column {name!r} is none of "

@@ -54,6 +54,7 @@ def _csv(path: Path) -> Any:
     "Values with commas, where quotes may hold a line's end, or with tabs."
     from pyarrow import ArrowInvalid, csv
 
+    _check_encoding(path)
     mark = "\t" if path.suffix.lower() == ".tsv" else ","
     quotes: Any = '"' if mark == "," or _paired(path) else False
     lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
@@ -101,15 +102,27 @@ def _csv_fault(name: str, said: str) -> str:
         place = f"a line has {counts[2]} values for {counts[1]} columns"
     return f"{name} cannot be read as CSV: {place}; correct it"
 
+# %% ../nbs/5_notes/71_sources.ipynb #sources-encoding
+def _check_encoding(path: Path) -> None:
+    "ValueError for a file that begins as one in UTF-16 does."
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example with "
+                         "iconv -f utf-16 -t utf-8")
+
+
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json
 def _json(path: Path) -> Any:
     "JSON lines, or one list of objects."
     import pyarrow as pa
 
+    _check_encoding(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
+    _check_object(text, path.name)
     rows = _json_rows(text, path.name)
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
@@ -119,6 +132,18 @@ def _json(path: Path) -> Any:
     except pa.ArrowException:
         said = f"a column of {path.name} holds values of two types; use one"
         raise ValueError(said) from None
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-json-object
+def _check_object(text: str, name: str) -> None:
+    "ValueError for JSON that is one object of lists or of objects."
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else None
+    except json.JSONDecodeError:  # several objects, a line each
+        return
+    if found and all(isinstance(value, (list, dict)) for value in found.values()):
+        raise ValueError(f"{name} holds one object of columns or of parts; write an "
+                         "object for each row, a line each or in one list")
+
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json-rows
 def _json_rows(text: str, name: str) -> list[Any]:

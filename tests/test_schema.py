@@ -398,8 +398,10 @@ def test_a_model_with_one_output_learns_numbers_of_any_kind(scores, tokenizer):
     ready = prepare(model, rows, tokenizer)
     assert ready.train.labels.tolist() == [float(score) for score in scores] and ready.classes == ()
     assert ready.encoded(rows[:1]).labels.tolist() == [float(scores[0])]
-    tokens = prepare(model, [{"input_ids": [2, 3], "labels": score} for score in scores if not isinstance(score, Decimal)] or rows, tokenizer)
+    tokens = prepare(model, [{"input_ids": [2, 3], "labels": float(score)} for score in scores], tokenizer)
     assert tokens.train.labels.tolist() == ready.train.labels.tolist()
+    negative = [{"input_ids": [2, 3], "labels": number} for number in (-1, 0, 2)]
+    assert prepare(model, negative, tokenizer).train.labels.tolist() == [-1, 0, 2]
 
 
 # ---- words with tags, and tokens whose labels say what they are for
@@ -657,18 +659,42 @@ def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, 
 
 def test_numerals_are_numbered_by_their_value():
     assert read_labels([str(number) for number in range(12)]).values.tolist() == [*range(12)]
+    assert read_labels(["1", "01", "2", "001"]).classes == read_labels(["01", "001", "1", "2"]).classes == ("001", "01", "1", "2")
+
+
+@pytest.mark.parametrize("classes", [None, 1, 2, ["x"]])
+def test_one_class_is_nothing_to_learn(classes):
+    "A model of one class would have one output, which is a regression."
+    with pytest.raises(ValueError, match="column 'label' holds a single class"):
+        read_labels(["x"] * 12, classes=classes)
+    assert read_labels(["x"] * 12, classes=["w", "x"]).values.tolist() == [1] * 12
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("x.csv", "text,label\nfine,1\n".encode("utf-16"), "x.csv is in UTF-16; .* iconv -f utf-16 -t utf-8"),
+    ("x.tsv", "text\tlabel\nfine\t1\n".encode("utf-16"), "x.tsv is in UTF-16"),
+    ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "x.jsonl is in UTF-16"),
+    ("x.json", '{"text": ["a", "b"], "label": [0, 1]}', "x.json holds one object of columns"),
+    ("x.json", '{\n "text": ["a", "b"],\n "label": [0, 1]\n}', "x.json holds one object of columns"),
+    ("x.json", '{"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}', "x.json holds one object of columns"),
+    ("x.json", '{"data": [{"text": "a", "label": 0}]}', "x.json holds one object of columns"),
+])
+def test_a_file_of_another_layout_says_which(tmp_path, name, content, words):
+    with pytest.raises(ValueError, match=words):
+        read_file(written(tmp_path, name, content))
 
 
 def test_a_text_may_have_several_labels(tokenizer):
     rows = [{"text": text, "labels": own} for text, own in zip("abcd", [[1, 0, 1], [0.0, 0.0, 0.0], [1, 1, 0], [0, 1, 0]], strict=True)] * 5
     model = bert(["LABEL_0", "LABEL_1", "LABEL_2"])
     model.config.problem_type = "multi_label_classification"
-    run = dpft.fine_tune(model, rows, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1, progress=False,
-                         evaluate=dpft.Public([row | {"text": row["text"] + " h"} for row in rows], "made up"))
+    others = [row | {"text": row["text"] + " h"} for row in rows]
+    run = dpft.fine_tune(model, rows, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1,
+                         progress=False, evaluate=dpft.Public(others, "made up"))
     assert run.prepared.train.labels[:3].tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and run.prepared.train.labels.is_floating_point()
     encoded = encode(as_dataset(rows), tokenizer, ("text", "labels"))
     assert torch.equal(encoded.labels, run.prepared.train.labels)
     with pytest.raises(ValueError, match="as long as there are classes; give a model with as many outputs"):
         prepare(bert(["LABEL_0", "LABEL_1"]), rows, tokenizer)
-    with pytest.raises(ValueError, match="holds lists of names; .* 1 for each class"):
+    with pytest.raises(ValueError, match=r"holds lists of names; .* 1 for each class"):
         prepare(model, [{"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": ["x"]}], tokenizer)
