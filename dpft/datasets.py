@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare', 'has_batch_protocol',
-           'Public', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column', 'names_a_row', 'is_chat',
-           'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
+__all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
+           'has_batch_protocol', 'Public', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
+           'names_a_row', 'is_chat', 'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -161,6 +161,7 @@ def as_dataset(
     if isinstance(data, dict) and hasattr(data.get("train"), "column_names"):
         data = data["train"]                       # the splits of `load_dataset`
     if isinstance(data, dict):
+        _check_columns(data)
         return TableData(data)
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         return _from_frame(data)
@@ -168,6 +169,22 @@ def as_dataset(
         return _from_items(data)
     _check_drawable(data)
     return data
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-splits
+SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
+
+
+def _check_columns(data: dict[str, Any]) -> None:
+    "Refuse a dictionary whose values are data sets by themselves."
+    tables = all(hasattr(part, "column_names") or hasattr(part, "columns")
+                 for part in data.values())
+    rows = set(data) <= SPLITS and all(
+        isinstance(part, (list, tuple)) and part and isinstance(part[0], dict)
+        for part in data.values())
+    if data and (tables or rows):
+        raise ValueError(f"the data holds the splits {', '.join(map(str, data))}; give "
+                         "one of them to train on, and another to score on")
+
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-forms-parts
 def _from_frame(frame: Any) -> TableData:

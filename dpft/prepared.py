@@ -165,6 +165,7 @@ def prepare(
     schema = read_schema(data, _known(columns, data), unit)
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
+        _check_readable(schema, data)
         task = _with_classes(task, data, schema)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
@@ -223,6 +224,16 @@ def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
     if task.kind != "image" or column_names(data):
         return None
     return task.image_shape
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-readable
+def _check_readable(schema: Schema, data: Any) -> None:
+    "ValueError where no column is of a kind that a named model reads."
+    if schema.kind == "items" and column_names(data) and not has_batch_protocol(data):
+        listed = ", ".join(f"{name!r} ({kind})" for name, kind in kinds_of(data).items())
+        raise ValueError(f"there are no texts, pictures or tokens in the columns "
+                         f"{listed} that a named model could read; make a column of "
+                         "one of these, or give a model of your own")
+
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare-parts
 def _known(columns: Sequence[str] | None, data: Any) -> Sequence[str] | None:

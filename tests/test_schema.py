@@ -684,6 +684,23 @@ def test_a_file_of_another_layout_says_which(tmp_path, name, content, words):
         read_file(written(tmp_path, name, content))
 
 
+@pytest.mark.parametrize("data, words", [
+    (DatasetDict(validation=Dataset.from_dict({"text": ["a"]}), test=Dataset.from_dict({"text": ["b"]})), "the splits validation, test;"),
+    ({"train": [{"text": "a", "label": 0}], "test": [{"text": "b", "label": 1}]}, "the splits train, test;"),
+    ({"train": [{"text": "a", "label": 0}] * 2, "test": [{"text": "b", "label": 1}]}, "the splits train, test;"),
+    ({"train": pd.DataFrame({"text": ["a"]}), "dev": pd.DataFrame({"text": ["b"]})}, "the splits train, dev;"),
+])
+def test_splits_are_no_columns(data, words):
+    with pytest.raises(ValueError, match=f"{words} give one of them"):
+        as_dataset(data)
+
+
+def test_a_named_model_names_the_columns_that_it_cannot_read():
+    nested = [{"review": {"text": "a", "lang": "en"}, "label": row % 2} for row in range(4)]
+    with pytest.raises(ValueError, match=r"no texts, pictures or tokens .* 'review' \(other\), 'label' \(number\)"):
+        prepare("nowhere", nested)
+
+
 def test_a_text_may_have_several_labels(tokenizer):
     rows = [{"text": text, "labels": own} for text, own in zip("abcd", [[1, 0, 1], [0.0, 0.0, 0.0], [1, 1, 0], [0, 1, 0]], strict=True)] * 5
     model = bert(["LABEL_0", "LABEL_1", "LABEL_2"])
