@@ -185,7 +185,6 @@ def _check_columns(data: dict[str, Any]) -> None:
         raise ValueError(f"the data holds the splits {', '.join(map(str, data))}; give "
                          "one of them to train on, and another to score on")
 
-
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-forms-parts
 def _from_frame(frame: Any) -> TableData:
     "A pandas frame as a table; its index is no column."

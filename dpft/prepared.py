@@ -229,11 +229,10 @@ def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
 def _check_readable(schema: Schema, data: Any) -> None:
     "ValueError where no column is of a kind that a named model reads."
     if schema.kind == "items" and column_names(data) and not has_batch_protocol(data):
-        listed = ", ".join(f"{name!r} ({kind})" for name, kind in kinds_of(data).items())
+        listed = (f"{name!r} ({kind})" for name, kind in kinds_of(data).items())
         raise ValueError(f"there are no texts, pictures or tokens in the columns "
-                         f"{listed} that a named model could read; make a column of "
+                         f"{', '.join(listed)} that a named model could read; make a column of "
                          "one of these, or give a model of your own")
-
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare-parts
 def _known(columns: Sequence[str] | None, data: Any) -> Sequence[str] | None:

@@ -279,8 +279,8 @@ def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
     sizes = {len(value) for value in values}
     if len(sizes) > 1 or (known and sizes != {len(known)}):
         raise ValueError(f"column {name!r} holds lists that are not as long as there "
-                         "are classes; give a model with as many outputs, or, for a label "
-                         "of each word, the words as a column of lists")
+                         "are classes; give a model with as many outputs, or, for a "
+                         "label of each word, the words as a column of lists")
     try:
         return torch.stack([torch.as_tensor(value).float() for value in values])
     except (TypeError, ValueError, RuntimeError):

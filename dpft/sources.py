@@ -74,7 +74,6 @@ def _paired(path: Path) -> bool:
     "Whether every line of a file has an even number of quotation marks."
     return all(line.count(b'"') % 2 == 0 for line in path.read_bytes().splitlines())
 
-
 # %% ../nbs/5_notes/71_sources.ipynb #sources-separator
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
@@ -83,10 +82,9 @@ def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
     "ValueError where the one column's name holds a separator that was not expected."
     found = [one for one in SEPARATORS if one in columns[0]]
     if len(columns) == 1 and found:
-        raise ValueError(f"the values of {name} seem to be separated by "
-                         f"{SEPARATORS[found[0]]}, not by {SEPARATORS[mark]}; save it "
-                         f"with {SEPARATORS[mark]}")
-
+        own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
+        raise ValueError(f"the values of {name} seem to be separated by {own}, not by "
+                         f"{wanted}; save it with {wanted}")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-csv-fault
 def _csv_fault(name: str, said: str) -> str:
@@ -108,9 +106,7 @@ def _check_encoding(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example with "
-                         "iconv -f utf-16 -t utf-8")
-
+        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json
 def _json(path: Path) -> Any:
@@ -143,7 +139,6 @@ def _check_object(text: str, name: str) -> None:
     if found and all(isinstance(value, (list, dict)) for value in found.values()):
         raise ValueError(f"{name} holds one object of columns or of parts; write an "
                          "object for each row, a line each or in one list")
-
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json-rows
 def _json_rows(text: str, name: str) -> list[Any]:
@@ -452,7 +447,6 @@ def _levels(picture: Any, row: int) -> np.ndarray:
         raise ValueError(f"the picture of row {row} has mode {seen.mode!r}, in which "
                          "nothing says what level is white; convert it to L or RGB")
     return np.array(seen)
-
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-load
 def load_data(

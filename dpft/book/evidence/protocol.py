@@ -58,7 +58,6 @@ class Study:
     refined: bool = False  # whether rates are tried at full length too
     clips: tuple[str, ...] = tuple(CLIPS)  # bounds that are tried
 
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-options
 def options_at(way: Way, steps: int, seed: int) -> Settings:
     """The options of a way in a run of so many steps;
