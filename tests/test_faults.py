@@ -128,7 +128,8 @@ def test_a_state_without_its_secret_is_of_another_run(tmp_path):
     store = Store(tmp_path, {"model": "m"}, {"data": "d"})
     store.save({"step": 3})
     (tmp_path / "run.json").unlink()
-    Store(tmp_path, {"model": "m"}, {"data": "d"})
+    store.close()
+    Store(tmp_path, {"model": "m"}, {"data": "d"}).close()
     assert Store(tmp_path, {"model": "m"}, {"data": "d"}).step == 0
 
 
@@ -137,7 +138,7 @@ def test_the_secret_goes_last(tmp_path, monkeypatch):
     store.save({"step": 3})
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: gone.append(path.name))
     store.remove()
-    assert gone == ["state.pt", "run.json"]
+    assert gone == ["state.part", "state.pt", "run.part", "run.json"]
 
 
 @pytest.mark.parametrize("name", ["run.json", "state.pt"])
@@ -145,13 +146,15 @@ def test_every_flipped_bit_is_seen(tmp_path, name):
     store = Store(tmp_path, {"model": "m"}, {"data": "d"})
     store.save({"step": 3, "weights": torch.zeros(5)})
     store.begin()
+    store.close()
     whole = (tmp_path / name).read_bytes()
     for place in range(0, len(whole), 1 if name == "run.json" else 29):
         (tmp_path / name).write_bytes(faults.flipped(whole, place))
         with pytest.raises(CheckpointError, match="is damaged"):
             Store(tmp_path, {"model": "m"}, {"data": "d"})
     (tmp_path / name).write_bytes(whole)
-    assert Store(tmp_path, {"model": "m"}, {"data": "d"}).step == 3 and Store(tmp_path, {"model": "m"}, {"data": "d"}).begun
+    again = Store(tmp_path, {"model": "m"}, {"data": "d"})
+    assert again.step == 3 and again.begun
 
 
 def test_a_name_is_on_disk_before_it_counts(tmp_path, monkeypatch):
