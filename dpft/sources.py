@@ -106,7 +106,8 @@ def _check_encoding(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(2)
     if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8")
+        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example "
+                         "with iconv -f utf-16 -t utf-8")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json
 def _json(path: Path) -> Any:
