@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from .datasets import VOCABULARY, Task, as_dataset, check_labels, column_names
-from .datasets import has_batch_protocol, names_a_row
+from .datasets import VOCABULARY, Task, as_dataset, check_labels, column
+from .datasets import column_names, has_batch_protocol, made_on_the_fly
+from .datasets import names_a_row
+from .losses import SINGLE
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import load_model, load_tokenizer, own_classes
@@ -21,7 +25,7 @@ from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare']
+__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -193,8 +197,8 @@ def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-check-classes
 def _check_classes(ready: Prepared, task: Task) -> None:
-    "ValueError for a label, or a tag, that the classes do not have."
-    labels, train = getattr(ready.train, "labels", None), ready.train
+    "ValueError for a label that the classes do not have."
+    labels = getattr(ready.train, "labels", None)
     if task.classes and isinstance(labels, Tensor) and labels.ndim == 1:
         check_labels(labels, task.classes)
     own, named = own_classes(ready.model), [*task.classes]
@@ -202,14 +206,50 @@ def _check_classes(ready: Prepared, task: Task) -> None:
         raise ValueError(f"the model and the data number the same classes differently, "
                          f"{', '.join(own)} and {', '.join(task.classes)}; give the "
                          "data in the model's order: as_task(rows, classes=[...])")
-    outputs = getattr(unwrapped(ready.model), "num_labels", None)
-    if head_of(ready.model) != "tagging" or outputs is None:
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-outputs
+def check_outputs(
+    model: nn.Module,
+    train: Any,        # the training data, as the engine takes it
+) -> None:
+    "ValueError for a label, or a tag, that is no output of a Transformers model."
+    inner, labels = unwrapped(model), _known_labels(train)
+    outputs, task = getattr(inner, "num_labels", None), head_of(model)
+    tags = task == "tagging"
+    single = task == "classification" and _is_single(inner, labels, len(train))
+    if outputs is None or labels is None or not (tags or single):
         return
-    tags = train.fields.get("labels") if isinstance(train, EncodedData) else None
-    if tags is not None and len(tags) and int(tags.max()) >= outputs:
-        raise ValueError(f"the tags go up to {int(tags.max())} and the model has "
-                         f"{outputs} classes; load it with num_labels="
-                         f"{int(tags.max()) + 1}")
+    counted = labels[labels != -100].tolist()
+    lowest, highest = min(counted, default=0), max(counted, default=0)
+    if lowest < 0:
+        raise ValueError(f"{lowest} is no class number; number the classes from 0")
+    if highest >= outputs:
+        raise ValueError(f"the {'tags' if tags else 'labels'} go up to {highest} and "
+                         f"the model has {outputs} classes; correct them, or load it "
+                         f"with num_labels={highest + 1}")
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-known-labels
+def _known_labels(train: Any) -> Tensor | None:
+    "All labels of a data set, where it keeps them together."
+    if isinstance(train, TensorDataset):
+        return train.tensors[1] if len(train.tensors) == 2 else None
+    if isinstance(train, Selected) and not made_on_the_fly(train.table):
+        named = {new: name for name, new in train.names.items()}
+        found = column(train.table, named["labels"]) if "labels" in named else []
+        whole = found and all(isinstance(value, int) for value in found)
+        return torch.tensor(found) if whole else None
+    fields = train.fields if isinstance(train, EncodedData) else {}
+    labels = getattr(train, "labels", None)
+    labels = fields.get("labels") if labels is None else labels
+    return labels if isinstance(labels, Tensor) else None
+
+
+def _is_single(model: Any, labels: Tensor | None, rows: int) -> bool:
+    "Whether each row has the number of a class, and not a set of them or a value."
+    stated = getattr(getattr(model, "config", None), "problem_type", None)
+    if labels is None or model.num_labels == 1 or labels.is_floating_point():
+        return False
+    return stated in (None, SINGLE) and labels.numel() == rows
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import zoo
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from torch import nn
+from torch import nn, tensor
 
 import dpft
 from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.models import load_model
-from dpft.prepared import as_task, prepare
+from dpft.prepared import as_task, check_outputs, prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.schema import read_labels, read_schema, read_tags
 from dpft.sources import classes_of, kind_of_task, load_data, read_file
@@ -471,10 +471,61 @@ def test_tags_beyond_the_classes_of_a_tagger_are_refused_before_a_step():
     tagger = hf.BertForTokenClassification(hf.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
                                                          intermediate_size=4, max_position_embeddings=8))
     rows = [{"input_ids": [2, 3], "labels": [0, 1]}, {"input_ids": [4], "labels": [2]}]
-    with pytest.raises(ValueError, match="the tags go up to 2 and the model has 2 classes; load it with num_labels=3"):
-        prepare(tagger, rows)
+    with pytest.raises(ValueError, match="the tags go up to 2 and the model has 2 classes; correct them, or load it with num_labels=3"):
+        dpft.fine_tune(tagger, rows, dpft.Full(), 4.0)
     tagger.num_labels = 3
-    assert prepare(tagger, rows).kind == "tagging"
+    check_outputs(tagger, prepare(tagger, rows).train)
+
+
+def small_bert():
+    import transformers as hf
+
+    return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=12, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                          intermediate_size=4, max_position_embeddings=8))
+
+
+def labelled_in_some_form(form, labels):
+    "The same tokens with labels, as people hold them."
+    ids = torch.full((len(labels), 3), 4)
+    if form == "tensors":
+        return torch.utils.data.TensorDataset(ids, torch.tensor(labels))
+    if form == "texts":
+        names = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "neu", "pos"])})
+        return Dataset.from_dict({"text": ["a b"] * len(labels), "label": labels}, names)
+    return Dataset.from_dict({"input_ids": ids.tolist() if form == "tokens" else [[4, 5][:1 + row % 2] for row in range(len(ids))],
+                              "labels": labels})
+
+
+@pytest.mark.parametrize("form", ["tensors", "texts", "tokens", "ragged"])
+@pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
+def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_charged(tmp_path, tokenizer, form, loop):
+    """A step that meets one has been charged, and corrected data are no longer the data of the charge."""
+    model, given = small_bert(), dict(steps=2, batch_size=4, ledger=tmp_path / "book.sqlite")
+    bad, good = (labelled_in_some_form(form, [0, 1] * 4 + [last]) for last in (2, 1))
+    def run(data):
+        if loop == "fine_tune":
+            return dpft.fine_tune(model, data, dpft.LastLayer(), 8.0, tokenizer=tokenizer, accountant="rdp", progress=False, **given)
+        train = prepare(model, data, tokenizer).train
+        return dpft.Engine(model, None, dpft.LastLayer(), train, epsilon=8.0, accountant="rdp", **given)
+    with pytest.raises(ValueError, match="the labels go up to 2 and the model has 2 classes; correct them, or load it with num_labels=3"):
+        run(bad)
+    assert not any(tmp_path.iterdir())
+    run(good)
+
+
+def test_labels_of_other_tasks_than_single_classes_are_not_held_against_the_outputs():
+    rows = torch.full((4, 3), 4)
+    def data(labels):
+        return torch.utils.data.TensorDataset(rows, labels)
+    model = small_bert()
+    for right in (tensor([0, 1, -100, 1]), tensor([0.0, 9.0, 1.0, 2.0]), tensor([[0, 1], [7, 1], [1, 1], [0, 0]])):
+        check_outputs(model, data(right))
+    with pytest.raises(ValueError, match="-1 is no class number"):
+        check_outputs(model, data(tensor([0, 1, -1, 1])))
+    for stated, outputs in (("regression", 2), ("multi_label_classification", 2), (None, 1)):
+        model.config.problem_type, model.num_labels = stated, outputs
+        check_outputs(model, data(tensor([0, 1, 5, 1])))
+    check_outputs(nn.Linear(3, 2), data(tensor([0, 1, 5, 1])))
 
 
 # ---- no row is shown
