@@ -270,9 +270,10 @@ def _check_readable(schema: Schema, data: Any) -> None:
     "ValueError where no column is of a kind that a named model reads."
     named = column_names(data) and not has_batch_protocol(data)
     if schema.kind == "items" and named:
-        listed = (f"{name!r} ({kind})" for name, kind in kinds_of(data).items())
+        listed = ", ".join(f"{name!r} ({kind})"
+                           for name, kind in kinds_of(data).items())
         raise ValueError(f"there are no texts, pictures or tokens in the columns "
-                         f"{', '.join(listed)} that a named model could read; make a column of "
+                         f"{listed} that a named model could read; make a column of "
                          "one of these, or give a model of your own")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare-parts
