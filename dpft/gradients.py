@@ -179,7 +179,7 @@ class Held:
     """What a model and its loss hold before a pass.
 
     Parameters are not copied. A write into one that torch does not count, as through
-    `.data`, is seen in up to 4,096 numbers of each.
+    `.data`, is seen with `every` alone, in up to 4,096 numbers of each.
     """
 
     def __init__(self, *roots: Any, every: bool = False):
@@ -195,7 +195,7 @@ class Held:
             and (every or x.numel() <= LARGE or x in _changing)}
         self.samples = {
             key: some_of(x) for key, x in self.tensors.items()
-            if key in self.fixed and not hasattr(x, "placements")}
+            if every and key in self.fixed and not hasattr(x, "placements")}
 
     def walk(self) -> None:
         "Find the places and the tensors."

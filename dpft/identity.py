@@ -349,7 +349,8 @@ def rewritten(model: nn.Module) -> Iterator[None]:
     "A change that reads nothing but the model, which stays what its run left."
     before = model_fingerprint(model)
     yield
-    vars(model).setdefault("_rewritten", {})[model_fingerprint(model)] = before
+    made = vars(model).setdefault("_rewritten", {})
+    made.setdefault(model_fingerprint(model), before)  # not where nothing was changed
 
 def is_as_left(
     model: nn.Module,
