@@ -61,7 +61,7 @@ def noise_of_scores(
     return noise_multiplier(plan.epsilon(), plan.delta, 1.0, times,
                             accountant=plan.accountant)
 
-# %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-guarantee
+# %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-paid
 @dataclass(frozen=True)
 class PaidScore:
     "One noisy score, as a checkpoint keeps it."
@@ -71,7 +71,7 @@ class PaidScore:
     unit: str               # who is promised something
     public: tuple[str, ...] # what is taken as public
 
-
+# %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-planned
 def paid_scores(
     given: NoisyAccuracy,
     data: Any,     # its rows, as the model reads them
@@ -89,7 +89,7 @@ def paid_scores(
     return [PaidScore(t, sigma, rows, f"{one} of the development set", tuple(public))
             for t in [*numbers, steps]]
 
-
+# %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-guarantee
 def guarantee_of_scores(
     scores: Iterable[PaidScore],  # planned or released; one may be named twice
     engine: Engine,
