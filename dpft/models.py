@@ -51,14 +51,14 @@ def mean_pooled_classifier() -> Any:
             config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
             super().__init__(config)
             self.bert = BertModel(config, add_pooling_layer=False)
-            self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+            self.num_labels = config.num_labels
+            self.classifier = nn.Linear(config.hidden_size, self.num_labels)
             self.post_init()  # a fresh head: standard deviation 0.02, biases zero
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                     token_type_ids: Tensor | None = None) -> Any:
-            mask = attention_mask
-            if mask is None:
-                mask = torch.ones_like(input_ids)
+            mask = (torch.ones_like(input_ids) if attention_mask is None
+                    else attention_mask)
             found = self.bert(input_ids, mask, token_type_ids)
             tokens = found.last_hidden_state                                # (B, T, d)
             weights = mask[..., None].to(tokens.dtype)

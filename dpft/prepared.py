@@ -215,9 +215,11 @@ def check_outputs(
     "ValueError for a label, or a tag, that is no output of a Transformers model."
     inner, labels = unwrapped(model), _known_labels(train)
     outputs, task = getattr(inner, "num_labels", None), head_of(model)
+    if outputs is None or labels is None:
+        return
     tags = task == "tagging"
     single = task == "classification" and _is_single(inner, labels, len(train))
-    if outputs is None or labels is None or not (tags or single):
+    if not (tags or single):
         return
     counted = labels[labels != -100].tolist()
     lowest, highest = min(counted, default=0), max(counted, default=0)
@@ -244,10 +246,10 @@ def _known_labels(train: Any) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
-def _is_single(model: Any, labels: Tensor | None, rows: int) -> bool:
+def _is_single(model: Any, labels: Tensor, rows: int) -> bool:
     "Whether each row has the number of a class, and not a set of them or a value."
     stated = getattr(getattr(model, "config", None), "problem_type", None)
-    if labels is None or model.num_labels == 1 or labels.is_floating_point():
+    if model.num_labels == 1 or labels.is_floating_point():
         return False
     return stated in (None, SINGLE) and labels.numel() == rows
 

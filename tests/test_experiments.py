@@ -66,7 +66,7 @@ def test_full_records_stand_in_place_of_reduced_ones(tmp_path, monkeypatch):
 
 def test_the_same_seed_gives_the_same_record(records):
     again = next(iter(experiments.quickstart(epsilons=[4.0], seeds=[0], epochs=0.25)))
-    drop = {"seconds"}
+    drop = {"seconds", "peak_memory_mib"}
     assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in records[0].items() if k not in drop}
 
 

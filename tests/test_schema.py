@@ -528,6 +528,25 @@ def test_labels_of_other_tasks_than_single_classes_are_not_held_against_the_outp
     check_outputs(nn.Linear(3, 2), data(tensor([0, 1, 5, 1])))
 
 
+def test_a_classifier_of_ones_own_says_no_number_of_outputs_and_is_left_alone():
+    class MyForSequenceClassification(nn.Linear):
+        pass
+
+    rows = torch.utils.data.TensorDataset(torch.zeros(4, 3), tensor([0, 1, 5, 1]))
+    check_outputs(MyForSequenceClassification(3, 6), rows)
+
+
+def test_a_mean_pooled_classifier_knows_its_outputs_as_those_of_transformers_do():
+    from dpft.models import MeanPooledClassifier, name_classes
+    from transformers import BertConfig
+
+    model = MeanPooledClassifier(BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4))
+    with pytest.raises(ValueError, match="the labels go up to 5 and the model has 2 classes"):
+        check_outputs(model, torch.utils.data.TensorDataset(torch.zeros(4, 3), tensor([0, 1, 5, 1])))
+    name_classes(model, ["no", "yes"])
+    assert model.config.id2label == {0: "no", 1: "yes"}
+
+
 # ---- no row is shown
 
 
