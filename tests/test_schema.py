@@ -537,8 +537,9 @@ def test_a_classifier_of_ones_own_says_no_number_of_outputs_and_is_left_alone():
 
 
 def test_a_mean_pooled_classifier_knows_its_outputs_as_those_of_transformers_do():
-    from dpft.models import MeanPooledClassifier, name_classes
     from transformers import BertConfig
+
+    from dpft.models import MeanPooledClassifier, name_classes
 
     model = MeanPooledClassifier(BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4))
     with pytest.raises(ValueError, match="the labels go up to 5 and the model has 2 classes"):
