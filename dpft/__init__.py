@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its module, or a module, when it is first used, so that `import dpft` is quick."""
     module = _MODULES.get(name) or _RARE.get(name)
     if module is None:
-        if name.startswith("_") or find_spec(f"dpft.{name}") is None:
+        if name.startswith("_") or "." in name or find_spec(f"dpft.{name}") is None:
             raise AttributeError(f"module 'dpft' has no attribute {name!r}")
         return import_module(f"dpft.{name}")
     value = globals()[name] = getattr(import_module(f"dpft.{module}"), name)

@@ -60,6 +60,7 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--unit-cap": "0"}, "--unit-cap 0"),
     ({"--unit": "writer"}, "no column 'writer'"), ({"--unit-cap": "2"}, "--unit-cap 2"), ({"--cache": "-1"}, "--cache -1"),
     ({"--limit": "0"}, "limit must be at least 1"), ({"--method": "bitft"}, "did you mean bitfit"),
+    ({"--method": "my.py"}, "unknown method 'my.py'"), ({"--method": "my.own.Method"}, "unknown method 'my.own.Method'"),
     ({"--method": "nowhere.py:Mine"}, "there is no file nowhere.py"), ({"--option": "ratio"}, "name=value"),
     ({"--option": "ratio=1"}, "no option 'ratio'"), ({"--method": "dp-frost", "--option": "ratio=2"}, "ratio=2"),
     ({"--layers": "1"}, "belong to --method layer-freeze"), ({"--method": "layer-freeze", "--layers": "a"}, "--layers 'a'"),
