@@ -26,10 +26,10 @@ from .processes import whole
 from .settings import Reading, Settings, package_of, parts_of
 
 # %% auto #0
-__all__ = ['FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows', 'repeated_rows',
-           'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data', 'usual_numbers',
-           'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left', 'content_of',
-           'names_by_group', 'facts_of', 'record_of']
+__all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows',
+           'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data',
+           'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left',
+           'content_of', 'names_by_group', 'facts_of', 'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -48,6 +48,9 @@ def fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-absorb
+UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def _absorb(digest: Any, value: Any) -> None:
     "Feed a value to a hash so that two different values never feed the same bytes."
     if isinstance(value, Mapping):
@@ -59,7 +62,11 @@ def _absorb(digest: Any, value: Any) -> None:
             _absorb(digest, part)
         return
     if isinstance(value, Tensor):
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        if value.dtype in UNKNOWN_TO_NUMPY:
+            own = value.contiguous().flatten().view(torch.uint8)
+            return _absorb(digest, [str(value.dtype), list(value.shape), own])
+        value = value.numpy()
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
         value = np.asarray(value)
         if value.dtype.hasobject:  # its bytes are addresses

@@ -858,3 +858,19 @@ def test_a_column_that_one_set_lacks_hides_no_shared_row():
     assert shared_rows(TableData({"text": ["c", "d"], "label": [0, 1]}), private) == [0]
     assert shared_rows(private, TableData({"text": ["c", "d"], "label": [0, 1]})) == [1]
     assert shared_rows(TableData({"review": ["c", "d"], "label": [0, 1]}), private.__class__({"text": ["a", "c"], "label": [0, 1]})) == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_numbers_that_numpy_does_not_know_have_a_fingerprint_and_may_be_trained_on(dtype):
+    values = torch.arange(24.0).view(12, 2)
+    labels = torch.arange(12) % 2
+    def kept(numbers):
+        return torch.utils.data.TensorDataset(numbers.to(dtype), labels)
+    assert fingerprint(kept(values)) == fingerprint(kept(values)) != fingerprint(kept(values + 8))
+    assert fingerprint(kept(values)) != fingerprint(torch.utils.data.TensorDataset(values.to(dtype).view(torch.uint8), labels))
+    if dtype == torch.bfloat16:
+        from dpft import Full, fine_tune
+
+        run = fine_tune(torch.nn.Linear(2, 2).to(dtype), kept(values), Full(), noise_multiplier=1.0, steps=1, batch_size=4,
+                        accountant="rdp", delta=0.01, progress=False)
+        assert len(run.history) == 1
