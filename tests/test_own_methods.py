@@ -155,3 +155,21 @@ def test_a_method_may_be_used_for_two_runs_and_pays_in_each():
     again = PrivateNorms(1)
     for run in (tune(again), tune(again, seed=4)):
         assert sorted(m.name for m in run.mechanisms) == ["norms", "train"]
+
+
+class Chooses(dpft.Method):
+    "Whatever a function of the model gives."
+    def __init__(self, choice):
+        self.choice = choice
+
+    def choose(self, context, among):
+        return self.choice(context.model)
+
+
+@pytest.mark.parametrize("choice, said", [
+    (lambda model: ["1.weight"], "'1.weight' is no parameter of Sequential, so it cannot train"),
+    (lambda model: net().parameters(), "Parameter is no parameter of Sequential, so it cannot train"),
+    (lambda model: [*model[1].parameters(), model[3]], "Linear is no parameter of Sequential, so it cannot train")])
+def test_what_is_no_parameter_of_the_model_is_not_chosen_in_silence(choice, said):
+    with pytest.raises(ValueError, match=said):
+        dpft.Engine(net(), None, Chooses(choice), data(), noise_multiplier=1.0, steps=1, batch_size=BATCH, accountant="rdp")
