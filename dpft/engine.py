@@ -25,7 +25,7 @@ from .gradients import (
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
-from .losses import default_loss
+from .losses import default_loss, task_of
 from .method import Access, Context, Method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
@@ -33,7 +33,7 @@ from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
-from .prepared import check_outputs
+from .prepared import check_causal, check_outputs
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
 from .provenance import look_at_start, mark_trained, recall
@@ -99,6 +99,9 @@ def check_input(model: nn.Module, train: Any, settings: Settings) -> None:
     check_whole(model)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
+    whole = lying(model) is WHOLE
+    if settings.loss_fn is None and whole and task_of(model) == "causal":
+        check_causal(model)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-asked
 def asked(

@@ -176,7 +176,8 @@ def fine_tune(
     with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint)):
         settings, callbacks = checked_before(given, train)
         ready = prepare(model, train, settings.tokenizer, settings.columns,
-                        settings.unit, collate_fn=settings.collate_fn)
+                        settings.unit, collate_fn=settings.collate_fn,
+                        loss_fn=settings.loss_fn)
         ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
         start = f"{START} ({ready.origin})"
         engine = Engine(ready.model, settings.loss_fn, method, ready.train,

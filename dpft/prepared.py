@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from .datasets import VOCABULARY, Task, as_dataset, check_labels, column
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import names_a_row
+from .gradients import evaluating
 from .losses import SINGLE
 from .losses import task_of as head_of
 from .losses import unwrapped
@@ -25,7 +26,7 @@ from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs']
+__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs', 'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -160,6 +161,7 @@ def prepare(
     unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # None: the model's, or the data's
     collate_fn: Any = None,                # one's own, which gets items as they are
+    loss_fn: Any = None,                   # one's own; None: the model's
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
     known = classes or (None if isinstance(model, str) else own_classes(model))
@@ -184,6 +186,8 @@ def prepare(
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
     ready.train = ready.encoded(data)
     _check_classes(ready, task)
+    if loss_fn is None:
+        _check_writes(ready)
     return ready
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
@@ -252,6 +256,33 @@ def _is_single(model: Any, labels: Tensor, rows: int) -> bool:
     if model.num_labels == 1 or labels.is_floating_point():
         return False
     return stated in (None, SINGLE) and labels.numel() == rows
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-causal
+def check_causal(
+    model: nn.Module,  # with the head of a language model
+) -> None:
+    "ValueError for a model that sees the tokens after the one that it predicts."
+    device = next(model.parameters()).device
+    one, other = (torch.tensor([[0, second]], device=device) for second in (0, 1))
+    with torch.no_grad(), evaluating(model):
+        try:
+            first, again = (model(input_ids=ids).logits[0, 0] for ids in (one, other))
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return                   # it takes more than tokens
+    room = 4 * torch.finfo(first.dtype).eps * float(first.abs().max())
+    if float((first - again).abs().max()) > room:
+        raise ValueError(f"{type(unwrapped(model)).__name__} sees the tokens that it "
+                         "is to predict; load it as a decoder, with is_decoder=True in "
+                         "its configuration, or take a model that writes")
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-writes
+def _check_writes(ready: Prepared) -> None:
+    "ValueError for texts to be continued and a head that does something else."
+    task = head_of(ready.model)
+    if ready.schema.kind == "causal" and task not in (None, "causal"):
+        raise ValueError(f"the data are texts to be continued, and the head of "
+                         f"{type(unwrapped(ready.model)).__name__} is for {task}; take "
+                         "a model for causal language modelling, or pass loss_fn=")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:

@@ -548,6 +548,36 @@ def test_a_mean_pooled_classifier_knows_its_outputs_as_those_of_transformers_do(
     assert model.config.id2label == {0: "no", 1: "yes"}
 
 
+def writer(name):
+    "A tiny language model that writes, or only looks like one."
+    import transformers as hf
+
+    torch.manual_seed(0)
+    tiny = dict(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, max_position_embeddings=16)
+    t5 = dict(vocab_size=12, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return {"gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16)),
+            "decoder": lambda: hf.BertLMHeadModel(hf.BertConfig(is_decoder=True, **tiny)),
+            "encoder": lambda: hf.BertLMHeadModel(hf.BertConfig(**tiny)),
+            "masked": lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny)),
+            "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5))}[name]()
+
+
+@pytest.mark.parametrize("name, said", [
+    ("gpt2", None), ("decoder", None), ("encoder", "BertLMHeadModel sees the tokens that it is to predict; load it as a decoder"),
+    ("masked", "the head of BertForMaskedLM is for masked"), ("t5", "the head of T5ForConditionalGeneration is for seq2seq")])
+def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(tokenizer, name, said):
+    data, model = [{"prompt": "a b", "completion": "c d"}] * 12, writer(name)
+    def run():
+        return dpft.fine_tune(model, data, dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp",
+                              tokenizer=tokenizer, delta=0.01, progress=False)
+    prepare(model, data, tokenizer, loss_fn=zoo.language_loss)       # which may read the texts in a way of its own
+    if said is None:
+        run()
+    else:
+        with pytest.raises(ValueError, match=said):
+            run()
+
+
 # ---- no row is shown
 
 
