@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .privacy import SampledGaussian
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'rounded_up', 'claim', 'cautions', 'meaning',
-           'mechanism_text', 'details', 'assumptions', 'questions']
+           'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -216,3 +217,26 @@ def questions(guarantee: Guarantee) -> str:
     answers = asdict(guarantee.statement)
     return "What else NIST SP 800-226 asks:\n\n" + _table(
         (text, answers[name] or "not stated") for name, text in QUESTIONS.items())
+
+# %% ../nbs/5_notes/63_card.ipynb #card-how-to-load
+def how_to_load(
+    description: dict[str, Any],  # as `write_model` gave it
+) -> str:                         # Markdown
+    "The end of a model card: what the folder holds, and how to load it."
+    from dpft.saving import PART, class_named
+    part, base, kind = description["part"], description["base"], description["class"]
+    theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
+    alone = base["name"] if part else (
+        (description["recipe"] or theirs) and description["stock"])
+    lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
+    if part:
+        where = f" from `{base['name']}`" if base["name"] else ", which has to be given"
+        lines += [f"It holds only the {len(description['names'])} parameters that "
+                  f"trained; the rest is the base model, a {kind}{where}."]
+    if part and description["adapters"]:
+        lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
+                  f"`base` is a {kind} with a head of the same size."]
+    elif part and not description["added"]:
+        lines += ["Without this package: `base.load_state_dict(safetensors.torch."
+                  f"load_file(\"{PART}\"), strict=False)`."]
+    return "\n".join(["## How to load", "", *lines]) + "\n"

@@ -27,6 +27,7 @@ from torch import nn
 
 from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
+from .card import how_to_load
 from .datasets import Task
 from .engine import Engine, close_account
 from .evaluation import (
@@ -40,7 +41,7 @@ from .privacy import SampledGaussian
 from .processes import plain_of, speaks
 from .provenance import START, came_from
 from .saving import (
-    check_room, files_of_run, how_to_load, read_model, tokenizer_of_base, write_model)
+    check_room, files_of_run, read_model, tokenizer_of_base, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .store import (

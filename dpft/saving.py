@@ -6,15 +6,15 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'STATE', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'files_of_run', 'tokenizer_of_base', 'stock_form', 'how_to_load', 'check_room', 'read_model']
+           'files_of_run', 'tokenizer_of_base', 'stock_form', 'check_room', 'read_model']
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-imports
 import copy
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -262,8 +262,7 @@ def write_model(
         name for name, _ in model.named_parameters(remove_duplicate=False)}
     _check_form(model, adapters, gone, whole)
     inner = inner_model(model)
-    if hasattr(getattr(inner, "config", None), "save_pretrained"):
-        inner.config.save_pretrained(folder)
+    _write_config(inner, folder)
     fits = not whole and bool(names) and not gone
     base = _part_base(
         model, names, recipe, folder, whole, replaced) if fits else None
@@ -272,6 +271,7 @@ def write_model(
         _write_part(model, names, adapters, folder)
     else:
         _write_whole(model, folder)
+        _write_config(inner, folder)
     if adapters:
         _write_adapter_config(
             model, adapters[0], folder if part else folder / "peft", base)
@@ -305,9 +305,8 @@ def files_of_run(folder: Path) -> list[str]:
     names = [*(file.name for file in folder.glob("model*.safetensors")),
              "adapter_config.json", PART, ADAPTER]
     try:
-        content = json.loads((folder / "guarantee.json").read_text(
-            encoding="utf-8"))
-        names += content.get("files", {})
+        stated = (folder / "guarantee.json").read_text(encoding="utf-8")
+        names += json.loads(stated).get("files", {})
     except (OSError, ValueError, AttributeError):
         pass
     return [name for name in names
@@ -324,10 +323,23 @@ def _write_part(
     save_file(values, folder / (ADAPTER if adapters else PART),
               metadata={"format": "pt"})
 
+def _write_config(model: Any, folder: Path) -> None:
+    "The configuration; its classes too where Transformers would take the family's."
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config.save_pretrained(folder)
+    read, place = type(config).from_pretrained(folder), folder / "config.json"
+    if getattr(read, "num_labels", None) != getattr(config, "num_labels", None):
+        content = json.loads(place.read_text(encoding="utf-8"))
+        content |= {"id2label": config.id2label, "label2id": config.label2id}
+        place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
 def _write_whole(model: Any, folder: Path) -> None:
     from safetensors.torch import save_model
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
+        own = {"save_original_format"} & {*signature(model.save_pretrained).parameters}
+        model.save_pretrained(folder, **dict.fromkeys(own, False))
     else:
         save_model(model, str(folder / "model.safetensors"))
 
@@ -362,27 +374,6 @@ def stock_form(model: nn.Module) -> bool:
     form, own = ({name: value.shape for name, value in its.state_dict().items()}
                  for its in (stock, model))
     return form == own
-
-def how_to_load(
-    description: dict[str, Any],  # as `write_model` gave it
-) -> str:                         # Markdown
-    "The end of a model card: what the folder holds, and how to load it."
-    part, base, kind = description["part"], description["base"], description["class"]
-    theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
-    alone = base["name"] if part else (
-        (description["recipe"] or theirs) and description["stock"])
-    lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
-    if part:
-        where = f" from `{base['name']}`" if base["name"] else ", which has to be given"
-        lines += [f"It holds only the {len(description['names'])} parameters that "
-                  f"trained; the rest is the base model, a {kind}{where}."]
-    if part and description["adapters"]:
-        lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
-                  f"`base` is a {kind} with a head of the same size."]
-    elif part and not description["added"]:
-        lines += ["Without this package: `base.load_state_dict(safetensors.torch."
-                  f"load_file(\"{PART}\"), strict=False)`."]
-    return "\n".join(["## How to load", "", *lines]) + "\n"
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-room
 STATE = 4 # numbers for each one that trains: itself, two moments, its average
@@ -420,9 +411,10 @@ def read_model(
     and on an architecture that is not known."""
     if description.get("part"):
         return _read_part(folder, description, model)
+    named = model is None
     if model is None:
         model = _named_architecture(folder, description)
-    return _read_whole(folder, _grown(model, folder / "peft", description))
+    return _read_whole(folder, _grown(model, folder / "peft", description), named)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-architecture
 def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
@@ -440,22 +432,36 @@ def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
     return load_model(**recipe)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-read-whole
-def _read_whole(folder: Path, model: nn.Module) -> nn.Module:
-    "All weights of a folder into a model that has a place for each."
+def _read_whole(folder: Path, model: nn.Module, named: bool) -> nn.Module:
+    "All weights of a folder into a model that has a place for each of them."
     from safetensors.torch import load_file
-    values: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        values |= load_file(file)
-    unknown = model.load_state_dict(values, strict=False).unexpected_keys
-    filled = {id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
-              if name in values}
-    empty = [name for name, tensor in model.state_dict(keep_vars=True).items()
-             if id(tensor) not in filled]
-    if unknown or empty:
+    files = sorted(folder.glob("model*.safetensors"))
+    values = {name: value for file in files for name, value in load_file(file).items()}
+    own = model.state_dict(keep_vars=True)
+    if named and not values.keys() <= own.keys():
+        values = _renamed(folder, model, next(iter(values.values())).dtype) or values
+    fit = {name for name in own.keys() & values.keys()
+           if own[name].shape == values[name].shape}
+    filled = {id(own[name]) for name in fit}
+    empty = {name for name, tensor in own.items() if id(tensor) not in filled}
+    if odd := (values.keys() - fit) | empty:
         raise ValueError(f"{folder} and {type(model).__name__} are not of one form: "
-                         f"{(unknown + empty)[0]} is in one of them only; pass the "
-                         "model that was saved: load(path, model=...)")
+                         f"{min(odd)} is in one of them only, or of another shape; "
+                         "pass the model that was saved: load(path, model=...)")
+    for name in values if named else ():    # a model that was given keeps its dtype
+        own[name].data = own[name].data.to(values[name].dtype)
+    model.load_state_dict(values, strict=False)
     return model
+
+# %% ../nbs/5_notes/79_saving.ipynb #saving-renamed
+def _renamed(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    "Weights under the model's names, by Transformers' loader; none if it lacks any."
+    if not hasattr(model, "from_pretrained"):
+        return {}
+    read, told = load_pretrained(
+        type(model), folder, config=model.config, dtype=dtype,
+        ignore_mismatched_sizes=True, output_loading_info=True)
+    return {} if any(told.values()) else read.state_dict()
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-read-part
 def _read_part(

@@ -23,6 +23,7 @@ from torch import nn
 import dpft
 from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
+from dpft.card import how_to_load
 from dpft.composition import Chain
 from dpft.datasets import TableData
 from dpft.ledger import Ledger
@@ -34,10 +35,10 @@ from dpft.saving import (
     additions,
     base_name,
     frozen_fingerprint,
-    how_to_load,
     note_addition,
     restores,
     stored_name,
+    write_model,
 )
 from dpft.store import check_target
 from dpft.verification import verify
@@ -608,6 +609,70 @@ def test_a_stock_model_is_said_to_load_by_itself(bases, tmp_path, name):
     run.save(tmp_path, whole=True)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert "`dpft.load(path)` gives the model" in (tmp_path / "README.md").read_text() and same(dpft.load(tmp_path), run.model)
+
+
+def small(name):
+    "A tiny model, of a family whose parameters Transformers writes under other names, or whose classes it leaves out."
+    torch.manual_seed(0)
+    tiny = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_position_embeddings=16)
+    picture = dict(tiny, image_size=8, patch_size=4, num_labels=2)
+    bart = dict(vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=16)
+    return {"vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**picture)),
+            "beit": lambda: hf.BeitForImageClassification(hf.BeitConfig(**picture)),
+            "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(vocab_size=20, **tiny)),
+            "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(vocab_size=20, num_key_value_heads=1, num_local_experts=2, **tiny)),
+            "bart": lambda: hf.BartForSequenceClassification(hf.BartConfig(num_labels=2, **bart))}[name]().eval()
+
+
+def as_a_run(folder, model, trained):
+    "Write a model as a run does, and leave out its guarantee."
+    folder.mkdir(exist_ok=True)
+    description = write_model(model, trained, folder, whole=True)
+    (folder / "dpft.json").write_text(json.dumps(description | {"kind": "image", "trained": trained}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vit", "beit", "neox", "mixtral", "bart"])
+def test_a_whole_save_of_transformers_comes_back_whatever_its_names_in_the_file(tmp_path, name, dtype):
+    """Its own loader reads the folder too, and `dpft.load` one that Transformers wrote with the names of the family."""
+    model = small(name).to(dtype)
+    as_a_run(tmp_path, model, [key for key, _ in model.named_parameters()])
+    assert same(dpft.load(tmp_path), model) and same(dpft.load(tmp_path, small(name).to(dtype)), model)
+    assert {tensor.dtype for tensor in dpft.load(tmp_path).parameters()} == {dtype}
+    assert same(type(model).from_pretrained(tmp_path, dtype=dtype), model)
+    if name != "bart":
+        model.save_pretrained(tmp_path)
+        assert same(dpft.load(tmp_path), model)
+
+
+@pytest.mark.parametrize("add", [lambda model: dpft.baselines.LoRA(2), lambda model: Adapter(2)], ids=["lora", "adapter"])
+def test_what_was_added_to_a_renamed_family_comes_back_with_the_whole(tmp_path, add):
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.arange(12) % 2)
+    run = dpft.fine_tune(small("vit"), data, add(None), noise_multiplier=1.0, steps=2, batch_size=4, accountant="rdp", delta=0.01,
+                         progress=False)
+    run.save(tmp_path, whole=True)
+    assert same(dpft.load(tmp_path), run.model)
+
+
+def test_a_model_of_mixed_precision_comes_back_as_it_was(tmp_path):
+    model = small("vit").to(torch.bfloat16)
+    model.classifier.float()
+    again = dpft.load(as_a_run(tmp_path, model, ["classifier.bias"]))
+    assert again.classifier.weight.dtype == torch.float32 and again.vit.layers[0].attention.q_proj.weight.dtype == torch.bfloat16
+    given = dpft.load(tmp_path, small("vit"))
+    assert {tensor.dtype for tensor in given.parameters()} == {torch.float32} and same(given, again.float())
+
+
+def test_another_shape_is_refused_in_a_sentence_and_nothing_is_overwritten(tmp_path):
+    model = small("vit")
+    as_a_run(tmp_path, model, ["classifier.bias"])
+    other = hf.ViTForImageClassification(hf.ViTConfig(**model.config.to_dict() | {"num_labels": 3, "id2label": None, "label2id": None}))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=r"classifier\.bias is in one of them only, or of another shape; pass the model that was saved"):
+        dpft.load(tmp_path, other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_the_fingerprint_sees_the_statistics_of_a_norm():
