@@ -26,7 +26,7 @@ __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'Tenso
 class TensorData:
     "Labelled images in one tensor; an item is `(image (C, H, W) float32, label)`."
     images: Tensor                  # (N, C, H, W) uint8 or float, as stored
-    labels: Tensor                  # (N,) class numbers
+    labels: Tensor                  # (N,) class numbers; fractions for a regression
     scale: float = 1.0              # the value that stands for full intensity
     mean: Sequence[float] = (0.0,)  # (C,) or (1,) subtracted after scaling
     std: Sequence[float] = (1.0,)   # (C,) or (1,) divided by after that
@@ -36,7 +36,8 @@ class TensorData:
         if len(self.images) != len(self.labels):
             sizes = f"{len(self.images)} images but {len(self.labels)} labels"
             raise ValueError(f"{sizes}; give one label for each image")
-        self.labels = self.labels.long()
+        if not self.labels.is_floating_point():
+            self.labels = self.labels.long()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
 
     def __len__(self) -> int:
@@ -48,9 +49,9 @@ class TensorData:
         mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.mean, self.std))
         return (self.images[rows].float() / self.scale - mean) / std, self.labels[rows]
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | float]:
         images, labels = self.batch([index])
-        return images[0], int(labels[0])
+        return images[0], labels[0].item()
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         return list(zip(*self.batch(indices), strict=True))

@@ -26,7 +26,7 @@ from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
 from .losses import default_loss, task_of
-from .method import Access, Context, Method, noted
+from .method import Access, Context, Method, check_method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
@@ -43,6 +43,7 @@ from .step import (
     Draws, Population, Releases, Step, with_precision)
 from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
+from .updates import check_moved
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-losses
 class Losses:
@@ -94,8 +95,13 @@ def check_sharded(engine: "Engine") -> None:
                          "whole parameters, or give every process the whole model")
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-input
-def check_input(model: nn.Module, train: Any, settings: Settings) -> None:
+def check_input(
+    model: nn.Module, method: Method, train: Any, settings: Settings,
+) -> None:
     "ValueError for a model and data that cannot go through a run together."
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: pass a module")
+    check_method(method)
     check_whole(model)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
@@ -332,6 +338,7 @@ def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:
         look_again(engine)
         yield (step := Step(engine))
         look_back(engine, step)
+        check_moved(engine.trains, step.marks)
     at_end()
     close_account(engine)
 
@@ -382,7 +389,7 @@ class Engine:
     ):
         given = settings or settings_from(
             "Engine", ("engine",), {**knobs, "loss_fn": loss_fn})
-        check_input(model, train, given)
+        check_input(model, method, train, given)
         self.settings, self.model, self.method, self.train = given, model, method, train
         self.device, self.known = (next(model.parameters()).device,
                                    known_of(given, loop))

@@ -35,7 +35,7 @@ from .evaluation import (
 from .guarantee import Guarantee, file_digests
 from .identity import FINE_TUNE, is_as_left
 from .ledger import Ledger
-from .method import Method
+from .method import Method, check_method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import plain_of, speaks
@@ -46,7 +46,7 @@ from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .store import (
     KEPT, check_target, nothing_left, own_ledger, taking_place)
-from .updates import Updates
+from .updates import Updates, check_rates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
 @dataclass(repr=False)
@@ -174,6 +174,7 @@ def fine_tune(
     "Fine-tune under differential privacy: draw, bound, perturb, step; @sec-fine-tune."
     groups = ("engine", "loop")
     given = settings_from("fine_tune", groups, {"epsilon": epsilon, **knobs})
+    check_method(method)
     with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint)):
         settings, callbacks = checked_before(given, train)
         ready = prepare(model, train, settings.tokenizer, settings.columns,
@@ -203,6 +204,7 @@ def checked_before(
     if settings.output is not None:
         check_target(settings.output, settings.overwrite, ledger=settings.ledger,
                      checkpoint=settings.checkpoint)
+    check_rates(settings)
     rows = train.train if isinstance(train, Task) else train
     scored_on = checked_evaluation(settings, rows)
     return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)

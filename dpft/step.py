@@ -28,6 +28,7 @@ from .processes import SAME_CHOICE, Processes, local
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
 from .texts import collate_for, padded
+from .updates import marks_of
 
 # %% ../nbs/1_start/05_step.ipynb #engine-drawn
 @dataclass
@@ -73,11 +74,9 @@ class Population:
         self.collate_fn = settings.collate_fn or (
             None if has_batch_protocol(data) else collate_for(data))
         # of rows; a unit is as long as its longest
-        lengths = getattr(data, "lengths", None)
-        long = self.units and lengths is not None
-        self.lengths = (
-            self.units.lengths(  # type: ignore[union-attr]
-                torch.as_tensor(lengths)) if long else lengths)
+        self.lengths = getattr(data, "lengths", None)
+        if self.units and self.lengths is not None:
+            self.lengths = self.units.lengths(torch.as_tensor(self.lengths))
 
     def packed(self, units: Tensor, most: int,
                seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,8 +188,7 @@ def again(
         return None
     copies = len(found.numbers) // len(found.rows)
     def recollate(rows: list[int], length: int | None) -> Batch:
-        part = shown(draws, found.rows[[row // copies for row in rows]],
-                     found.views)
+        part = shown(draws, found.rows[[row // copies for row in rows]], found.views)
         if copies > 1:    # of all views of a picture the one that is meant
             part = select_rows(part, torch.tensor(
                 [copies * n + row % copies for n, row in enumerate(rows)]))
@@ -367,9 +365,8 @@ class Kept:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        masked = ((name, p) for name, p in engine.trains.items()
-                  if isinstance(engine.spread[id(p)], Tensor))
-        self.masked = {name: p.detach().clone() for name, p in masked}
+        self.masked = {name: p.detach().clone() for name, p in engine.trains.items()
+                       if isinstance(engine.spread[id(p)], Tensor)}
         new = sorted(engine.newly, key=torch.numel)[:1]  # the smallest speaks for all
         self.new = [(parameter, parameter.detach().clone()) for parameter in new]
 
@@ -502,6 +499,7 @@ class Step(Summing):
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
         self.privatized = True
         released(self)
+        self.marks = {} if self.t else marks_of(self.engine.trains)
 
     def done(self) -> None:
         """After the optimizer: entries that do not train are put back,
@@ -520,4 +518,6 @@ class Step(Summing):
         self.privatize()
         if optimizer is not None:
             optimizer.step()
+        else:
+            self.marks = {}
         self.done()

@@ -874,3 +874,16 @@ def test_numbers_that_numpy_does_not_know_have_a_fingerprint_and_may_be_trained_
         run = fine_tune(torch.nn.Linear(2, 2).to(dtype), kept(values), Full(), noise_multiplier=1.0, steps=1, batch_size=4,
                         accountant="rdp", delta=0.01, progress=False)
         assert len(run.history) == 1
+
+
+def test_fractions_beside_pictures_are_not_cut_to_whole_numbers():
+    """A regression on pictures: what the loss sees is what the column holds."""
+    from datasets import Dataset
+    from PIL import Image
+
+    pictures = [Image.fromarray(np.full((4, 4), row, dtype="uint8")) for row in range(8)]
+    task = task_of(Dataset.from_dict({"image": pictures, "label": [row / 8 for row in range(8)]}))
+    assert task.classes == () and task.train.batch([2, 5])[1].tolist() == [0.25, 0.625]
+    assert [task.train[row][1] for row in (2, 5)] == [0.25, 0.625] and task.train.subset([5])[0][1] == 0.625
+    whole = TensorData(torch.zeros(2, 1, 4, 4), torch.tensor([0, 1], dtype=torch.uint8))
+    assert whole.labels.dtype == torch.int64 and isinstance(whole[1][1], int)

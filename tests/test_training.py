@@ -10,6 +10,7 @@ import signal
 import textwrap
 import types
 import warnings
+from collections import OrderedDict
 
 import fresh
 import numpy as np
@@ -1461,3 +1462,40 @@ def test_a_run_without_noise_is_noted_in_a_ledger_that_it_was_given(tmp_path):
     for one in (given, own):
         next(iter(one)).take()
     assert list(given.ledger.unpaid()) == [given.store.run] and own.ledger.unpaid() == {}
+
+
+@pytest.mark.parametrize("made", ["before", "after", "foreach", "data"])
+def test_an_optimizer_that_leaves_out_what_a_method_added_is_told_of(made):
+    """Made before the engine, as a loop without privacy does, it knows nothing of what LoRA adds."""
+    class Direct(torch.optim.Optimizer):
+        "Writes past torch's count of changes, as old optimizers do."
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            for one in self.param_groups[0]["params"]:
+                one.data -= 0.1 * one.grad
+
+    make = {"foreach": lambda p: torch.optim.AdamW(p, foreach=True), "data": Direct}.get(made, lambda p: torch.optim.SGD(p, lr=0.1))
+    model = nn.Sequential(OrderedDict(query=nn.Linear(6, 8), activation=nn.Tanh(), classifier=nn.Linear(8, 2)))
+    early = make(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.randn(20, 6), torch.arange(20) % 2)
+    engine = dpft.Engine(model, None, dpft.baselines.LoRA(2), data, noise_multiplier=1.0, steps=2, batch_size=5, delta=0.01,
+                         accountant="rdp")
+    optimizer = early if made == "before" else make(engine.parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in engine:
+            step.take(optimizer)
+    said = [str(one.message) for one in said if "over engine.parameters()" in str(one.message)]
+    assert len(said) == (made == "before")
+    assert made != "before" or said[0].startswith("the optimizer left 2 of the 4 parameters that train as they were, ")
+
+
+def test_steps_without_an_optimizer_are_meant(recwarn):
+    data = torch.utils.data.TensorDataset(torch.randn(20, 6), torch.arange(20) % 2)
+    engine = dpft.Engine(nn.Linear(6, 2), None, dpft.Full(), data, noise_multiplier=1.0, steps=1, batch_size=5, delta=0.01,
+                         accountant="rdp")
+    for step in engine:
+        step.take()
+    assert not [one for one in recwarn if "over engine.parameters()" in str(one.message)]

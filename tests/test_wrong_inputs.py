@@ -153,6 +153,9 @@ def nan_rows():
     return x
 
 
+OWN = nn.Linear(3, 2)
+AT_HAND = torch.optim.SGD(OWN.parameters(), lr=0.1)
+
 CALLS = [
     (dict(train=[]), "empty|no rows|has 0|at least one"), (dict(train=Stream()), "IterableDataset|stream"),
     (dict(unit=["a"] * 39), "39"), (dict(loss_fn=lambda model, batch: torch.tensor(1.0)), "one loss|per example|losses"),
@@ -160,6 +163,10 @@ CALLS = [
     (dict(epsilom=2), "did you mean epsilon"), (dict(callbacks="tensorboard"), "callbacks='tensorboard'"),
     (dict(evaluate_every=3), "without evaluate="),
     (dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), "the optimizer lacks"),
+    (dict(method=dpft.Full), "method=Full: pass an object of it"), (dict(method="Full"), "method='Full': pass a method"),
+    (dict(model=None), "model=None: pass a module"), (dict(model=nn.Linear), "pass a module"),
+    (dict(optimizer=AT_HAND, model=OWN, learning_rate=0.5), "learning_rate=0.5 is not used beside an optimizer"),
+    (dict(optimizer=AT_HAND, model=OWN, weight_decay=0.1), "weight_decay=0.1 is not used beside an optimizer"),
     (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf")]
 
 
