@@ -43,7 +43,6 @@ from .step import (
     Draws, Population, Releases, Step, with_precision)
 from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
-from .updates import check_moved
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-losses
 class Losses:
@@ -338,7 +337,6 @@ def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:
         look_again(engine)
         yield (step := Step(engine))
         look_back(engine, step)
-        check_moved(engine.trains, step.marks)
     at_end()
     close_account(engine)
 

@@ -28,7 +28,7 @@ from .processes import SAME_CHOICE, Processes, local
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
 from .texts import collate_for, padded
-from .updates import marks_of
+from .updates import Held
 
 # %% ../nbs/1_start/05_step.ipynb #engine-drawn
 @dataclass
@@ -499,7 +499,7 @@ class Step(Summing):
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
         self.privatized = True
         released(self)
-        self.marks = {} if self.t else marks_of(self.engine.trains)
+        self.held = Held() if self.t == 0 else None
 
     def done(self) -> None:
         """After the optimizer: entries that do not train are put back,
@@ -508,6 +508,8 @@ class Step(Summing):
             raise RuntimeError(f"step {self.t}: call privatize() and optimizer.step() "
                                "before done()")
         self.kept.put_back()
+        if self.held:
+            self.held.check(self.engine.trains)
         self.finished = True
         self.engine.t += 1
 
@@ -518,6 +520,4 @@ class Step(Summing):
         self.privatize()
         if optimizer is not None:
             optimizer.step()
-        else:
-            self.marks = {}
         self.done()

@@ -15,8 +15,9 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .gradients import full, some_of, version
+from .gradients import full
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'check_rates', 'marks_of', 'check_moved', 'rate_course',
-           'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Held', 'check_rates', 'rate_course', 'makes_scheduler',
+           'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -73,6 +74,33 @@ def check_held(
             f"first of shape {foreign[0]}), whose gradients nothing bounds; make them "
             "part of the model, or leave them out")
 
+# %% ../nbs/5_notes/80_updates.ipynb #updates-holding
+class Held:
+    "What the optimizers hold that take a step between `privatize` and `done`."
+
+    def __init__(self) -> None:
+        self.held: set[int] | None = None    # ids; None: no optimizer took a step
+        self.handle = register_optimizer_step_pre_hook(self.note)
+
+    def note(self, optimizer: Any, *called: Any) -> None:
+        "One that is about to take a step."
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.held = own | (self.held or set())
+
+    def check(
+        self,
+        trains: dict[str, nn.Parameter],
+    ) -> None:
+        "Warn, at the end of the step, of what trains and none of them holds."
+        self.handle.remove()
+        held = self.held
+        out = [] if held is None else [
+            name for name, one in trains.items() if id(one) not in held]
+        if out:
+            warn(f"the optimizer lacks {len(out)} of the {len(trains)} parameters that "
+                 f"train, such as {out[0]}; make it after the engine, over "
+                 "engine.parameters()", stacklevel=3)
+
 # %% ../nbs/5_notes/80_updates.ipynb #updates-rates
 def check_rates(
     settings: Settings,
@@ -85,28 +113,6 @@ def check_rates(
             raise ValueError(f"{name}={value} is not used beside an optimizer that is "
                              "made already; give it to the optimizer, or pass the "
                              "optimizer's class")
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-moved
-def marks_of(
-    trains: dict[str, nn.Parameter],
-) -> dict[str, tuple[int, Tensor]]:
-    "What an optimizer changes in each parameter that lies here as a whole."
-    return {name: (version(one), some_of(one, 8).clone())
-            for name, one in trains.items() if not hasattr(one, "placements")}
-
-
-def check_moved(
-    trains: dict[str, nn.Parameter],
-    marks: dict[str, tuple[int, Tensor]],  # as `marks_of` took them before a step
-) -> None:
-    "Warn of an optimizer that leaves out some of what trains."
-    still = [name for name, (count, values) in marks.items()
-             if version(trains[name]) == count
-             and torch.equal(some_of(trains[name], 8), values)]
-    if still:
-        warn(f"the optimizer left {len(still)} of the {len(trains)} parameters that "
-             f"train as they were, {still[0]} the first; make it after the engine, "
-             "over engine.parameters()", stacklevel=3)
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-schedules
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the run done -> factor
