@@ -138,7 +138,7 @@ class Public:
         data: Any,    # a data set
         source: str,  # where it comes from, for the report
     ):
-        self.data, self.source = data, source
+        self.data, self.source = as_dataset(data), source
 
     def __len__(self) -> int:
         return len(self.data)

@@ -201,10 +201,15 @@ def batches_of(draws: Draws, data: Any) -> Iterator[Batch]:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-in-modes
 def in_modes(engine: "Engine", batches: Iterator[Batch]) -> Iterator[Batch]:
-    "Each batch, when the layers are in the modes that were checked."
+    """Each batch, when no layer trains but in the mode that was checked, and none at
+    all before that; whoever has put layers to evaluation finds them so."""
     for batch in batches:
-        if engine.modes is not None:
+        layers = [*engine.model.modules()]
+        awake = {layer for layer in layers if layer.training and engine.modes}
+        if engine.modes:
             engine.modes.keep()
+        for layer in layers:
+            layer.training = layer.training and layer in awake
         yield batch
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-release

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import cache, partial
+from io import BytesIO
 from itertools import chain
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import (
-    ABOUT, LABELS, Public, TensorData, bare, column_names, is_chat,
+    ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
     made_on_the_fly, names_a_row)
 from .gradients import full
 from .processes import whole
@@ -146,6 +147,16 @@ def _image_hashes(data: TensorData) -> list[tuple[str, bytes]]:
             for row in part.to(torch.int32).numpy()]
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-row-hash
+def _numbers(value: Any) -> np.ndarray:
+    "Of any numbers, or of a picture as a file holds it, in a row."
+    if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
+        from PIL import Image
+        with Image.open(BytesIO(value["bytes"]) if value.get("bytes")
+                        else value["path"]) as picture:
+            value = np.asarray(picture)
+    value = value.double() if isinstance(value, Tensor) else value
+    return np.ravel(np.asarray(value, dtype=np.float64))
+
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
     if not isinstance(item, Mapping):
@@ -163,8 +174,7 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
         tokens = torch.as_tensor(item["input_ids"])
         real = torch.as_tensor(item.get("attention_mask", torch.ones_like(tokens))) > 0
         return "tokens", hash_of(tokens[real].long().numpy())
-    values = [np.ravel(np.asarray(value, dtype=np.float64))
-              for _, value in sorted(item.items())]
+    values = [_numbers(value) for _, value in sorted(item.items())]
     return "numbers", hash_of(np.concatenate(values).astype(np.float32))
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-shared-rows
@@ -173,6 +183,7 @@ def shared_rows(
     private: Any,  # another, of the same form
 ) -> list[int]:    # rows of the first that are in the second too
     "Which public rows are private as well; refuses to compare texts with tokens."
+    public, private = as_dataset(public), as_dataset(private)
     both = _compared(public) & _compared(private)
     first, second = row_hashes(public, both), row_hashes(private, both)
     forms = [sorted({form for form, _ in rows}) for rows in (first, second)]
@@ -253,6 +264,9 @@ def name_of_optimizer(value: Any) -> tuple[str, bool]:
               for group in value.param_groups]
     hooks = [(name, [*held.values()]) for name, held in vars(value).items()
              if name.endswith("_hooks") and held]
+    step = vars(value).get("step")  # set on the object, as a scheduler does to count
+    counted = getattr(step, "__wrapped__", None) is type(value).step
+    alike = alike and (step is None or counted)
     state = value.state_dict()["state"]
     told, sure = name_of_code([value.defaults, groups, state, *hooks])
     return f"{known.__name__.lower()} {told}", alike and sure

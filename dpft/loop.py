@@ -45,7 +45,7 @@ from .saving import (
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .store import (
-    KEPT, check_target, nothing_left, own_ledger, taking_place)
+    KEPT, check_target, nothing_left, own_ledger, taking_place, unless_begun)
 from .updates import Updates, check_rates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
@@ -185,15 +185,12 @@ def fine_tune(
         engine = Engine(ready.model, settings.loss_fn, method, ready.train,
                         assumed_public=[*ready.assumed_public, start],
                         settings=settings, loop=FINE_TUNE)
-        try:
+        with unless_begun(engine.store):
             evaluation = make_evaluation(engine, settings.evaluate, ready)
             loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
             engine.processes.first(lambda: about_to_begin(loop, ready))
             loop.run()
             return kept(loop, ready)
-        except BaseException:
-            engine.store.close()         # another process may go on from the folder
-            raise
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-before
 def checked_before(

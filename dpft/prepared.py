@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from .datasets import VOCABULARY, Task, as_dataset, check_labels, column
+from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, column
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import names_a_row
 from .gradients import evaluating
@@ -244,8 +244,9 @@ def _known_labels(train: Any) -> Tensor | None:
         found = column(train.table, named["labels"]) if "labels" in named else []
         whole = found and all(isinstance(value, int) for value in found)
         return torch.tensor(found) if whole else None
+    ours = isinstance(train, TensorData | EncodedData)  # others may change their own
     fields = train.fields if isinstance(train, EncodedData) else {}
-    labels = getattr(train, "labels", None)
+    labels = train.labels if ours else None
     labels = fields.get("labels") if labels is None else labels
     return labels if isinstance(labels, Tensor) else None
 

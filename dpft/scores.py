@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,8 @@ class NoisyAccuracy:
         # whose each row is; None: a row
         unit: str | Sequence[Hashable] | Tensor | None = None,
     ):
-        self.data, self.noise_multiplier, self.unit = data, noise_multiplier, unit
+        self.data = data = as_dataset(data)
+        self.noise_multiplier, self.unit = noise_multiplier, unit
         if not len(data):
             raise ValueError("the development set has no rows to score on")
         self.people = None if unit is None else people_of(data, unit)
@@ -84,6 +86,12 @@ class NoisyAccuracy:
         return SampledGaussian(sigma, 1.0, 1, "score")
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people-check
+def _as_text(name: Hashable) -> str:
+    "A name of a person, alike where one file has 7 and another has 7.0 or '7'."
+    whole = isinstance(name, Real) and float(name).is_integer()
+    return str(int(name) if whole else name)  # type: ignore[call-overload]
+
+
 def apart(
     score: NoisyAccuracy,
     rows: Any,                                      # the training data
@@ -97,10 +105,9 @@ def apart(
             raise ValueError("unit= protects people, so the development set must say "
                              "whose its rows are too: NoisyAccuracy(data, unit=[...])")
         score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
-    # 7 in one file may be "7" in another
-    trained = set(map(str, people_of(as_dataset(rows), unit)))
+    trained = set(map(_as_text, people_of(as_dataset(rows), unit)))
     scored = score.people or []
-    if shared := [row for row, name in enumerate(scored) if str(name) in trained]:
+    if shared := [row for row, name in enumerate(scored) if _as_text(name) in trained]:
         raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to "
                          "people who are trained on too, the first is row "
                          f"{shared[0]}; leave them out")

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from .datasets import Public, Task, did_you_mean
+from .datasets import Public, Task, as_dataset, did_you_mean
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows
 from .ledger import Ledger
@@ -185,7 +185,8 @@ class Search:
     unit: Any = None            # whom training protects
 
     def __post_init__(self) -> None:
-        self.rows = self.train.train if isinstance(self.train, Task) else self.train
+        self.rows = as_dataset(
+            self.train.train if isinstance(self.train, Task) else self.train)
         self.proposer = self.choices if callable(self.choices) else None
         self.grid = [] if self.proposer else settings_grid(self.choices)
         self.keystream = Keystream(self.seed)
@@ -287,7 +288,8 @@ def check_scorable(
     if callable(search.score):
         return
     given = {**search.settings, **setting}
-    reading = {name: given.get(name) for name in ("tokenizer", "columns", "collate_fn")}
+    reading = {name: given.get(name)
+               for name in ("tokenizer", "columns", "collate_fn", "loss_fn")}
     check_measure(search.score,
                   prepare(search.model, search.train, unit=search.unit, **reading))
 

@@ -76,9 +76,11 @@ def check_held(
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-holding
 class Held:
-    "What the optimizers hold that take a step between `privatize` and `done`."
+    "What the optimizers hold that take a step between a draw and `done`."
+    handle: Any = None
 
-    def __init__(self) -> None:
+    def listen(self) -> None:
+        "From now on."
         self.held: set[int] | None = None    # ids; None: no optimizer took a step
         self.handle = register_optimizer_step_pre_hook(self.note)
 
@@ -87,11 +89,18 @@ class Held:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.held = own | (self.held or set())
 
-    def check(
-        self,
-        trains: dict[str, nn.Parameter],
-    ) -> None:
-        "Warn, at the end of the step, of what trains and none of them holds."
+    def check_still(self, trains: dict[str, nn.Parameter]) -> None:
+        "RuntimeError where what trains was moved before its gradients were private."
+        if self.handle and any(id(p) in (self.held or ()) for p in trains.values()):
+            self.handle.remove()
+            raise RuntimeError("an optimizer took a step between the draw and "
+                               "privatize(), with gradients that nothing bounds; call "
+                               "add(batch), privatize(), optimizer.step(), then done()")
+
+    def check_whole(self, trains: dict[str, nn.Parameter]) -> None:
+        "Warn, at the end of a step, of what trains and no optimizer holds."
+        if not self.handle:
+            return
         self.handle.remove()
         held = self.held
         out = [] if held is None else [

@@ -1,0 +1,289 @@
+"""Forms of data, modes of layers and optimizers that a caller brings, and what each could do around a private run."""
+
+import types
+
+import datasets
+import pandas as pd
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpft import DPFrost, Engine, Full, LastLayer, Public, fine_tune
+from dpft.datasets import as_dataset
+from dpft.frost import selection
+from dpft.identity import shared_rows
+from dpft.method import Request, bounded_rows
+from dpft.scores import NoisyAccuracy, apart
+from dpft.step import Releases
+from dpft.tuning import tune
+
+TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
+OTHERS = {"text": ["b b c", "c c a", "c b b"], "label": [0, 1, 1]}
+WORDS = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=8, max_position_embeddings=32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    raw = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def bert():
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(num_labels=2, **WORDS))
+
+
+def splits(rows):
+    parts = {"train": rows, "validation": OTHERS, "test": OTHERS}
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict(part) for name, part in parts.items()})
+
+
+def one_by_one(rows):
+    return [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+
+
+FORMS = {"columns": dict, "rows": one_by_one, "frame": pd.DataFrame, "set": datasets.Dataset.from_dict, "splits": splits}
+KNOBS = dict(epsilon=8.0, progress=False, accountant="rdp")
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def pictures(size=200):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(size, 4, generator=generator), torch.arange(size) % 2)
+
+
+# ---- data in any form
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_search_counts_the_rows_of_a_data_set_in_any_form(tokenizer, form):
+    """The number of columns, or of splits, would be taken for the number of examples: a rate and a delta that are far too large."""
+    found = tune(bert(), FORMS[form](TEXTS), Full(), {"learning_rate": [1e-3, 1e-2]}, lambda model: 1.0, trials=2, steps=1, batch_size=5,
+                 tokenizer=tokenizer, **KNOBS).guarantee
+    assert found.target_delta == 1 / 80 and {one.sample_rate for one in found.planned} == {5 / 40}
+    assert "the number of examples, 40" in found.assumed_public
+
+
+@pytest.mark.parametrize("scored", ["columns", "rows", "frame", "set"])
+@pytest.mark.parametrize("trained", FORMS)
+def test_rows_to_score_on_are_read_in_any_form(tokenizer, trained, scored):
+    given = dict(steps=1, batch_size=5, tokenizer=tokenizer, **KNOBS)
+    run = fine_tune(bert(), FORMS[trained](TEXTS), Full(), evaluate=Public(FORMS[scored](OTHERS), source="the web"), **given)
+    assert 0 <= run.scores["accuracy"] <= 1
+    assert NoisyAccuracy(FORMS[scored](OTHERS), 1.0).data[0]["text"] == "b b c"
+    with pytest.raises(ValueError, match=r"1 of the 3 rows of the public data .* is row 2"):
+        both = {"text": [*OTHERS["text"][:2], "a b c"], "label": [0, 1, 1]}
+        fine_tune(bert(), FORMS[trained](TEXTS), Full(), evaluate=Public(FORMS[scored](both), source="the web"), **given)
+
+
+def test_rows_in_half_precision_and_pictures_in_files_are_compared_too():
+    def half(size):
+        return TensorDataset(torch.arange(4.0 * size).view(size, 4).bfloat16(), torch.arange(size) % 2)
+
+    assert shared_rows(Public(half(3), source="the web"), half(9)) == [0, 1, 2]
+
+    from io import BytesIO
+
+    from PIL import Image
+    stored = []
+    for level in range(4):
+        file = BytesIO()
+        Image.new("L", (2, 2), level).save(file, "png")
+        stored.append({"image": {"bytes": file.getvalue(), "path": None}, "label": 0})
+    assert shared_rows(stored[2:], stored[:3]) == [0]
+
+
+def test_a_person_is_the_same_as_a_whole_number_a_fraction_or_a_text():
+    rows = {"x": [0.0, 1.0, 2.0, 3.0], "label": [0, 1, 0, 1], "person": [1, 1, 2, 2]}
+    for own, ok in (([1.0, 3.0], False), (["1", "3"], False), ([4.0, 3.0], True), (["1.5", "3"], True)):
+        dev = as_dataset(pd.DataFrame({"x": [9.0, 8.0], "label": [0, 1], "person": own}))
+        if ok:
+            apart(NoisyAccuracy(dev, 1.0, unit="person"), rows, "person")
+        else:
+            with pytest.raises(ValueError, match="1 of the 2 scored rows belong to people who are trained on too, the first is row 0"):
+                apart(NoisyAccuracy(dev, 1.0, unit="person"), rows, "person")
+
+
+def test_a_data_set_that_changes_its_labels_is_judged_by_what_it_gives():
+    class FromOne(torch.utils.data.Dataset):
+        "Class numbers from 1, as the files have them; an item counts from 0."
+        labels = torch.arange(12) % 3 + 1
+
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, row):
+            return torch.full((3, 8, 8), row / 12), int(self.labels[row]) - 1
+
+    model = hf.ViTForImageClassification(hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                                                      image_size=8, patch_size=4, num_labels=3))
+    fine_tune(model, FromOne(), LastLayer(), noise_multiplier=1.0, steps=1, batch_size=4, delta=0.01, progress=False, accountant="rdp")
+
+
+def test_a_search_may_have_a_loss_of_its_own(tokenizer):
+    def own(model, batch):
+        scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return nn.functional.cross_entropy(scores.transpose(1, 2), batch["labels"].clamp(min=0), reduction="none").mean(1)
+
+    masked = hf.BertForMaskedLM(hf.BertConfig(**WORDS))
+    written, others = ([{"text": text} for text in rows["text"]] for rows in (TEXTS, OTHERS))
+    found = tune(masked, written, Full(), {"learning_rate": [1e-3, 1e-2]}, Public(others, source="the web"), trials=2, steps=1,
+                 batch_size=5, loss_fn=own, tokenizer=tokenizer, **KNOBS)
+    assert found.best is not None
+
+
+# ---- modes of layers
+
+
+def test_a_draw_before_the_first_step_wakes_no_layer_that_mixes():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.classifier = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.classifier(self.norm(self.first(x)))
+
+    class Looks(LastLayer):
+        def requests(self, context):
+            return [Request(0.2, 1, 0.2, "mean")]
+
+        def start(self, context):
+            super().start(context)
+            total = torch.zeros(2)
+            for batch in context.draw(0.2):
+                modes.append(context.model.norm.training)
+                with torch.no_grad():
+                    total += bounded_rows(context.model(batch[0]), 1.0)
+            context.release(total, 1.0)
+
+    modes, model = [], Normed()
+    before = model.norm.running_mean.clone()
+    engine = Engine(model, loss, Looks(), pictures(), epsilon=4.0, batch_size=20, steps=1, accountant="rdp")
+    assert modes and not any(modes) and torch.equal(model.norm.running_mean, before) and engine.t == 0
+
+
+def test_a_later_selection_is_measured_without_dropout_as_the_first_one_is(monkeypatch):
+    seen, rounds, own = [], [], selection.gradient_magnitudes
+
+    class Drop(nn.Dropout):
+        def forward(self, x):
+            seen.append(self.training)
+            return super().forward(x)
+
+    def measured(*given, **more):
+        seen.clear()
+        found = own(*given, **more)
+        rounds.append((len(seen), sum(seen)))
+        return found
+
+    monkeypatch.setattr(selection, "gradient_magnitudes", measured)
+    model = nn.Sequential(nn.Linear(4, 8), Drop(0.5), nn.ReLU(), nn.Linear(8, 8), Drop(0.5), nn.ReLU(), nn.Linear(8, 2))
+    method = DPFrost(ratio=0.9, rounds=1, sample_rate=0.2, reselect=2)
+    engine = Engine(model, loss, method, pictures(), epsilon=8.0, batch_size=20, steps=4, accountant="rdp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in engine:
+        assert len(rounds) == 1 + (step.t >= 2)
+        for batch in step:
+            seen.clear()
+            step.add(batch)
+            assert any(seen)               # but for the checks
+        step.privatize()
+        optimizer.step()
+        step.done()
+    assert len(rounds) == 2 and all(passed and not awake for passed, awake in rounds)
+
+
+# ---- optimizers
+
+
+def test_a_step_that_was_put_on_an_optimizer_is_another_run(monkeypatch):
+    """Else two runs of one seed would add the same noise to different sums, and their difference would have none."""
+    from dpft.identity import name_of_optimizer
+    model = nn.Linear(4, 3)
+    plain, changed, scheduled, both = (torch.optim.SGD(model.parameters(), 0.5) for _ in range(4))
+    for one in (changed, both):
+        one.step = types.MethodType(lambda self, closure=None: None, one)
+    for one in (scheduled, both):
+        torch.optim.lr_scheduler.StepLR(one, 1)
+    assert [name_of_optimizer(one)[1] for one in (plain, scheduled, changed, both)] == [True, True, False, False]
+
+    released, own = [], Releases.perturbed
+
+    def spied(self, total, std, *context):
+        before = total.clone()
+        found = own(self, total, std, *context)
+        released.append((before, found - before))
+        return found
+
+    monkeypatch.setattr(Releases, "perturbed", spied)
+
+    def run(patched):
+        released.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        if patched:
+            usual = optimizer.step
+            optimizer.step = types.MethodType(
+                lambda self, closure=None: [one.grad.mul_(5) for one in model.parameters()] and usual(), optimizer)
+        fine_tune(model, pictures(), Full(), steps=3, batch_size=20, seed=3, optimizer=optimizer, **KNOBS)
+        return list(released)
+
+    for (sum_, noise), (other, again) in zip(run(False), run(True), strict=True):
+        assert torch.equal(sum_, other) or not torch.allclose(noise, again)
+
+
+def test_an_optimizer_may_not_move_the_weights_between_the_draw_and_the_noise():
+    """The habit of a loop without privacy: the gradient that it follows has no bound and no noise."""
+    model = nn.Linear(4, 2)
+    optimizer, other = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(nn.Linear(4, 2).parameters(), 0.1)
+    engine = Engine(model, loss, Full(), pictures(), epsilon=8.0, batch_size=20, steps=3, accountant="rdp")
+    for step in engine:
+        if step.t == 0:
+            optimizer.step()               # on public data, say
+        for batch in step:
+            other.step()
+            if step.t == 1:
+                loss(model, batch).mean().backward()
+                optimizer.step()
+            step.add(batch)
+        if step.t == 1:
+            break
+        step.privatize()
+        optimizer.step()
+        step.done()
+    with pytest.raises(RuntimeError, match=r"an optimizer took a step between the draw and privatize\(\)"):
+        step.privatize()
+    assert engine.guarantee.planned and engine.account.charges
+
+
+def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_corrected_one(tmp_path):
+    def run(**knobs):
+        torch.manual_seed(0)
+        return fine_tune(nn.Linear(4, 2), pictures(), Full(), steps=2, batch_size=20, checkpoint=tmp_path, **KNOBS, **knobs)
+
+    for wrong in (dict(optimizer="adamW"), dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))):
+        with pytest.raises(ValueError):
+            run(**wrong)
+    run()
+
+
+def test_a_fused_optimizer_whose_first_rate_is_zero_is_not_accused(recwarn):
+    def warm(optimizer):
+        return hf.get_linear_schedule_with_warmup(optimizer, 2, 4)
+
+    def fused(parameters, **rates):
+        return torch.optim.AdamW(parameters, fused=True, **rates)
+
+    fine_tune(nn.Linear(4, 2), pictures(), Full(), steps=3, batch_size=20, optimizer=fused,
+              schedule=lambda optimizer: warm(optimizer), **KNOBS)
+    assert not [one for one in recwarn if "make it after the engine" in str(one.message)]
