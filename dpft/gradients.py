@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE', 'Own', 'Form', 'ROWS',
-           'COUPLED', 'NEIGHBOURS', 'PADDING', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
+           'COUPLED', 'NEIGHBOURS', 'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
            'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
            'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'copy_of', 'exchanged', 'refill',
            'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients',
@@ -1898,6 +1898,8 @@ NEIGHBOURS = ("average within an example, never over the batch, and use no layer
 PADDING = ("divide by the number of an example's own tokens, never by the length of "
            "the batch, give the model a mask of what is padding, and let a collate_fn "
            "keep its rows apart and in order")
+ANEW = ("let the data set give the same row each time that it is asked, for pictures "
+        "with views from augment=, and a collate_fn keep its rows apart and in order")
 UNSTEADY = ("the loss of the same example is another number each time, though torch's "
             "random numbers are held still: draw them with torch, "
             "not with numpy or random")
@@ -1953,8 +1955,10 @@ def same_losses_in_all_settings(
         few = 2 if model.training else 1  # of one, BatchNorm has no statistics
         alone = losses(*(chosen([i] * few) for i in rows))[::few]
         refuse_change(together, alone, beside, NEIGHBOURS)
+        changes = (("the length of its batch", PADDING) if padded_length(batch)
+                   else ("each reading of its row", ANEW))
         for parts in repadded(batch, rows, recollate, longest):
-            refuse_change(together, losses(*parts), "the length of its batch", PADDING)
+            refuse_change(together, losses(*parts), *changes)
     return still.drawn
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-repadded
