@@ -1898,8 +1898,8 @@ NEIGHBOURS = ("average within an example, never over the batch, and use no layer
 PADDING = ("divide by the number of an example's own tokens, never by the length of "
            "the batch, give the model a mask of what is padding, and let a collate_fn "
            "keep its rows apart and in order")
-ANEW = ("let the data set give the same row each time that it is asked, for pictures "
-        "with views from augment=, and a collate_fn keep its rows apart and in order")
+ANEW = ("let the data set give the same row each time that it is asked, with augment= "
+        "for views of pictures, and let a collate_fn keep its rows apart and in order")
 UNSTEADY = ("the loss of the same example is another number each time, though torch's "
             "random numbers are held still: draw them with torch, "
             "not with numpy or random")
