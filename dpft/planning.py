@@ -199,7 +199,7 @@ def data_shape(name: str) -> DataShape:
     if name not in DATA_SHAPES:
         raise ValueError(f"the size of {name!r} is not published here; "
                          f"{did_you_mean(name, DATA_SHAPES)} "
-                         "(or give the size instead)")
+                         "(or give the size instead, --size)")
     return DATA_SHAPES[name]
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
