@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,8 @@ def logits(
 ) -> Tensor:           # (B, classes), or (B, T, vocabulary)
     "The scores of a batch, before any softmax."
     output = answer(model, batch)
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        return output["logits"]
     if not isinstance(output, Tensor) and getattr(output, "logits", None) is None:
         raise ValueError(f"{type(unwrapped(model)).__name__} returns "
                          f"{type(output).__name__}, which has no logits; {ASK}")
@@ -225,7 +227,8 @@ def label_losses(
     batch: Any,        # (x, y), or a dictionary with "labels"
 ) -> Tensor:           # (B,)
     "The loss of what is labelled as a whole: by class, set of labels, or numbers."
-    scores, labels = logits(model, batch), labels_of(batch)
+    labels = labels_of(batch)  # first, for it says what a batch lacks
+    scores = logits(model, batch)
     problem = problem_of(model, scores, labels)
     if problem == SINGLE and scores.ndim == 2 and labels.numel() == len(scores):
         return class_losses(scores, labels.view(-1))

@@ -121,7 +121,7 @@ def name_classes(
     names: Sequence[str],  # by class number
 ) -> None:
     "Name the classes in a model's configuration, unless it has other names."
-    if own_classes(model) == len(names):
+    if own_classes(model) == len(names) and hasattr(model, "config"):
         model.config.id2label = dict(enumerate(names))
         model.config.label2id = {name: number for number, name in enumerate(names)}
 

@@ -20,7 +20,7 @@ from .gradients import evaluating
 from .losses import SINGLE
 from .losses import task_of as head_of
 from .losses import unwrapped
-from .models import load_model, load_tokenizer, own_classes
+from .models import load_model, load_tokenizer, name_classes, own_classes
 from .schema import Schema, kinds_of, read_schema
 from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import EncodedData, Selected, encode, encode_tags, token_rows
@@ -128,10 +128,13 @@ def as_task(
     columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
     unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # of the model; None: as the labels say
+    # whether the last of `columns` names classes; None: where `classes` are given
+    classed: bool | None = None,
 ) -> Task:
     "A data set without a description as a task."
     data = as_dataset(data)
-    schema = read_schema(data, columns, unit)
+    classed = bool(classes) if classed is None else classed
+    schema = read_schema(data, columns, unit, classed=classed)
     if schema.kind not in ("text", "tagging", "image"):
         kind = kind_of_task(data, schema)
         return Task("data", kind, data, dev=None, columns=schema.columns)
@@ -164,11 +167,11 @@ def prepare(
     loss_fn: Any = None,                   # one's own; None: the model's
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
-    known = classes or (None if isinstance(model, str) else own_classes(model))
-    task = train if isinstance(train, Task) else as_task(train, columns, unit, known)
+    task = _for_model(model, train, columns, unit, classes)
     data = as_dataset(task.train)
     columns = columns or (task.columns if isinstance(train, Task) else None)
-    schema = read_schema(data, _known(columns, data), unit)
+    schema = read_schema(data, _known(columns, data), unit,
+                         classed=bool(task.classes) or _classifies(model))
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
         _check_readable(schema, data)
@@ -191,6 +194,21 @@ def prepare(
     return ready
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
+def _classifies(model: Any) -> bool:
+    "Whether a model, or the one of a name, gives a class to a text."
+    named = model == "minilm" if isinstance(model, str) else head_of(model)
+    return named in (True, "classification")
+
+
+def _for_model(model: Any, train: Any, columns: Sequence[str] | None, unit: Any,
+               classes: int | Sequence[str] | None) -> Task:
+    "Data as a task for a model, unless they are one."
+    if isinstance(train, Task):
+        return train
+    known = classes or (None if isinstance(model, str) else own_classes(model))
+    return as_task(train, columns, unit, known, bool(classes) or _classifies(model))
+
+
 def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
     "A task of tokens with the classes of its labels, where nobody said them."
     if task.classes or schema.kind != "tokens" or has_batch_protocol(data):
@@ -201,7 +219,7 @@ def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-check-classes
 def _check_classes(ready: Prepared, task: Task) -> None:
-    "ValueError for a label that the classes do not have."
+    "ValueError for a label that the classes do not have; the model gets their names."
     labels = getattr(ready.train, "labels", None)
     if task.classes and isinstance(labels, Tensor) and labels.ndim == 1:
         check_labels(labels, task.classes)
@@ -209,7 +227,10 @@ def _check_classes(ready: Prepared, task: Task) -> None:
     if isinstance(own, list) and own != named and sorted(own) == sorted(named):
         raise ValueError(f"the model and the data number the same classes differently, "
                          f"{', '.join(own)} and {', '.join(task.classes)}; give the "
-                         "data in the model's order: as_task(rows, classes=[...])")
+                         "data in the model's order: "
+                         "dpft.prepared.as_task(rows, classes=[...])")
+    if named and named != [str(number) for number in range(len(named))]:
+        name_classes(ready.model, named)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-outputs
 def check_outputs(

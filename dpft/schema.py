@@ -98,6 +98,7 @@ def read_schema(
     columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
     unit: Any = None,                      # the unit's column, or each row's unit
     label: str | None = None,              # the label's column; None: by name and type
+    classed: bool = False,                 # whether the last of `columns` names classes
 ) -> Schema:
     "What the model reads of a data set; refuses in one sentence what is unclear."
     names = column_names(data)
@@ -112,14 +113,14 @@ def read_schema(
         raise ValueError(f"column {unit!r} names the unit of privacy, so the model "
                          "must not read it; leave it out of columns=")
     kinds = kinds_of(data)
-    kind, reads, label = (_given(kinds, columns, label) if columns
+    kind, reads, label = (_given(kinds, columns, label, classed) if columns
                           else _guessed(kinds, unit, label))
     unused = (name for name in names if name not in (*reads, label, unit))
     return Schema(kind, tuple(reads), label, unit, tuple(unused))
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-given
-def _given(kinds: dict[str, str], columns: Sequence[str],
-           label: str | None) -> tuple[str, Sequence[str], str | None]:
+def _given(kinds: dict[str, str], columns: Sequence[str], label: str | None,
+           classed: bool) -> tuple[str, Sequence[str], str | None]:
     "Kind, texts and label of the columns that were named."
     *reads, last = columns
     if label is not None and label != last:
@@ -134,7 +135,8 @@ def _given(kinds: dict[str, str], columns: Sequence[str],
         return "causal", reads, last
     if [kinds.get(name) for name in reads] == ["words"] and _tagged(kinds, last):
         return "tagging", reads, last
-    if kinds.get(last) == "text" and last not in LABELS and last != label:
+    classed = classed or last in (*LABELS, label)
+    if kinds.get(last) == "text" and not classed:
         return "causal", reads, last
     if not reads:
         raise ValueError(f"columns={list(columns)} name no text to read; "
@@ -198,8 +200,9 @@ def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[
         raise ValueError(f"cannot tell which of {_listed(numbers)} is the label; "
                          "name the texts and then the label with columns=")
     if label is None:
-        raise ValueError(f"column {texts[-1]!r} holds texts, not class numbers; name "
-                         "text and label, or prompt and completion, with columns=")
+        raise ValueError(f"column {texts[-1]!r} holds texts, not class numbers; call "
+                         "it 'label' if it holds the names of classes, or name text "
+                         "and label, or prompt and completion, with columns=")
     if pair := next((pair for pair in TEXT_PAIRS if set(pair) <= set(texts)), None):
         return pair
     own = [name for name in texts if name not in ABOUT] or texts
@@ -320,6 +323,9 @@ def check_stray(
     many = len(labels) >= 10 * present
     odd = (counts == 1) & many | (torch.arange(len(counts)) == labels.max()) & (
         present < len(counts)) & (len(counts) > 2)
+    if many and counts[0] == 0 and (counts[1:] > 1).all():
+        raise ValueError("the labels begin at 1, and classes are numbered from 0; "
+                         "subtract 1, or write them as texts")
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
         raise ValueError(f"the label of row {row} stands alone: no other row has it, "

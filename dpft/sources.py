@@ -321,7 +321,7 @@ def task_of(
 ) -> Task:
     "A task from rows with named columns: what it reads, its classes and public facts."
     train = as_dataset(train)
-    schema = read_schema(train, columns, unit)
+    schema = read_schema(train, columns, unit, classed=bool(classes))
     parts = [part if part is None else as_dataset(part) for part in (train, dev, test)]
     kind = kind_of_task(train, schema)
     if kind == "image" and schema.kind != kind:  # tensors: no command reads them

@@ -15,7 +15,9 @@ from dpft.datasets import as_dataset
 from dpft.frost import selection
 from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
+from dpft.prepared import as_task, prepare
 from dpft.scores import NoisyAccuracy, apart
+from dpft.sources import load_data
 from dpft.step import Releases
 from dpft.tuning import tune
 
@@ -138,6 +140,58 @@ def test_a_search_may_have_a_loss_of_its_own(tokenizer):
     found = tune(masked, written, Full(), {"learning_rate": [1e-3, 1e-2]}, Public(others, source="the web"), trials=2, steps=1,
                  batch_size=5, loss_fn=own, tokenizer=tokenizer, **KNOBS)
     assert found.best is not None
+
+
+MOODS = {"review": ["a b", "c a b"] * 6, "sentiment": ["positive", "negative"] * 6}
+NAMED = ("review", "sentiment")
+
+
+@pytest.mark.parametrize("classes", [2, ["negative", "positive"]])
+def test_texts_under_any_name_are_class_names_where_there_are_classes(tmp_path, classes):
+    """Otherwise nobody could learn a column of class names that is not called label."""
+    pd.DataFrame(MOODS).to_csv(tmp_path / "a.csv", index=False)
+    for task in (load_data(str(tmp_path / "a.csv"), columns=NAMED, classes=classes), as_task(MOODS, NAMED, classes=classes)):
+        assert (task.kind, task.columns, task.classes) == ("text", NAMED, ("negative", "positive"))
+    assert load_data(str(tmp_path / "a.csv"), columns=NAMED).kind == "causal"
+    with pytest.raises(ValueError, match=r"column 'sentiment' holds texts, .* call it 'label' if it holds the names of classes"):
+        load_data(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_model_that_classifies_takes_the_last_of_the_named_columns_for_its_label(tokenizer, described):
+    data = as_task(MOODS, NAMED, classes=2) if described else MOODS
+    ready = prepare(bert(), data, tokenizer, NAMED)
+    assert ready.schema.line() == "reads: review; label: sentiment" and ready.classes == ("negative", "positive")
+    assert ready.train.labels.tolist() == [1, 0] * 6
+    assert ready.model.config.id2label == {0: "negative", 1: "positive"}    # as a saved model says them
+    writer = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    assert described or prepare(writer, MOODS, tokenizer, NAMED).schema.kind == "causal"
+
+
+def test_labels_from_one_are_said_to_begin_at_one():
+    rows = {"text": ["a b"] * 50, "label": [1, 2, 3, 4, 5] * 10}
+    with pytest.raises(ValueError, match="the labels begin at 1, and classes are numbered from 0; subtract 1"):
+        as_task(rows)
+    assert as_task({**rows, "label": [str(one) for one in rows["label"]]}).classes == ("1", "2", "3", "4", "5")
+
+
+def test_a_model_may_return_its_scores_in_a_dictionary_and_a_batch_says_what_it_lacks():
+    class Said(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"logits": self.layer(x)}
+
+    given = dict(noise_multiplier=1.0, steps=1, batch_size=20, delta=0.01, progress=False, accountant="rdp")
+    fine_tune(Said(), pictures(40), Full(), **given)
+    one, other, labels = torch.randn(40, 4), torch.randn(40, 4), torch.arange(40) % 2
+    with pytest.raises(ValueError, match="pass loss_fn="):
+        fine_tune(nn.Bilinear(4, 4, 2), TensorDataset(one, other, labels), Full(), **given)
+    rows = [{"input": one[row], "label": int(labels[row])} for row in range(40)]
+    with pytest.raises(ValueError, match="labels"):
+        fine_tune(nn.Linear(4, 2), rows, Full(), **given)
 
 
 # ---- modes of layers

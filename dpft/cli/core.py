@@ -451,7 +451,8 @@ def prepared_model(
     if name == "minilm" and task.kind != "text":
         raise ValueError(f"--model minilm classifies texts and {task.name} is of "
                          f"another kind ({task.kind}); choose another model, such as "
-                         f"{'cnn' if task.kind == 'image' else 'gpt2'}")
+                         f"{'cnn' if task.kind == 'image' else 'gpt2'}, or call the "
+                         "column with the names of classes 'label'")
     model = models.load_model(**recipe)
     reads = getattr(model, "main_input_name", None)
     if reads == "input_ids" and task.kind == "image":
