@@ -23,7 +23,7 @@ from .losses import unwrapped
 from .models import load_model, load_tokenizer, name_classes, own_classes
 from .schema import Schema, kinds_of, read_schema
 from .sources import class_names, classes_of, kind_of_task, stack_images
-from .texts import EncodedData, Selected, encode, encode_tags, token_rows
+from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
 __all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs', 'check_causal']
@@ -61,7 +61,8 @@ class Prepared:
         if schema.kind == "items" and not schema.reads and len(self.columns) > 1:
             *reads, label = self.columns
             schema = replace(schema, reads=tuple(reads), label=label)
-        return schema.line()
+        ours = schema.kind in ("text", "causal", "tagging") and self.tokenizer
+        return schema.line() + (f"; at most {MOST} tokens of a row" if ours else "")
 
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."

@@ -22,8 +22,8 @@ from .identity import hash_of
 from .schema import Schema, read_labels, read_tags
 
 # %% auto #0
-__all__ = ['Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens', 'first_token',
-           'collate_for', 'padded', 'token_rows', 'Selected']
+__all__ = ['MOST', 'Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens',
+           'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -93,11 +93,14 @@ def fill_of(
     return pad_id if ids else -100 if name in LABELS else 0
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encode
+MOST = 128   # tokens of a row that a run reads
+
+
 def encode(
     data: Any,               # its items have names, or `data[name]` is a column
     tokenizer: Any,          # a Transformers tokenizer
     columns: Sequence[str],  # texts, then label; "causal": prompt, completion; or chat
-    max_length: int = 128,   # tokens kept of each text
+    max_length: int = MOST,  # tokens kept of each text
     kind: str = "text",      # "text": one label each; "causal": predict the completion
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
 ) -> EncodedData:
@@ -128,7 +131,7 @@ def encode_tags(
     data: Any,               # its items have names, or `data[name]` is a column
     tokenizer: Any,          # a fast Transformers tokenizer
     columns: Sequence[str],  # the words' column, then the tags'
-    max_length: int = 128,   # tokens kept of each row
+    max_length: int = MOST,  # tokens kept of each row
     classes: int | Sequence[str] | None = None,  # of the tags; None: the tags' own
 ) -> EncodedData:
     """Tokenise words; the first token of each has its tag.

@@ -424,7 +424,7 @@ def test_a_file_without_a_part_to_score_is_trained_on_and_the_run_says_what_it_r
     rows = "".join(f"p{row // 2},a b,{'yes' if row % 2 else 'no'}\n" for row in range(24))
     (tmp_path / "rows.csv").write_text("user,text,label\n" + rows)
     status, out, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--unit", "user", *FEW)
-    assert status == 0 and "accuracy on" not in out and "reads: text; label: label; unit: user\n" in err
+    assert status == 0 and "accuracy on" not in out and "reads: text; label: label; unit: user; at most 128 tokens of a row\n" in err
     status, _, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--score", "dev", *FEW, "--no-progress")
     assert status == 1 and "give a folder with train and validation files, or choose --score none" in err
 
