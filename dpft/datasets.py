@@ -337,7 +337,8 @@ def check_labels(
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not whole or value < 0:
             raise ValueError(f"the label of row {row} is no class number; "
-                             "drop such rows or map the labels to 0, 1, 2, ...")
+                             "drop such rows, map the labels to 0, 1, 2, ..., or give "
+                             "their names as classes=")
         if count is not None and value >= count:
             raise ValueError(f"the label of row {row} is outside the {count} classes 0 "
                              f"to {count - 1}; drop such rows, map them to class "

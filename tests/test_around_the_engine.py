@@ -16,6 +16,7 @@ from dpft.frost import selection
 from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
 from dpft.prepared import as_task, prepare
+from dpft.schema import read_labels
 from dpft.scores import NoisyAccuracy, apart
 from dpft.sources import load_data
 from dpft.step import Releases
@@ -172,7 +173,11 @@ def test_labels_from_one_are_said_to_begin_at_one():
     rows = {"text": ["a b"] * 50, "label": [1, 2, 3, 4, 5] * 10}
     with pytest.raises(ValueError, match="the labels begin at 1, and classes are numbered from 0; subtract 1"):
         as_task(rows)
-    assert as_task({**rows, "label": [str(one) for one in rows["label"]]}).classes == ("1", "2", "3", "4", "5")
+    names = ["1", "2", "3", "4", "5"]
+    assert as_task({**rows, "label": [str(one) for one in rows["label"]]}).classes == tuple(names)
+    assert read_labels(rows["label"], classes=names).values.tolist() == [0, 1, 2, 3, 4] * 10
+    assert read_labels([1, 2], classes=names).values.tolist() == [0, 1]              # of a part, too
+    assert read_labels([0, 2], classes=["0", "1", "2"]).values.tolist() == [0, 2]
 
 
 def test_a_model_may_return_its_scores_in_a_dictionary_and_a_batch_says_what_it_lacks():
