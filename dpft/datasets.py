@@ -18,8 +18,8 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'Public', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
-           'names_a_row', 'is_chat', 'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
+           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
+           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -128,31 +128,6 @@ def has_batch_protocol(
         return next(iter(signature(batch).parameters), "") == "indices"
     except (TypeError, ValueError):  # a function without a signature
         return False
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-public
-class Public:
-    "Marks data as public by the user's word; all else passes through to the data."
-
-    def __init__(
-        self,
-        data: Any,    # a data set
-        source: str,  # where it comes from, for the report
-    ):
-        self.data, self.source = as_dataset(data), source
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.data[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "data":
-            raise AttributeError(name)
-        return getattr(self.data, name)
-
-    def __repr__(self) -> str:
-        return f"Public({len(self)} rows from {self.source})"
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-forms
 def as_dataset(
@@ -294,6 +269,31 @@ def is_chat(
     "Whether a value is a list of messages, each with a role and a content."
     return isinstance(value, (list, tuple)) and bool(value) and all(
         isinstance(said, dict) and {"role", "content"} <= set(said) for said in value)
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-public
+class Public:
+    "Marks data as public by the user's word; all else passes through to the data."
+
+    def __init__(
+        self,
+        data: Any,    # a data set
+        source: str,  # where it comes from, for the report
+    ):
+        self.data, self.source = as_dataset(data), source
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.data[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "data":
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+    def __repr__(self) -> str:
+        return f"Public({len(self)} rows from {self.source})"
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-missing
 def is_missing(
