@@ -98,10 +98,10 @@ def check_input(
     model: nn.Module, method: Method, train: Any, settings: Settings,
 ) -> None:
     "ValueError for a model and data that cannot go through a run together."
+    check_whole(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: pass a module")
     check_method(method)
-    check_whole(model)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
     whole = lying(model) is WHOLE

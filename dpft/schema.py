@@ -236,9 +236,6 @@ def read_labels(
     known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
     if not len(values):
         raise ValueError(f"column {name!r} has no rows; give the data at least one")
-    numerals = not counted and known and all(text.isdecimal() for text in known)
-    if numerals and known != [str(number) for number in range(len(known))]:
-        values = [str(value) for value in values]   # as of stars, which begin at 1
     if all(isinstance(value, str) for value in values):
         return _named(values, name, known, counted)
     lists = (list, tuple, np.ndarray, Tensor)
@@ -328,7 +325,7 @@ def check_stray(
         present < len(counts)) & (len(counts) > 2)
     if many and counts[0] == 0 and (counts[1:] > 1).all():
         raise ValueError("the labels begin at 1, and classes are numbered from 0; "
-                         "subtract 1, or give the list of classes, as texts")
+                         "subtract 1, or write them as texts")
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
         raise ValueError(f"the label of row {row} stands alone: no other row has it, "

@@ -361,7 +361,7 @@ def test_another_schedule_does_not_continue_a_checkpoint(tmp_path):
 def test_moments_of_frozen_parameters_are_dropped():
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    tune(model, optimizer=optimizer)
+    tune(model, optimizer=optimizer, learning_rate=dpft.settings.Settings.learning_rate)
     assert {id(p) for p in optimizer.state} == {id(p) for p in model[7:].parameters()}
 
 
