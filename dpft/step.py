@@ -28,7 +28,7 @@ from .processes import SAME_CHOICE, Processes, local
 from .sampling import gather, physical_batches, poisson_draw, units_of
 from .settings import Settings
 from .texts import collate_for, padded
-from .updates import Held
+from .updates import Movers
 
 # %% ../nbs/1_start/05_step.ipynb #engine-drawn
 @dataclass
@@ -430,7 +430,7 @@ class Summing(Counted):
         super().__init__(engine)
         self.t, self.kept, self.batch_number = engine.t, Kept(engine), 0
         self.totals = Totals(engine.trains, engine.settings.secure_mode)
-        self.drawn, self.held = False, Held()
+        self.drawn, self.movers = False, Movers()
         self.left = 0       # batches drawn and not added, and 1 until the draw's end
 
     @property
@@ -443,7 +443,7 @@ class Summing(Counted):
         if self.drawn:
             raise RuntimeError(TWICE_DRAWN.format(self.t))
         self.drawn, self.left = True, 1
-        self.held.listen()
+        self.movers.listen()
         return self.counting(self.engine.batches(
             self.engine.plan.sample_rate, "train", self.t, views=True))
 
@@ -498,7 +498,7 @@ class Step(Summing):
             raise RuntimeError(TWICE_PRIVATE.format(self.t))
         if self.left and self.engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
-        self.held.check_still(self.engine.trains)
+        self.movers.check_still(self.engine.trains)
         self.privatized = True
         released(self)
 
@@ -509,7 +509,7 @@ class Step(Summing):
             raise RuntimeError(f"step {self.t}: call privatize() and optimizer.step() "
                                "before done()")
         self.kept.put_back()
-        self.held.check_whole({} if self.t else self.engine.trains)
+        self.movers.check_whole({} if self.t else self.engine.trains)
         self.finished = True
         self.engine.t += 1
 

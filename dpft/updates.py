@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Held', 'check_rates', 'rate_course', 'makes_scheduler',
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Movers', 'check_rates', 'rate_course', 'makes_scheduler',
            'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
@@ -75,7 +75,7 @@ def check_held(
             "part of the model, or leave them out")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-holding
-class Held:
+class Movers:
     "What the optimizers hold that take a step between a draw and `done`."
     handle: Any = None
 
