@@ -29,7 +29,10 @@ from .saving import additions, note_addition, restores
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-full
 class Full(Method):
-    "Everything trains: DP-SGD as @abadi2016 has it."
+    """Everything trains: DP-SGD as @abadi2016 has it.
+
+    Also what was frozen by hand before; `Trainable` keeps that frozen.
+    """
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "All parameters."

@@ -25,7 +25,7 @@ __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'Tenso
 @dataclass(eq=False, repr=False)
 class TensorData:
     "Labelled images in one tensor; an item is `(image (C, H, W) float32, label)`."
-    images: Tensor                  # (N, C, H, W) uint8 or float, as stored
+    images: Tensor                  # (N, C, H, W), or (N, C), uint8 or float, as stored
     labels: Tensor                  # (N,) class numbers; fractions for a regression
     scale: float = 1.0              # the value that stands for full intensity
     mean: Sequence[float] = (0.0,)  # (C,) or (1,) subtracted after scaling
@@ -46,7 +46,8 @@ class TensorData:
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         "Rows in one gather: (B, C, H, W) float32 and (B,) labels."
         rows = torch.as_tensor(indices, dtype=torch.long)
-        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        channels = (-1, *[1] * (self.images.ndim - 2))  # a vector's have no places
+        mean, std = (torch.tensor(v).view(channels) for v in (self.mean, self.std))
         return (self.images[rows].float() / self.scale - mean) / std, self.labels[rows]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | float]:

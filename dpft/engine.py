@@ -25,7 +25,7 @@ from .gradients import (
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
-from .losses import default_loss, task_of
+from .losses import chosen_loss, task_of
 from .method import Access, Context, Method, check_method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
@@ -49,7 +49,7 @@ class Losses:
     "The loss as training calls it."
 
     def __init__(self, model: nn.Module, settings: Settings):
-        plain = with_precision(settings.loss_fn or default_loss(model),
+        plain = with_precision(chosen_loss(model, settings.loss_fn),
                                settings.precision)
         holds_all = lying(model) is WHOLE  # else no process keeps a cache of its own
         room, folder = int(settings.cache * 2**30) * holds_all, settings.cache_folder

@@ -23,8 +23,8 @@ __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL',
            'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
            'labels_of', 'unknown', 'class_losses', 'several_losses', 'square_losses', 'problem_of', 'label_losses',
            'aligned', 'token_losses', 'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'default_loss',
-           'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches',
-           'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
+           'chosen_loss', 'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of',
+           'evaluation_batches', 'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -325,6 +325,18 @@ def default_loss(
 ) -> Callable[[nn.Module, Any], Tensor]:  # loss_fn(model, batch) -> (B,)
     "The loss of the model's task, one number for each example."
     return LOSSES[task_of(model)]
+
+
+def chosen_loss(
+    model: nn.Module,
+    given: Callable[[nn.Module, Any], Tensor] | None,  # the user's; None: the default
+) -> Callable[[nn.Module, Any], Tensor]:
+    "The loss of a run; TypeError for one of torch's, which takes scores and labels."
+    if hasattr(given, "reduction"):
+        raise TypeError(f"loss_fn={type(given).__name__}() takes scores and labels; "
+                        f"{ASK}, such as lambda model, batch: F.cross_entropy("
+                        "model(batch[0]), batch[1], reduction='none')")
+    return given or default_loss(model)
 
 
 def example_losses(

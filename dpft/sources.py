@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['SEPARATORS', 'READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder',
+__all__ = ['QUOTED', 'SEPARATORS', 'READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder',
            'read_pictures', 'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images',
            'load_data']
 
@@ -56,7 +56,7 @@ def _csv(path: Path) -> Any:
 
     _check_encoding(path)
     mark = "\t" if path.suffix.lower() == ".tsv" else ","
-    quotes: Any = '"' if mark == "," or _paired(path) else False
+    quotes: Any = '"' if mark == "," or _quotes(path) else False
     lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
     try:
         table = csv.read_csv(path, parse_options=lines)
@@ -70,17 +70,18 @@ def _csv(path: Path) -> Any:
     raise ValueError(_csv_fault(path.name, said))
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-paired
-def _paired(path: Path) -> bool:
-    "Whether every line of a file has an even number of quotation marks."
-    return all(line.count(b'"') % 2 == 0 for line in path.read_bytes().splitlines())
+QUOTED = re.compile(rb'(?:^|\t)(?:"(?:[^"\r\n]|"")*"(?=[\t\r\n]|\Z)|(?P<open>"))', re.M)
+
+def _quotes(path: Path) -> bool:
+    "Whether each value that begins with a quotation mark is quoted as a whole."
+    return not any(found["open"] for found in QUOTED.finditer(path.read_bytes()))
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-separator
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
-
 def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
     "ValueError where the one column's name holds a separator that was not expected."
-    found = [one for one in SEPARATORS if one in columns[0]]
+    found = [one for one in SEPARATORS if one in columns[0] and one != mark]
     if len(columns) == 1 and found:
         own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
         raise ValueError(f"the values of {name} seem to be separated by {own}, not by "
@@ -126,9 +127,10 @@ def _json(path: Path) -> Any:
                          "names")
     try:
         return pa.table(as_dataset(rows).columns)
-    except pa.ArrowException:
-        said = f"a column of {path.name} holds values of two types; use one"
-        raise ValueError(said) from None
+    except (pa.ArrowException, OverflowError) as error:
+        odd = ("whole numbers of more than 64 bits; write them as texts"
+               if isinstance(error, OverflowError) else "values of two types; use one")
+        raise ValueError(f"a column of {path.name} holds {odd}") from None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-json-object
 def _check_object(text: str, name: str) -> None:

@@ -40,7 +40,7 @@ from .settings import Settings
 # %% auto #0
 __all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
            'check_score', 'Search', 'check_methods', 'trial_order', 'check_as_priced', 'run_trial', 'check_scorable',
-           'run_trials', 'what_scored', 'score_noise', 'guarantee_of_scores', 'merged', 'known_and_unpaid',
+           'run_trials', 'what_scored', 'score_noise', 'development_guarantee', 'merged', 'known_and_unpaid',
            'whole_guarantee', 'way_to_pay', 'searched', 'tune']
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-names
@@ -351,8 +351,8 @@ def score_noise(
     way = "composition" if paid.way == "none" else paid.way
     return trial_noise(target, delta, 1.0, 1, paid.trials, way, law, accountant)
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-guarantee-of-scores
-def guarantee_of_scores(
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-development-guarantee
+def development_guarantee(
     score: Any, paid: Charge, sigma: float | None, count: int, run: Run,
     reproducible: bool,
 ) -> Guarantee | None: # None: no scores were charged
@@ -448,7 +448,7 @@ def searched(
     own = best.guarantee.run
     best.guarantee = whole_guarantee(best, paid, both, runs, search)
     restate(best.model, own, best.epsilon)
-    best.score_guarantee = guarantee_of_scores(
+    best.score_guarantee = development_guarantee(
         search.score, paid, sigma, len(done), best, search.keystream.reproducible)
     first = max(done, key=lambda trial: trial.score)
     return Tuning(first.settings, best, [first] if paid.law else done, paid, both)

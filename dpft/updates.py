@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Movers', 'check_rates', 'rate_course', 'makes_scheduler',
-           'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Movers', 'check_rates', 'rate_course', 'check_course',
+           'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -146,6 +146,23 @@ def rate_course(
         return own * rate_factor(t)
     return factor
 
+# %% ../nbs/5_notes/80_updates.ipynb #updates-course
+def check_course(
+    schedule: str | Callable[[float], float],
+) -> None:
+    "ValueError for a function that gives no factor at the start of the run."
+    course = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
+    try:
+        factor = float(course(0.0))
+    except Exception as error:
+        raise ValueError(
+            "schedule= takes the share of the run done, from 0 to 1, and returns a "
+            f"factor of the learning rate; this one fails at 0 ({error}), and one that "
+            "makes a scheduler of torch calls its parameter optimizer") from error
+    if not math.isfinite(factor):
+        raise ValueError(f"schedule= gives {factor} at the start of the run; a factor "
+                         "of the learning rate is a finite number")
+
 # %% ../nbs/5_notes/80_updates.ipynb #updates-makes
 def makes_scheduler(schedule: Any) -> bool:
     "Whether a schedule is a scheduler of torch, or makes one from an optimizer."
@@ -240,6 +257,7 @@ def make_schedule(
     if makes_scheduler(schedule):
         return OwnSchedule(
             own_scheduler(schedule, optimizer, warmup), optimizer, rate_factor)
+    check_course(schedule)
     return LambdaLR(optimizer, rate_course(schedule, steps, warmup, rate_factor))
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-average

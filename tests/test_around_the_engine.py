@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import DPFrost, Engine, Full, LastLayer, Public, fine_tune
-from dpft.datasets import as_dataset
+from dpft.datasets import TensorData, as_dataset
 from dpft.frost import selection
 from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
@@ -356,3 +356,25 @@ def test_a_data_set_that_gives_other_rows_each_time_is_named_and_not_the_loss():
 
     with pytest.raises(ValueError, match=r"changes with each reading of its row; .* let the data set give the same row each time"):
         fine_tune(nn.Linear(4, 2), Jittered(), Full(), steps=1, batch_size=20, **KNOBS)
+
+
+@pytest.mark.parametrize("given, said", [
+    (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), "this one fails at 0 .*calls its parameter optimizer"),
+    (lambda share: "fast", "this one fails at 0"), (lambda share: float("nan"), "a factor of the learning rate is a finite number")])
+def test_a_schedule_that_gives_no_factor_is_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Full(), steps=2, schedule=given, **KNOBS)
+
+
+def test_a_loss_of_torch_that_takes_scores_is_named():
+    with pytest.raises(TypeError, match=r"loss_fn=CrossEntropyLoss\(\) takes scores and labels; pass loss_fn=, a function"):
+        fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Full(), steps=2,
+                  loss_fn=nn.CrossEntropyLoss(reduction="none"), **KNOBS)
+
+
+def test_vectors_in_tensor_data_stay_vectors():
+    rows, labels = torch.randn(40, 4), torch.arange(40) % 2
+    data = TensorData(rows.double(), labels, mean=(1.0, 0.0, 0.0, 0.0), std=(2.0,))
+    found, _ = data.batch([3, 5])
+    torch.testing.assert_close(found, (rows[[3, 5]] - torch.tensor([1.0, 0, 0, 0])) / 2)
+    fine_tune(nn.Linear(4, 2), data, Full(), steps=1, **KNOBS)

@@ -331,6 +331,18 @@ def test_a_table_that_cannot_be_learnt_from_ends_in_one_sentence(run, table, tex
     assert status == 1 and err.splitlines()[-1].startswith("dpft: ") and err.count("dpft: ") == 1 and "Traceback" not in err + out
 
 
+@pytest.mark.parametrize("said", ["2", "bad,good"])
+def test_classes_that_are_said_make_texts_under_any_name_labels(run, table, monkeypatch, said):
+    words = ["train", "--data", table("review,mood\na b,good\nc d,bad\n" + "c,bad\nd,good\n" * 5), "--model", "minilm", "--epsilon", "4",
+             "--columns", "review,mood"]
+    status, _, err = run(*words)
+    assert status == 1 and "the names of the classes with --classes" in err
+    seen = []
+    monkeypatch.setattr("dpft.models.load_model", lambda **recipe: seen.append(recipe) or (_ for _ in ()).throw(ValueError("seen")))
+    run(*words, "--classes", said)
+    assert seen[0]["classes"] == ["bad", "good"] and seen[0]["kind"] == "text"
+
+
 def test_a_stopped_run_says_how_to_go_on(run, monkeypatch):
     def stopped(*words, **more):
         raise KeyboardInterrupt

@@ -663,11 +663,22 @@ def test_another_separator_is_named_and_no_text_is_learned_with_its_label(tmp_pa
     assert read_file(written(tmp_path, name, f"text\na{separator if name == 'x.csv' else ''} b\n")).column_names == ["text"]
 
 
+def test_the_name_of_a_quoted_column_may_hold_the_files_own_separator(tmp_path):
+    assert read_file(written(tmp_path, "x.csv", '"long, short"\n"a, b"\n')).column_names == ["long, short"]
+
+
+def test_a_number_that_no_column_holds_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.json holds whole numbers of more than 64 bits"):
+        read_file(written(tmp_path, "x.json", '[{"text": "a", "id": 1%s}]' % ("0" * 20)))
+
+
 def test_a_quotation_mark_joins_no_lines_of_tab_separated_values(tmp_path):
-    "The files of GLUE quote nothing; a table that was written with quotation marks has them in pairs on every line."
+    "The files of GLUE quote nothing; a table that was written with quotation marks quotes whole values."
     plain = 'text\tlabel\n"a b\t0\nc "d\t1\ne"\t0\nf\t1\n'
     data = read_file(written(tmp_path, "x.tsv", plain))
     assert (data["text"][:], data["label"][:]) == (['"a b', 'c "d', 'e"', "f"], [0, 1, 0, 1])
+    named = read_file(written(tmp_path, "x.tsv", 'text\tlabel\n"Good" film\t1\nbad "film"\t0\n'))
+    assert named["text"][:] == ['"Good" film', 'bad "film"']
     frame = pd.DataFrame({"text": ['a "b" c', "d\te", "f"], "label": [0, 1, 0]})
     frame.to_csv(tmp_path / "x.tsv", sep="\t", index=False)
     assert read_file(tmp_path / "x.tsv")["text"][:] == frame["text"].tolist()

@@ -275,13 +275,16 @@ def train(
     freeze_batchnorm: Annotated[bool, typer.Option(
         "--freeze-batchnorm", help="Keep the statistics of a pre-trained model's "
                                    "BatchNorm as they are.")] = False,
+    classes: Annotated[str | None, typer.Option(
+        help="Of the label: how many, or their names with commas. (default: as the "
+             "data say)")] = None,
     **knobs: Any,
 ) -> None:
     ("Fine-tune a model privately, and print what was promised; "
      "torchrun spreads it over processes.")
     job = Job(
         data, model, method, option or (), (layers, freeze_after), limit, pretrain,
-        root, score, who, device, freeze_batchnorm)
+        root, score, who, device, freeze_batchnorm, classes)
     from dpft.store import nothing_left
     with nothing_left(knobs["ledger"], knobs["output"]):
         train_job(job, knobs)
@@ -302,6 +305,7 @@ class Job:
     who: str | None
     device: str | None
     freeze_batchnorm: bool = False
+    classes: str | None = None              # how many, or names with commas
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-train-job
 def train_job(job: Job, knobs: dict[str, Any]) -> None:
@@ -317,7 +321,8 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
     method, rate = method_named(job.method, options)
     knobs = checked_knobs(knobs, rate)
     device = start(job.device)
-    task = loaded_task(job.data, job.root, job.limit, knobs["columns"], knobs["unit"])
+    task = loaded_task(job.data, job.root, job.limit, knobs["columns"], knobs["unit"],
+                       job.classes)
     model, recipe = prepared_model(job.model, task, job.pretrain, device)
     first = Processes().is_first
     if knobs["ledger"] is not None:
@@ -377,11 +382,14 @@ def tell_result(run: Any, score: str, output: Path | None) -> None:
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-loaded
 def loaded_task(
     data: str, root: Path | None, limit: int | None, columns: tuple[str, ...] | None,
-    unit: str | None = None,
+    unit: str | None = None, classes: str | None = None,
 ) -> Any:
     "The data set; ValueError for labels that are no classes."
     from dpft.sources import load_data
-    task = load_data(data, root, limit=limit, columns=columns, unit=unit)
+    known: Any = None
+    if classes is not None:
+        known = int(classes) if classes.isdecimal() else classes.split(",")
+    task = load_data(data, root, limit=limit, columns=columns, unit=unit, classes=known)
     check_learnable(task)
     return task
 
@@ -451,8 +459,9 @@ def prepared_model(
     if name == "minilm" and task.kind != "text":
         raise ValueError(f"--model minilm classifies texts and {task.name} is of "
                          f"another kind ({task.kind}); choose another model, such as "
-                         f"{'cnn' if task.kind == 'image' else 'gpt2'}, or call the "
-                         "column with the names of classes 'label'")
+                         f"{'cnn' if task.kind == 'image' else 'gpt2'}, or name text "
+                         "and label with --columns and the names of the classes with "
+                         "--classes")
     model = models.load_model(**recipe)
     reads = getattr(model, "main_input_name", None)
     if reads == "input_ids" and task.kind == "image":
