@@ -62,7 +62,8 @@ def charged(ledger: Ledger, store: Store, name: str, number: int, digest: str) -
     "Write one release down; the key of its noise."
     ledger.spend(store.run, name, number, digest)
     first = ledger.first_digest(store.run, name, number)
-    return noise_key(digest, first, store.portable)
+    by_name = store.portable and ledger.steady(store.run, name, number)
+    return noise_key(digest, first, by_name)
 
 # %% ../nbs/5_notes/78_account.ipynb #account-known
 class Charged:

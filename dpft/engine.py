@@ -227,7 +227,7 @@ def method_release(
         name, number, {"total": total}, {"total": std})[0]["total"].to(total.dtype)
     # slices differ, and so may what was drawn from torch's generator meanwhile
     if not processes.alone:
-        torch.manual_seed(engine.keystream.seed("choice", name, number))
+        engine.keystream.set_generators("choice", name, number)
     return noisy
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-access
@@ -246,10 +246,10 @@ def access_of(engine: "Engine") -> Access:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-start
 @contextmanager
-def random_state(device: torch.device, seed: int) -> Iterator[None]:
-    "torch's generator under a seed, and afterwards as it was."
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+def random_state(engine: "Engine", *context: str | int) -> Iterator[None]:
+    "torch's generators under a key, and afterwards as they were."
+    with torch.random.fork_rng([engine.device] * (engine.device.type == "cuda")):
+        engine.keystream.set_generators(*context)
         yield
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-alike-state
@@ -449,7 +449,7 @@ class Engine:
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:
         "torch's generator under a key of the run, and afterwards as it was."
-        return random_state(self.device, self.keystream.seed(*context))
+        return random_state(self, *context)
 
     def parameters(self) -> list[nn.Parameter]:
         "What trains now, for an optimizer."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PUBLISHED', 'check_data', 'check_rates', 'check_same', 'has_row', 'known_release', 'reserved', 'first_digest',
-           'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader', 'Ledger',
-           'record_weights', 'trained_in']
+           'steady', 'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader',
+           'Ledger', 'record_weights', 'trained_in']
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-imports
 import json
@@ -127,6 +127,20 @@ def first_digest(
         "mechanism = ? AND step = ? ORDER BY number LIMIT 1",
         *stream, mechanism, step)
     return found[0][0] if found else None
+
+
+# %% ../nbs/5_notes/60_ledger.ipynb #ledger-steady
+def steady(records: Records, run: str, mechanism: str, step: int) -> bool:
+    """Whether no draw of the stream had been charged for two sums before this one
+    was charged for the first time."""
+    stream = records.sharing(records.begun(run)[1])
+    charges = ("SELECT {} FROM ledger WHERE kind = 'spend' AND run IN ("
+               + ",".join("?" * len(stream)) + ") AND ")
+    own = charges.format("min(number)") + "mechanism = ? AND step = ?"
+    return not records.query(
+        charges.format("1") + f"number < ({own}) GROUP BY mechanism, step "
+        "HAVING count(DISTINCT digest) > 1 LIMIT 1",
+        *stream, *stream, mechanism, step)
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-begin
 def begin_run(
@@ -346,6 +360,11 @@ class LedgerReader:
     ) -> str | None:    # None: this draw was never charged
         "Digest charged first for a draw, over all runs of its stream."
         return first_digest(self._records, run, mechanism, step)
+
+    def steady(self, run: str, mechanism: str, step: int) -> bool:
+        """Whether, when this draw was first charged, no draw of its stream had been
+        charged for two sums."""
+        return steady(self._records, run, mechanism, step)
 
     def copy(
         self,

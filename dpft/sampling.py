@@ -134,18 +134,20 @@ class Units:
         longest = torch.zeros(len(self), dtype=rows.dtype)
         return longest.scatter_reduce_(0, self.index, rows, "amax")
 
-    def rows(self, unit: int, generator: torch.Generator) -> Tensor:
-        "The rows that a unit brings to a draw, (n,) with n <= cap."
+    def rows(self, unit: int, key: bytes) -> Tensor:
+        """The rows that a unit brings to a draw, (n,) with n <= cap, as the key and the
+        rows say and no other unit."""
         mine = self.order[self.starts[unit]:self.starts[unit + 1]]
         if self.cap is None or len(mine) <= self.cap:
             return mine
-        return mine[torch.randperm(len(mine), generator=generator)[:self.cap]]
+        marks = [hashlib.blake2b(row.to_bytes(8, "little"), key=key).digest()
+                 for row in mine.tolist()]
+        return mine[sorted(range(len(mine)), key=marks.__getitem__)[:self.cap]]
 
     def batches(self, units: Tensor, physical_batch_size: int,
-                seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        "Drawn units, whole, in physical batches; the seed chooses under the cap."
-        generator = torch.Generator().manual_seed(seed)
-        return packed((self.rows(unit, generator) for unit in units.tolist()),
+                key: bytes) -> Iterator[tuple[Tensor, Tensor]]:
+        "Drawn units, whole, in physical batches; the key chooses under the cap."
+        return packed((self.rows(unit, key) for unit in units.tolist()),
                       physical_batch_size)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-packed

@@ -79,11 +79,11 @@ class Population:
             self.lengths = self.units.lengths(torch.as_tensor(self.lengths))
 
     def packed(self, units: Tensor, most: int,
-               seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+               key: bytes) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of whole units that fit into memory, and the number of each row's unit;
-        the seed chooses under a cap."""
+        the key chooses under a cap."""
         if self.units is not None:
-            yield from self.units.batches(units, most, seed)
+            yield from self.units.batches(units, most, key)
             return
         for rows in physical_batches(units, most, self.lengths):
             yield rows, torch.arange(len(rows))
@@ -92,14 +92,14 @@ class Population:
 Part = tuple[Tensor, Tensor]   # (rows,) of the data set; number of each row's unit
 
 def parts_of(
-    people: Population, drawn: Tensor, seed: int,
+    people: Population, drawn: Tensor, key: bytes,
     copies: int,                        # of each row in a batch
     own: Callable[[Tensor], Tensor],    # the slice of a piece that a process takes
 ) -> list[Part]:
     "A draw of units in parts that fit into memory."
     most = max(1, people.most // copies)
     pieces = physical_batches(drawn, len(people.data), people.lengths)
-    return [part for piece in pieces for part in people.packed(own(piece), most, seed)]
+    return [part for piece in pieces for part in people.packed(own(piece), most, key)]
 
 # %% ../nbs/1_start/05_step.ipynb #engine-read
 def shown(draws: "Draws", rows: Tensor, key: bytes | None) -> Batch:
@@ -141,9 +141,9 @@ class Draws:
         copies = people.copies if views else 1
         key = self.keystream.key("augment", *context) if views else None
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
-        seed = self.keystream.seed("cap", *context, *self.processes.mark)
+        cap = self.keystream.key("cap", *context)
         own = (lambda piece: piece) if whole else self.processes.slice
-        parts = parts_of(people, drawn, seed, copies, own)
+        parts = parts_of(people, drawn, cap, copies, own)
         idle = 0 if whole else self.processes.idle(len(parts))
         for part in parts:
             self.open.append(read_part(self, part, key, sample_rate, *context))

@@ -176,7 +176,7 @@ def closed_on_error(store: Any) -> Iterator[None]:
 # %% ../nbs/5_notes/57_store.ipynb #store-facts
 @dataclass
 class Facts:
-    "Who a run is; all but `complete` as JSON."
+    "Who a run is, as JSON."
     identity: dict[str, Any]   # public facts, of which a seeded run's secret is made
     private: dict[str, Any]    # digests of its data, of which it is made too
     complete: bool = False     # whether these hold all that changes a sum
@@ -186,8 +186,10 @@ class Facts:
 
     def secret(self, seed: int | None) -> bytes:
         "The secret of a new run."
-        version = {"version": self.version} if self.version else {}
-        return secret_of(seed, self.identity | version, self.private)
+        more: dict[str, Any] = {"version": self.version} if self.version else {}
+        if not self.complete:     # else its noise has other keys
+            more["complete"] = False
+        return secret_of(seed, self.identity | more, self.private)
 
     def under(self, secret: bytes) -> dict[str, Any]:
         "All that a checkpoint must agree with, the data under the run's secret."

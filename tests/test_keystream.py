@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import random
 import types
 from fractions import Fraction
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import tensor
 
-from dpft.noise import Keystream, _encode, cipher_bits
+from dpft.noise import Keystream, _encode, cipher_bits, generator_state
 
 SECRET = bytes(range(32))
 parts = st.one_of(st.text(max_size=6), st.integers(-(2**70), 2**70), st.binary(max_size=6))
@@ -245,3 +246,37 @@ def test_noise_of_another_device_is_keyed_and_standard_too(monkeypatch):
     assert torch.equal(a, torch.empty(100, 100).normal_(0, 3.0, generator=torch.Generator().manual_seed(stream.seed("normal", "a", 1))))
     assert torch.equal(a, again) and abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.05
     assert a.shape == (100, 100) and abs(a.mean()) < 0.15 and abs(a.std() - 3) < 0.1
+
+
+# --- the state of torch's own generators -----------------------------------------------------------------------------------
+
+
+def test_torchs_generator_takes_more_of_a_key_than_the_32_bits_of_a_seed(monkeypatch):
+    "Two keys whose seeds agree in the bits that torch's generator reads."
+    draws = []
+    for secret in (SECRET, SECRET[::-1]):
+        stream = Keystream(secret)
+        monkeypatch.setattr(stream, "seed", lambda *context: 7)
+        with torch.random.fork_rng([]):
+            stream.set_generators("dropout", 1)
+            draws.append(torch.rand(4))
+            stream.set_generators("dropout", 1)
+            assert torch.equal(draws[-1], torch.rand(4))
+    assert not torch.equal(*draws)
+
+
+def test_the_state_is_the_one_that_a_mersenne_twister_continues():
+    state = generator_state(SECRET)
+    words = state.numpy()[24:24 + 624 * 8].view(np.uint64)
+    twister = random.Random()
+    twister.setstate((3, (*map(int, words), 624), None))
+    found = torch.rand(1000, generator=torch.Generator().set_state(state), dtype=torch.float32)
+    assert (found * 2**24).long().tolist() == [twister.getrandbits(32) & (2**24 - 1) for _ in range(1000)]
+    assert np.array_equal(words, next(cipher_bits(SECRET, 624)) & np.uint64(2**32 - 1))
+
+
+def test_a_torch_that_keeps_its_state_otherwise_is_refused(monkeypatch):
+    shorter = types.SimpleNamespace(get_state=lambda: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch, "Generator", lambda: types.SimpleNamespace(manual_seed=lambda seed: shorter))
+    with pytest.raises(RuntimeError, match="keeps the state of its CPU generator in a form that dpft does not know"):
+        generator_state(SECRET)

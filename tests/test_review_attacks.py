@@ -22,7 +22,7 @@ from test_boundary import made
 from test_training import engine, interrupted, net, run_all, tune
 
 import dpft
-from dpft import Full, charges, guarantee, ledger, loop, sampling, store, verification
+from dpft import Full, account, charges, guarantee, ledger, loop, sampling, store, verification
 from dpft.boundary import differing, given_out, neighbours, toy_pictures
 from dpft.engine import Engine
 from dpft.frost.magnitude import sensitivity
@@ -30,7 +30,7 @@ from dpft.gradients import Block, gradients
 from dpft.identity import fingerprint
 from dpft.loop import Run
 from dpft.method import Method
-from dpft.noise import secure_std
+from dpft.noise import Keystream, secure_std
 from dpft.privacy import Request, SampledGaussian
 from dpft.step import Draws
 from dpft.store import CheckpointError, Store
@@ -427,3 +427,37 @@ def test_the_table_has_all_twelve_kinds():
     assert [kind.name.split()[0] for kind in KINDS] == [f"P{number}" for number in range(1, 13)]
     assert {name.split()[0] for name in HELD} >= {f"P{number}" for number in range(1, 13)} | {"K1", "K2", "K5", "K6"} and len(MUTANTS) == 6
     assert issubclass(CheckpointError, ValueError) and store.CheckpointError is CheckpointError and issubclass(Two, Method)
+
+
+# ---- a review of the keys of seeded runs
+
+
+def test_an_identity_that_is_not_complete_has_a_secret_of_its_own():
+    "Else one sum would be released under two noises and charged once."
+    facts = {"clip": 1.0}, {"data": "ab"}
+    whole, part = (Store(None, *facts, seed=0, complete=complete) for complete in (True, False))
+    assert whole.secret != part.secret and part.secret == Store(None, *facts, seed=0).secret
+
+
+def test_what_follows_a_second_sum_shares_no_noise_with_a_run_that_had_none():
+    plan = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 4}]}
+
+    def begun():
+        store = Store(None, {"clip": 1.0}, {"data": "rows"}, seed=0, complete=True)
+        book = ledger.Ledger()
+        book.begin(store.run, plan, draws="d")
+        return store, book
+
+    def noise(store, book, step, total):
+        keystream = Keystream(store.secret)
+        key = account.charged(book, store, "train", step, keystream.digest(total))
+        return keystream.normal(total.shape, 1.0, "noise", "train", step, key)
+
+    first, second, total = begun(), begun(), torch.ones(5)
+    assert torch.equal(noise(*first, 0, total), noise(*second, 0, total))
+    replayed = noise(*first, 0, total + 1e-6)
+    assert not torch.equal(replayed, noise(*second, 0, total)) and torch.equal(replayed, noise(*first, 0, total + 1e-6))
+    assert torch.equal(noise(*first, 0, total), noise(*second, 0, total)), "charged before there was a second sum"
+    assert not torch.equal(noise(*first, 1, total), noise(*second, 1, total)), "after it"
+    assert torch.equal(noise(*first, 1, total), noise(*first, 1, total))
+    assert not torch.equal(noise(*first, 2, total), noise(*first, 2, total + 1)), "two sums never share"

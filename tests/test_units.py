@@ -56,7 +56,7 @@ def test_batches_hold_whole_units_each_once_and_no_more_rows_than_the_cap(labels
     drawn = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))[: max(1, len(units) - 1)]
     seen = Counter()
     met = []
-    for rows, numbers in units.batches(drawn, most, seed):
+    for rows, numbers in units.batches(drawn, most, bytes([seed]) * 32):
         owners = [units.index[rows[numbers == number]].unique() for number in range(int(numbers.max()) + 1)]
         assert all(len(owner) == 1 for owner in owners)
         met += [int(owner) for owner in owners]
@@ -70,8 +70,14 @@ def test_batches_hold_whole_units_each_once_and_no_more_rows_than_the_cap(labels
 
 def test_which_rows_come_under_the_cap_is_random_and_keyed():
     units = Units([0] * 60 + [1], cap=10)  # 60 rows in 10 places: two choices agree with probability 4e-18
-    drawn = [next(iter(units.batches(torch.tensor([0]), 64, seed)))[0].tolist() for seed in (1, 1, 2)]
+    drawn = [next(iter(units.batches(torch.tensor([0]), 64, bytes([key]) * 32)))[0].tolist() for key in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_which_rows_a_person_brings_does_not_depend_on_who_else_is_drawn():
+    units, key = Units([person for person in range(40) for _ in range(3)], cap=1), bytes(32)
+    every, without = ({row for rows, _ in units.batches(torch.arange(first, 40), 64, key) for row in rows.tolist()} for first in (0, 1))
+    assert without < every and len(every) == 40 and len(without) == 39
 
 
 def test_a_unit_may_be_named_by_column_by_list_or_by_tensor():
