@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEAST_CLIP', 'Plan', 'check_sizes', 'usual_batch_size', 'usual_delta', 'sizes_of', 'named_apart', 'solved',
-           'make_plan', 'check_mask', 'check_disjoint', 'scaled_blocks', 'noise_spread', 'entries', 'secured_blocks',
-           'check_secure', 'choice_hash', 'warn_of_noise']
+           'make_plan', 'check_mask', 'check_disjoint', 'scaled_blocks', 'widest', 'noise_spread', 'entries',
+           'secured_blocks', 'check_secure', 'choice_hash', 'warn_of_noise']
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-imports
 import hashlib
@@ -203,6 +203,10 @@ def scaled_blocks(
         for block in blocks]
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-spread
+def widest(like: Tensor) -> torch.dtype:
+    "The most precise real numbers of a device."
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
 def noise_spread(
     blocks: Sequence[Block],    # with absolute standard deviations
 ) -> dict[int, Tensor | float]: # id of a parameter -> each entry's; 0 where no block is
@@ -210,7 +214,7 @@ def noise_spread(
     spread: dict[int, Tensor | float] = {}
     for block in blocks:
         for parameter, mask in members(block):
-            own = block.noise * (1.0 if mask is None else mask)
+            own = block.noise if mask is None else block.noise * mask.to(widest(mask))
             spread[id(parameter)] = spread.get(id(parameter), 0.0) + own
     return spread
 

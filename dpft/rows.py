@@ -233,18 +233,21 @@ def copy_without_key(
     file: LedgerFile,
     path: str | Path, # replaced if it exists
 ) -> None:
-    "All rows in another file, in one move, and no trace of the key."
+    "All rows in another file, in one move; the key is never written there."
     part = Path(f"{path}.part")
     part.unlink(missing_ok=True)
-    # its owner's from the start: at first it has the key
     os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     try:
-        with (_as_sentence(file.path, file.timeout),
+        with (_as_sentence(file.path, file.timeout), file.reading(),
               closing(sqlite3.connect(part)) as copied):
-            file.connection.backup(copied)
-            copied.execute("DROP TABLE IF EXISTS secret")
+            copied.executescript(_TABLE)
+            rows = file.connection.execute("SELECT * FROM ledger ORDER BY number")
+            copied.executemany(
+                "INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            last = file.query("SELECT * FROM sqlite_sequence")   # tells of removed rows
+            copied.execute("DELETE FROM sqlite_sequence")
+            copied.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", last)
             copied.commit()
-            copied.execute("VACUUM")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

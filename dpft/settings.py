@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import math
 import sys
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -338,11 +338,10 @@ def _(value: Any, reading: Reading) -> Parts:
         return
     reading.around.add(id(value))
     yield f"{type(value).__name__} of {len(value)}"
-    if is_own(value, reading.home) and not hasattr(value, "_fields"):
+    if is_own(value, reading.home):
         yield from parts_of(type(value), reading)
     made = value.default_factory if isinstance(value, defaultdict) else None
-    pairs = isinstance(value, Mapping)
-    members = chain.from_iterable(value.items()) if pairs else value
+    members = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
     for member in chain((getattr(value, "__dict__", None), made), members):
         yield from parts_of(member, reading)
     reading.around.discard(id(value))
@@ -445,11 +444,12 @@ def _(value: type, reading: Reading) -> Parts:
     else:
         for base in value.__bases__:
             yield from parts_of(base, reading)
+        records = hasattr(value, "__dataclass_fields__") or hasattr(value, "_fields")
         for name, member in vars(value).items():
-            made = getattr(
-                getattr(member, "__code__", None), "co_filename", "") == "<string>"
+            code = getattr(getattr(member, "__func__", member), "__code__", None)
+            made = code and code.co_filename in ("<string>", inspect.getfile(namedtuple))
             if ((not name.startswith("__") or inspect.isroutine(member))
-                    and not (made and hasattr(value, "__dataclass_fields__"))):
+                    and not (records and (made or name in getattr(value, "_fields", ())))):
                 yield name
                 yield from parts_of(member, reading)
 

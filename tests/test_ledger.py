@@ -695,6 +695,28 @@ def test_a_copy_is_the_whole_ledger_but_for_its_key(tmp_path, in_memory):
         assert copy.head == head and steps(copy.spent("a")) == {"train": 1}
 
 
+def test_no_moment_of_a_copy_has_the_key(tmp_path, monkeypatch):
+    "Killed when its rows are written, a copy leaves a file without the key."
+    with Ledger(tmp_path / "l.db") as ledger:
+        ledger.begin("a", PLAN)
+        key, = ledger.chain.file.query("SELECT key FROM secret")[0]
+        seen = []
+        monkeypatch.setattr(Path, "replace", lambda part, path: seen.append(part.read_bytes()))
+        monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: seen.append(path.read_bytes()) if path.exists() else None)
+        ledger.copy(tmp_path / "copy.db")
+    assert len(seen) == 2 and all(PLAN["mechanisms"][0]["name"].encode() in one and key not in one for one in seen)
+
+
+def test_a_copy_tells_of_rows_that_were_removed_at_the_end(tmp_path):
+    with Ledger(tmp_path / "l.db") as ledger:
+        ledger.begin("a", PLAN)
+        ledger.spend("a", "train", 0, "x")
+        ledger.chain.file.query("DELETE FROM ledger WHERE number = 2")
+        ledger.copy(tmp_path / "copy.db")
+    with pytest.raises(LedgerError, match="rows after 1 were removed"):
+        Ledger(tmp_path / "copy.db", read_only=True)
+
+
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 EQUAL = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 50}]}

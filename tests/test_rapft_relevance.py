@@ -710,3 +710,52 @@ def test_attention_without_a_hook_is_refused_with_what_is_missing():
             module.p = 0.1
     with relevance_rules(model.train()), pytest.raises(ValueError, match="evaluation mode"):
         logits(model, batch)
+
+
+class TokensFirst(nn.Module):
+    "Examples along the second dimension where two branches meet."
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        return self.out((x.transpose(0, 1) + self.inner(x).transpose(0, 1)).transpose(0, 1).sum(1))
+
+
+def test_a_sum_of_features_whose_first_dimension_is_not_that_of_the_examples_is_refused():
+    torch.manual_seed(0)
+    batch = torch.randn(8, 8, 4), torch.zeros(8, dtype=torch.long)     # as many tokens as examples
+    with pytest.raises(ValueError, match=r"first dimension is not that of the examples, .* or pass rule=Rules\(skip='plain'\)"):
+        clipped_relevance(TokensFirst(), batch, 1.0)
+    clipped_relevance(TokensFirst(), batch, 1.0, rule=Rules(skip="plain"))
+
+
+def test_zero_times_an_overflow_is_zero_in_a_clipped_map():
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[0.0, 1.0], [0.0, 0.5]]))
+        net.bias.zero_()
+    rows, labels = torch.tensor([[2e38, 1.0], [2e38, 1.0]]), torch.tensor([0, 0])
+    one, both = (clipped_relevance(net, (rows[:n], labels[:n]), 10.0)["weight"] for n in (1, 2))
+    assert both.isfinite().all()
+    torch.testing.assert_close(both, 2 * one)
+
+
+def test_a_map_of_tokens_that_cancel_moves_the_sum_by_no_more_than_the_bound():
+    "Rounding of tokens of a million leaves more of them than a bound of a hundredth."
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return self.w(x).sum(1)
+
+    torch.manual_seed(0)
+    model, labels = Pooled(), torch.zeros(8, dtype=torch.long)
+    first, second = 1e6 * torch.randn(2, 8, 64)
+    rows = torch.stack([first, second, -first, -second], 1)
+    clipped_relevance(model, (torch.randn(8, 4, 64), labels), 1.0)
+    every, less = (clipped_relevance(model, (rows[:n], labels[:n]), 0.01)["w.weight"].double() for n in (8, 7))
+    assert (every - less).norm() <= 0.01

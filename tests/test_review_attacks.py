@@ -31,6 +31,7 @@ from dpft.identity import fingerprint
 from dpft.loop import Run
 from dpft.method import Method
 from dpft.noise import Keystream, secure_std
+from dpft.plan import noise_spread, scaled_blocks
 from dpft.privacy import Request, SampledGaussian
 from dpft.step import Draws
 from dpft.store import CheckpointError, Store
@@ -461,3 +462,37 @@ def test_what_follows_a_second_sum_shares_no_noise_with_a_run_that_had_none():
     assert not torch.equal(noise(*first, 1, total), noise(*second, 1, total)), "after it"
     assert torch.equal(noise(*first, 1, total), noise(*first, 1, total))
     assert not torch.equal(noise(*first, 2, total), noise(*first, 2, total + 1)), "two sums never share"
+
+
+def test_what_takes_the_place_of_a_run_begins_to_move_only_when_all_of_it_can(tmp_path, monkeypatch):
+    (tmp_path / "a.safetensors").write_text("old")
+    (tmp_path / "b.json").mkdir()
+    with pytest.raises(ValueError, match=r"b\.json is a folder, and the run has a file of that name"), store.taking_place(tmp_path) as place:
+        for name in ("a.safetensors", "b.json"):
+            (place / name).write_text("new")
+    assert (tmp_path / "a.safetensors").read_text() == "old"
+    (tmp_path / "b.json").rmdir()
+    synced, moved, fsync, move = [], [], store.os.fsync, Path.replace
+    monkeypatch.setattr(store.os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").resolve().name) or fsync(number))
+    monkeypatch.setattr(Path, "replace", lambda path, to: moved.append([*synced]) or move(path, to))
+    with store.taking_place(tmp_path) as place:
+        for name in ("a.safetensors", "b.json"):
+            (place / name).write_text("new")
+    assert moved == [["a.safetensors", "b.json"]] * 2 and synced[2:] == [tmp_path.name]
+
+
+def test_the_names_of_new_folders_are_on_disk_before_a_run_begins(tmp_path, monkeypatch):
+    synced, fsync = [], store.os.fsync
+    monkeypatch.setattr(store.os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").resolve()) or fsync(number))
+    held = Store(tmp_path / "new" / "run", {}, {}, seed=1)
+    assert {tmp_path, tmp_path / "new", tmp_path / "new" / "run"} <= set(synced)
+    held.close()
+
+
+def test_secure_noise_of_masked_blocks_is_no_smaller_than_the_plan_asks():
+    "The spread of a masked block was rounded to float32, below what the grid needs."
+    parameter, mask = torch.nn.Parameter(torch.zeros(10)), torch.arange(10) < 7
+    for sigma in torch.arange(0.5, 1.5, 0.01).tolist():
+        blocks = scaled_blocks([Block([parameter], [mask], 0.7, 0.7**0.5), Block([parameter], [~mask], 0.3, 0.3**0.5)], [parameter], 0.1, sigma)
+        spread = noise_spread(blocks)[id(parameter)]
+        assert spread[0].item() == blocks[0].noise and spread[9].item() == blocks[1].noise

@@ -490,3 +490,31 @@ def test_callbacks_leave_the_identity_incomplete_as_classes_too():
     from transformers import ProgressCallback
     assert identity(Settings()).complete and identity(Settings(callbacks=[])).complete
     assert not identity(Settings(callbacks=[ProgressCallback])).complete
+
+
+def test_the_code_of_a_named_tuple_of_ones_own_is_read(tmp_path, monkeypatch):
+    "Only what namedtuple itself has generated is left out."
+    monkeypatch.syspath_prepend(tmp_path)
+    source = """
+from collections import namedtuple
+from typing import NamedTuple
+Plain = namedtuple("Plain", "a b")
+class Loss(NamedTuple):
+    temperature: float = {default}
+    def __call__(self, model, batch):
+        return {factor} * model(batch)
+class Child(namedtuple("Base", "a")):
+    @property
+    def twice(self): return {factor} * self.a
+"""
+    found = []
+    for number, (factor, default) in enumerate([(1, 1.0), (2, 1.0), (1, 2.0)]):
+        (tmp_path / f"own_tuples_{number}.py").write_text(source.format(factor=factor, default=default))
+        module = importlib.import_module(f"own_tuples_{number}")
+        for made in (module.Loss, module.Child, module.Plain):
+            made.__module__ = "own_tuples"
+        found.append([name_of_code(one) for one in (module.Loss(1.0), module.Child(1), module.Plain(1, 2))])
+    assert all(complete for named in found for _, complete in named)
+    first, factors, defaults = ([name for name, _ in named] for named in found)
+    assert first[0] != factors[0] and first[1] != factors[1] and first[2] == factors[2] == defaults[2]
+    assert first[0] != defaults[0]

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'KEEPERS', 'IN_PLACE', 'Initialisation', 'check_kept', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams',
            'counted', 'shifts', 'initial_relevance', 'Seeded', 'starting_scores', 'relevance_loss', 'check_started',
-           'check_map', 'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'by_single_examples',
-           'clipped_groups', 'clipped_maps', 'clipped_relevance']
+           'check_map', 'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'check_layout',
+           'by_single_examples', 'clipped_groups', 'map_norms', 'clipped_maps', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +22,10 @@ from ..clipping import clip_factor
 from ..gradients import (
     Batch, Contribution, Gradients, Groups, LossFunction, NotByExample, Outer,
     Partition, Rows, batch_rows, by_example, evaluating, full, gradients,
-    per_example_losses, trainable)
+    per_example_losses, select_rows, trainable)
 from ..losses import ASK, logits
 from .propagation import relevance_rules
-from .rules import Rules, per_row
+from .rules import Rules, met, per_row
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-init
 @dataclass(frozen=True)
@@ -323,11 +323,31 @@ def group_table(
               for use in taken.uses[name]), zero)
          for own in names], 1)
 
+# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-layout
+def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
+    """ValueError where eq. (11) would add up over examples: a sum that it splits must
+    have as many rows for each example, in the order of the examples."""
+    if not batch_rows(batch):
+        return
+    lengths = []
+    for count in (1, 2):
+        with met() as found:
+            per_example_losses(
+                model, loss_fn, select_rows(batch, torch.zeros(count, dtype=torch.long)))
+        lengths.append(found)
+    one, two = lengths
+    if two != [2 * rows for rows in one]:
+        raise ValueError(
+            f"{type(model).__name__} adds features whose first dimension is not that "
+            "of the examples, so relevance cannot be told apart by example; let "
+            "examples come first, or pass rule=Rules(skip='plain')")
+
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
 def by_single_examples(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, units: Groups | None,
 ) -> Gradients:
     "Gradients of a relevance, by example; ValueError for a layer that mixes them."
+    check_layout(model, loss_fn, batch)
     try:
         return gradients(model, loss_fn, batch, units)
     except NotByExample as error:
@@ -345,13 +365,22 @@ def clipped_groups(
     return (table * factors).masked_fill(factors == 0, 0).sum(0)
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-maps
+def map_norms(taken: Gradients, name: str, value: Tensor) -> Tensor:
+    "(B,) norms of one parameter's maps, raised by what rounding may add; @lem-rounding."
+    one, norms = taken.kept.one(name), taken.square_norms(name, mask=value).sqrt()
+    if not one.uses or not value.numel():
+        return norms
+    return norms + 2 * one.slack * value.abs().max() * one.lengths()
+
 def clipped_maps(taken: Gradients, clip: float) -> dict[str, Tensor]:
     "The sum of the examples' maps, each clipped, by parameter."
     values = {name: full(parameter.detach())
               for name, parameter in taken.parameters.items()}
-    squares = [taken.square_norms(name, mask=value) for name, value in values.items()]
+    squares = [map_norms(taken, name, value).square() for name, value in values.items()]
     sums = taken.weighted_sum(clip_factor(torch.stack(squares).sum(0).sqrt(), clip))
-    return {name: sums[name] * value for name, value in values.items()}
+    # 0 times infinity is not 0
+    return {name: (sums[name] * value).masked_fill(value == 0, 0)
+            for name, value in values.items()}
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped
 def clipped_relevance(

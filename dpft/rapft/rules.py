@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['TINY', 'EMPTY', 'MATRIX_PRODUCTS', 'Rules', 'away', 'own_sums', 'per_row', 'Damped', 'Signed', 'linear', 'Through',
            'activation', 'softmax', 'Held', 'layer_norm', 'rms_norm', 'held_root', 'group_norm', 'Split', 'Halved',
-           'branches', 'skip', 'product']
+           'branches', 'met', 'note_rows', 'skip', 'product']
 
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-imports
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,12 +317,31 @@ def branches(left: Any, right: Any) -> bool:
             and not isinstance(left, nn.Parameter)
             and not isinstance(right, nn.Parameter))
 
+# %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-examples
+_MET: ContextVar[list[int] | None] = ContextVar("_MET", default=None)
+
+@contextmanager
+def met() -> Iterator[list[int]]:
+    "The first dimensions of the sums that are split meanwhile, in their order."
+    found: list[int] = []
+    before = _MET.set(found)
+    try:
+        yield found
+    finally:
+        _MET.reset(before)
+
+def note_rows(left: Tensor, right: Tensor) -> None:
+    "Write down the first dimension of a sum that is split."
+    if (found := _MET.get()) is not None:
+        found.append(max(len(left), len(right)))
+
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-skip
 def skip(rules: Rules, function: Callable, left: Any, right: Any,
          **kwargs: Any) -> Tensor:
     "A sum under its rule; one in place stays in place."
     if rules.skip == "plain" or kwargs or not branches(left, right):
         return function(left, right, **kwargs)
+    note_rows(left, right)
     if function is torch.Tensor.add_:
         return left.copy_(Split.apply(left.clone(), right))
     return Split.apply(left, right)
