@@ -14,7 +14,6 @@ from dpft.book.evidence.protocol import (
     Study,
     Way,
     compared,
-    compared_once,
     counted,
     entry,
     holm,
@@ -160,7 +159,6 @@ def test_equality_is_judged_against_its_margin_and_several_comparisons_by_holm()
     weak = Comparison(0.02, 0.04, 5)                                             # sure alone, and not among three
     assert judged([weak])[0] == "held" and judged([weak] * 3)[0] == "undecided"
     assert compared([]) is None and compared([0.1]).p == 1.0
-    assert compared_once(0.02, 0.01, 5).p == pytest.approx(0.0455, abs=1e-4) and compared_once(0.0, 0.0, 5).p == 1.0
 
 
 def test_what_is_seen_along_runs_and_costs():

@@ -8,11 +8,10 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL',
            'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid',
            'weight', 'believed', 'design', 'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value',
-           'Comparison', 'compared', 'compared_once', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed',
-           'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
+           'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -409,14 +408,6 @@ def compared(differences: list[float], margin: float = 0.0) -> Comparison | None
         return None
     return Comparison(sum(differences) / len(differences), p_value(differences, margin),
                       len(differences))
-
-def compared_once(
-    gap: float, error: float, seeds: int, margin: float = 0.0,
-) -> Comparison:
-    "A difference with its standard error, by the normal distribution."
-    far = abs(gap - margin)
-    return Comparison(
-        gap, math.erfc(far / error / 2**0.5) if error else float(far == 0), seeds)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-verdict
 def verdict(
