@@ -105,7 +105,7 @@ def guarantee_of_scores(
                      unit=" or ".join(dict.fromkeys(one.unit for one in scores)),
                      accountant=engine.plan.accountant, assumed_public=list(
                          dict.fromkeys(fact for one in scores for fact in one.public)),
-                     reproducible=engine.keystream.reproducible)
+                     reproducible=engine.keystream.reproducible, secure_mode=True)
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-check
 def checked_evaluation(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .datasets import Public, as_dataset, is_missing
 from .identity import fingerprint
 from .losses import answers, evaluation_batches, measure_for
-from .noise import Keystream
+from .noise import Keystream, perturbed_on_grid
 from .privacy import SampledGaussian
 from .sampling import check_kinds
 
@@ -139,13 +139,13 @@ def noisy_accuracy(
     *context: str | int,     # which release this is: no two may share it
     most: int = 1,           # rows of one unit, m
 ) -> float:                  # may lie outside [0, 1]
-    "Share of right answers plus Gaussian noise; @lem-noisy-accuracy."
+    """Share of right answers plus Gaussian noise, whose lowest bits tell nothing;
+    @lem-noisy-accuracy, @lem-grid."""
     right = torch.tensor([right_answers(model, data)], dtype=torch.float64)
     std = float(noise_multiplier * most)
     place = ("score", *context, fingerprint(data), repr(std))
-    noise = keystream.normal((1,), std, *place, keystream.digest(right, *place),
-                             dtype=torch.float64)
-    return float(right + noise) / len(data)
+    digest = keystream.digest(right, *place)
+    return float(perturbed_on_grid(right, std, keystream, *place, digest)) / len(data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
 def _plain(data: Any, run: Run) -> float:

@@ -366,7 +366,7 @@ def development_guarantee(
         "target_delta": run.guarantee.target_delta,
         "accountant": run.guarantee.accountant,
         "unit": f"{'row' if score.people is None else 'unit'} of the development set",
-        "reproducible": reproducible, "assumed_public": public}
+        "reproducible": reproducible, "assumed_public": public, "secure_mode": True}
     if paid.law is not None:
         return TunedGuarantee([one], law=paid.law, **base)
     return Guarantee(repeated([one], count), **base)

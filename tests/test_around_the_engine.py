@@ -15,9 +15,10 @@ from dpft.datasets import TensorData, as_dataset
 from dpft.frost import selection
 from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
+from dpft.noise import Keystream, grid_step
 from dpft.prepared import as_task, prepare
 from dpft.schema import read_labels
-from dpft.scores import NoisyAccuracy, apart
+from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.sources import load_data
 from dpft.step import Releases
 from dpft.tuning import tune
@@ -378,3 +379,22 @@ def test_vectors_in_tensor_data_stay_vectors():
     found, _ = data.batch([3, 5])
     torch.testing.assert_close(found, (rows[[3, 5]] - torch.tensor([1.0, 0, 0, 0])) / 2)
     fine_tune(nn.Linear(4, 2), data, Full(), steps=1, **KNOBS)
+
+
+def test_the_lowest_bits_of_a_paid_score_tell_nothing():
+    "Every score is a whole number of steps of one grid, however many answers are right."
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+        model.bias.zero_()
+    step = grid_step(1.0).item()
+    for right in (0, 1):
+        data = [(torch.eye(2)[row % 2], row % 2 if row < right else 1 - row % 2) for row in range(64)]
+        found = torch.tensor([64 * noisy_accuracy(model, data, 1.0, Keystream(seed), 0) for seed in range(50)], dtype=torch.float64)
+        assert torch.equal(found, (found / step).round() * step)
+
+
+def test_what_is_promised_of_paid_scores_says_that_they_lie_on_a_grid():
+    rows = TensorDataset(torch.randn(40, 4), torch.arange(40) % 2)
+    run = fine_tune(nn.Linear(4, 2), rows, Full(), steps=1, evaluate=NoisyAccuracy(TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)), **KNOBS)
+    assert run.score_guarantee.secure_mode
