@@ -395,6 +395,6 @@ def test_the_lowest_bits_of_a_paid_score_tell_nothing():
 
 
 def test_what_is_promised_of_paid_scores_says_that_they_lie_on_a_grid():
-    rows = TensorDataset(torch.randn(40, 4), torch.arange(40) % 2)
-    run = fine_tune(nn.Linear(4, 2), rows, Full(), steps=1, evaluate=NoisyAccuracy(TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)), **KNOBS)
+    rows, scored = (TensorDataset(torch.randn(size, 4), torch.arange(size) % 2) for size in (40, 20))
+    run = fine_tune(nn.Linear(4, 2), rows, Full(), steps=1, evaluate=NoisyAccuracy(scored), **KNOBS)
     assert run.score_guarantee.secure_mode
