@@ -12,7 +12,6 @@ import copy
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -124,13 +123,18 @@ def without_values(model: nn.Module) -> nn.Module:
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-rehearsal
 def rehearse(method: Method, context: Context) -> None:
-    "ValueError when a method could not begin in this run, before anything is charged."
+    "A method that could not begin in this run fails here, before anything is charged."
     view = copy.copy(context)
     view.model, view.access, view.rehearses = without_values(context.model), None, True
-    quiet = suppress(NotRunning, RuntimeError)   # what wants a draw is trusted
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), quiet:
-        warnings.simplefilter("ignore")          # the real start says it again
-        method.start(view)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")        # the real start says it again
+        try:
+            method.start(view)
+        except NotRunning:                     # what wants a draw is trusted
+            pass
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error):       # so is what wants numbers
+                raise
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-effects
 class Effects:

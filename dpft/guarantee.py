@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['READINGS', 'CHECKED', 'json_number', 'installed_versions', 'Facts', 'Epsilon', 'curve_tpr', 'Readings',
-           'content_digest', 'file_digests', 'Written', 'Guarantee', 'published', 'loaded', 'each_once', 'secrets_in',
-           'promised']
+           'content_digest', 'hidden', 'file_digests', 'Written', 'Guarantee', 'published', 'loaded', 'each_once',
+           'secrets_in', 'promised']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
@@ -200,15 +200,31 @@ def content_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-file-digests
+def hidden(
+    name: str, # within the folder
+) -> bool:
+    "Whether a file is hidden or lies in a hidden folder."
+    return any(part.startswith(".") for part in Path(name).parts)
+
+
 def file_digests(
     folder: str | Path,
     without: Sequence[str] = ("guarantee.json", "ledger.sqlite"),
 ) -> dict[str, str]: # by name within the folder
-    "SHA-256 of every file in a folder, hidden ones apart."
+    """SHA-256 of every file in a folder, hidden ones apart.
+
+    ValueError for a link to a folder.
+    """
     root, found = Path(folder), {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if path.is_file() and name not in without and not path.name.startswith("."):
+        if name in without or hidden(name):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise ValueError(f"{path} is a link to a folder, whose files no guarantee "
+                             "covers; put the files themselves there, or remove the "
+                             "link")
+        if path.is_file():
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from .card import claim, mechanism_text
 from .curve import privacy_curve
-from .guarantee import READINGS, Guarantee, content_digest, file_digests
+from .guarantee import READINGS, Guarantee, content_digest, file_digests, hidden
 from .ledger import Ledger
 from .privacy import SampledGaussian
 
@@ -164,7 +164,7 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-files
 def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> None:
-    "None is missing or changed, and none was added, hidden ones apart."
+    "None is missing or changed, and none was added."
     for name, digest in sealed.items():
         if name not in found:
             raise VerificationError(f"{folder / name} is missing: it was there when "
@@ -172,11 +172,10 @@ def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> 
         if found[name] != digest:
             raise VerificationError(f"{folder / name} was changed since the guarantee "
                                     "was sealed; its promise is for the file as it was")
-    for name in sorted(found.keys() - sealed.keys()):
-        if not any(part.startswith(".") for part in Path(name).parts):
-            raise VerificationError(f"{folder / name} was added after the guarantee "
-                                    "was sealed, which says nothing about it; remove "
-                                    "it, or save the run again")
+    if added := sorted(found.keys() - sealed.keys()):
+        raise VerificationError(f"{folder / added[0]} was added after the guarantee "
+                                "was sealed, which says nothing about it; remove it, "
+                                "or save the run again")
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-sealed-files
 def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
@@ -184,12 +183,18 @@ def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
     if not guarantee.files:
         yield from _card(guarantee, folder)
         return
-    _same_files(guarantee.files, file_digests(folder), folder)
-    weights = [name for name in guarantee.files if name.endswith(".safetensors")]
+    sealed = {name: digest for name, digest in guarantee.files.items()
+              if not hidden(name)}
+    try:
+        found = file_digests(folder)
+    except ValueError as error:    # a link to a folder
+        raise VerificationError(str(error)) from error
+    _same_files(sealed, found, folder)
+    weights = [name for name in sealed if name.endswith(".safetensors")]
     names = ", ".join(weights) or "no weights"
     yield f"{names} and the model card: the files that were sealed"
-    if len(guarantee.files) > len(weights):
-        yield f"{len(guarantee.files)} files in all: none changed, missing or added"
+    if len(sealed) > len(weights):
+        yield f"{len(sealed)} files in all: none changed, missing or added"
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-card
 def _card(guarantee: Guarantee, folder: Path) -> Iterator[str]:

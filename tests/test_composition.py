@@ -438,9 +438,25 @@ def test_what_wants_a_draw_or_numbers_is_taken_on_trust():
     class Reads(Method):
         def choose(self, context, among):
             return [p for p in among if p.square().sum().item() > 0]
+    class Converts(Method):
+        def choose(self, context, among):
+            return [p for p in among if p.detach().numpy().any()]
     asks = Asks("1.weight", "4.weight")
-    for method in (Chain(asks, Reads()), Chain(asks, LargestWeights(0.5)), Then(asks, None, Reads(), steps=2)):
+    first = [Chain(asks, Reads()), Chain(asks, LargestWeights(0.5)), Then(asks, None, Reads(), steps=2)]
+    for method in (*first, Then(Full(), None, Reads(), steps=2), Then(Full(), None, Converts(), steps=2)):
         assert tune(method).guarantee.private
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError])
+def test_a_failure_that_has_nothing_to_do_with_numbers_comes_before_anything_is_charged(kind, tmp_path):
+    class Fails(Method):
+        def adapt(self, context):
+            raise kind("there is no layer 'x' in this model")
+    for number, method in enumerate((Chain(DPFrost(0.6, **SELECT), Fails()), Then(Full(), None, Chain(dpft.BiTFiT(), Fails()), steps=2))):
+        with Ledger(tmp_path / str(number)) as ledger:
+            with pytest.raises(kind, match="there is no layer 'x'"):
+                tune(method, ledger=ledger)
+            assert not ledger.runs() and not ledger.charged()
 
 
 def test_a_copy_without_values_keeps_ties_and_takes_no_memory():

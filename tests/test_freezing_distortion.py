@@ -405,6 +405,20 @@ def test_an_empty_group_has_no_angle():
     assert found.unclipped == 0 and found.unclipped_angle.isnan().all() and found.clipped_angle.item() == pytest.approx(0, abs=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore::dpft.freezing.angles.UndefinedAngle")             # a group is empty
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200])                           # of the last the squares overflow
+def test_an_example_that_is_left_out_is_in_no_group(bad):
+    rows = torch.cat([normal(0, 4, 5), torch.full((1, 5), bad, dtype=torch.float64)])
+    model, kept = plain(2, 3), slice(1, None)
+    with pytest.warns(UserWarning, match="1 of 5 examples have a gradient that is not finite"):
+        for clip, clipped in ((1e-3, 4), (1e3, 0)):
+            found = clip_groups(model, inner, (rows,), clip)
+            assert (found.clipped, found.unclipped) == (clipped, 4 - clipped)
+            for effect in (freezing_effect(model, inner, (rows,), clip, 1.0, layers_of(model)[kept]),
+                           status_changes(model, inner, (rows,), clip, layers_of(model)[kept])):
+                assert (effect.examples, effect.clipped_before, effect.clipped_after) == (4, clipped, clipped)
+
+
 @given(seed=SEEDS, clip=st.floats(0.8, 3))
 def test_status_changes_only_from_clipped_to_unclipped(seed, clip):
     rows, model = normal(seed, 12, 6), plain(3, 3)

@@ -170,6 +170,14 @@ def test_svcca_keeps_the_components_that_hold_the_share():
     assert svcca(3 * x @ rotation + 1, y) == pytest.approx(svcca(x, y), abs=1e-9)
 
 
+@pytest.mark.parametrize("keep", [0.9999999, 1.0])
+def test_svcca_takes_rounding_in_float32_for_no_direction(keep):
+    generator = torch.Generator().manual_seed(0)
+    common, *mixtures = (torch.randn(*shape, generator=generator) for shape in ((400, 5), (5, 8), (5, 8)))
+    x, y = (common @ mixture for mixture in mixtures)                                            # one span of 5 dimensions
+    assert mean_cca(x, y) < 1e-6 and svcca(x, y, keep) < 1e-6
+
+
 NAN, RAMP = torch.zeros(20, 3), torch.arange(60.0).view(20, 3) ** 2
 NAN[4, 1] = math.nan
 

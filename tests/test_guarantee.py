@@ -17,7 +17,7 @@ from scipy import stats
 from dpft import curve as curve_module
 from dpft.card import rounded_up
 from dpft.curve import PrivacyCurve, best_true_positive_rate, group_epsilon, loss_grid, sentence_units
-from dpft.guarantee import READINGS, Guarantee, Statement, answered_for, beyond_plan, claim, content_digest
+from dpft.guarantee import READINGS, Guarantee, Statement, answered_for, beyond_plan, claim, content_digest, file_digests
 from dpft.ledger import Ledger
 from dpft.privacy import BudgetError, SampledGaussian, combined_multiplier, epsilon, epsilon_at_order, rdp_orders
 from dpft.rows import row_hash
@@ -708,6 +708,48 @@ def test_hidden_files_and_folders_are_left_alone(tmp_path):
         (folder / name).mkdir(parents=True)
         (folder / name / "config").write_text("x")
     assert "3 files in all: none changed, missing or added" in verify(folder)
+
+
+@pytest.mark.parametrize("sealed", [False, True])  # by an earlier version
+def test_what_lies_in_a_hidden_folder_is_neither_sealed_nor_compared(tmp_path, sealed):
+    place = tmp_path / "model" / ".git"
+    place.mkdir(parents=True)
+    (place / "index").write_text("before")
+    folder = folder_of(tmp_path)
+    assert ".git/index" not in file_digests(folder)
+    if sealed:
+        files = file_digests(folder) | {".git/index": "ab" * 32}
+        stated = replace(Guarantee.load(folder / "guarantee.json"), private=False, mechanisms=[], spent=[], planned=[], files=files)
+        stated.save(folder / "guarantee.json")
+    (place / "index").write_text("after")
+    assert "3 files in all: none changed, missing or added" in verify(folder)
+
+
+@pytest.mark.parametrize("target", ["../code", "inside"])
+def test_a_link_to_a_folder_is_neither_sealed_nor_verified(tmp_path, target):
+    """Whoever loads the folder follows it, wherever it leads; the files there are not among those that are compared."""
+    folder = folder_of(tmp_path)
+    (folder / target).mkdir()
+    (folder / target / ".config.json").write_text("{}")
+    assert verify(folder)
+    (folder / "extra").symlink_to(target, target_is_directory=True)
+    with pytest.raises(VerificationError, match=r"extra is a link to a folder.*put the files themselves there, or remove the link"):
+        verify(folder)
+    with pytest.raises(ValueError, match="extra is a link to a folder"):
+        file_digests(folder)
+    (folder / "extra").rename(folder / ".extra")
+    assert verify(folder)
+
+
+def test_a_link_to_a_file_stands_for_its_bytes(tmp_path):
+    """A download keeps the files elsewhere and links to them."""
+    folder = folder_of(tmp_path)
+    (folder / "dpft.json").rename(tmp_path / "blob")
+    (folder / "dpft.json").symlink_to("../blob")
+    assert verify(folder)
+    (tmp_path / "blob").write_text("[]")
+    with pytest.raises(VerificationError, match=r"dpft\.json was changed"):
+        verify(folder)
 
 
 def test_what_is_published_depends_on_neither_data_nor_other_runs_nor_digests(tmp_path):

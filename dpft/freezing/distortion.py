@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Weigh', 'each_batch', 'stream', 'true_gradient', 'everything', 'module_layers', 'Angles', 'Signals',
-           'angles_in', 'signals', 'distortion_angles', 'FreezingEffect', 'now_and_later', 'freezing_effect',
+           'angles_in', 'signals', 'distortion_angles', 'FreezingEffect', 'now_and_later', 'left_in', 'freezing_effect',
            'ClipGroups', 'StatusChanges', 'clip_groups', 'status_changes']
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-imports
@@ -308,7 +308,7 @@ class FreezingEffect:
     their own. A diagnostic on private data."""
     before: Angles       # factors from the norm of all that trains now
     after: Angles        # factors from the norm of what is kept
-    examples: int        # in the batch
+    examples: int        # in the batch, of finite gradient
     clipped_before: int  # examples longer than the bound
     clipped_after: int   # the same, by the norm of what is kept
 
@@ -338,6 +338,11 @@ def now_and_later(norms: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) norms of all that trains now, and of what is kept;
     from those of rest and kept."""
     return torch.linalg.vector_norm(norms, dim=1), norms[:, 1]
+
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-left-in
+def left_in(norms: Tensor) -> Tensor:
+    "The rows of (N, K) norms whose examples are in the sums."
+    return norms[norms.isfinite().all(1)]
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect
 def freezing_effect(
@@ -377,6 +382,7 @@ def freezing_effect(
                    generator)
     before, after = (_as_signals(stays, means["unbiased"], means[when], noise,
                                  true).angles(kept) for when in ("before", "after"))
+    norms = left_in(norms)
     longer, still = (int((each > clip).sum()) for each in now_and_later(norms))
     return FreezingEffect(before, after, len(norms), longer, still)
 
@@ -403,7 +409,7 @@ class StatusChanges:
     A diagnostic on private data.
     """
     layers: tuple[str, ...]  # M names
-    examples: int            # in the batch
+    examples: int            # in the batch, of finite gradient
     clipped_before: int      # by the norm of all that trains now
     # the difference moved from clipped to unclipped; none ever moves back
     clipped_after: int
@@ -443,9 +449,9 @@ def clip_groups(
                           for group in ("clipped", "unclipped"))
     pairs = ((reference, "bounded"), (reference, "biased"), ("biased", "bounded"))
     better, now, between = (found.angle(*pair, layers).cos() for pair in pairs)
-    count = int((norms[:, 0] > clip).sum())
-    return ClipGroups(tuple(layer.name for layer in layers), count, len(norms) - count,
-                      clipped, unclipped, better - now * between)
+    long = left_in(norms)[:, 0] > clip
+    return ClipGroups(tuple(layer.name for layer in layers), int(long.sum()),
+                      int((~long).sum()), clipped, unclipped, better - now * between)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-status
 def status_changes(
@@ -468,6 +474,7 @@ def status_changes(
         return {"clipped before": long[0], "clipped after": long[1],
                 "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
     sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
+    norms = left_in(norms)
     found = Signals(stays, sums)
     clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept)
                           for group in ("clipped", "unclipped"))

@@ -161,11 +161,13 @@ def reduced(
     values: Tensor,  # (N, d)
     keep: float,     # share of the variance
 ) -> Tensor:         # (N, k) the fewest principal components that hold it
-    "Principal components, without those that hold little."
+    "Principal components, without those that hold little, or only rounding."
+    rounding = torch.finfo(values.dtype).eps * len(values) ** 0.5
     centred = values.double() - values.double().mean(0)
     left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
     share = sizes.square().cumsum(0) / sizes.square().sum()
-    components = int((share < keep).sum()) + 1
+    enough = int((share < keep).sum()) + 1
+    components = min(enough, int((sizes > rounding * sizes[0]).sum()))
     return left[:, :components] * sizes[:components]
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-svcca-code
