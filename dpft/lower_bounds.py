@@ -85,7 +85,7 @@ def epsilon_of_rates(true: float, false: float, delta: float) -> float:
     parts = (true - delta, false), (1 - false - delta, 1 - true)
     ratios = [above / below if below > 0 else math.inf
               for above, below in parts if above > 0]
-    return math.log(max(1.0, *ratios))
+    return math.log(max([1.0, *ratios]))
 
 # %% ../nbs/3_found/42_lower_bounds.ipynb #auditing-separation
 def separation_bound(
