@@ -92,7 +92,11 @@ def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def true_positives(inside: np.ndarray, outside: np.ndarray, rate: float) -> Rate:
     """Members above the lowest threshold that at most this share of the others exceeds:
-    none of them, where they are fewer than 1 / rate."""
+    none of them, where they are fewer than 1 / rate.
+
+    Read off these n others, that threshold has a mean false-positive rate of
+    (floor(rate * n) + 1) / (n + 1), above `rate`.
+    """
     threshold = np.sort(outside)[-1 - math.floor(rate * len(outside))]
     return Rate(int((inside > threshold).sum()), len(inside))
 
@@ -459,7 +463,8 @@ def distance_allowed(
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-allowed
 def allowed(guarantee: Guarantee) -> dict[str, float]:
     """What no membership attack exceeds, in the mean over runs: AUC,
-    and the true-positive rate at 1 %; @lem-allowed."""
+    and the true-positive rate of a test fixed before the run whose false-positive
+    rate is 1 %; @lem-allowed."""
     distance = distance_allowed(guarantee) if guarantee.private else 1.0
     return {"auc": (1 + distance) / 2, "tpr": guarantee.tpr(0.01)}
 
