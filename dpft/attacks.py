@@ -92,7 +92,11 @@ def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def true_positives(inside: np.ndarray, outside: np.ndarray, rate: float) -> Rate:
     """Members above the lowest threshold that at most this share of the others exceeds:
-    none of them, where they are fewer than 1 / rate."""
+    none of them, where they are fewer than 1 / rate.
+
+    Read off these n others, that threshold has a mean false-positive rate of
+    (floor(rate * n) + 1) / (n + 1), above `rate`.
+    """
     threshold = np.sort(outside)[-1 - math.floor(rate * len(outside))]
     return Rate(int((inside > threshold).sum()), len(inside))
 
@@ -209,8 +213,10 @@ def lira(
               for block in range(blocks.max() + 1)])
     errors = [standard_error([score_attack(part[coin], part[~coin]).auc
                               for part, coin in its]) for its in parts]
-    return replace(score_attack(scores[coins], scores[~coins]),
-                   standard_error=math.hypot(*errors))
+    pooled = score_attack(scores[coins], scores[~coins])
+    alone = pooled.standard_error**2  # if all scores were independent
+    variance = sum(error**2 for error in errors) - alone
+    return replace(pooled, standard_error=math.sqrt(max(variance, alone)))
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-confidence-standard-error
 def standard_error(values: Sequence[float]) -> float:
@@ -239,13 +245,15 @@ def made_names(
 Tagger = Callable[[str], Sequence[tuple[int, int]]]
 
 def capitalised(text: str) -> list[tuple[int, int]]:
-    "Two capitalised words in a row."
+    """Two capitalised words in a row, from left to right: a capitalised word before a
+    name is taken for its first half."""
     return [match.span() for match in re.finditer(r"\b[A-Z][a-z]+ [A-Z][a-z]+\b", text)]
 
 def one_of(names: Sequence[str]) -> Tagger:
     "A tagger that knows all names there are."
     pattern = re.compile(
-        rf"\b(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
+        rf"(?<!\w)(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
+        r"(?!\w)")
     return lambda text: [match.span() for match in pattern.finditer(text)]
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-names-in
@@ -358,15 +366,20 @@ def candidate_losses(
     batch_size: int = 64,
 ) -> np.ndarray:                 # (texts, candidates), in nats
     """The loss of every text with every candidate in it;
-    ValueError for a text without one mask, or longer than the model's context."""
+    ValueError for a text without one mask, or longer than the model's context,
+    and for losses that are not finite."""
     for text in masked_texts:
         if text.count(MASK) != 1:
             raise ValueError(f"the text {text!r} has {text.count(MASK)} places marked "
                              f"{MASK}, not one")
     filled = [text.replace(MASK, candidate) for text in masked_texts
               for candidate in candidates]
-    return losses(model, as_written(filled, tokenizer, model), loss_fn,
-                  batch_size).reshape(len(masked_texts), len(candidates))
+    found = losses(model, as_written(filled, tokenizer, model), loss_fn, batch_size)
+    if not np.isfinite(found).all():
+        raise ValueError(f"{np.isfinite(found).sum()} of the {len(found)} losses of "
+                         "the candidates are finite, so they have no order; give a "
+                         "model whose weights are finite")
+    return found.reshape(len(masked_texts), len(candidates))
 
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-candidates-as-written
 def as_written(texts: Sequence[str], tokenizer: Any, model: nn.Module) -> EncodedData:
@@ -450,7 +463,8 @@ def distance_allowed(
 # %% ../nbs/3_found/40_attacks.ipynb #attacks-allowed
 def allowed(guarantee: Guarantee) -> dict[str, float]:
     """What no membership attack exceeds, in the mean over runs: AUC,
-    and the true-positive rate at 1 %; @lem-allowed."""
+    and the true-positive rate of a test fixed before the run whose false-positive
+    rate is 1 %; @lem-allowed."""
     distance = distance_allowed(guarantee) if guarantee.private else 1.0
     return {"auc": (1 + distance) / 2, "tpr": guarantee.tpr(0.01)}
 

@@ -186,7 +186,7 @@ class Claimed:
 
     @property
     def kinds(self) -> list[str]:
-        "The bounds whose assumptions the plan meets, the strongest first."
+        "The bounds whose assumptions the plan meets, the one that assumes most first."
         return ["separation"] * (self.mu is not None) + ["threshold", "guesses"]
 
     def of_rates(self, true: float, false: float) -> float:
@@ -200,7 +200,7 @@ class Audit(Claimed):
 
     def lower_bound(
         self,
-        kind: str | None = None,  # of `kinds`; None: the strongest that applies
+        kind: str | None = None,  # of `kinds`; None: the first of them
         error: float = 0.05,      # probability that the bound is above the truth
     ) -> float:                   # on epsilon, at the run's delta
         "A lower bound on epsilon; @lem-guesses, @lem-mu-bounds."

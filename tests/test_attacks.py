@@ -128,6 +128,19 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
     assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69
 
 
+@pytest.mark.parametrize("online", [True, False])
+def test_the_error_of_lira_is_the_spread_over_runs(online):
+    generator = np.random.default_rng(4)
+    found = []
+    for seed in range(60):
+        coins = attacks.fair_coins(16, 200, seed)
+        confidences = generator.normal(0, 3, 200) + generator.normal(size=(16, 200)) + 0.3 * coins
+        found.append(attacks.lira(confidences, coins, online))
+    stated = math.sqrt(np.mean([its.standard_error**2 for its in found]))
+    # 60 runs know their spread to 9 %; both variances in full would be 1.3 to 1.4 times it
+    assert 0.8 < stated / np.std([its.auc for its in found], ddof=1) < 1.2
+
+
 def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():
     coins = attacks.fair_coins(8, 2000, seed=3)
     assert coins.sum(0).min() >= 2 and coins.sum(0).max() <= 6 and abs(coins.mean() - 0.5) < 0.02   # five standard errors
@@ -157,6 +170,8 @@ def test_taggers():
     assert attacks.names_in(text, attacks.one_of(NAMES)) == {NAMES[0]}
     assert attacks.names_in(text, attacks.capitalised) >= {NAMES[1] + "s", "Blue Spice"}
     assert attacks.names_in(text, lambda _: [(0, 3)]) == {"Ask"}         # any callable will do
+    signed = attacks.one_of([*NAMES, "Ada King Jr.", "'t Hooft"])
+    assert attacks.names_in(f"Ask Ada King Jr. or 't Hooft or {NAMES[0]}.", signed) == {"Ada King Jr.", "'t Hooft", NAMES[0]}
     with pytest.raises(ValueError, match="does not lie in its text"):
         attacks.names_in(text, lambda text: [(0, len(text) + 1)])
 
@@ -238,6 +253,15 @@ def test_what_cannot_be_ranked_is_refused(told, texts, candidates, answers, said
         attacks.exposure(told[2], told[0], texts, answers, candidates)
     with pytest.raises(ValueError, match=said):
         attacks.reconstruction(told[2], told[0], texts, candidates, answers)
+
+
+def test_a_language_model_that_is_not_finite_ranks_nothing(told):
+    broken = copy.deepcopy(told[1])
+    broken.transformer.ln_f.bias.data.fill_(math.nan)
+    for attack in (lambda: attacks.exposure(broken, told[0], TEXTS, NAMES[:4], NAMES),
+                   lambda: attacks.reconstruction(broken, told[0], TEXTS, NAMES, NAMES[:4])):
+        with pytest.raises(ValueError, match="0 of the 128 losses of the candidates are finite"):
+            attack()
 
 
 # What the guarantee allows

@@ -126,9 +126,16 @@ def test_the_best_attack_of_a_pair_reads_as_that_epsilon_and_no_more(epsilon, de
 
 
 @pytest.mark.parametrize("true, false, least", [
-    (0.5, 0.0, math.inf), (1.0, 0.5, math.inf), (1e-6, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 1.0, 0.0)])
+    (0.5, 0.0, math.inf), (1.0, 0.5, math.inf), (1e-6, 0.0, 0.0), (0.0, 0.0, 0.0), (1.0, 1.0, 0.0),
+    (0.0, 1.0, 0.0)])
 def test_rates_at_the_ends_mean_no_bound_or_none_needed(true, false, least):
     assert epsilon_of_rates(true, false, 1e-5) == least
+
+
+def test_scores_that_point_the_wrong_way_show_nothing():
+    coins = np.random.default_rng(0).random(400) < 0.5
+    found = Audit(-coins.astype(float), coins, 8.0, 1e-6, [SampledGaussian(1.0, 0.25, 20)])
+    assert found.lower_bound("threshold") == 0 and found.lower_bound("guesses") == 0
 
 
 def test_scores_without_noise_or_without_difference():

@@ -443,7 +443,7 @@ def test_a_plan_names_what_it_does_not_know(words, message):
 
 @pytest.mark.parametrize("words, message", [
     ({"width": 30}, "width 30"), ({"widths": (64, 33)}, "width 33"), ({"sides": (8,)}, "side 8"),
-    ({"rows": 0}, "at least 1"), ({"lengths": (8, 0)}, "at least 1"), ({"memory": 0}, "at least 1")])
+    ({"rows": 0}, "rows=0"), ({"lengths": (8, 0)}, "lengths=0"), ({"memory": 0}, "memory=0"), ({"depths": (0,)}, "depths=0")])
 def test_sizes_that_cannot_be(words, message):
     with pytest.raises(ValueError, match=message):
         Sizes(**words)
@@ -454,6 +454,7 @@ def test_a_plan_covers_every_part_and_puts_plain_first():
     assert {setting.part for setting in settings} == set(bench.PARTS)
     assert all(setting.who == ("plain", "dpft") and setting.trains == "full" for setting in settings)
     assert [setting.size for setting in settings if setting.part == "text"] == [64, 128, 256, 512, 1024]
+    assert plan_bench(parts=iter(bench.PARTS), who=iter(("dpft", "plain")), trains=iter(("full",))) == settings
 
 
 def test_marks_are_those_of_the_plan_and_judged_from_records():

@@ -130,7 +130,9 @@ def test_holm_lies_between_bonferroni_and_no_correction(values):
 
 
 def test_a_p_value_needs_two_seeds_and_a_spread():
-    assert p_value([0.1]) == 1.0 and p_value([0.1, 0.1]) == 0.0 and p_value([0.1, 0.1], 0.1) == 1.0 and p_value([0.1, -0.1]) == 1.0
+    assert p_value([0.1]) == 1.0 and p_value([0.1, -0.1]) == 1.0
+    alike = [4 / 360] * 5                                                        # differences of a metric that takes few values
+    assert p_value(alike) == p_value(alike, 0.1) == p_value([0.8 - 0.7, 0.9 - 0.8]) == 1.0 and verdict(alike).startswith("undecided")
 
 
 AHEAD = [0.02, 0.03, 0.025, 0.02, 0.03]

@@ -318,10 +318,10 @@ class Sizes:
     memory: int = 256 * 2**20  # bytes in which the largest batch must fit
 
     def __post_init__(self) -> None:
-        if min(*self.lengths, *self.sides, *self.depths, self.layers, self.rows,
-               self.repeats, self.memory, self.width, *self.widths) < 1:
-            raise ValueError("lengths, sides, rows, repeats, widths, layers and "
-                             "memory must be at least 1")
+        for name, given in vars(self).items():
+            least = min(given) if isinstance(given, tuple) else given
+            if least < 1:
+                raise ValueError(f"{name}={least} must be at least 1")
         if wrong := [width for width in (self.width, *self.widths) if width % 32]:
             raise ValueError(f"width {wrong[0]}: a width must be a multiple of 32")
         if min(self.sides) < 16:
@@ -340,6 +340,7 @@ def plan_bench(
 ) -> list[Setting]:
     """The settings of a run;
     ValueError names what there is no part, contender or way to train for."""
+    parts, who, trains = list(parts), list(who), list(trains)
     for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"),
                                (trains, TRAINS, "choice of what trains")):
         if wrong := [name for name in names if name not in known]:

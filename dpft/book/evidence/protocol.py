@@ -384,12 +384,11 @@ def holm(
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-p
 def p_value(differences: list[float], margin: float = 0.0) -> float:
     """Two-sided, of a mean difference equal to the margin;
-    1 where there are fewer than two."""
+    1 where there are fewer than two, or where they are all alike,
+    for then nothing is known of their spread."""
     from scipy.stats import ttest_1samp
-    if len(differences) < 2:
+    if len(differences) < 2 or max(differences) - min(differences) < 1e-9:  # rounding
         return 1.0
-    if len(set(differences)) == 1:
-        return float(differences[0] == margin)
     return float(ttest_1samp(differences, margin).pvalue)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-comparison
