@@ -340,7 +340,7 @@ def plan_bench(
 ) -> list[Setting]:
     """The settings of a run;
     ValueError names what there is no part, contender or way to train for."""
-    parts, who, trains = list(parts), list(who), list(trains)
+    parts, who, trains = tuple(parts), tuple(who), tuple(trains)
     for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"),
                                (trains, TRAINS, "choice of what trains")):
         if wrong := [name for name in names if name not in known]:
