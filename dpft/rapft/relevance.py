@@ -330,10 +330,9 @@ def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
     if not batch_rows(batch):
         return
     lengths = []
-    for count in (1, 2):
+    for rows in (torch.tensor([0]), torch.tensor([0, 0])):
         with met() as found:
-            per_example_losses(
-                model, loss_fn, select_rows(batch, torch.zeros(count, dtype=torch.long)))
+            per_example_losses(model, loss_fn, select_rows(batch, rows))
         lengths.append(found)
     one, two = lengths
     if two != [2 * rows for rows in one]:
@@ -366,7 +365,7 @@ def clipped_groups(
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-maps
 def map_norms(taken: Gradients, name: str, value: Tensor) -> Tensor:
-    "(B,) norms of one parameter's maps, raised by what rounding may add; @lem-rounding."
+    "(B,) norms of one parameter's maps, with what rounding may add; @lem-rounding."
     one, norms = taken.kept.one(name), taken.square_norms(name, mask=value).sqrt()
     if not one.uses or not value.numel():
         return norms
