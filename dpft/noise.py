@@ -116,7 +116,7 @@ def box_muller(
     radius, angle, spare = room[:len(bits) * 3 // 2].chunk(3)
     for half, integers in zip((radius, angle),
                               torch.from_numpy(bits.view("<i8")).chunk(2), strict=True):
-        half.copy_(integers).add_(0.5).mul_(2.0**-53)         # in (0, 1)
+        half.copy_(integers).add_(0.5).mul_(2.0**-53)         # in (0, 1]
     radius.log_().mul_(-2).sqrt_().mul_(std)
     torch.cos(angle.mul_(2 * math.pi), out=spare)
     angle.sin_().mul_(radius)
