@@ -226,7 +226,8 @@ def states_of(callbacks: Callbacks) -> str:
         return ""
     kept = [one.state()["attributes"] if hasattr(one, "from_state") else {}
             for one in callbacks.made]
-    return json.dumps({"best": callbacks.state.best_metric, "attributes": kept})
+    return json.dumps({"best": callbacks.state.best_metric, "attributes": kept},
+                      default=lambda value: value.item())   # numbers of NumPy's
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-put-states
 def put_states(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .baselines import Full, LastLayer, Trainable, masked_block
 from .gradients import Block, members, trainable
-from .method import Context, Method, NotRunning
+from .method import Context, Method, NotRunning, said_of
 from .models import fresh_head
 from .privacy import Request
 
@@ -107,7 +107,7 @@ def flattened(
     for number, part in enumerate(parts):
         if not isinstance(part, Method):
             hint = f"; write {part.__name__}()" if isinstance(part, type) else ""
-            problem: str | None = f"Chain takes methods, and {part!r} is none{hint}"
+            problem: str | None = f"Chain takes methods, and {said_of(part)} is none{hint}"
         else:
             problem = refusal(part, parts[:number])
         if problem:
@@ -324,7 +324,8 @@ def check_phases(first: Any, epochs: float | None, second: Any, steps: int | Non
     for method in (first, second):
         if not isinstance(method, Method):
             hint = "; write it with ()" if isinstance(method, type) else ""
-            raise ValueError(f"Then takes two methods, and {method!r} is none{hint}")
+            raise ValueError(f"Then takes two methods, and {said_of(method)} is none"
+                             f"{hint}")
     if isinstance(second, Trainable):
         raise ValueError("Trainable trains what requires a gradient when the run "
                          "begins, so in Then it can only be the first phase")

@@ -26,7 +26,7 @@ from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
 from .losses import chosen_loss, task_of
-from .method import Access, Context, Method, check_method, noted
+from .method import Access, Context, Method, check_method, noted, said_of
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
@@ -100,7 +100,7 @@ def check_input(
     "ValueError for a model and data that cannot go through a run together."
     check_whole(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r}: pass a module")
+        raise TypeError(f"model={said_of(model)}: pass a module")
     check_method(method)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)

@@ -10,7 +10,7 @@ __all__ = ['is_due', 'number_of_scores', 'noise_of_scores', 'PaidScore', 'paid_s
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-imports
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +131,11 @@ def scored(
 ) -> dict[str, float]:
     "What a function of the user's returns, or the measure that fits the data."
     if callable(data):
-        return data(model)
+        found = data(model)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"the function returned a {type(found).__name__}; return "
+                            "numbers by their names, such as {'f1': 0.9}")
+        return {str(name): float(value) for name, value in found.items()}
     measure = measure_for(model, data)
     return {measure.name: measure(model, data)}
 
@@ -226,9 +230,7 @@ def note_look(evaluation: Evaluation) -> None:
     elif evaluation.paid:
         fact = f"the size of the private development set, {len(given.data)}"
     else:
-        own = callable(given)
-        source = ("a function of the user's" if own
-                  else f"{len(evaluation.data)} examples")
+        source = "a function of the user's" if callable(given) else "examples"
         return engine.note_uncharged(f"scores on {source}, unless they are public")
     if fact not in engine.assumed_public:
         engine.assumed_public.append(fact)

@@ -27,10 +27,10 @@ from .processes import whole
 from .settings import Reading, Settings, package_of, parts_of
 
 # %% auto #0
-__all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows',
-           'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data',
-           'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left',
-           'content_of', 'names_by_group', 'facts_of', 'record_of']
+__all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'is_words', 'shared_rows',
+           'check_disjoint_rows', 'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity',
+           'known_of', 'plain_data', 'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of',
+           'rewritten', 'is_as_left', 'content_of', 'names_by_group', 'facts_of', 'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -157,6 +157,11 @@ def _numbers(value: Any) -> np.ndarray:
     value = value.double() if isinstance(value, Tensor) else value
     return np.ravel(np.asarray(value, dtype=np.float64))
 
+def is_words(value: Any) -> bool:
+    "Whether a value is a list of texts, such as the words of a sentence."
+    return (isinstance(value, (list, tuple)) and len(value) > 0
+            and all(isinstance(word, str) for word in value))
+
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
     if not isinstance(item, Mapping):
@@ -166,15 +171,20 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
     spoken = {f"{name} {turn} {part}": str(said[part]) for name, value in item.items()
               if is_chat(value) for turn, said in enumerate(value)
               for part in ("content", "role")}
-    texts = [value.strip() for _, value in sorted((item | spoken).items())
-             if isinstance(value, str)]
+    texts = [value.strip() if isinstance(value, str) else [*map(str, value)]
+             for _, value in sorted((item | spoken).items())
+             if isinstance(value, str) or is_words(value)]
     if texts:
         return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
     if "input_ids" in item:
         tokens = torch.as_tensor(item["input_ids"])
         real = torch.as_tensor(item.get("attention_mask", torch.ones_like(tokens))) > 0
         return "tokens", hash_of(tokens[real].long().numpy())
-    values = [_numbers(value) for _, value in sorted(item.items())]
+    try:
+        values = [_numbers(value) for _, value in sorted(item.items())]
+    except (TypeError, ValueError):    # such as dates
+        texts = [str(value) for _, value in sorted(item.items())]
+        return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
     return "numbers", hash_of(np.concatenate(values).astype(np.float32))
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-shared-rows

@@ -218,7 +218,8 @@ def problem_of(
     if task_of(model) == "classification":
         return getattr(config, "problem_type", None) or (
             NUMBERS if scores.shape[1] == 1 else SINGLE if integers else SEVERAL)
-    known = scores.ndim == 2 and labels.shape == scores.shape[:1] and integers
+    several = scores.ndim == 2 and scores.shape[1] > 1
+    known = several and labels.shape == scores.shape[:1] and integers
     return SINGLE if known else None
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-label-losses

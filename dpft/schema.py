@@ -18,7 +18,7 @@ from .datasets import (
 
 # %% auto #0
 __all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema', 'Labels',
-           'read_labels', 'check_stray', 'Tags', 'read_tags']
+           'read_labels', 'check_names_of_classes', 'check_stray', 'Tags', 'read_tags']
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-schema
 @dataclass(frozen=True)
@@ -270,6 +270,7 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
                              "of classes")
     found = torch.tensor([names.index(text) for text in values])
     if not known:
+        check_names_of_classes(found, name)
         check_stray(found)
     return Labels(found, tuple(names), not known or counted)
 
@@ -314,6 +315,17 @@ def _fractions(values: Sequence[Any], name: str,
                      "or give a model with one output for a regression")
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-stray
+def check_names_of_classes(
+    labels: Tensor,  # (N,) class numbers
+    name: str,       # of their column
+) -> None:
+    "ValueError where most texts stand in one row alone: no class names to publish."
+    counts = torch.bincount(labels)
+    if len(counts) > 10 and int((counts == 1).sum()) > len(counts) / 2:
+        raise ValueError(f"column {name!r} holds {len(counts)} different texts, most of "
+                         "them in one row, and class names are published; give the "
+                         "list of classes, or name prompt and completion with columns=")
+
 def check_stray(
     labels: Tensor,  # (N,) class numbers
 ) -> None:

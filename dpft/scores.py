@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .datasets import Public, as_dataset, is_missing
 from .identity import fingerprint
 from .losses import answers, evaluation_batches, measure_for
-from .noise import Keystream, perturbed_on_grid
+from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
 from .sampling import check_kinds
 
@@ -145,7 +145,9 @@ def noisy_accuracy(
     std = float(noise_multiplier * most)
     place = ("score", *context, fingerprint(data), repr(std))
     digest = keystream.digest(right, *place)
-    return float(perturbed_on_grid(right, std, keystream, *place, digest)) / len(data)
+    noise = std * keystream.secure_normal((1,), "noise", *place, digest)
+    # a grid that holds all whole numbers, however many rows there are
+    return float(right + on_grid(noise, max(grid_step(std).item(), 2.0**-20))) / len(data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
 def _plain(data: Any, run: Run) -> float:

@@ -21,8 +21,8 @@ from .privacy import (
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
-           'selection_epsilon', 'Price', 'repeated', 'price', 'trial_noise', 'Charge', 'settle', 'chosen_by',
-           'TunedGuarantee']
+           'selection_epsilon', 'Price', 'repeated', 'price', 'check_charge', 'trial_noise', 'Charge', 'settle',
+           'chosen_by', 'TunedGuarantee']
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-law-names
 # the shape eta; infinite: Poisson, the limit
@@ -240,6 +240,11 @@ def price(
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-settle
 CHARGES = ("cheapest", "composition", "selection", "none")
 
+def check_charge(charge: str) -> None:
+    "ValueError for a way to account for a search that there is not."
+    if charge not in CHARGES:
+        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES)}")
+
 # %% ../nbs/5_notes/83_selection.ipynb #selection-trial-noise
 def trial_noise(
     target_epsilon: float,   # for the whole search
@@ -253,6 +258,7 @@ def trial_noise(
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
     "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
+    check_charge(charge)
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,

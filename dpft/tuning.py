@@ -34,7 +34,7 @@ from .provenance import restate
 from .sampling import units_of
 from .scores import NoisyAccuracy, apart, check_measure, scorer
 from .selection import (
-    CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
+    Charge, Price, TunedGuarantee, check_charge, price, repeated, settle, trial_noise)
 from .settings import Settings
 
 # %% auto #0
@@ -149,8 +149,7 @@ def check_kind(
     if trials < 2:
         raise ValueError(f"trials={trials}: a search has at least 2; for one, "
                          "call fine_tune")
-    if charge not in CHARGES:
-        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES)}")
+    check_charge(charge)
     if proposes and charge in ("selection", "cheapest"):
         raise ValueError("a function that proposes settings makes trials depend "
                          "on each other; use charge='composition'")
@@ -335,8 +334,7 @@ def what_scored(
         return f"the data that chose among the trials ({score.source})", True
     if isinstance(score, NoisyAccuracy):
         return f"the size of the private development set, {len(score.data)}", True
-    source = ("by a function of the user's" if callable(score)
-              else f"on {len(score)} examples")
+    source = "by a function of the user's" if callable(score) else "on examples"
     return (f"the scores that chose among the trials, {source}, unless they are public",
             False)
 

@@ -373,7 +373,7 @@ def test_without_charge_the_guarantee_says_so(digits):
     public = search(digits, "composition", score=Public(digits.dev, "elsewhere"))
     assert not public.guarantee.uncharged and any("(elsewhere)" in fact for fact in public.guarantee.assumed_public)
     assert search(digits, "composition", score=digits.dev).guarantee.uncharged == \
-        ["the scores that chose among the trials, on 360 examples, unless they are public"]
+        ["the scores that chose among the trials, on examples, unless they are public"]
     plain = search(digits, "none", epsilon=math.inf, score=digits.dev)
     assert plain.price is None and math.isinf(plain.run.epsilon)
 

@@ -22,7 +22,7 @@ from ..baselines import offered
 from ..composition import Then
 from ..datasets import Public
 from ..gradients import Block, Partition, batch_rows, full, members, trainable
-from ..method import Context, Method
+from ..method import Context, Method, said_of
 from ..models import fresh_head
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_choices, relevance_mask
@@ -114,8 +114,8 @@ def check_source(relevance_data: Any, share: float | None,
     private, paper = relevance_data == "private", relevance_data == "paper"
     if not (isinstance(relevance_data, Public) or private or paper
             or relevance_data == "random"):
-        raise ValueError(f"relevance_data={relevance_data!r}: choose Public(data, "
-                         'source), "private", "random", or "paper"')
+        raise ValueError(f"relevance_data={said_of(relevance_data)}: choose "
+                         'Public(data, source), "private", "random", or "paper"')
     if private and share is None:
         raise ValueError(
             'relevance_data="private" needs share, the part of epsilon that '

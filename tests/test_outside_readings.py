@@ -1,0 +1,90 @@
+"""What outside readings found: texts that would be published, scores of the wrong thing, and errors that quote rows."""
+
+import datetime
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpft import BiTFiT, Engine, Full, RapFT, Then, fine_tune
+from dpft.callbacks import states_of
+from dpft.composition import Chain
+from dpft.evaluation import scored
+from dpft.identity import repeated_rows, shared_rows
+from dpft.losses import problem_of
+from dpft.noise import Keystream
+from dpft.schema import read_labels
+from dpft.scores import noisy_accuracy
+from dpft.selection import settle, trial_noise
+
+ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]
+KNOBS = dict(epsilon=8.0, progress=False, accountant="rdp", steps=1)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: Engine(ROWS, None, Full(), nn.Linear(2, 2), epsilon=8.0), lambda: fine_tune(nn.Linear(2, 2), Full(), ROWS, **KNOBS),
+    lambda: RapFT(BiTFiT(), relevance_data=ROWS), lambda: Chain(Full(), ROWS), lambda: Then(Full(), 1, ROWS)])
+def test_an_argument_in_the_wrong_place_is_told_by_its_type_and_not_by_its_rows(call):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert "a list" in str(error.value) and "Ann" not in str(error.value)
+
+
+def test_texts_that_stand_alone_are_no_names_of_classes():
+    with pytest.raises(ValueError, match="20 different texts, most of them in one row, and class names are published") as error:
+        read_labels([f"Ann Smith {row} has it" for row in range(20)], "target")
+    assert "Ann" not in str(error.value)
+    assert len(read_labels([f"place {row % 20}" for row in range(60)], "target").classes) == 20
+
+
+@pytest.mark.parametrize("price", [
+    lambda: trial_noise(2.0, 1e-5, 0.01, 100, 16, "compositon", accountant="rdp"),
+    lambda: settle(2.0, 1e-5, 0.01, 100, 16, 16, "compositon", accountant="rdp")])
+def test_a_misspelt_way_to_account_for_a_search_is_refused(price):
+    with pytest.raises(ValueError, match="charge='compositon': choose cheapest, composition, selection, none"):
+        price()
+
+
+def test_the_size_of_an_evaluation_set_is_in_no_guarantee():
+    rows, scored_on = (TensorDataset(torch.randn(size, 4), torch.arange(size) % 2) for size in (40, 34))
+    run = fine_tune(nn.Linear(4, 2), rows, Full(), evaluate=scored_on, **KNOBS)
+    assert "34" not in " ".join(run.guarantee.uncharged) and "scores on examples, unless they are public" in run.guarantee.uncharged
+
+
+def test_a_model_of_one_output_is_not_scored_as_if_it_had_classes():
+    labels = torch.tensor([0, 1, 1])
+    assert problem_of(nn.Linear(4, 1), torch.zeros(3, 1), labels) is None
+    assert problem_of(nn.Linear(4, 2), torch.zeros(3, 2), labels) == "single_label_classification"
+
+
+def test_rows_of_words_and_of_dates_are_compared():
+    words = [{"tokens": ["Ann", "left"], "tags": ["B", "O"]}, {"tokens": ["he", "stays"], "tags": ["O", "O"]}]
+    assert repeated_rows([*words, words[0]]) and not repeated_rows(words) and shared_rows(words[1:], words) == [0]
+    days = [{"day": datetime.date(2026, 1, 1), "size": 1.0}, {"day": datetime.date(2026, 1, 2), "size": 1.0}]
+    assert repeated_rows([*days, days[1]]) and not repeated_rows(days)
+
+
+def test_scores_are_numbers_by_their_names():
+    assert scored(None, lambda model: {"f1": torch.tensor(0.5), "n": np.float32(2)}) == {"f1": 0.5, "n": 2.0}
+    with pytest.raises(TypeError, match="the function returned a float; return numbers by their names"):
+        scored(None, lambda model: 0.5)
+
+
+def test_what_a_callback_keeps_may_be_a_number_of_numpys():
+    kept = SimpleNamespace(from_state=None, state=lambda: {"attributes": {"best": np.float32(0.5)}})
+    state = SimpleNamespace(made=[kept], state=SimpleNamespace(best_metric=None))
+    assert json.loads(states_of(state)) == {"best": None, "attributes": [{"best": 0.5}]}
+
+
+def test_a_paid_score_holds_any_count():
+    "A grid as fine as the noise would end at 4,096 for a tenth of an answer's noise."
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+        model.bias.zero_()
+    rows = TensorDataset(torch.eye(2).repeat(5000, 1), torch.arange(10000) % 2)
+    assert noisy_accuracy(model, rows, 0.01, Keystream(0), 0) == pytest.approx(1.0, abs=1e-4)
