@@ -269,8 +269,9 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
                              f"the {len(known)} classes; correct it, or give the list "
                              "of classes")
     found = torch.tensor([names.index(text) for text in values])
-    if not known:
+    if not known and not numerals:
         check_names_of_classes(found, name)
+    if not known:
         check_stray(found)
     return Labels(found, tuple(names), not known or counted)
 
