@@ -335,7 +335,8 @@ def set_budget(
     reason: str,
     who: str | None, # for the record
 ) -> Budget:         # at the order at which it is held
-    "Hold all runs, begun and to come, to one total; @thm-filter, if nothing is out yet."
+    """Hold all runs, begun and to come, to one total; @thm-filter, as long as nothing
+    is out."""
     old = budgets.current
     order = order or (old.order if old else 0.0)
     budget = budgets.held(Budget(epsilon, delta, order, reason))

@@ -107,7 +107,8 @@ def flattened(
     for number, part in enumerate(parts):
         if not isinstance(part, Method):
             hint = f"; write {part.__name__}()" if isinstance(part, type) else ""
-            problem: str | None = f"Chain takes methods, and {said_of(part)} is none{hint}"
+            problem: str | None = (
+                f"Chain takes methods, and {said_of(part)} is none{hint}")
         else:
             problem = refusal(part, parts[:number])
         if problem:

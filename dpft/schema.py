@@ -323,8 +323,8 @@ def check_names_of_classes(
     "ValueError where most texts stand in one row alone: no class names to publish."
     counts = torch.bincount(labels)
     if len(counts) > 10 and int((counts == 1).sum()) > len(counts) / 2:
-        raise ValueError(f"column {name!r} holds {len(counts)} different texts, most of "
-                         "them in one row, and class names are published; give the "
+        raise ValueError(f"column {name!r} holds {len(counts)} different texts, most "
+                         "of them in one row, and class names are published; give the "
                          "list of classes, or name prompt and completion with columns=")
 
 def check_stray(

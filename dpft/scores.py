@@ -147,7 +147,8 @@ def noisy_accuracy(
     digest = keystream.digest(right, *place)
     noise = std * keystream.secure_normal((1,), "noise", *place, digest)
     # a grid that holds all whole numbers, however many rows there are
-    return float(right + on_grid(noise, max(grid_step(std).item(), 2.0**-20))) / len(data)
+    step = max(grid_step(std).item(), 2.0**-20)
+    return float(right + on_grid(noise, step)) / len(data)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-kinds
 def _plain(data: Any, run: Run) -> float:
