@@ -203,6 +203,16 @@ def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
         measure_for(model, list(zip(x, labels, strict=True)))
 
 
+def test_one_score_a_row_is_no_choice_among_classes():
+    model, data = nn.Linear(2, 1), [(torch.zeros(2), 0), (torch.ones(2), 1)]
+    with pytest.raises(ValueError, match="pass loss_fn="):
+        example_losses(model, (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
+    with pytest.raises(ValueError, match="nothing says how Linear is to be scored"):
+        measure_for(model, data)
+    with pytest.raises(ValueError, match="are not classes"):
+        accuracy(model, data)
+
+
 @pytest.mark.parametrize("parts", [1, 3, 4])
 def test_of_items_without_names_only_pairs_say_their_labels(parts):
     model = made(hf.BertForTokenClassification, hf.BertConfig, **SMALL, num_labels=3)
