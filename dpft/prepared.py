@@ -230,8 +230,13 @@ def _check_classes(ready: Prepared, task: Task) -> None:
                          f"{', '.join(own)} and {', '.join(task.classes)}; give the "
                          "data in the model's order: "
                          "dpft.prepared.as_task(rows, classes=[...])")
-    if named and named != [str(number) for number in range(len(named))]:
-        name_classes(ready.model, named)
+    if not named or named == [str(number) for number in range(len(named))]:
+        return
+    if isinstance(own, list) and own != named:
+        raise ValueError(f"the model's classes, {', '.join(own)}, are not the data's, "
+                         f"{', '.join(named)}; rename the data's, or put the data's "
+                         "names in model.config.id2label before training")
+    name_classes(ready.model, named)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-outputs
 def check_outputs(

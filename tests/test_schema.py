@@ -753,6 +753,18 @@ def test_names_of_classes_have_the_numbers_that_the_model_gives_them(tokenizer):
         prepare(bert(["positive", "negative"]), as_task(data), tokenizer)
 
 
+@pytest.mark.parametrize("own, named", [(["NEGATIVE", "POSITIVE"], ["positive", "negative"]), (["neg", "neu", "pos"], ["neg", "pos"]),
+                                        (["neg", "pos"], ["sports", "tech"])])
+def test_classes_that_a_model_and_the_data_name_differently_are_refused(own, named, tokenizer):
+    "The saved model would answer with its own names for the data's classes."
+    features = Features({"text": Value("string"), "label": ClassLabel(names=named)})
+    data = Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, 1, 0]}, features=features)
+    with pytest.raises(ValueError, match="are not the data's.*id2label"):
+        prepare(bert(own), data, tokenizer)
+    assert prepare(bert(named), data, tokenizer).classes == tuple(named)
+    assert prepare(bert(own), table(text=["a", "b", "c"], label=[0, 1, 0]), tokenizer).train.labels.tolist() == [0, 1, 0]
+
+
 def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, tmp_path):
     "Transformers' pipeline then answers with them; a checkpoint's own names stay, and another order is refused."
     from transformers import AutoConfig
