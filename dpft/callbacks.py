@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'UNCALLED', 'shown_settings', 'Arguments', 'arguments_of', 'has_own', 'checked_callbacks', 'noisy_norm',
-           'Callbacks', 'call', 'left_out', 'first_state', 'tell_scores', 'states_of', 'put_states']
+           'Callbacks', 'call', 'left_out', 'first_state', 'tell_scores', 'states_of', 'attributes_of', 'put_states']
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-imports
 import json
@@ -224,10 +224,19 @@ def states_of(callbacks: Callbacks) -> str:
     "What stateful callbacks want to keep, in their order, as JSON."
     if not callbacks.made:
         return ""
-    kept = [one.state()["attributes"] if hasattr(one, "from_state") else {}
-            for one in callbacks.made]
-    return json.dumps({"best": callbacks.state.best_metric, "attributes": kept},
-                      default=lambda value: value.item())   # numbers of NumPy's
+    kept = [attributes_of(callbacks, one) for one in callbacks.made]
+    return json.dumps({"best": callbacks.state.best_metric, "attributes": kept})
+
+def attributes_of(callbacks: Callbacks, one: Any) -> dict[str, Any]:
+    "What one callback wants to keep, as JSON has it; nothing where that fails."
+    if not hasattr(one, "from_state"):
+        return {}
+    try:
+        return dict(json.loads(json.dumps(one.state()["attributes"], default=float)))
+    except Exception as error:
+        if one in callbacks.heard:
+            left_out(callbacks, one, "state", error)
+        return {}
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-put-states
 def put_states(

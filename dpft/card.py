@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dpft.guarantee import Guarantee
 
 # %% auto #0
-__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'rounded_up', 'claim', 'cautions', 'meaning',
-           'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load']
+__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'claim', 'cautions',
+           'meaning', 'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ class Statement:
     side_channels: str = "" # what timing, memory or failures may have shown
     retention: str = ""    # how long data, ledger and checkpoints are kept
     author: str = ""       # who ran it, when, and how to reach them
+
+
+def check_statement(
+    given: Any,  # the `statement=` of a run
+) -> None:
+    "TypeError for anything but a `Statement`, before anything is charged."
+    if not isinstance(given, Statement | None):
+        raise TypeError(f"statement= takes a Statement and not a {type(given).__name__}"
+                        "; make one with dpft.guarantee.Statement(author=..., ...)")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-questions-of
 QUESTIONS = {

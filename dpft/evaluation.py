@@ -129,13 +129,11 @@ def scored(
     model: nn.Module,
     data: Any, # a function of the model, or data of the training data's form
 ) -> dict[str, float]:
-    "What a function of the user's returns, or the measure that fits the data."
+    "The numbers that a function of the user's returns, or the measure of the data."
     if callable(data):
         found = data(model)
-        if not isinstance(found, Mapping):
-            raise TypeError(f"the function returned a {type(found).__name__}; return "
-                            "numbers by their names, such as {'f1': 0.9}")
-        return {str(name): float(value) for name, value in found.items()}
+        named = found if isinstance(found, Mapping) else {"score": found}
+        return {str(name): float(value) for name, value in named.items()}
     measure = measure_for(model, data)
     return {measure.name: measure(model, data)}
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
-from .card import how_to_load
+from .card import check_statement, how_to_load
 from .datasets import Task
 from .engine import Engine, close_account
 from .evaluation import (
@@ -202,6 +202,7 @@ def checked_before(
         check_target(settings.output, settings.overwrite, ledger=settings.ledger,
                      checkpoint=settings.checkpoint)
     check_rates(settings)
+    check_statement(settings.statement)
     rows = train.train if isinstance(train, Task) else train
     scored_on = checked_evaluation(settings, rows)
     return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)

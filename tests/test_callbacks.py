@@ -7,6 +7,7 @@ import types
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from test_processes import Ranks
@@ -355,6 +356,45 @@ def test_an_evaluation_that_fails_in_a_run_does_not_end_it():
     with pytest.warns(UserWarning, match="the run goes on, but evaluate= failed"):
         run = tuned(evaluate=broken, evaluate_every=2)
     assert run.scores == {} and sum("learning_rate" in entry for entry in run.history) == 6
+
+
+@pytest.mark.parametrize("found, scores", [
+    (0.5, {"score": 0.5}), (torch.tensor(0.5), {"score": 0.5}), ({"f1": torch.tensor(0.5), "rows": 3}, {"f1": 0.5, "rows": 3.0}), ({}, {})])
+def test_what_a_function_returns_is_kept_as_numbers_by_name(tmp_path, found, scores):
+    "Callbacks, checkpoints and the saved run take nothing else."
+    run = tuned(evaluate=lambda model: found, evaluate_every=2, callbacks=[Recorder()], checkpoint=tmp_path / "state", checkpoint_every=2,
+                output=tmp_path / "saved")
+    assert run.scores == scores and all(type(value) is float for value in run.scores.values())
+
+
+@pytest.mark.parametrize("found", [None, "good", {"f1": "good"}, [0.1, 0.2]])
+def test_what_is_no_score_ends_no_run(tmp_path, found):
+    with pytest.warns(UserWarning, match="evaluate= failed"):
+        run = tuned(evaluate=lambda model: found, evaluate_every=2, callbacks=[Recorder()], checkpoint=tmp_path)
+    assert run.scores == {}
+
+
+@pytest.mark.parametrize("kept, warned", [(np.float32(0.5), False), (object(), True)])
+def test_a_callback_whose_state_cannot_be_kept_ends_no_run(tmp_path, kept, warned):
+    class Keeper(Recorder):
+        def state(self):
+            return {"args": {}, "attributes": {"kept": kept}}
+
+        @classmethod
+        def from_state(cls, state):
+            return cls()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = tuned(callbacks=[Keeper()], checkpoint=tmp_path, checkpoint_every=2)
+    assert any("Keeper.state failed" in str(one.message) for one in told) == warned
+    assert sum("learning_rate" in entry for entry in run.history) == 6
+
+
+def test_a_statement_of_another_type_is_refused_before_anything_is_charged(tmp_path):
+    with pytest.raises(TypeError, match="statement= takes a Statement and not a dict"):
+        tuned(statement={"author": "me"}, ledger=tmp_path / "book")
+    assert not (tmp_path / "book").exists()
 
 
 def test_a_noisy_accuracy_counts_rows_whatever_their_labels():

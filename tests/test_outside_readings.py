@@ -1,8 +1,6 @@
 """What outside readings found: texts that would be published, scores of the wrong thing, and errors that quote rows."""
 
 import datetime
-import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import BiTFiT, Engine, Full, RapFT, Then, fine_tune
-from dpft.callbacks import states_of
 from dpft.composition import Chain
 from dpft.evaluation import scored
 from dpft.identity import repeated_rows, shared_rows
@@ -70,14 +67,7 @@ def test_rows_of_words_and_of_dates_are_compared():
 
 def test_scores_are_numbers_by_their_names():
     assert scored(None, lambda model: {"f1": torch.tensor(0.5), "n": np.float32(2)}) == {"f1": 0.5, "n": 2.0}
-    with pytest.raises(TypeError, match="the function returned a float; return numbers by their names"):
-        scored(None, lambda model: 0.5)
-
-
-def test_what_a_callback_keeps_may_be_a_number_of_numpys():
-    kept = SimpleNamespace(from_state=None, state=lambda: {"attributes": {"best": np.float32(0.5)}})
-    state = SimpleNamespace(made=[kept], state=SimpleNamespace(best_metric=None))
-    assert json.loads(states_of(state)) == {"best": None, "attributes": [{"best": 0.5}]}
+    assert scored(None, lambda model: 0.5) == {"score": 0.5}
 
 
 def test_a_paid_score_holds_any_count():
