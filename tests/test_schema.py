@@ -759,7 +759,7 @@ def test_classes_that_a_model_and_the_data_name_differently_are_refused(own, nam
     "The saved model would answer with its own names for the data's classes."
     features = Features({"text": Value("string"), "label": ClassLabel(names=named)})
     data = Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, 1, 0]}, features=features)
-    with pytest.raises(ValueError, match="are not the data's.*id2label"):
+    with pytest.raises(ValueError, match=r"are not the data's.*id2label"):
         prepare(bert(own), data, tokenizer)
     assert prepare(bert(named), data, tokenizer).classes == tuple(named)
     assert prepare(bert(own), table(text=["a", "b", "c"], label=[0, 1, 0]), tokenizer).train.labels.tolist() == [0, 1, 0]
