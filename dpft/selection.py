@@ -240,10 +240,10 @@ def price(
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-settle
 CHARGES = ("cheapest", "composition", "selection", "none")
 
-def check_charge(charge: str) -> None:
+def check_charge(charge: str, ways: Sequence[str] = CHARGES) -> None:
     "ValueError for a way to account for a search that there is not."
-    if charge not in CHARGES:
-        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES)}")
+    if charge not in ways:
+        raise ValueError(f"charge={charge!r}: choose {', '.join(ways)}")
 
 # %% ../nbs/5_notes/83_selection.ipynb #selection-trial-noise
 def trial_noise(
@@ -258,7 +258,7 @@ def trial_noise(
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
     "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
-    check_charge(charge)
+    check_charge(charge, CHARGES[1:])    # the cheapest is for `settle` to find
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,

@@ -38,11 +38,16 @@ def test_texts_that_stand_alone_are_no_names_of_classes():
     assert len(read_labels([f"place {row % 20}" for row in range(60)], "target").classes) == 20
 
 
+def test_the_cheapest_way_is_found_before_its_noise_is_asked_for():
+    with pytest.raises(ValueError, match="charge='cheapest': choose composition"):
+        trial_noise(2.0, 1e-5, 0.01, 100, 16, "cheapest", accountant="rdp")
+
+
 @pytest.mark.parametrize("price", [
     lambda: trial_noise(2.0, 1e-5, 0.01, 100, 16, "compositon", accountant="rdp"),
     lambda: settle(2.0, 1e-5, 0.01, 100, 16, 16, "compositon", accountant="rdp")])
 def test_a_misspelt_way_to_account_for_a_search_is_refused(price):
-    with pytest.raises(ValueError, match="charge='compositon': choose cheapest, composition, selection, none"):
+    with pytest.raises(ValueError, match="charge='compositon': choose composition, selection, none"):
         price()
 
 
