@@ -22,11 +22,11 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS',
            'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder',
            'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators',
            'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
-           'same_losses_in_all_settings', 'repadded', 'Coupling', 'batch_shape', 'padded_length', 'looked_at',
-           'check_uncoupled', 'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows',
-           'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole',
-           'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again',
-           'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length',
+           'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged',
+           'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting',
+           'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
+           'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -1999,6 +1999,8 @@ class Coupling:
         if not self.due(batch):
             return False
         with nothing_hidden(self.model, self.loss_fn):
+            if not self.shapes:
+                check_followed(self.model, self.loss_fn, batch)
             same_losses_in_all_settings(self.model, self.loss_fn, batch,
                                         looked_at(batch), recollate, self.longest,
                                         VALUES[len(self.shapes) % len(VALUES)])
@@ -2024,6 +2026,17 @@ class Coupling:
         self.longest = max(self.longest, padded_length(batch) or 0)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-looked
+def check_followed(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
+    "ValueError for losses from which no gradient comes back, though something trains."
+    few = select_rows(batch, torch.tensor(looked_at(batch)))
+    with torch.enable_grad():
+        losses = per_example_losses(model, loss_fn, few)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if trains and not losses.requires_grad:
+        raise ValueError("the losses have no gradient, so nothing would be learnt but "
+                         "the noise; compute them in loss_fn from the model's scores "
+                         "without detach(), no_grad() or argmax")
+
 def batch_shape(batch: Batch) -> Hashable:
     """What the batches of one shape have in common:
     everything but the number of examples."""

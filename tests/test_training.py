@@ -448,6 +448,16 @@ def tune(model=None, data=None, **settings):
     return dpft.fine_tune(model or net(), data or toy(), settings.pop("method", dpft.Full()), **settings)
 
 
+@pytest.mark.parametrize("losses", [lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).detach(), b[1], reduction="none"),
+                                    lambda m, b: (m(b[0]).argmax(1) != b[1]).float()], ids=["detached", "counted"])
+def test_losses_without_a_gradient_are_refused_before_anything_is_charged(losses, tmp_path):
+    "All steps were charged, and the model walked after the noise."
+    with pytest.raises(ValueError, match="losses have no gradient"):
+        tune(loss_fn=losses, ledger=tmp_path / "book")
+    with dpft.Ledger(tmp_path / "book") as ledger:
+        assert not any(ledger.spent(name) for name in ledger.runs())
+
+
 def test_fine_tune_learns_and_reports():
     run = tune(data=toy(400), epsilon=8.0, steps=60, batch_size=100, learning_rate=0.05, evaluate=toy(200, seed=1), show_loss=True)
     assert run.scores["accuracy"] > 0.65       # forty starts, data sets and seeds: 0.90 with a spread of 0.03; chance is 0.33
