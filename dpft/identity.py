@@ -24,13 +24,14 @@ from .datasets import (
     made_on_the_fly, names_a_row)
 from .gradients import full
 from .processes import whole
+from .schema import TAGS, WORDS, kind_of
 from .settings import Reading, Settings, package_of, parts_of
 
 # %% auto #0
-__all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'is_words', 'shared_rows',
-           'check_disjoint_rows', 'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity',
-           'known_of', 'plain_data', 'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of',
-           'rewritten', 'is_as_left', 'content_of', 'names_by_group', 'facts_of', 'record_of']
+__all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows',
+           'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data',
+           'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left',
+           'content_of', 'names_by_group', 'facts_of', 'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -127,7 +128,9 @@ def _compared(data: Any) -> set[str]:
 
 def _telling(names: Iterable[str]) -> set[str]:
     "Those that may tell a row again: no label, no name of a row, nothing about it."
-    own = {name for name in names if name not in LABELS and not names_a_row(name)}
+    names = set(names)
+    marks = {*LABELS, *(TAGS if names & {*WORDS} else ())}
+    own = {name for name in names - marks if not names_a_row(name)}
     return {name for name in own if name not in ABOUT} or own
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-hash
@@ -147,20 +150,25 @@ def _image_hashes(data: TensorData) -> list[tuple[str, bytes]]:
             for row in part.to(torch.int32).numpy()]
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-row-hash
-def _numbers(value: Any) -> np.ndarray:
-    "Of any numbers, or of a picture as a file holds it, in a row."
+def _numbers(value: Any) -> np.ndarray | None:
+    "Any numbers in a row, also of a picture as a file holds it; None: there are none."
     if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
         from PIL import Image
         with Image.open(BytesIO(value["bytes"]) if value.get("bytes")
                         else value["path"]) as picture:
             value = np.asarray(picture)
     value = value.double() if isinstance(value, Tensor) else value
-    return np.ravel(np.asarray(value, dtype=np.float64))
+    try:
+        return np.ravel(np.asarray(value, dtype=np.float64))
+    except (TypeError, ValueError):
+        return None
 
-def is_words(value: Any) -> bool:
-    "Whether a value is a list of texts, such as the words of a sentence."
-    return (isinstance(value, (list, tuple)) and len(value) > 0
-            and all(isinstance(word, str) for word in value))
+def _said(value: Any) -> str | list[str] | None:
+    "A text, or a list of words, without the space around them; None: neither."
+    kind = kind_of(value)
+    if kind == "words":
+        return [word.strip() for word in value]
+    return value.strip() if kind == "text" else None
 
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "What an item was compared by, and its hash."
@@ -171,21 +179,22 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
     spoken = {f"{name} {turn} {part}": str(said[part]) for name, value in item.items()
               if is_chat(value) for turn, said in enumerate(value)
               for part in ("content", "role")}
-    texts = [value.strip() if isinstance(value, str) else [*map(str, value)]
-             for _, value in sorted((item | spoken).items())
-             if isinstance(value, str) or is_words(value)]
-    if texts:
+    said = (_said(value) for _, value in sorted((item | spoken).items()))
+    if texts := [text for text in said if text is not None]:
         return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
     if "input_ids" in item:
         tokens = torch.as_tensor(item["input_ids"])
         real = torch.as_tensor(item.get("attention_mask", torch.ones_like(tokens))) > 0
         return "tokens", hash_of(tokens[real].long().numpy())
-    try:
-        values = [_numbers(value) for _, value in sorted(item.items())]
-    except (TypeError, ValueError):    # such as dates
-        texts = [str(value) for _, value in sorted(item.items())]
-        return "texts", hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()
-    return "numbers", hash_of(np.concatenate(values).astype(np.float32))
+    values = [value for _, value in sorted(item.items())]
+    found = [_numbers(value) for value in values]
+    numbers = [one for one in found if one is not None]
+    if len(numbers) == len(values):
+        return "numbers", hash_of(np.concatenate(numbers).astype(np.float32))
+    digest = hashlib.blake2b(digest_size=16)
+    mixed = zip(values, found, strict=True)
+    _absorb(digest, [value if one is None else one for value, one in mixed])
+    return "values", digest.digest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-shared-rows
 def shared_rows(
@@ -225,7 +234,7 @@ def repeated_rows(
 ) -> int:                                    # private: for the owner, not for a report
     "How many rows have a copy that belongs to another unit; labels do not count."
     owners: dict[Any, set[Hashable]] = {}
-    found = row_hashes(data)
+    found = row_hashes(as_dataset(data))
     mine = range(len(found)) if units is None else list(units)
     for row, unit in zip(found, mine, strict=True):
         owners.setdefault(row, set()).add(unit)

@@ -214,6 +214,22 @@ def test_missing_people_in_tensors_and_frames_are_refused():
     assert len(Units([datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), datetime.date(2020, 1, 1)])) == 2
 
 
+@pytest.mark.parametrize("tags", [["B", "O"], [1, 0]])
+def test_sentences_of_words_are_told_again_whatever_their_tags(tags):
+    private = table(tokens=[["Ann", "has"], ["all", "well"]], ner_tags=[tags, tags])
+    public = table(tokens=[["all", "well "], ["all", "ill"]], ner_tags=[tags[::-1], tags])
+    assert shared_rows(public, private) == [0] and repeated_rows(private) == 0
+    assert repeated_rows(table(tokens=[["a", "b"], np.array(["a", "b"], dtype=object)], ner_tags=[tags, tags[::-1]])) == 2
+
+
+def test_rows_of_what_is_neither_text_nor_number_are_told_again():
+    days = [datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)]
+    data = table(x=[1.0, 1, 1.0], day=[days[0], days[0], days[1]])
+    assert repeated_rows(data) == 2 and shared_rows(table(x=[1], day=[days[1]]), data) == [0]
+    assert repeated_rows(table(x=[[1.0, [2.0]], [1.0, [2.0]], [1.0, [3.0]]])) == 2
+    assert repeated_rows(pd.DataFrame({"text": ["a", "a", "b"]})) == 2
+
+
 def test_rows_of_one_person_under_another_are_counted(tokenizer):
     data = table(text=["a b", " a b", "c", "c", "d"], label=[0, 1, 0, 0, 1], user=["p", "q", "r", "r", "s"])
     assert repeated_rows(data) == 4 and repeated_rows(data, data["user"]) == 2
