@@ -342,6 +342,8 @@ def _collate(items: list[Any], pad_id: int) -> Any:
     if not items:
         raise ValueError("no items to collate; an empty draw is a noise-only step and "
                          "needs no batch")
+    if isinstance(items[0], (Tensor, np.ndarray)):
+        return (_stacked(items, "the whole", 0),)
     if not isinstance(items[0], Mapping):
         parts = zip(*items, strict=True)
         return tuple(_stacked(part, f"part {i}", 0) for i, part in enumerate(parts))
@@ -363,6 +365,10 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
             "it, or pass collate_fn=") from None
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)
+    if tensors[0].ndim > 2 or len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise ValueError(f"{name} of an item differs in size between items, and only "
+                         "sequences are padded; make all of one size, or pass "
+                         "collate_fn=")
     return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-padded
