@@ -287,10 +287,16 @@ def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
                          "are classes; give a model with as many outputs, or, for a "
                          "label of each word, the words as a column of lists")
     try:
-        return torch.stack([torch.as_tensor(value).float() for value in values])
+        found = torch.stack([torch.as_tensor(value).float() for value in values])
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"column {name!r} holds lists of what is neither 0 nor 1; "
                          "write 1 for each class that a row has, and else 0") from None
+    wrong = ~((found >= 0) & (found <= 1) | (found == -100))
+    if wrong.any():
+        raise ValueError(f"row {int(wrong.nonzero()[0, 0])} in column {name!r} holds a "
+                         "number that is neither 0 nor 1, nor between them; write 1 "
+                         "for each class that a row has, and else 0")
+    return found
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-fractions
 def _fractions(values: Sequence[Any], name: str,

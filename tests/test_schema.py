@@ -797,9 +797,32 @@ def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, 
     assert load_model(str(tmp_path / "old"), ["bad", "good"]).config.id2label == {0: "positive", 1: "negative"}
 
 
+@pytest.mark.parametrize("make", [torch.as_tensor, torch.Tensor.numpy], ids=["tensor", "array"])
+def test_items_that_are_tensors_are_stacked_and_never_split(make):
+    "Two features of a bare row passed for an input and its label."
+    rows = [make(row) for row in torch.randn(6, 2)]
+    (batch,) = collate_for(rows)(rows)
+    assert torch.equal(batch, torch.stack([torch.as_tensor(row) for row in rows]))
+
+
+def test_pictures_of_unequal_sizes_are_refused_rather_than_padded():
+    rows = [(torch.ones(3, size, 4), 0) for size in (4, 5)]
+    with pytest.raises(ValueError, match="part 0 .*collate_fn="):
+        collate_for(rows)(rows)
+    words = [{"input_ids": torch.ones(size)} for size in (2, 3)]
+    assert collate_for(words)(words)["input_ids"].shape == (2, 3)
+
+
 def test_numerals_are_numbered_by_their_value():
     assert read_labels([str(number) for number in range(12)]).values.tolist() == [*range(12)]
     assert read_labels(["1", "01", "2", "001"]).classes == read_labels(["01", "001", "1", "2"]).classes == ("001", "01", "1", "2")
+
+
+@pytest.mark.parametrize("wrong", [7, -1, float("nan"), 1.5])
+def test_labels_of_several_classes_are_zeros_and_ones(wrong):
+    with pytest.raises(ValueError, match="row 1 in column 'label' .*neither 0 nor 1"):
+        read_labels([[0, 1], [1, wrong]])
+    assert read_labels([[0, 1], [1, -100], [0.25, 0.75]]).values.tolist() == [[0, 1], [1, -100], [0.25, 0.75]]
 
 
 @pytest.mark.parametrize("classes", [None, 1, 2, ["x"]])
