@@ -807,7 +807,7 @@ def test_items_that_are_tensors_are_stacked_and_never_split(make):
 
 def test_pictures_of_unequal_sizes_are_refused_rather_than_padded():
     rows = [(torch.ones(3, size, 4), 0) for size in (4, 5)]
-    with pytest.raises(ValueError, match="part 0 .*collate_fn="):
+    with pytest.raises(ValueError, match=r"part 0 .*collate_fn="):
         collate_for(rows)(rows)
     words = [{"input_ids": torch.ones(size)} for size in (2, 3)]
     assert collate_for(words)(words)["input_ids"].shape == (2, 3)
@@ -820,7 +820,7 @@ def test_numerals_are_numbered_by_their_value():
 
 @pytest.mark.parametrize("wrong", [7, -1, float("nan"), 1.5])
 def test_labels_of_several_classes_are_zeros_and_ones(wrong):
-    with pytest.raises(ValueError, match="row 1 in column 'label' .*neither 0 nor 1"):
+    with pytest.raises(ValueError, match=r"row 1 in column 'label' .*neither 0 nor 1"):
         read_labels([[0, 1], [1, wrong]])
     assert read_labels([[0, 1], [1, -100], [0.25, 0.75]]).values.tolist() == [[0, 1], [1, -100], [0.25, 0.75]]
 
