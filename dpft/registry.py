@@ -142,4 +142,8 @@ def method_named(
     if unknown := [option for option in chosen if option not in known]:
         raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; it has "
                          f"{', '.join(known) or 'none'}")
-    return method_from(name, its.options | chosen), its.learning_rate
+    try:
+        return method_from(name, its.options | chosen), its.learning_rate
+    except TypeError as error:
+        raise ValueError(f"method {name!r} cannot be made with these options ({error}); "
+                         f"it has {', '.join(known) or 'none'}") from None

@@ -171,8 +171,8 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:  # (holds, messa
              f"warmup={settings.warmup} must be zero or positive"),
             (settings.average is None or 0 < settings.average < 1,
              f"average={settings.average}: the decay must lie between 0 and 1"),
-            (settings.cache >= 0,
-             f"cache={settings.cache} must be zero or positive, in GiB")]
+            (0 <= settings.cache < math.inf,
+             f"cache={settings.cache} must be zero or positive, and finite")]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-takes
 def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keyword-only

@@ -59,6 +59,7 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--physical-batch-size": "0"}, "--physical-batch-size 0"), ({"--public-size": "0"}, "--public-size 0"),
     ({"--unit-cap": "0"}, "--unit-cap 0"),
     ({"--unit": "writer"}, "no column 'writer'"), ({"--unit-cap": "2"}, "--unit-cap 2"), ({"--cache": "-1"}, "--cache -1"),
+    ({"--cache": "inf"}, "--cache inf"), ({"--method": "Method"}, "Method"), ({"--method": "dp-frost", "--option": "ratio=x"}, "dp-frost"),
     ({"--limit": "0"}, "limit must be at least 1"), ({"--method": "bitft"}, "did you mean bitfit"),
     ({"--method": "my.py"}, "unknown method 'my.py'"), ({"--method": "my.own.Method"}, "unknown method 'my.own.Method'"),
     ({"--method": "nowhere.py:Mine"}, "there is no file nowhere.py"), ({"--option": "ratio"}, "name=value"),
@@ -121,6 +122,7 @@ def test_what_lies_at_the_output_is_kept_and_nothing_is_charged(run, tmp_path):
 
 OTHERS = [  # other commands
     (["account", "none.sqlite"], "there is no ledger"), (["account", "none.sqlite", "--delta", "0"], "--delta 0"),
+    (["account", "none.sqlite", "--budget", "5", "--delta", "1e-5", "--remove-budget"], "--budget or --remove-budget"),
     (["verify", "nowhere"], "nowhere"), (["plan", "--epsilon", "2"], "the size of the data is missing"),
     (["plan", "--epsilon", "0", "--size", "10", "--trainable", "5"], "epsilon"),
     (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),

@@ -57,7 +57,7 @@ def ended() -> Any:        # a status
         return 1
     except UsageError as error:
         return tell_usage(error)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         tell(in_shell(" ".join(str(error).split()), typed_options()))
         return 1
     except SystemExit as end:

@@ -39,6 +39,9 @@ def account(
 
     check_positive(delta=delta, budget=budget)
     changes = budget is not None or remove_budget
+    if budget is not None and remove_budget:
+        raise ValueError("a budget is either set or removed; give --budget or "
+                         "--remove-budget")
     if not ledger.exists() and not changes:
         raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger "
                          f"{ledger} makes one")
