@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_held', 'Movers', 'check_rates', 'rate_course', 'check_course',
-           'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up', 'Updates']
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'Movers', 'check_rates', 'rate_course',
+           'check_course', 'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up',
+           'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -42,6 +43,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over what trains; ValueError on an unknown name,
     or an instance over other parameters."""
+    check_closure(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_held(optimizer, parameters, model)
         return optimizer
@@ -52,7 +54,28 @@ def make_optimizer(
     several = len({getattr(one, "device_mesh", None) for one in parameters}) > 1
     # on meshes that torch does not mix
     apart = {"foreach": False} if several and isinstance(optimizer, str) else {}
-    return make(parameters, lr=learning_rate, weight_decay=weight_decay, **apart)
+    takes = inspect.signature(make).parameters
+    given = {"weight_decay": weight_decay}
+    if "weight_decay" not in takes and all(
+            one.kind is not one.VAR_KEYWORD for one in takes.values()):
+        if weight_decay:
+            raise ValueError(f"{make.__name__} takes no weight_decay; leave it at 0, "
+                             "or take another optimizer")
+        given = {}
+    return make(parameters, lr=learning_rate, **given, **apart)
+
+
+def check_closure(
+    optimizer: Any,  # as for `make_optimizer`
+) -> None:
+    "ValueError for an optimizer that computes the loss again by itself."
+    step = getattr(optimizer, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    if closure is not None and closure.default is closure.empty:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ValueError(f"{kind.__name__} needs a closure that computes the gradient "
+                         "again, which nothing would bound; take an optimizer whose "
+                         "step needs none, such as \"adamw\"")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-held
 def check_held(

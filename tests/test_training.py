@@ -448,6 +448,22 @@ def tune(model=None, data=None, **settings):
     return dpft.fine_tune(model or net(), data or toy(), settings.pop("method", dpft.Full()), **settings)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.Adafactor])
+def test_an_optimizer_is_given_what_it_takes(kind):
+    assert tune(optimizer=kind, steps=2).guarantee.mechanisms[0].steps == 2
+    if kind is torch.optim.Rprop:
+        with pytest.raises(ValueError, match="Rprop takes no weight_decay"):
+            tune(optimizer=kind, weight_decay=0.1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    "It would call the loss again, with gradients that nothing bounds."
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        tune(optimizer=torch.optim.LBFGS, ledger=tmp_path / "book")
+    with dpft.Ledger(tmp_path / "book") as ledger:
+        assert not any(ledger.spent(name) for name in ledger.runs())
+
+
 @pytest.mark.parametrize("losses", [lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).detach(), b[1], reduction="none"),
                                     lambda m, b: (m(b[0]).argmax(1) != b[1]).float()], ids=["detached", "counted"])
 def test_losses_without_a_gradient_are_refused_before_anything_is_charged(losses, tmp_path):
