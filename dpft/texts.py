@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .datasets import (
-    LABELS, check_complete, check_labels, column, is_chat, made_on_the_fly)
+    LABELS, as_dataset, check_complete, check_labels, column, is_chat, made_on_the_fly)
 from .identity import hash_of
 from .schema import Schema, read_labels, read_tags
 
@@ -105,7 +105,7 @@ def encode(
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
 ) -> EncodedData:
     "Tokenise a data set once; refuses missing columns, empty texts and bad labels."
-    *texts, last = columns
+    data, (*texts, last) = as_dataset(data), columns
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
     if kind == "causal":
         chats = not texts and any(map(is_chat, column(data, last)))

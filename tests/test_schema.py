@@ -813,6 +813,12 @@ def test_pictures_of_unequal_sizes_are_refused_rather_than_padded():
     assert collate_for(words)(words)["input_ids"].shape == (2, 3)
 
 
+def test_encode_takes_data_in_any_form(tokenizer):
+    columns = {"text": ["a b", "c"], "label": [0, 1]}
+    for data in (columns, pd.DataFrame(columns), table(**columns)):
+        assert encode(data, tokenizer, ("text", "label")).labels.tolist() == [0, 1]
+
+
 def test_numerals_are_numbered_by_their_value():
     assert read_labels([str(number) for number in range(12)]).values.tolist() == [*range(12)]
     assert read_labels(["1", "01", "2", "001"]).classes == read_labels(["01", "001", "1", "2"]).classes == ("001", "01", "1", "2")
