@@ -145,5 +145,5 @@ def method_named(
     try:
         return method_from(name, its.options | chosen), its.learning_rate
     except TypeError as error:
-        raise ValueError(f"method {name!r} cannot be made with these options ({error}); "
-                         f"it has {', '.join(known) or 'none'}") from None
+        raise ValueError(f"method {name!r} cannot be made with these options "
+                         f"({error}); it has {', '.join(known) or 'none'}") from None

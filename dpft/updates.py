@@ -70,7 +70,8 @@ def check_closure(
 ) -> None:
     "ValueError for an optimizer that computes the loss again by itself."
     step = getattr(optimizer, "step", None)
-    closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    takes = inspect.signature(step).parameters if callable(step) else {}
+    closure = takes.get("closure")
     if closure is not None and closure.default is closure.empty:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(f"{kind.__name__} needs a closure that computes the gradient "
