@@ -2027,12 +2027,12 @@ class Coupling:
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-looked
 def check_followed(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
-    "ValueError for losses from which no gradient comes back, though something trains."
+    "ValueError for losses from which no gradient would come back, whatever trained."
     few = select_rows(batch, torch.tensor(looked_at(batch)))
-    with torch.enable_grad():
+    every = [p for p in model.parameters() if p.is_floating_point()]
+    with torch.enable_grad(), only_training(model, every):
         losses = per_example_losses(model, loss_fn, few)
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    if trains and not losses.requires_grad:
+    if not losses.requires_grad:
         raise ValueError("the losses have no gradient, so nothing would be learnt but "
                          "the noise; compute them in loss_fn from the model's scores "
                          "without detach(), no_grad() or argmax")

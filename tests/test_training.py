@@ -479,7 +479,7 @@ def test_fine_tune_learns_and_reports():
     assert run.scores["accuracy"] > 0.65       # forty starts, data sets and seeds: 0.90 with a spread of 0.03; chance is 0.33
     assert run.epsilon <= 8.0 and run.delta == 1 / 800
     report = run.report()
-    for part in ("add/remove", "Poisson", "the number of examples, 400", "the training loss", "scores on 200 examples", "seed"):
+    for part in ("add/remove", "Poisson", "the number of examples, 400", "the training loss", "scores on examples", "seed"):
         assert part in report
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
 
