@@ -20,7 +20,7 @@ from .datasets import Public
 from .engine import Engine
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows, fingerprint
-from .losses import measure_for
+from .losses import Collate, measure_for
 from .noise import Keystream
 from .prepared import Prepared
 from .privacy import SampledGaussian, noise_multiplier
@@ -127,15 +127,16 @@ def checked_evaluation(
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-scored
 def scored(
     model: nn.Module,
-    data: Any, # a function of the model, or data of the training data's form
+    data: Any,  # a function of the model, or data of the training data's form
+    collate: Collate | None = None,  # that of training; None: that of `collate_for`
 ) -> dict[str, float]:
     "The numbers that a function of the user's returns, or the measure of the data."
     if callable(data):
         found = data(model)
         named = found if isinstance(found, Mapping) else {"score": found}
         return {str(name): float(value) for name, value in named.items()}
-    measure = measure_for(model, data)
-    return {measure.name: measure(model, data)}
+    measure = measure_for(model, data, collate)
+    return {measure.name: measure(model, data, collate)}
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-private
 def private_score(
@@ -215,7 +216,7 @@ def found_scores(evaluation: Evaluation, last: bool) -> dict[str, float]:
     "The scores of the model as it is now."
     engine, given = evaluation.engine, evaluation.given
     if not evaluation.paid:
-        return scored(engine.model, evaluation.data)
+        return scored(engine.model, evaluation.data, engine.settings.collate_fn)
     return private_score(engine.model, evaluation.data, evaluation.sigma, given.most,
                          engine.keystream, number_of_score(evaluation, last))
 
@@ -245,7 +246,7 @@ def make_evaluation(
     if not isinstance(given, NoisyAccuracy):
         data = ready.encoded(given)
         return Evaluation(engine, given, data,
-                          higher=more_is_better(engine.model, data))
+                          higher=more_is_better(engine.model, data, ready.collate))
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
     right_answers(engine.model, [data[0]])   # refused now, not after the last step
@@ -268,9 +269,9 @@ def put_scores(
                            for one in state]
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-higher
-def more_is_better(model: nn.Module, data: Any) -> bool:
+def more_is_better(model: nn.Module, data: Any, collate: Collate | None = None) -> bool:
     "Whether the task's measure rises as a model improves."
     try:
-        return measure_for(model, data).higher
+        return measure_for(model, data, collate).higher
     except Exception:  # told when it is scored
         return True

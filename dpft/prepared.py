@@ -17,7 +17,7 @@ from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, co
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import names_a_row
 from .gradients import evaluating
-from .losses import SINGLE
+from .losses import SINGLE, Collate
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import load_model, load_tokenizer, name_classes, own_classes
@@ -41,7 +41,8 @@ class Prepared:
     assumed_public: list[str] = field(default_factory=list)
     schema: Schema = field(default_factory=lambda: Schema("items"))
     classes: tuple[str, ...] = ()         # none for generation and regression
-    collated: bool = False                # whether the user makes batches of the items
+    # the user's own, which gets items as they are; None: that of the form of the data
+    collate: Collate | None = None
 
     @property
     def origin(self) -> str:
@@ -70,7 +71,7 @@ class Prepared:
         outputs = own_classes(self.model)
         classes = self.classes or (1 if outputs == 1 else ())  # 1: for a regression
         return as_read(as_dataset(data), self.schema, self.tokenizer, classes, pad_id,
-                       self.collated)
+                       self.collate is not None)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-read
 def as_read(
@@ -185,7 +186,7 @@ def prepare(
         task = task.assuming(VOCABULARY)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
-                     collate_fn is not None)
+                     collate_fn)
     if tokenised:
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
     ready.train = ready.encoded(data)

@@ -154,8 +154,8 @@ def noisy_accuracy(
 def _plain(data: Any, run: Run) -> float:
     "The measure of the task, negative where less is better."
     data = run.prepared.encoded(data)
-    measure = measure_for(run.model, data)
-    value = measure(run.model, data)
+    measure = measure_for(run.model, data, run.prepared.collate)
+    value = measure(run.model, data, run.prepared.collate)
     return value if measure.higher else -value
 
 
@@ -184,7 +184,7 @@ def check_measure(
     if isinstance(score, NoisyAccuracy):
         right_answers(ready.model, [data[0]])
     else:
-        measure_for(ready.model, data)
+        measure_for(ready.model, data, ready.collate)
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-scorer
 def scorer(

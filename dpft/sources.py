@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,9 +97,8 @@ def _csv_fault(name: str, said: str) -> str:
     if "Empty CSV" in said:
         return f"{name} is empty; give a header and rows"
     counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
-    place = "a bad line"
-    if counts:
-        place = f"a line has {counts[2]} values for {counts[1]} columns"
+    place = (f"a line has {counts[2]} values for {counts[1]} columns" if counts
+             else "a bad line")
     return f"{name} cannot be read as CSV: {place}; correct it"
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-encoding
@@ -152,8 +152,7 @@ def _json_rows(text: str, name: str) -> list[Any]:
             found = json.loads(line) if line.strip() else []
         except json.JSONDecodeError as error:
             place = error.lineno if whole else number
-            said = f"line {place} of {name} is no JSON; correct it"
-            raise ValueError(said) from None
+            raise ValueError(f"line {place} of {name} is no JSON; correct it") from None
         rows += found if isinstance(found, list) else [found]
     return rows
 
@@ -210,7 +209,9 @@ def read_folder(
         raise ValueError(f"{folder} holds {', '.join(p.name for p in files.values())}; "
                          "name the parts train, validation and test")
     try:
-        return dict(datasets.load_dataset(str(folder)))
+        with TemporaryDirectory() as cache:  # its own would keep a copy of the rows
+            return dict(datasets.load_dataset(str(folder), cache_dir=cache,
+                                              keep_in_memory=True))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
                 f"or a folder of pictures for each class ({type(error).__name__})")
@@ -267,9 +268,8 @@ def _pictures(found: dict[str, list[Path]], classes: Sequence[str]) -> Any:
     "A data set that opens its pictures when they are asked for."
     from datasets import ClassLabel, Dataset, Features, Image
 
-    rows = [(str(path), classes.index(name)) for name in found for path in found[name]]
-    columns = {"image": [path for path, _ in rows],
-               "label": [label for _, label in rows]}
+    columns = {"image": [str(path) for name in found for path in found[name]],
+               "label": [classes.index(name) for name in found for _ in found[name]]}
     kinds = Features({"image": Image(), "label": ClassLabel(names=[*classes])})
     return Dataset.from_dict(columns, features=kinds)
 

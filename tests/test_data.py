@@ -887,3 +887,20 @@ def test_fractions_beside_pictures_are_not_cut_to_whole_numbers():
     assert [task.train[row][1] for row in (2, 5)] == [0.25, 0.625] and task.train.subset([5])[0][1] == 0.625
     whole = TensorData(torch.zeros(2, 1, 4, 4), torch.tensor([0, 1], dtype=torch.uint8))
     assert whole.labels.dtype == torch.int64 and isinstance(whole[1][1], int)
+
+
+def test_pictures_beside_a_table_leave_no_copy_in_the_cache_of_datasets(tmp_path, monkeypatch):
+    "`datasets` would keep what the table says, and the pictures' places, in the user's home."
+    import datasets
+    from PIL import Image
+    cache, pictures = tmp_path / "cache", tmp_path / "pictures"
+    cache.mkdir()
+    pictures.mkdir()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache))
+    for number in range(6):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(pictures / f"{number}.png")
+    rows = [f"{number}.png,{number % 2}" for number in range(6)]
+    (pictures / "metadata.csv").write_text("\n".join(["file_name,label", *rows]) + "\n")
+    task = load_data(str(pictures))
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    assert task.train.batch(torch.arange(6))[1].tolist() == [0, 1] * 3

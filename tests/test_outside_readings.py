@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpft import BiTFiT, Engine, Full, RapFT, Then, fine_tune
+from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.composition import Chain
 from dpft.evaluation import scored
 from dpft.identity import repeated_rows, shared_rows
 from dpft.losses import problem_of
 from dpft.noise import Keystream
 from dpft.schema import read_labels
-from dpft.scores import noisy_accuracy
+from dpft.scores import noisy_accuracy, scorer
 from dpft.selection import settle, trial_noise
 
 ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]
@@ -83,3 +83,21 @@ def test_a_paid_score_holds_any_count():
         model.bias.zero_()
     rows = TensorDataset(torch.eye(2).repeat(5000, 1), torch.arange(10000) % 2)
     assert noisy_accuracy(model, rows, 0.01, Keystream(0), 0) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_what_is_scored_is_collated_as_what_is_trained_on():
+    "Each row is a dictionary, which the model cannot read; the user's function makes pairs of it, and turns the labels around."
+    inputs = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
+    rows = [{"seen": row, "kind": int(row[0] > 0)} for row in inputs]
+    def collate(items):
+        return torch.stack([item["seen"] for item in items]), torch.tensor([1 - item["kind"] for item in items])
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[9.0, 0.0], [-9.0, 0.0]]))
+        model.bias.zero_()
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    knobs = KNOBS | {"delta": 1e-2, "collate_fn": collate, "loss_fn": loss}
+    run = fine_tune(model, rows[:20], Full(), learning_rate=1e-6, evaluate=Public(rows[20:], source="drawn for the test"), **knobs)
+    assert run.scores == {"accuracy": 1.0}
+    assert scorer(Public(rows[20:], source="drawn for the test"), None, Keystream(0))(run, 0) == 1.0
