@@ -93,11 +93,18 @@ def note_of_folder(folder: str | Path) -> dict[str, Any] | None:
     path = Path(folder) / "guarantee.json"
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-        return note_of(said["run"], bool(said["private"]), said["unit"],
+        note = note_of(said["run"], bool(said["private"]), said["unit"],
                        said["target_delta"], said["accountant"],
                        said["planned"] or said["mechanisms"], said["epsilon"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    try:
+        sentence(note)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is a guarantee that this version cannot read; load "
+                         "the model with the version that wrote it, or remove the "
+                         "file if it is not one of dpft's") from error
+    return note
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-came-from
 def came_from(

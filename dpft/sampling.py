@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'unit_numbers', 'Units', 'packed', 'units_of',
-           'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
+__all__ = ['NOBODY', 'poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'stands_for_nobody', 'unit_numbers',
+           'Units', 'packed', 'units_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures',
+           'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -87,6 +88,16 @@ def check_kinds(
             "who goes by 7 in one row and by '7' in another would be two units; read "
             "the column as text, such as with dtype=str in pandas.read_csv")
 
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-nobody
+NOBODY = frozenset({"na", "n/a", "#n/a", "null", "nil", "none", "nan", "nat", "<na>",
+                    "unknown", "missing", "?", "-"})
+
+def stands_for_nobody(
+    name: Hashable,  # of a unit
+) -> bool:
+    "Whether a name is a mark for a missing one, in whatever case."
+    return isinstance(name, str) and name.strip().casefold() in NOBODY
+
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-numbers
 def unit_numbers(
     labels: Sequence[Hashable] | Tensor, # (N,) the unit of each row, by any name
@@ -96,7 +107,8 @@ def unit_numbers(
     and units of one row each."""
     arrays = isinstance(labels, (Tensor, np.ndarray))
     values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]
-    check_complete(values, f"unit in {name!r}",
+    check_complete([None if stands_for_nobody(value) else value for value in values],
+                   f"unit in {name!r}",
                    "drop them, or give each the id of the person it belongs to")
     check_kinds(values, name)
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}

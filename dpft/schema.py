@@ -337,6 +337,8 @@ def check_stray(
     labels: Tensor,  # (N,) class numbers
 ) -> None:
     "Refuse a label that would add a class of its own to many others."
+    if int(labels.max()) > len(labels):  # too few rows for the classes below it
+        raise _stands_alone(int(labels.argmax()))
     counts = torch.bincount(labels, minlength=1)
     present = int((counts > 0).sum())
     many = len(labels) >= 10 * present
@@ -347,9 +349,13 @@ def check_stray(
                          "subtract 1, or write them as texts")
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
-        raise ValueError(f"the label of row {row} stands alone: no other row has it, "
-                         "or the class numbers below it have no row; correct it, or "
-                         "say how many classes there are")
+        raise _stands_alone(row)
+
+def _stands_alone(row: int) -> ValueError:
+    "What to do about a label that adds a class of its own."
+    return ValueError(f"the label of row {row} stands alone: no other row has it, "
+                      "or the class numbers below it have no row; correct it, or "
+                      "say how many classes there are")
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-tags
 @dataclass(frozen=True)

@@ -266,3 +266,14 @@ def test_the_epsilon_of_an_earlier_run_is_rounded_up():
     note = note_of("r", True, "example", 1e-5, "rdp", [{"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 100}])
     stated = float(re.search(r"epsilon ([\d.]+) and", sentence(note))[1])
     assert epsilon([SampledGaussian(**one) for one in note["mechanisms"]], 1e-5, "rdp") <= stated
+
+
+@pytest.mark.parametrize("mechanisms", [[{"noise": 1.0}], ["gaussian"], [{"noise_multiplier": "one", "sample_rate": 0.1, "steps": 3}]])
+def test_a_guarantee_whose_mechanisms_mean_nothing_here_is_refused_in_one_sentence(tmp_path, mechanisms):
+    made().save(tmp_path)
+    path = tmp_path / "guarantee.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"planned": mechanisms, "mechanisms": mechanisms}))
+    with pytest.raises(ValueError, match="is a guarantee that this version cannot read"):
+        note_of_folder(tmp_path)
+    path.write_text(json.dumps({"epsilon": 3.0}))
+    assert note_of_folder(tmp_path) is None

@@ -884,3 +884,16 @@ def test_a_text_may_have_several_labels(tokenizer):
         prepare(bert(["LABEL_0", "LABEL_1"]), rows, tokenizer)
     with pytest.raises(ValueError, match=r"holds lists of names; .* 1 for each class"):
         prepare(model, [{"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": ["x"]}], tokenizer)
+
+
+@pytest.mark.parametrize("mark", ["NA", "null", "N/A", "#N/A", " Unknown ", "?", "-"])
+def test_a_mark_for_a_missing_person_is_no_person(mark):
+    with pytest.raises(ValueError, match="2 of 5 rows have no unit in 'person', the first is row 1"):
+        Units(["ann", mark, "bob", "ann", mark], "person")
+    assert len(Units(["Nan-cy", "Noneen", "Nan-cy"])) == 2
+
+
+@pytest.mark.parametrize("far", [9, 10**12, 2**62])
+def test_a_class_number_beyond_all_rows_is_refused_before_anything_is_counted(far):
+    with pytest.raises(ValueError, match="the label of row 3 stands alone"):
+        read_labels([0, 1, 0, far, 1])
