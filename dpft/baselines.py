@@ -7,7 +7,7 @@ __all__ = ['LORA', 'ADAPTER', 'PART', 'NOTHING', 'QUERIES_AND_VALUES', 'FEED_FOR
            'BLOCK_ENDS', 'Full', 'LastLayer', 'Trainable', 'NormOnly', 'place', 'partitions', 'admitted', 'check_ratio',
            'offered', 'RandomPartitions', 'masked_block', 'largest', 'largest_entries', 'LargestWeights',
            'linear_layers', 'matching_layers', 'drawn_from', 'LoRA', 'insert_lora', 'merge_lora', 'Adapted',
-           'insert_adapters', 'remove_adapters', 'Adapter']
+           'insert_adapters', 'remove_adapters', 'followed_layers', 'adapter_parameters', 'Adapter']
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-imports
 import math
@@ -473,11 +473,14 @@ def remove_adapters(model: nn.Module) -> nn.Module:
     for name, module in found:
         model.set_submodule(name, module.base_layer)
     additions(model)[:] = [noted for noted in additions(model)
-                           if not noted["function"].endswith(":insert_adapters")]
+                           if not all(map(ADAPTER.search, noted["parameters"]))]
     return model
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-followed
-def _followed(model: nn.Module, after: str | Sequence[str] | None) -> list[str]:
+def followed_layers(
+    model: nn.Module,
+    after: str | Sequence[str] | None,  # names or ends of them; None: both block ends
+) -> list[str]:
     "The layers to follow; ValueError for adapters twice, or half a block."
     if any(isinstance(module, Adapted) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} has adapters already; "
@@ -488,6 +491,12 @@ def _followed(model: nn.Module, after: str | Sequence[str] | None) -> list[str]:
         raise ValueError(f"{type(model).__name__} has blocks of which not both ends "
                          "are known; name the layers to follow with after=")
     return names
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    "What trains in the adapters of a model, by name; what they share, once."
+    inside = {id(p) for module in model.modules() if isinstance(module, Adapted)
+              for p in module.adapter.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-adapter
 class Adapter(Method):
@@ -509,12 +518,9 @@ class Adapter(Method):
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "Put the adapters behind their layers, and note down how."
         model = context.model
-        names = _followed(model, self.after)
+        names = followed_layers(model, self.after)
         insert_adapters(model, names, self.width, self.seed)
-        added = {f"{path}.adapter.{own}": parameter
-                 for path, module in model.named_modules()
-                 if isinstance(module, Adapted)
-                 for own, parameter in module.adapter.named_parameters()}
+        added = adapter_parameters(model)
         note_addition(model, insert_adapters, added, layers=names, width=self.width,
                       seed=self.seed)
         return list(added.values())

@@ -217,6 +217,7 @@ TEXT_WAYS = {
     "RapFT": Way("RapFT", {"method": ["LoRA", {"rank": 8}], **PAID}, 3e-3, 190.0,
                  {"warmup_steps": 0.1}),
     "Adapter": Way("Adapter", {"width": 64}, 3e-3, 200.0),
+    "Compacter": Way("Compacter", {}, 9e-3, 200.0),
     "NormOnly": Way("NormOnly", {}, 5e-3, 220.0),
     "RandomPartitions": Way(
         "RandomPartitions", {"ratio": 0.25}, 5e-4, 180.0, seeded=True),
@@ -243,7 +244,8 @@ SENTENCES: Settings = {"data": "sst2", "model": "minilm", "scale": 10.0, "steps"
 TEXT_HEAD = {**SENTENCES, "model": "head", "physical_batch_size": 1024}
 TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
 SHORT_WAYS = {name: TEXT_WAYS[name] for name in (  # that two papers compare
-    "LastLayer", "BiTFiT", "Full", "LoRA", "Adapter", "RandomPartitions")}
+    "LastLayer", "BiTFiT", "Full", "LoRA", "Adapter", "Compacter",
+    "RandomPartitions", "LargestWeights")}
 SHORT_WAYS["DPFrost"] = replace(TEXT_WAYS["DPFrost"],
                                 options={**FROST, "sample_rate": 0.005})
 FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
