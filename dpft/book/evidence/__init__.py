@@ -16,7 +16,7 @@ from dpft.book.experiments import Experiment
 from dpft.book.figures import Drawing
 
 AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
-                               "canaries, which are made; 25 audits, 14 minutes on a busy machine, 4 on a free core")}
+                               "canaries, which are made; 26 audits, 14 minutes on a busy machine, 4 on a free core")}
 ATTACKS = {"attacks": Experiment("What can be found out about single rows?", attack_grid,
                                  partial(attack_entry, language_model=language_model),
                                  "E2E, digits; 17 runs, about 5 minutes on one core; in full about 2 h")}
