@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['DEFAULT_STEPS', 'DATA_SHAPES', 'Cell', 'default_batch_sizes', 'plan_table', 'recommended', 'plan_text', 'plan_figure',
-           'duration', 'DataShape', 'data_shape', 'model_shape', 'count_trainable', 'made_up_batch', 'probe_seconds']
+           'duration', 'DataShape', 'data_shape', 'model_shape', 'count_trainable', 'spent_besides', 'made_up_batch',
+           'probe_seconds']
 
 # %% ../nbs/1_start/10_planning.ipynb #tuning-plan
 @dataclass(frozen=True)
@@ -244,6 +245,13 @@ def count_trainable(
     method.start(context)
     return sum(parameter.numel() for parameter in model.parameters()
                if parameter.requires_grad)
+
+# %% ../nbs/1_start/10_planning.ipynb #planning-besides
+def spent_besides(method: Method) -> float:
+    "The share of epsilon that a method spends besides training."
+    model = nn.Linear(1, 1)  # any: a request knows rates, rounds and shares alone
+    context = Context(model, default_loss(model), 1, 10**6, 1)
+    return sum(request.share for request in method.requests(context))
 
 # %% ../nbs/1_start/10_planning.ipynb #planning-made-up
 def made_up_batch(

@@ -19,6 +19,7 @@ from dpft import cli
 from dpft.cli import core
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
+from dpft.privacy import split_budget
 from dpft.registry import method_named
 from dpft.settings import Settings
 from dpft.tasks import LOCAL, sst2
@@ -239,6 +240,15 @@ def test_plan_and_audit_speak_json(run, tmp_path):
     found = json.loads(out)
     assert found["method"] == "Full" and set(found["audited"]) == {"separation", "threshold", "guesses"}
     assert found["refuted"] == (status == 1)
+
+
+def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):
+    status, out, _ = run("plan", "--size", 1000, "--trainable", 50, "--epsilon", 2, "--steps", 20, "--batch-sizes", 100, "--method",
+                         "dp-frost", "--json")
+    found = json.loads(out)
+    train, _ = split_budget(2.0, found["delta"], train=(0.1, 20), select=(0.02, 5), train_share=0.9, accountant="rdp")
+    assert status == 0 and found["share_besides_training"] == 0.1
+    assert found["recommended"]["noise_multiplier"] == pytest.approx(train, rel=1e-2)
 
 
 def test_json_holds_no_bare_infinity(capsys):

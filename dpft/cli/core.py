@@ -558,20 +558,24 @@ def tell_plan(
     epsilon, delta = asked.epsilon, asked.delta
     batch_sizes, steps = (increasing(name, text) for name, text
                           in zip(("batch-sizes", "steps"), grid))
-    cells = planning.plan_table(rows, trains, epsilon, delta, batch_sizes,
+    share = planning.spent_besides(method_named(asked.method)[0])
+    for_training = epsilon * (1 - share)
+    cells = planning.plan_table(rows, trains, for_training, delta, batch_sizes,
                                 steps or planning.DEFAULT_STEPS, seconds)
     best = planning.recommended(cells)
     command = train_command(asked.data, asked.model, asked.method, epsilon, delta, best)
     if as_json:
         print_json({"size": rows, "trainable": trains, "epsilon": epsilon,
+                    "share_besides_training": share,
                     "delta": usual_delta(rows) if delta is None else delta,
                     "cells": [asdict(cell) for cell in cells],
                     "recommended": asdict(best), "command": command})
         return
-    print(f"{rows:,} examples, {trains:,} parameters train, epsilon {epsilon:g}; "
-          f"noise by RDP\n\n{planning.plan_text(cells)}\n")
+    print(f"{rows:,} examples, {trains:,} parameters train, epsilon {epsilon:g}"
+          + (f", of which {asked.method} spends {share:.0%} besides" if share else "")
+          + f"; noise by RDP\n\n{planning.plan_text(cells)}\n")
     print(f"{drawn_plan(cells, output)} Recommended: "
-          f"{recommendation(best, rows, epsilon, delta)}:\n{command}")
+          f"{recommendation(best, rows, for_training, delta)}:\n{command}")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-parts
 def drawn_plan(cells: Any, output: Path) -> str:
