@@ -322,6 +322,20 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     attack_runs.planted.cache_clear()
 
 
+def test_a_planted_text_is_scored_as_it_was_trained_where_a_completion_begins_with_a_token_of_its_own(told, tmp_path, monkeypatch):
+    tokenizer, before, _ = told
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    tokenizer.save_pretrained(tmp_path)
+    table = TableData({"mr": [f"bar {row}" for row in range(20)], "ref": [f"Near {row}." for row in range(20)]})
+    monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
+    known = attack_runs.planted(str(tmp_path), "pairs", 10, 2, 4, 0)
+    attack_runs.planted.cache_clear()
+    for number, (text, secret) in enumerate(zip(known.masked_texts, known.secrets, strict=True)):
+        scored = attacks.as_written([text.replace(MASK, secret)], load_tokenizer(str(tmp_path)), before)[0]
+        assert scored["input_ids"].tolist() == known.train[len(known.train) - 2 + number]["input_ids"].tolist()
+
+
 def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch):
     monkeypatch.setattr(attack_runs, "load_data", lambda name, limit: Task(
         name, "image", TensorData(torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10), None,
@@ -337,3 +351,11 @@ def test_every_entry_of_the_grid_is_known(full):
     grid = list(evidence.EXPERIMENTS["attacks"].grid(full))
     assert {own["method"] for own in grid} == set(attack_runs.LANGUAGE)
     assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}
+
+
+def test_a_larger_model_is_told_the_same_rows_and_secrets():
+    grid = list(evidence.EXPERIMENTS["attacks-larger"].grid(True))
+    told = next(attack_runs.attack_grid(False))
+    assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
+    assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))
+    assert evidence.attacked_model("tiny") == evidence.language_model("tiny")

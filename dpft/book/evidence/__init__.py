@@ -5,7 +5,7 @@ from functools import partial
 from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import batch_figure, cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS
-from dpft.book.evidence.attacks import attack_entry, attack_grid
+from dpft.book.evidence.attacks import attack_entry, attack_grid, larger_attack_grid
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
@@ -14,12 +14,24 @@ from dpft.book.evidence.methods import EXPERIMENTS as METHODS
 from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
 from dpft.book.experiments import Experiment
 from dpft.book.figures import Drawing
+from dpft.book.pretrained import smollm2
 
 AUDITS = {"audits": Experiment("Does any method show more than it claims?", audit_grid, audit_entry,
                                "canaries, which are made; 26 audits, 14 minutes on a busy machine, 4 on a free core")}
+
+
+def attacked_model(name: str) -> str:
+    "Where a language model to attack lies: SmolLM2, or one that is made here."
+    return smollm2() if name == "smollm2" else language_model(name)
+
+
 ATTACKS = {"attacks": Experiment("What can be found out about single rows?", attack_grid,
-                                 partial(attack_entry, language_model=language_model),
-                                 "E2E, digits; 17 runs, about 5 minutes on one core; in full about 2 h")}
+                                 partial(attack_entry, language_model=attacked_model),
+                                 "E2E, digits; 17 runs, about 5 minutes on one core; in full about 2 h"),
+           "attacks-larger": Experiment("Does a model of 135 million parameters learn secrets by heart?", larger_attack_grid,
+                                        partial(attack_entry, language_model=attacked_model),
+                                        "E2E, SmolLM2; 20 runs, about 15 minutes each on one core", single=True,
+                                        priority=lambda settings: settings["seed"], seconds=lambda settings: 900.0)}
 EXPERIMENTS = {**FROST, **FREEZING, **METHODS, **LANGUAGE, **ATTACKS, **AUDITS, **PROTOCOL}
 
 FIGURES = {**DRAWINGS,
