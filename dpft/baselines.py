@@ -468,12 +468,13 @@ def insert_adapters(
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-remove-adapters
 def remove_adapters(model: nn.Module) -> nn.Module:
     "Take the adapters out again, in place; what they learned is gone."
+    gone = set(adapter_parameters(model))
     found = [(name, module) for name, module in model.named_modules()
              if isinstance(module, Adapted)]
     for name, module in found:
         model.set_submodule(name, module.base_layer)
     additions(model)[:] = [noted for noted in additions(model)
-                           if not all(map(ADAPTER.search, noted["parameters"]))]
+                           if not gone.issuperset(noted["parameters"])]
     return model
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-followed
@@ -494,8 +495,9 @@ def followed_layers(
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     "What trains in the adapters of a model, by name; what they share, once."
-    inside = {id(p) for module in model.modules() if isinstance(module, Adapted)
-              for p in module.adapter.parameters()}
+    found = [module for module in model.modules() if isinstance(module, Adapted)]
+    inside = {id(p) for module in found for p in module.parameters()}
+    inside -= {id(p) for module in found for p in module.base_layer.parameters()}
     return {name: p for name, p in model.named_parameters() if id(p) in inside}
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-adapter

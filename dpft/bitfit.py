@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .baselines import place
 from .method import Context, Method
 from .models import fresh_head, output_layer
 from .saving import additions, note_addition, restores
@@ -80,11 +81,12 @@ def layers_without(
     model: nn.Module,
     norms: bool = False,
 ) -> list[str]:
-    "Names of the layers that can be given a bias; no head, no output layer, no LoRA."
+    """Names of the layers that can be given a bias;
+    no head, no output layer, no LoRA, no adapter."""
     scores, head = output_layer(model), {id(p) for p in fresh_head(model)}
     return [name for name, layer in model.named_modules()
             if takes_bias(layer, norms) and layer is not scores
-            and id(layer.weight) not in head and "lora_" not in name]
+            and id(layer.weight) not in head and not place(f"{name}.weight")[1]]
 
 # %% ../nbs/2_methods/14_bitfit.ipynb #bitfit-add
 @restores

@@ -249,7 +249,8 @@ def count_trainable(
 # %% ../nbs/1_start/10_planning.ipynb #planning-besides
 def spent_besides(method: Method) -> float:
     "The share of epsilon that a method spends besides training."
-    model = nn.Linear(1, 1)  # any: a request knows rates, rounds and shares alone
+    # any model, and steps enough for every check: a request knows shares alone
+    model = nn.Linear(1, 1)
     context = Context(model, default_loss(model), 1, 10**6, 1)
     return sum(request.share for request in method.requests(context))
 

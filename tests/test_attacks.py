@@ -353,9 +353,10 @@ def test_every_entry_of_the_grid_is_known(full):
     assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}
 
 
-def test_a_larger_model_is_told_the_same_rows_and_secrets():
+def test_a_larger_model_is_told_the_same_rows_and_secrets(monkeypatch):
     grid = list(evidence.EXPERIMENTS["attacks-larger"].grid(True))
     told = next(attack_runs.attack_grid(False))
     assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
     assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))
-    assert evidence.attacked_model("tiny") == evidence.language_model("tiny")
+    monkeypatch.setattr(evidence, "smollm2", lambda: "there")
+    assert evidence.attacked_model("smollm2") == "there" and evidence.attacked_model("gpt2") == "gpt2"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpft
-from dpft import Chain, Compacter, DPFrost, LoRA
-from dpft.baselines import Adapted, partitions, remove_adapters
+from dpft import BiTFiT, Chain, Compacter, DPFrost, LoRA
+from dpft.baselines import Adapted, partitions, place, remove_adapters
 from dpft.compacter import KroneckerLinear, mixing_layer
 from dpft.gradients import Block, gradients, per_example_gradients, trainable
 from dpft.method import Context
@@ -55,6 +55,7 @@ def test_the_matrices_that_are_shared_begin_small_and_are_one_parameter():
     assert len(uses) == 1
 
 
+@pytest.mark.filterwarnings("error:.*no fast rule")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("method", [Compacter(4, 2), Compacter(8, 4, 2, seed=3), Chain(LoRA(2), Compacter(4, 2))],
                          ids=["rank 1", "rank 2", "beside LoRA"])
@@ -77,7 +78,7 @@ def test_taken_out_again_the_model_is_as_it_was(name):
     before = copy.deepcopy(plain.state_dict())
     Compacter(4, 2).start(Context(plain, lambda *_: 1 / 0, 1, 1, 1))
     found = [module for module in plain.modules() if isinstance(module, Adapted)]
-    assert len(found) == len(partitions(plain)) == 4 and len(additions(plain)) == 1
+    assert len(found) == 4 and len(partitions(plain)) == 5 and len(additions(plain)) == 1        # and what they share
     remove_adapters(plain)
     assert not additions(plain) and plain.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
@@ -103,5 +104,36 @@ def test_dp_frost_chooses_among_compacters():
     data, collate = zoo.as_data(batch)
     run = dpft.fine_tune(model, data, Chain(Compacter(4, 2), DPFrost(0.6, rounds=1, sample_rate=1.0)), epsilon=8.0, steps=2,
                          batch_size=4, clip=0.5, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, progress=False)
-    chosen = {name for name in run.trained if "adapter" in name}
-    assert chosen and len({name.partition(".adapter")[0] for name in chosen}) < 4
+    chosen = {place(name)[0] for name in run.trained if "adapter" in name}
+    assert 0 < len(chosen) < 5
+
+
+def test_biases_that_are_added_stay_out_of_the_adapters():
+    model, _, _ = zoo.build("llama")
+    Chain(Compacter(4, 2), BiTFiT(add_missing=True)).start(Context(model, lambda *_: 1 / 0, 1, 1, 1))
+    inside = [name for name, _ in model.named_parameters() if "adapter" in name and name.endswith("bias")]
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    assert len(adapted) == 4 and len(inside) == 2 * 4                            # of each Kronecker layer, its own
+    assert any(name.endswith("base_layer.bias") and p.requires_grad for name, p in model.named_parameters())
+
+
+def test_a_model_that_is_cut_apart_is_refused():
+    mixing = mixing_layer(2)
+    mixing.weight.__class__ = type("DTensor", (nn.Parameter,), {})               # as fully_shard leaves it
+    with pytest.raises(ValueError, match="ignored_params"):
+        KroneckerLinear(4, 4, mixing, 1)(torch.ones(3, 4))
+
+
+def test_sizes_are_whole_numbers():
+    assert [type(size) for size in vars(Compacter(8.0, 4.0, 1.0)).values()][:3] == [int] * 3
+
+
+@pytest.mark.parametrize("between", [(), (5,)], ids=["rows", "tokens"])
+def test_the_layer_can_be_traced(between):
+    mixing = mixing_layer(3)
+    layer = KroneckerLinear(6, 9, mixing, 2)
+    layer.add_module("shared_by_all", mixing)                                    # as it is a part of the whole model
+    x = torch.randn(4, *between, 6)
+    with torch.no_grad():
+        layer.bias.normal_()
+        assert torch.equal(torch.fx.symbolic_trace(layer)(x), layer(x))           # as late freezing does, for any number of rows

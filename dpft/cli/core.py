@@ -572,7 +572,7 @@ def tell_plan(
                     "recommended": asdict(best), "command": command})
         return
     print(f"{rows:,} examples, {trains:,} parameters train, epsilon {epsilon:g}"
-          + (f", of which {asked.method} spends {share:.0%} besides" if share else "")
+          + (f", {share:.0%} of it spent outside training" if share else "")
           + f"; noise by RDP\n\n{planning.plan_text(cells)}\n")
     print(f"{drawn_plan(cells, output)} Recommended: "
           f"{recommendation(best, rows, for_training, delta)}:\n{command}")
