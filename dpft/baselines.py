@@ -368,7 +368,7 @@ class LoRA(Method):
                 "dora=True: DoRA's norm sends an identity matrix through the layers as "
                 "if its rows were examples, so no layer rule gives its per-example "
                 "gradients; use LoRA without it")
-        self.rank, self.alpha, self.targets = rank, alpha, targets
+        self.rank, self.alpha, self.targets = int(rank), alpha, targets
         self.dora, self.seed = dora, seed
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
@@ -515,7 +515,7 @@ class Adapter(Method):
     ):
         if width < 1 or width != int(width):
             raise ValueError(f"width={width} must be a whole number, 1 or more")
-        self.width, self.after, self.seed = width, after, seed
+        self.width, self.after, self.seed = int(width), after, seed
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "Put the adapters behind their layers, and note down how."

@@ -23,6 +23,7 @@ CUT_APART = (
     "which fully_shard has cut apart from the others; name them to each block, "
     "fully_shard(block, ignored_params={...}), so that the whole model keeps them")
 
+# %% ../nbs/6_appendices/108_compacter.ipynb #compacter-layer-class
 class KroneckerLinear(nn.Module):
     """y = W x + b where W is a sum of Kronecker products, one factor shared:
     three linear layers; @lem-kronecker."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpft
-from dpft import BiTFiT, Chain, Compacter, DPFrost, LoRA
+from dpft import Adapter, BiTFiT, Chain, Compacter, DPFrost, LoRA
 from dpft.baselines import Adapted, partitions, place, remove_adapters
 from dpft.compacter import KroneckerLinear, mixing_layer
 from dpft.gradients import Block, gradients, per_example_gradients, trainable
@@ -125,7 +125,9 @@ def test_a_model_that_is_cut_apart_is_refused():
 
 
 def test_sizes_are_whole_numbers():
-    assert [type(size) for size in vars(Compacter(8.0, 4.0, 1.0)).values()][:3] == [int] * 3
+    compacter = Compacter(8.0, 4.0, 1.0)
+    sizes = (compacter.width, compacter.divisions, compacter.rank, Adapter(8.0).width, LoRA(2.0).rank)
+    assert [type(size) for size in sizes] == [int] * 5
 
 
 @pytest.mark.parametrize("between", [(), (5,)], ids=["rows", "tokens"])

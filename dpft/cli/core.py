@@ -474,6 +474,7 @@ def prepared_model(
     tokenizer = None if task.kind == "image" else models.load_tokenizer(name)
     return model, {**recipe, "tokenizer": tokenizer}
 
+# %% ../../nbs/5_notes/87_command_line.ipynb #cli-pretrained
 def pretrained(model: Any, task: Any, epochs: int) -> None:
     """Train on a task's public data; with several processes,
     the others receive the weights."""
