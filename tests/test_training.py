@@ -745,8 +745,10 @@ def test_two_engines_of_one_process_do_not_share_a_folder(tmp_path):
     engine().store.close()
 
 
-def test_a_key_that_a_kill_left_half_written_is_removed_with_the_run(tmp_path, monkeypatch):
+def test_a_key_that_a_kill_left_half_written_is_removed_with_the_run(tmp_path, monkeypatch, request):
     """A process that is killed before a file is moved to its name leaves the whole content under another."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)               # ignored where tests run in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     store = Store(tmp_path, {"model": "m"}, {})
     store.save({"step": 1})
     with monkeypatch.context() as patch:
