@@ -141,14 +141,16 @@ def scored(
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-private
 def private_score(
     model: nn.Module,
-    data: Any,             # as the model reads it
-    sigma: float,          # noise multiplier
-    most: int,             # rows of one unit
+    data: Any,                       # as the model reads it
+    sigma: float,                    # noise multiplier
+    most: int,                       # rows of one unit
     keystream: Keystream,
-    t: int,                # after which step, or the end: no two scores share it
+    t: int,                          # after which step, or the end: no two share it
+    collate: Collate | None = None,  # that of training; None: that of `collate_for`
 ) -> dict[str, float]:
     "The noisy accuracy after a step, kept between 0 and 1."
-    found = noisy_accuracy(model, data, sigma, keystream, "evaluate", t, most=most)
+    found = noisy_accuracy(model, data, sigma, keystream, "evaluate", t, most=most,
+                           collate=collate)
     return {"accuracy": min(1.0, max(0.0, found))}
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-class
@@ -215,10 +217,11 @@ def number_of_score(evaluation: Evaluation, last: bool) -> int:
 def found_scores(evaluation: Evaluation, last: bool) -> dict[str, float]:
     "The scores of the model as it is now."
     engine, given = evaluation.engine, evaluation.given
+    collate = engine.settings.collate_fn
     if not evaluation.paid:
-        return scored(engine.model, evaluation.data, engine.settings.collate_fn)
+        return scored(engine.model, evaluation.data, collate)
     return private_score(engine.model, evaluation.data, evaluation.sigma, given.most,
-                         engine.keystream, number_of_score(evaluation, last))
+                         engine.keystream, number_of_score(evaluation, last), collate)
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-note
 def note_look(evaluation: Evaluation) -> None:
@@ -249,8 +252,9 @@ def make_evaluation(
                           higher=more_is_better(engine.model, data, ready.collate))
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
-    right_answers(engine.model, [data[0]])   # refused now, not after the last step
-    fingerprint([data[0]])                   # which keys the noise
+    # refused now, not after the last step; the fingerprint keys the noise
+    right_answers(engine.model, [data[0]], engine.settings.collate_fn)
+    fingerprint([data[0]])
     return Evaluation(engine, given, data, sigma,
                       planned=paid_scores(given, data, sigma, engine))
 

@@ -1922,7 +1922,8 @@ def refuse_change(
     # rounding of numbers of the size of one, from which a small loss is left
     least = min(near, 16 * torch.finfo(losses.dtype).eps)
     off = max(0.01 * near * largest, least)
-    if not torch.allclose(losses, other, rtol=near, atol=off, equal_nan=True):
+    if losses.shape != other.shape or not torch.allclose(
+            losses, other, rtol=near, atol=off, equal_nan=True):
         raise ValueError(COUPLED.format("loss", change, way_out))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-settings

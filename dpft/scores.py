@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .datasets import Public, as_dataset, is_missing
 from .identity import fingerprint
-from .losses import answers, evaluation_batches, measure_for
+from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
 from .sampling import check_kinds
@@ -117,31 +117,37 @@ def apart(
 @torch.no_grad()
 def right_answers(
     model: nn.Module,
-    data: Any, # labelled rows
-) -> int:      # one row changes it by at most one
+    data: Any,                       # labelled rows
+    collate: Collate | None = None,  # the user's; None: that of `collate_for`
+) -> int:                            # one row changes it by at most one
     "How many rows are answered right; ValueError where a row has several answers."
     right = 0
-    for batch in evaluation_batches(model, data, None, 256):
+    for batch in evaluation_batches(model, data, collate, 1 if collate else 256):
         said, labels, counted = answers(model, batch)
         if labels.ndim > 1:
             raise ValueError(
                 "NoisyAccuracy counts rows that are answered right, and this model "
                 "answers for each token of a row; score it on public data instead")
+        if collate and len(labels) != 1:
+            raise ValueError(
+                f"collate_fn gives one row {len(labels)} answers, and NoisyAccuracy "
+                "counts one of each; score it on public data instead")
         right += int(((said == labels) & counted).sum())
     return right
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-noisy
 def noisy_accuracy(
     model: nn.Module,
-    data: Any,               # labelled rows
-    noise_multiplier: float, # of the number of right answers
+    data: Any,                       # labelled rows
+    noise_multiplier: float,         # of the number of right answers
     keystream: Keystream,
-    *context: str | int,     # which release this is: no two may share it
-    most: int = 1,           # rows of one unit, m
-) -> float:                  # may lie outside [0, 1]
+    *context: str | int,             # which release this is: no two may share it
+    most: int = 1,                   # rows of one unit, m
+    collate: Collate | None = None,  # the user's; None: that of `collate_for`
+) -> float:                          # may lie outside [0, 1]
     """Share of right answers plus Gaussian noise, whose lowest bits tell nothing;
     @lem-noisy-accuracy, @lem-grid."""
-    right = torch.tensor([right_answers(model, data)], dtype=torch.float64)
+    right = torch.tensor([right_answers(model, data, collate)], dtype=torch.float64)
     std = float(noise_multiplier * most)
     place = ("score", *context, fingerprint(data), repr(std))
     digest = keystream.digest(right, *place)
@@ -166,7 +172,7 @@ def _noisy(
     "The score that is paid for."
     sigma = score.mechanism(noise_multiplier).noise_multiplier
     return noisy_accuracy(run.model, run.prepared.encoded(score.data), sigma, keystream,
-                          number, most=score.most)
+                          number, most=score.most, collate=run.prepared.collate)
 
 # %% ../nbs/5_notes/84_scores.ipynb #scores-check-measure
 def check_measure(
@@ -182,7 +188,7 @@ def check_measure(
                          "some that are not trained on")
     data = ready.encoded(rows)
     if isinstance(score, NoisyAccuracy):
-        right_answers(ready.model, [data[0]])
+        right_answers(ready.model, [data[0]], ready.collate)
     else:
         measure_for(ready.model, data, ready.collate)
 

@@ -274,12 +274,13 @@ def test_a_step_that_was_put_on_an_optimizer_is_another_run(monkeypatch):
         torch.optim.lr_scheduler.StepLR(one, 1)
     assert [name_of_optimizer(one)[1] for one in (plain, scheduled, changed, both)] == [True, True, False, False]
 
-    released, own = [], Releases.perturbed
+    released, own = {}, Releases.perturbed
 
     def spied(self, total, std, *context):
         before = total.clone()
         found = own(self, total, std, *context)
-        released.append((before, found - before))
+        name, number, _, entry = context
+        released[name, number, entry] = before, found - before     # by name: threads add noise in any order
         return found
 
     monkeypatch.setattr(Releases, "perturbed", spied)
@@ -294,10 +295,13 @@ def test_a_step_that_was_put_on_an_optimizer_is_another_run(monkeypatch):
             optimizer.step = types.MethodType(
                 lambda self, closure=None: [one.grad.mul_(5) for one in model.parameters()] and usual(), optimizer)
         fine_tune(model, pictures(), Full(), steps=3, batch_size=20, seed=3, optimizer=optimizer, **KNOBS)
-        return list(released)
+        return dict(released)
 
-    for (sum_, noise), (other, again) in zip(run(False), run(True), strict=True):
-        assert torch.equal(sum_, other) or not torch.allclose(noise, again)
+    once, again = run(False), run(True)
+    assert len(once) == 12 and once.keys() == again.keys()
+    for place, (sum_, noise) in once.items():
+        other, its = again[place]
+        assert torch.equal(sum_, other) or not torch.allclose(noise, its)
 
 
 def test_an_optimizer_may_not_move_the_weights_between_the_draw_and_the_noise():

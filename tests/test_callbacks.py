@@ -412,6 +412,41 @@ def test_a_noisy_accuracy_counts_rows_whatever_their_labels():
         noisy_accuracy(tagger, tagged, 1.0, Keystream(0), 0)
 
 
+def swapped(items):
+    """The rows with each label exchanged: what a collate_fn of one's own may do and no other reader does."""
+    return torch.stack([x for x, _ in items]), torch.stack([1 - y for _, y in items])
+
+
+def test_a_paid_score_reads_its_rows_as_training_reads_its_own():
+    many = rows(2000, 2)
+    run = tuned(collate_fn=swapped, evaluate=NoisyAccuracy(many, noise_multiplier=2.0), noise_multiplier=0.5, steps=30,
+                learning_rate=0.5)
+    with torch.no_grad():
+        said = run.model(many.tensors[0]).argmax(1)
+    right = (said == 1 - many.tensors[1]).double().mean().item()
+    assert abs(right - 0.5) > 0.05                                            # else both readings would agree
+    assert run.scores["accuracy"] == pytest.approx(right, abs=0.02)
+
+
+def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
+    """Two answers of one row would move the count by two, and rows that are mixed by more: each row is read alone."""
+    def twice(items):
+        x, y = swapped(items)
+        return x.repeat(2, 1), y.repeat(2)
+
+    def mixed(items):
+        x, y = swapped(items)
+        return x.mean(0).expand_as(x), y[:1].expand_as(y)
+
+    with pytest.raises(ValueError, match="one row 2 answers"):
+        tuned(collate_fn=twice, evaluate=NoisyAccuracy(OTHER, noise_multiplier=2.0))
+    with pytest.raises(ValueError, match="each reading of its row"):
+        tuned(collate_fn=twice)
+    model = nn.Linear(4, 2)
+    assert noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=mixed) == pytest.approx(
+        noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=swapped), abs=1e-6)
+
+
 # ---- schedules of the user's
 
 

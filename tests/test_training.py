@@ -37,7 +37,7 @@ from dpft.losses import perplexity
 from dpft.method import Context, Method
 from dpft.models import set_modes
 from dpft.noise import grid_step, on_grid, secure_std
-from dpft.plan import choice_hash, make_plan, noise_spread, scaled_blocks
+from dpft.plan import Plan, choice_hash, make_plan, noise_spread, scaled_blocks
 from dpft.prepared import as_task, prepare
 from dpft.privacy import Request, SampledGaussian, epsilon
 from dpft.processes import speaks
@@ -660,6 +660,19 @@ def test_a_lost_or_rolled_back_ledger_is_refused(tmp_path):
     (tmp_path / "ledger.sqlite").unlink()
     with pytest.raises(LedgerError, match="rows are missing"):
         tune(checkpoint=tmp_path, learning_rate=0.05)
+
+
+@pytest.mark.parametrize("factor, refused", [(1 + 2**-50, False), (1 + 1e-5, True)])
+def test_a_run_goes_on_where_epsilon_is_rounded_otherwise(tmp_path, monkeypatch, factor, refused):
+    """Another number of threads added up another last digit, and a killed run could not go on."""
+    interrupted(tmp_path, 4)
+    own = Plan.epsilon
+    monkeypatch.setattr(Plan, "epsilon", lambda *a: own(*a) * factor)
+    if refused:
+        with pytest.raises(LedgerError, match="another plan: epsilon is"):
+            tune(checkpoint=tmp_path, learning_rate=0.05)
+    else:
+        assert len(tune(checkpoint=tmp_path, learning_rate=0.05).history) == 6
 
 
 def test_a_ledger_with_another_plan_is_refused(tmp_path):
