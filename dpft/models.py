@@ -23,7 +23,8 @@ from .datasets import Public, did_you_mean, has_batch_protocol
 from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
-from .networks import cnn, mlp, tempered_cnn, tempered_cnn_5, vit_small, wide_resnet
+from .networks import (
+    cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8, vit_small, wide_resnet)
 from .sampling import gather
 from .texts import collate_for
 
@@ -87,8 +88,9 @@ def minilm_folder() -> Path:
 
 # %% ../nbs/5_notes/74_models.ipynb #models-names
 BUILT: dict[str, Callable[..., nn.Module]] = {
-    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5, "cnn": cnn,
-    "mlp": mlp, "vit-small": vit_small, "wrn-16-4": wide_resnet}
+    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5,
+    "tempered-cnn-8": tempered_cnn_8, "cnn": cnn, "mlp": mlp,
+    "vit-small": vit_small, "wrn-16-4": wide_resnet}
 HUB_NAMES = (  # Transformers names without an owner
     "albert-base-v2", "bert-base-cased", "bert-base-uncased", "bert-large-uncased",
     "distilbert-base-uncased", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium",

@@ -410,6 +410,7 @@ class LayerFreeze(Method):
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-settings
 _CNN = {"model": "tempered-cnn-5", "clip": 1.0, "noise_multiplier": 2.15,
         "batch_size": 2048, "learning_rate": 4.0}
+_EIGHT = _CNN | {"model": "tempered-cnn-8"}
 _MNIST = _CNN | {"model": "tempered-cnn", "noise_multiplier": 1.923,
                  "learning_rate": 2.0}
 _WIDE = {"model": "wrn-16-4", "clip": 1.0, "noise_multiplier": 10.0,
@@ -422,9 +423,9 @@ PAPER: dict[tuple[str, float], tuple[dict[str, Any], int, int, int]] = {
     ("fashion_mnist", 1): (_CNN, 187, 3, 117),
     ("fashion_mnist", 2): (_CNN, 715, 3, 557),
     ("fashion_mnist", 3): (_CNN, 1519, 3, 1172),
-    ("cifar10", 3): (_CNN | {"clip": 3.0, "noise_multiplier": 1.0, "batch_size": 512,
-                             "learning_rate": 0.15}, 2083, 3, 1953),
-    ("cifar10", 7): (_CNN | {"noise_multiplier": 1.47}, 1873, 3, 1831),
+    ("cifar10", 3): (_EIGHT | {"clip": 3.0, "noise_multiplier": 1.0, "batch_size": 512,
+                               "learning_rate": 0.15}, 2083, 6, 1953),
+    ("cifar10", 7): (_EIGHT | {"noise_multiplier": 1.47}, 1873, 6, 1831),
     ("cifar10-wide-resnet", 1): (_WIDE, 895, 5, 800),
     ("cifar10-wide-resnet", 2): (_WIDE, 3190, 5, 3000)}
 

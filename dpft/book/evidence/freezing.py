@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['State', 'SHARED', 'Row', 'ROWS', 'REDUCED', 'CLIPS', 'EXPERIMENTS', 'Kept', 'walk', 'state_of', 'fresh', 'trunk',
-           'keep_state', 'branch', 'spent', 'paper_row', 'row_ends', 'row_settings', 'table_grid', 'table_entry',
-           'layer_grid', 'layer_entry', 'similarity_grid', 'similarity_entry', 'angle_grid', 'angle_entry',
-           'same_trunk', 'believed']
+           'keep_state', 'branch', 'spent', 'paper_row', 'row_ends', 'row_settings', 'table_grid', 'frozen_layers',
+           'table_entry', 'layer_grid', 'layer_entry', 'similarity_grid', 'similarity_entry', 'angle_grid',
+           'angle_entry', 'same_trunk', 'believed']
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-imports
 import hashlib
@@ -212,11 +212,21 @@ def table_grid(full: bool) -> Iterator[Settings]:
                            "last": last, "method": "LayerFreeze" if last else "Full",
                            "target_epsilon": target, "seed": seed}
 
+# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-frozen
+def frozen_layers(
+    name: str,  # of the network
+    count: int, # its layers
+) -> int:
+    "How many of them the table freezes."
+    return 6 if name == "tempered-cnn-8" else lower_half(count)
+
+
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-table-entry
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
     count = len(layers(load_model(settings["model"])))
-    return _ended(settings, range(lower_half(count), count), 1000 + settings["seed"])
+    kept = range(frozen_layers(settings["model"], count), count)
+    return _ended(settings, kept, 1000 + settings["seed"])
 
 
 def _ended(settings: Settings, kept: Iterable[int], seed: int) -> Settings:
@@ -243,7 +253,7 @@ def layer_grid(full: bool) -> Iterator[Settings]:
     settings = row_settings(row, full, {target: ROWS[row][1][target]})
     steps, tail = max(settings["stops"]), ROWS[row][2][target]
     count = len(layers(load_model(settings["model"])))
-    half = list(range(lower_half(count), count))
+    half = list(range(frozen_layers(settings["model"], count), count))
     cells = [("all", list(range(count)), 0)]
     cells += [("one", [layer, count - 1], tail) for layer in range(count - 1)]
     cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
@@ -368,7 +378,7 @@ def same_trunk(settings: Settings) -> str:
 
 def believed(settings: Settings) -> float:
     "Seconds on one core; the trunk with the run without freezing."
-    each = 0.4 if settings["model"] == "tempered-cnn" else 3.2
+    each = {"tempered-cnn": 0.4, "tempered-cnn-8": 6.0}.get(settings["model"], 3.2)
     steps = settings.get("last") or max(settings["stops"])
     return 30 + each * settings["batch_size"] / 2048 * steps
 
