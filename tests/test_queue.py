@@ -1,5 +1,6 @@
 """Runs from a queue: order, time, processes, interruption, and what is said."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -113,6 +114,35 @@ def test_a_run_is_told_once_to_end_and_has_time_for_its_step(tmp_path):
         time.sleep(0.01)
     queue.end_all([worker])
     assert (tmp_path / "saved").exists() and worker.process.exitcode == 143
+
+
+def launched(folder, ready):
+    "A queue's process with a worker that trains."
+    worker = queue.Worker()
+    worker.begin(queue.Job("e", {"folder": folder}, polite, True, 0.0, "", folder / "e.jsonl"), None)
+    ready.send(worker.process.pid)
+    time.sleep(600)
+
+
+def test_a_worker_ends_after_its_step_when_the_queue_was_killed(tmp_path):
+    """It trained on for hours, unseen, and kept others from its state: a fork server lives as long as its processes."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    launcher = context.Process(target=launched, args=(tmp_path, there))
+    launcher.start()
+    pid = here.recv()
+    try:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        launcher.kill()
+        end = time.monotonic() + 60
+        while not (tmp_path / "saved").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert (tmp_path / "saved").exists()
+    finally:
+        launcher.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def noted_job(tmp_path):

@@ -154,15 +154,16 @@ def work(connection: Connection) -> None:
     """Make the runs that come, until None does;
     answers are a record, or a sentence that says what went wrong."""
     torch.set_num_threads(1)
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_watch, daemon=True).start()
     while (given := connection.recv()) is not None:
         job, folder = given
         connection.send(answer_of(job, folder))
 
-def _watch(parent: int) -> None:
-    "End with the process that started this one."
-    while os.getppid() == parent:
-        time.sleep(1)
+def _watch() -> None:
+    "End with the queue; a server from which this was forked may outlive it."
+    queue = multiprocessing.parent_process()
+    assert queue is not None
+    queue.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-process
