@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,17 +23,16 @@ from .datasets import Public, did_you_mean, has_batch_protocol
 from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
-from .networks import (
-    cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8, vit_small, wide_resnet)
+from .networks import BUILT
 from .sampling import gather
 from .texts import collate_for
 
 # %% auto #0
-__all__ = ['BUILT', 'HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name',
-           'own_classes', 'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained',
-           'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight',
-           'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm',
-           'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
+__all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
+           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained', 'load_tokenizer',
+           'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d',
+           'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics',
+           'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -87,10 +86,6 @@ def minilm_folder() -> Path:
     return Path(spec.origin).parent / "model"
 
 # %% ../nbs/5_notes/74_models.ipynb #models-names
-BUILT: dict[str, Callable[..., nn.Module]] = {
-    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5,
-    "tempered-cnn-8": tempered_cnn_8, "cnn": cnn, "mlp": mlp,
-    "vit-small": vit_small, "wrn-16-4": wide_resnet}
 HUB_NAMES = (  # Transformers names without an owner
     "albert-base-v2", "bert-base-cased", "bert-base-uncased", "bert-large-uncased",
     "distilbert-base-uncased", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium",

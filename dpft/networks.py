@@ -20,7 +20,7 @@ from .gradients import (
     RULES, Contribution, Dense, Outer, Rule, channel_bias, full, unfolded)
 
 # %% auto #0
-__all__ = ['TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small', 'Projected',
+__all__ = ['BUILT', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small', 'Projected',
            'StandardisedConv2d', 'standardised_weight', 'Affine', 'wide_layer', 'WideBlock', 'wide_resnet']
 
 # %% ../nbs/5_notes/73_networks.ipynb #models-tempered
@@ -307,3 +307,10 @@ def wide_resnet(
     layers |= {"activation": nn.ReLU(), "norm": nn.GroupNorm(16, before),
                "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
     return nn.Sequential(OrderedDict(layers | {"head": nn.Linear(before, classes)}))
+
+# %% ../nbs/5_notes/73_networks.ipynb #networks-built
+BUILT: dict[str, Callable[..., nn.Module]] = {
+    "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5,
+    "tempered-cnn-8": tempered_cnn_8, "cnn": cnn, "mlp": mlp,
+    "vit-small": vit_small, "wrn-16-4": wide_resnet}
+

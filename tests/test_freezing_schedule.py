@@ -149,6 +149,7 @@ def test_below_a_waist_everything_can_be_cached(name):
 
 @pytest.mark.parametrize(("name", "shape", "sizes"), [
     ("tempered-cnn", (1, 28, 28), [1_040, 8_224, 16_416, 330]), ("tempered-cnn-5", (1, 28, 28), [320, 18_496, 73_856, 295_168, 2_570]),
+    ("tempered-cnn-8", (3, 32, 32), [896, 9_248, 18_496, 36_928, 73_856, 147_584, 295_168, 23_050]),
     ("cnn", (1, 8, 8), [192, 4_704, 9_312, 5_130]), ("wrn-16-4", (3, 32, 32), 8)])
 def test_layers_of_the_papers_networks(name, shape, sizes):
     found = [layer.size for layer in layers(load_model(name, 10, "image", shape))]
@@ -554,6 +555,7 @@ def test_the_cache_changes_nothing_but_the_work():
 # ---- the paper's settings
 
 
+SHAPES_OF = {"mnist": (1, 28, 28), "fashion_mnist": (1, 28, 28), "cifar10": (3, 32, 32), "cifar10-wide-resnet": (3, 32, 32)}
 SIZES = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000, "cifar10-wide-resnet": 50_000}
 
 
@@ -564,6 +566,8 @@ def test_the_papers_settings_spend_their_budget_and_freeze_within_the_run(name, 
     spent, more = (epsilon([SampledGaussian(sigma, rate, steps + extra)], 1e-5, "rdp") for extra in (0, 1))
     assert spent <= budget < more
     assert 0 < given_["method"].after < steps
+    frozen, count = given_["method"].layers, len(layers(load_model(given_["model"], 10, "image", SHAPES_OF[name])))
+    assert frozen < count and (given_["model"] != "tempered-cnn-8" or frozen == 6)     # three of five groups of convolutions
 
 
 @pytest.mark.parametrize(("name", "budget", "epoch"), [

@@ -29,11 +29,11 @@ from dpft.models import (
     replace_batchnorm,
     validate,
 )
-from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, wide_resnet
+from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8, wide_resnet
 from dpft.tasks import digits, font_digits
 
-SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "cnn": (1, 8, 8), "mlp": (1, 8, 8), "vit-small": (1, 8, 8),
-          "wrn-16-4": (1, 8, 8)}
+SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "tempered-cnn-8": (3, 16, 16), "cnn": (1, 8, 8),
+          "mlp": (1, 8, 8), "vit-small": (1, 8, 8), "wrn-16-4": (1, 8, 8)}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -95,17 +95,18 @@ def test_tempered_cnn_is_the_papers():
     ]
     activations = [module for module in model if isinstance(module, TemperedSigmoid)]
     assert [(a.scale, a.inverse_temperature, a.offset) for a in activations] == [(1.58, 3.0, 0.71)] * 3
-    assert not any(isinstance(module, nn.ReLU) for module in [*model, *tempered_cnn_5()])
+    assert not any(isinstance(module, nn.ReLU) for module in [*model, *tempered_cnn_5(), *tempered_cnn_8()])
 
 
 @given(st.integers(14, 40), st.integers(14, 40), st.integers(1, 3), st.integers(2, 5))
 @settings(max_examples=20)
 def test_image_models_take_any_size(height, width, channels, classes):
-    for build in (tempered_cnn, tempered_cnn_5, cnn, mlp):
+    for build in (tempered_cnn, tempered_cnn_5, tempered_cnn_8, cnn, mlp):
         assert build(classes, (channels, height, width))(torch.rand(2, channels, height, width)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("build, shape", [(tempered_cnn, (1, 13, 28)), (tempered_cnn_5, (3, 7, 7)), (cnn, (1, 3, 8))])
+@pytest.mark.parametrize("build, shape", [(tempered_cnn, (1, 13, 28)), (tempered_cnn_5, (3, 7, 7)), (tempered_cnn_8, (3, 7, 7)),
+                                          (cnn, (1, 3, 8))])
 def test_image_models_refuse_what_is_too_small(build, shape):
     with pytest.raises(ValueError, match=rf"at least .* not {shape[1]} x {shape[2]}; use '"):
         build(10, shape)

@@ -49,7 +49,8 @@ def _seeds(entries: Sequence[Any]) -> str:
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-layer-names
 BELOW_HEAD = {"tempered-cnn": ("convolution 1", "convolution 2", "hidden layer"),
-              "tempered-cnn-5": tuple(f"convolution {n}" for n in (1, 2, 3, 4))}
+              "tempered-cnn-5": tuple(f"convolution {n}" for n in range(1, 5)),
+              "tempered-cnn-8": tuple(f"convolution {n}" for n in range(1, 8))}
 
 def layer_names(model: str | None, count: int) -> list[str]:  # towards the output
     "What the last so many layers of a network are called."
