@@ -92,11 +92,11 @@ def test_full_needs_no_head():
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_the_probe_of_a_built_model_is_its_last_linear_layer(name):
+def test_the_probe_of_a_built_model_is_its_last_layer(name):
     model = load_model(name, 7, image_shape=(1, 28, 28))
     LastLayer().start(Context(model, zoo.image_loss, 1, 1, 1))
     trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    last = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
+    last = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][-1]
     assert [id(p) for p in trains] == [id(last.weight), id(last.bias)] and len(last.bias) == 7
 
 

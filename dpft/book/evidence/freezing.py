@@ -6,7 +6,7 @@
 __all__ = ['State', 'SHARED', 'Row', 'ROWS', 'REDUCED', 'CLIPS', 'EXPERIMENTS', 'Kept', 'walk', 'state_of', 'fresh', 'trunk',
            'keep_state', 'branch', 'spent', 'paper_row', 'row_ends', 'row_settings', 'table_grid', 'frozen_layers',
            'table_entry', 'layer_grid', 'layer_entry', 'similarity_grid', 'similarity_entry', 'angle_grid',
-           'angle_entry', 'same_trunk', 'believed']
+           'angle_entry', 'start_grid', 'glorot', 'start_entry', 'same_trunk', 'believed']
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-imports
 import hashlib
@@ -370,6 +370,36 @@ def _of_status(found: StatusChanges) -> dict[str, Any]:
 def _plain(values: Tensor) -> list[float | None]:
     return [None if value.isnan() else round(value.item(), 6) for value in values]
 
+# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-start
+def start_grid(full: bool) -> Iterator[Settings]:
+    "The first steps on CIFAR-10 from PyTorch's weights and from Glorot's."
+    for seed in range(5):
+        for start in ("torch", "glorot"):
+            yield {**ROWS["cifar10"][0], "start": start, "steps": 100,
+                   "method": "Full", "seed": seed}
+
+
+def glorot(model: nn.Module, seed: int) -> None:
+    "Weights of convolutions by Glorot's rule, biases zero."
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.xavier_normal_(module.weight, generator=generator)
+            nn.init.zeros_(module.bias)
+
+
+def start_entry(settings: Settings) -> Settings:
+    "Accuracy after these steps."
+    steps, seed = settings["steps"], settings["seed"]
+    model, task = fresh(settings, seed)
+    if settings["start"] == "glorot":
+        glorot(model, seed)
+    names = [name for name, _ in model.named_parameters()]
+    for _ in walk(model, task, names, settings, steps, seed):
+        pass
+    return _scored(settings, model, task, steps)
+
+
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-believed
 def same_trunk(settings: Settings) -> str:
     "Runs that branch off one trunk."
@@ -390,6 +420,9 @@ EXPERIMENTS = {
                             "h on a GPU", ("mnist",), group=same_trunk,
                             seconds=believed,
                             priority=lambda settings: float(settings["seed"])),
+    "lf-start": Experiment("How large should the first weights be?",
+                           start_grid, start_entry,
+                           "CIFAR-10; about 3 minutes a run on one core", single=True),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
                             "when?", layer_grid, layer_entry,
                             "CIFAR-10; about 8 h on a GPU", group=same_trunk),
