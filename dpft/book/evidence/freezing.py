@@ -385,7 +385,8 @@ def glorot(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.xavier_normal_(module.weight, generator=generator)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def start_entry(settings: Settings) -> Settings:
