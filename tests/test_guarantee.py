@@ -54,13 +54,10 @@ KINDS = st.one_of(st.tuples(st.sampled_from(["remove", "add"]), st.integers(1, 1
 
 @also(1.0, 0.998046875, ("remove", 6), 0.0)  # hardly ever is nobody drawn
 @also(1.0, 0.998046875, ("add", 6), 1.0)
-@also(1.0, 0.875, ("add", 10), 2.0)           # 8 % above at 17.5, 13 times at 20
 @given(st.floats(0.25, 8), st.one_of(st.floats(1e-4, 1), st.floats(0.999, 1)), KINDS, st.floats(0, 3))
 @settings(max_examples=8, deadline=None)
 def test_one_step_by_integration(sigma, rate, kind, share):
-    """At epsilon 0 and anywhere on the curve; also groups of which nearly all are drawn.
-
-    Adding people has a largest loss, which may lie between two points of the curve: there it stays above, by more than one per cent."""
+    """At epsilon 0 and anywhere on the curve; also groups of which nearly all are drawn."""
     relation, group = kind
     pair = worst_pair(rate, group, relation)
     y = np.linspace(-group - 9 * sigma, group + 9 * sigma, 2**14)
@@ -68,9 +65,7 @@ def test_one_step_by_integration(sigma, rate, kind, share):
     curve = PrivacyCurve([SampledGaussian(sigma, rate, 1)], group, relation)
     for value in (0.0, share * group * rate, share * group / sigma):
         exact = np.maximum(p - math.exp(value) * r, 0).sum() * (y[1] - y[0])
-        coarse = relation == "add" and value > 0
-        assert (1 - 1e-6) * exact - 1e-9 <= curve.delta(value)
-        assert coarse or curve.delta(value) <= 1.01 * exact + 1e-5
+        assert (1 - 1e-6) * exact - 1e-9 <= curve.delta(value) <= 1.01 * exact + 1e-5
 
 
 @pytest.mark.parametrize("relation, group", [("remove", 1), ("add", 1), ("replace", 1), ("remove", 3), ("add", 3)])
