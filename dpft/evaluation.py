@@ -253,7 +253,7 @@ def make_evaluation(
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
     # refused now, not after the last step; the fingerprint keys the noise
-    right_answers(engine.model, [data[0]], engine.settings.collate_fn)
+    right_answers(engine.model, [data[0]], ready.collate)
     fingerprint([data[0]])
     return Evaluation(engine, given, data, sigma,
                       planned=paid_scores(given, data, sigma, engine))
