@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['State', 'SHARED', 'Row', 'ROWS', 'REDUCED', 'FROZEN', 'CLIPS', 'EXPERIMENTS', 'Kept', 'walk', 'state_of', 'fresh',
-           'trunk', 'keep_state', 'branch', 'spent', 'paper_row', 'row_ends', 'row_settings', 'table_grid',
+           'glorot', 'trunk', 'keep_state', 'branch', 'spent', 'paper_row', 'row_ends', 'row_settings', 'table_grid',
            'table_entry', 'layer_grid', 'layer_entry', 'similarity_grid', 'similarity_entry', 'angle_grid',
-           'angle_entry', 'start_grid', 'glorot', 'start_entry', 'same_trunk', 'believed']
+           'angle_entry', 'start_grid', 'start_entry', 'glorot_grid', 'same_trunk', 'believed']
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-imports
 import hashlib
@@ -87,12 +87,25 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     task = prepared_task(settings["data"], settings["model"], settings.get("limit"))
     assert task.image_shape is not None
     channels, height, width = task.image_shape
-    return load_model(settings["model"], len(task.classes), task.kind,
-                      (channels, height, width), seed=seed), task
+    model = load_model(settings["model"], len(task.classes), task.kind,
+                       (channels, height, width), seed=seed)
+    if settings.get("start") == "glorot":
+        glorot(model, seed)
+    return model, task
+
+
+def glorot(model: nn.Module, seed: int) -> None:
+    "Normal weights by Glorot's rule and biases of zero, in all layers."
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_normal_(module.weight, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-trunk
-SHARED = ("data", "model", "limit", "noise_multiplier", "batch_size", "clip",
-          "learning_rate")
+SHARED = ("data", "model", "start", "limit", "noise_multiplier", "batch_size",
+          "clip", "learning_rate")
 
 
 def trunk(
@@ -374,32 +387,27 @@ def start_grid(full: bool) -> Iterator[Settings]:
                    "method": "Full", "seed": seed}
 
 
-def glorot(model: nn.Module, seed: int) -> None:
-    "Weights of convolutions by Glorot's rule, biases zero."
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.xavier_normal_(module.weight, generator=generator)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-
 def start_entry(settings: Settings) -> Settings:
     "Accuracy after these steps."
     steps, seed = settings["steps"], settings["seed"]
     model, task = fresh(settings, seed)
-    if settings["start"] == "glorot":
-        glorot(model, seed)
     names = [name for name, _ in model.named_parameters()]
     for _ in walk(model, task, names, settings, steps, seed):
         pass
     return _scored(settings, model, task, steps)
 
 
+def glorot_grid(full: bool) -> Iterator[Settings]:
+    "Table 1 from Glorot's weights."
+    for settings in table_grid(full):
+        yield {**settings, "start": "glorot"}
+
+
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-believed
 def same_trunk(settings: Settings) -> str:
     "Runs that branch off one trunk."
-    return f"{settings['row']} {settings['seed']}"
+    return " ".join(str(settings[name]) for name in ("row", "start", "seed")
+                    if name in settings)
 
 
 def believed(settings: Settings) -> float:
@@ -412,6 +420,12 @@ def believed(settings: Settings) -> float:
 EXPERIMENTS = {
     "lf-table1": Experiment("Table 1: does freezing the lower half late help?",
                             table_grid, table_entry,
+                            "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 "
+                            "h on a GPU", ("mnist",), group=same_trunk,
+                            seconds=believed,
+                            priority=lambda settings: float(settings["seed"])),
+    "lf-glorot": Experiment("Table 1 from larger first weights: Glorot's",
+                            glorot_grid, table_entry,
                             "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 "
                             "h on a GPU", ("mnist",), group=same_trunk,
                             seconds=believed,
