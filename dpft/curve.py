@@ -62,10 +62,8 @@ def drawn_of_group(
     from scipy.stats import binom
     drawn = np.arange(group + 1.0)
     chance = binom.pmf(drawn, group, q)
-    if chance[0] < 1e-9:
-        chance[:2] = 0, chance[0] + chance[1]
-        chance *= 1 + 1e-14 # so that rounding leaves nothing for nobody
-    kept = chance > 1e-20
+    few = drawn < group * q # the largest losses of adding are theirs
+    kept = chance > np.where(few, 1e-300, 1e-20)
     return drawn[kept], chance[kept]
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-mixture
@@ -101,6 +99,10 @@ def mixture_loss() -> Any:
     )
 
     class MixtureLoss(MixtureGaussianPrivacyLoss):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            self._sampling_prob = 1.0 # so that all values are inverted, below
+
         def inverse_privacy_losses(self, privacy_losses: np.ndarray,
                                    precision: float = 1e-6) -> np.ndarray:
             sign = -1 if self.adjacency_type is AdjacencyType.REMOVE else 1
@@ -124,9 +126,9 @@ def step_loss(
         AdjacencyType, GaussianPrivacyLoss)
     kind = AdjacencyType[relation.upper()]
     sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
-    if group == 1 or q > 1 - 1e-9: # in a group, then all are drawn
+    if group == 1 or q == 1:
         return GaussianPrivacyLoss(sigma, sensitivity=group, adjacency_type=kind,
-                                   sampling_prob=q if group == 1 else 1.0)
+                                   sampling_prob=q)
     drawn, chance = drawn_of_group(group, q)
     return mixture_loss()(FINE, FINE / sigma * drawn, chance, adjacency_type=kind)
 
@@ -137,14 +139,16 @@ def loss_grid(
     width: float,      # of the common grid
     nobody: float,     # probability that no unit of the group is drawn
 ) -> np.ndarray:       # increasing multiples of the width, as whole numbers
-    """Points: all near zero, then half a per cent apart;
-    none where mixtures are cut off."""
+    """Points: all near zero and where adding has its largest loss, then half a
+    per cent apart; none where mixtures are cut off."""
     first = math.floor(1.0001 * low / width) - 1
     last = math.ceil(1.0001 * high / width) + 1
     reach = math.asinh(max(-first, last) / 200)
     far = np.rint(200 * np.sinh(np.arange(0, reach, 1 / 200)))
-    inner = np.concatenate([-far[::-1], far])
-    losses, end = inner * width, abs(math.log(nobody)) if nobody else math.inf
+    end = abs(math.log(nobody)) if nobody else math.inf
+    below = np.rint(end / width) - far if end < math.inf else far
+    inner = np.concatenate([-far, far, below])
+    losses = inner * width
     clear = ~np.isclose(abs(losses), end, rtol=2e-5, atol=2e-8)
     inside = clear & (inner > first) & (inner < last)
     return np.unique([first, *inner[inside], last]).astype(int)
@@ -160,12 +164,12 @@ def composed_loss(
     losses = [step_loss(m, group, relation) for m in plan]
     bounds = [loss.connect_dots_bounds() for loss in losses]
     ends = [(float(one.epsilon_lower), float(one.epsilon_upper)) for one in bounds]
-    reach = [max(-low, high) for low, high in ends]
     total = min(group * epsilon(plan, 1e-10, "rdp"),
-                sum(m.steps * most for m, most in zip(plan, reach)))
-    width, parts = max(total / 2**15, max(reach) / 2**16), []
+                sum(m.steps * high for m, (_, high) in zip(plan, ends)))
+    width, parts = max(total / 2**15, max(high for _, high in ends) / 2**16), []
     for m, loss, (low, high) in zip(plan, losses, ends):
-        grid = loss_grid(low, high, width, (1 - m.sample_rate) ** group)
+        # a loss below -total leaves nothing to the sum
+        grid = loss_grid(max(low, -total), high, width, (1 - m.sample_rate) ** group)
         deltas = loss.get_delta_for_epsilon(grid * width)
         one = pld_pmf.create_pmf_pessimistic_connect_dots(width, grid, deltas)
         parts.append(one.self_compose(m.steps))

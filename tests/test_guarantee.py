@@ -54,6 +54,9 @@ KINDS = st.one_of(st.tuples(st.sampled_from(["remove", "add"]), st.integers(1, 1
 
 @also(1.0, 0.998046875, ("remove", 6), 0.0)  # hardly ever is nobody drawn
 @also(1.0, 0.998046875, ("add", 6), 1.0)
+@also(1.0, 0.875, ("add", 10), 2.0)  # all but a billionth are drawn, and the largest loss is that of nobody
+@also(0.25, 0.9996652512896982, ("add", 12), 2.0)  # just below the largest loss
+@also(0.25, 0.00195, ("add", 1), 1.0)  # all positive losses are below 0.002, the negative ones reach 40
 @given(st.floats(0.25, 8), st.one_of(st.floats(1e-4, 1), st.floats(0.999, 1)), KINDS, st.floats(0, 3))
 @settings(max_examples=8, deadline=None)
 def test_one_step_by_integration(sigma, rate, kind, share):
