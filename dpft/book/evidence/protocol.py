@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
-           'FACTS', 'DIGITS', 'DESIGN_WAYS', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL',
-           'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid',
-           'weight', 'believed', 'design', 'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value',
-           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS',
+           'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid',
+           'study_grid', 'weight', 'believed', 'design', 'first_everything', 'experiments_of', 'alike_grid',
+           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of',
+           'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -269,9 +269,29 @@ DESIGN_WAYS = {
     "four selections": design(reselect=4),
     **{f"looks at {rate:g}": design(sample_rate=rate) for rate in (1, 0.2, 0.1, 0.05)}}
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-digits
+def first_everything(share: float) -> Way:
+    "Everything for a share of the steps, then the biases."
+    options = {"first": ["Full", {}], "epochs": None, "second": ["BiTFiT", {}],
+               "rate": 3.0}
+    return Way("Then", options, 3e-3, 1_500.0, {"steps": share})
+
+DIGIT_WAYS = {
+    "LastLayer": Way("LastLayer", {}, 3e-2, 5_000.0),
+    "BiTFiT": Way("BiTFiT", {}, 1e-2, 2_000.0),
+    "Full": Way("Full", {}, 3e-3, 1_500.0),
+    "LoRA": Way("LoRA", {"rank": 8}, 1e-2, 1_800.0),
+    "LoRA + BiTFiT": Way(
+        "Chain", {"parts": [["LoRA", {"rank": 8}], ["BiTFiT", {}]]}, 1e-2, 1_500.0),
+    "1/3 Full, then BiTFiT": first_everything(1 / 3),
+    "2/3 Full, then BiTFiT": first_everything(2 / 3)}
+
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
+    "digits": Study(
+        DIGITS, DIGIT_WAYS, 300, (2.0,), headline=20, fixed=5, refined=True),
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
@@ -328,6 +348,8 @@ def alike_grid(full: bool) -> Iterator[Settings]:
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
                      "digits, a transformer that has learned printed ones"),
+    "digits": ("Are the biases of a vision transformer enough?",
+               "digits, a transformer that has learned printed ones"),
     "images-head": ("How far does a private head go on CIFAR-10?",
                     "CIFAR-10, EfficientNet-Lite0"),
     "images-head-224": ("How far does it go on pictures of ImageNet's size?",
@@ -349,7 +371,7 @@ QUESTIONS = {
     "language-open": ("How well does it write when nothing is private?",
                       "E2E, SmolLM2")}
 MEASURES = {"language": language_measured, "language-open": language_measured,
-            "frost-design": digits_measured}
+            "frost-design": digits_measured, "digits": digits_measured}
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
     for each, its in experiments_of(
