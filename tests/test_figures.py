@@ -14,7 +14,7 @@ import dpft
 from dpft.book import drawings, figures
 from dpft.book.evidence import EXPERIMENTS, FIGURES
 from dpft.book.experiments import source_hash, write_records
-from dpft.book.figures import COLOURS, MARKERS, Drawing, redraw, standing_on
+from dpft.book.figures import COLOURS, MARKERS, Drawing, markdown_table, redraw, standing_on
 from dpft.method import Method
 
 
@@ -254,6 +254,12 @@ def test_the_interval_of_paired_differences_is_students():
     drawn_bars = [sorted(bar) for bar in bars if all(math.isfinite(end) for end in bar)]
     assert drawn_bars == [pytest.approx(list(ends))]                                       # a single seed has no interval
     plt.close(figure)
+
+
+def test_numbers_below_zero_have_a_minus_sign_and_code_keeps_its_hyphens():
+    row = ["-1.5 ± 0.2", "0 behind, -2", "`dpft run --seed -1`", "2026-11-25", "lite-0", 1e-5, -3]
+    assert markdown_table(["a-1"], [row]).splitlines()[-1] == (
+        "| −1.5 ± 0.2 | 0 behind, −2 | `dpft run --seed -1` | 2026-11-25 | lite-0 | 1e-05 | −3 |")
 
 
 def test_shares_are_in_order_and_bounds_are_the_two_largest(results):
