@@ -145,6 +145,34 @@ def test_a_worker_ends_after_its_step_when_the_queue_was_killed(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
+def queued(folder):
+    "A queue's process, which says what it says into a file."
+    served = queue._served
+
+    def noticed(its):
+        (folder / "ready").touch()
+        served(its)
+
+    queue._served = noticed
+    queue.run_queue(queue.Source({"e": many(2, lingering)}, folder), 2, hours=1, say=(folder / "said").write_text)
+
+
+def lingering(settings):
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_queue_that_is_told_to_end_says_what_is_left(number, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=queued, args=(tmp_path,))
+    process.start()
+    while not (tmp_path / "ready").exists() and process.is_alive():
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
+    assert (tmp_path / "said").read_text() .startswith("told to end: 0 of 2 done, 2 left")
+
+
 def noted_job(tmp_path):
     return queue.Job("e", {"seed": 0}, noted, True, 0.0, "", tmp_path / "e.jsonl")
 

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['FREE', 'PATIENCE', 'SAME_ANSWERS', 'POINTS', 'OTHER', 'UNTOLD', 'ABOUT', 'Job', 'left_of', 'usual', 'Source',
            'worker_context', 'answer_of', 'work', 'Worker', 'next_job', 'unfinished_runs', 'Made', 'standing',
-           'end_all', 'Queue', 'run_queue', 'plan_lines', 'leaves', 'close', 'same_share', 'answers_in', 'differences',
-           'found_in', 'rechecked', 'Repeat', 'repeats', 'planned_repeats', 'run_rechecks', 'repeat_lines']
+           'end_all', 'told_to_end', 'Queue', 'run_queue', 'plan_lines', 'leaves', 'close', 'same_share', 'answers_in',
+           'differences', 'found_in', 'rechecked', 'Repeat', 'repeats', 'planned_repeats', 'run_rechecks',
+           'repeat_lines']
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-imports
 import contextlib
@@ -17,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -268,6 +269,29 @@ def end_all(workers: list[Worker]) -> None:
     for worker in workers:
         worker.stop(PATIENCE)
 
+# %% ../../nbs/6_appendices/95_queue.ipynb #queue-told
+@contextlib.contextmanager
+def told_to_end() -> Iterator[None]:
+    "While it is open, the first SIGTERM or SIGINT raises SystemExit."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number)
+              for number in (signal.SIGTERM, signal.SIGINT)}
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    def told(number: int, frame: Any) -> None:
+        put_back()
+        raise SystemExit(128 + number)
+    for number in before:
+        signal.signal(number, told)
+    try:
+        yield
+    finally:
+        put_back()
+
+
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-queue
 class Queue:
     "Jobs, the workers that make them, and what is said about it."
@@ -327,14 +351,11 @@ def run_queue(
     deadline = math.inf if hours is None else time.monotonic() + hours * 3600
     queue = Queue(source, workers, deadline, say)
     try:
-        queue.begin()
-        while queue.running and time.monotonic() < deadline:
-            busy: dict[Any, Worker] = {
-                its.connection: its for its in queue.workers if its.job}
-            limit = None if hours is None else max(deadline - time.monotonic(), 0)
-            for ready in wait(list(busy), limit):
-                queue.take(*busy[ready].finish())  # type: ignore[index]
-            queue.begin()
+        with told_to_end():
+            _served(queue)
+    except SystemExit:
+        say(f"told to end: {standing(source, queue.jobs)}; the same command goes on")
+        raise
     finally:
         end_all(queue.workers)
     queue.made.left = len(queue.jobs)
@@ -342,6 +363,17 @@ def run_queue(
         say("the time is up or the rest is too long for it: "
             f"{standing(source, queue.jobs)}")
     return _ended(queue.made, source)
+
+def _served(queue: Queue) -> None:
+    "Give its workers runs and take their records until all is made or time is up."
+    queue.begin()
+    while queue.running and time.monotonic() < queue.deadline:
+        busy: dict[Any, Worker] = {
+            its.connection: its for its in queue.workers if its.job}
+        rest = queue.deadline - time.monotonic()
+        for ready in wait(list(busy), None if rest == math.inf else max(rest, 0)):
+            queue.take(*busy[ready].finish())  # type: ignore[index]
+        queue.begin()
 
 def _ended(made: Made, source: Source) -> Made:
     "ValueError where runs failed, or wait for records that nobody makes."
