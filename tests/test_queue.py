@@ -272,6 +272,15 @@ def test_what_would_not_finish_is_not_begun_and_what_runs_over_is_stopped(tmp_pa
     assert "1 of 3 done, 2 left" in said[-1] and not (tmp_path / "over.jsonl").exists()
 
 
+def test_no_run_begins_whose_group_waits_for_a_longer_one(tmp_path):
+    """A branch of twenty steps was begun in the last minutes, and made its trunk of fifteen hundred first."""
+    job = [queue.Job("e", {"seed": seed, "last": last}, noted, True, 0.0, str(seed), tmp_path / "e.jsonl") for seed in (0, 1) for last in (0, 20)]
+    seconds = {0: 5000.0, 20: 30.0}
+    assert queue.next_job(job, [], lambda its: seconds[its.settings["last"]], 100.0) is None
+    assert queue.next_job(job[1:], [], lambda its: seconds[its.settings["last"]], 100.0) is job[1]
+    assert queue.next_job(job[1:], [job[1]], lambda its: 30.0, 100.0) is job[2]
+
+
 def test_times_of_earlier_runs_replace_what_was_believed(tmp_path):
     known = {"e": many(3, seconds=lambda settings: 9999.0)}
     source = queue.Source(known, tmp_path)

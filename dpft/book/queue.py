@@ -224,11 +224,14 @@ def next_job(
     time_left: float,                # seconds; inf: as many as it takes
 ) -> Job | None:
     "The job to begin now, if there is one."
-    groups = {job.group for job in running if job.group}
+    closed = {job.group for job in running if job.group}
     for job in jobs:
-        free = job not in running and job.group not in groups
-        if free and (time_left == math.inf or seconds(job) <= time_left):
+        if job in running or job.group in closed:
+            continue
+        if time_left == math.inf or seconds(job) <= time_left:
             return job
+        if job.group: # the next would have to make what this one cannot
+            closed.add(job.group)
     return None
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-made
