@@ -274,7 +274,8 @@ def test_what_would_not_finish_is_not_begun_and_what_runs_over_is_stopped(tmp_pa
 
 def test_no_run_begins_whose_group_waits_for_a_longer_one(tmp_path):
     """A branch of twenty steps was begun in the last minutes, and made its trunk of fifteen hundred first."""
-    job = [queue.Job("e", {"seed": seed, "last": last}, noted, True, 0.0, str(seed), tmp_path / "e.jsonl") for seed in (0, 1) for last in (0, 20)]
+    job = [queue.Job("e", {"seed": seed, "last": last}, noted, True, 0.0, str(seed), tmp_path / "e.jsonl")
+           for seed in (0, 1) for last in (0, 20)]
     seconds = {0: 5000.0, 20: 30.0}
     assert queue.next_job(job, [], lambda its: seconds[its.settings["last"]], 100.0) is None
     assert queue.next_job(job[1:], [], lambda its: seconds[its.settings["last"]], 100.0) is job[1]
