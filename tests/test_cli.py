@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import get_type_hints
 
 import pytest
+import torch
 
 import dpft as dpft_package
 from dpft import cli
@@ -546,6 +547,26 @@ def test_a_half_done_or_an_old_folder_of_a_language_model_is_looked_at_too(run, 
     (tmp_path / "before.json").write_text(json.dumps(kept))
     status, _, err = run("llm", "--output", tmp_path)
     assert status == 1 and "steps unknown, not 36" in err
+
+
+def test_the_quick_start_computes_on_one_thread(run, monkeypatch, tmp_path):
+    """With two a run took minutes on a machine whose second core was busy, and without it seconds."""
+    from dpft.book import experiments
+    from dpft.book.provenance import read_records, results_file
+    entry, seen = next(iter(read_records(results_file("quickstart")))), []
+
+    def made(budgets, seeds):
+        seen.append(torch.get_num_threads())
+        yield entry
+
+    monkeypatch.setattr(experiments, "quickstart", made)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert run("quickstart", "--output", tmp_path)[0] == 0
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_records_of_the_quick_start_can_be_drawn_again(run, monkeypatch, tmp_path):

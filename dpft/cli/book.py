@@ -8,14 +8,16 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
            'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'RESUME', 'FREEZING',
-           'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'begin_anew', 'chosen_runs',
-           'cores', 'prepare', 'written', 'kept_as', 'check_kept', 'trained_llm', 'llm', 'told_texts', 'figures_named',
-           'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from', 'parts_asked']
+           'one_thread', 'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'begin_anew',
+           'chosen_runs', 'cores', 'prepare', 'written', 'kept_as', 'check_kept', 'trained_llm', 'llm', 'told_texts',
+           'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from',
+           'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -26,6 +28,19 @@ import typer
 from ..registry import method_named
 from .core import (
     AS_JSON, METHOD, app, check_positive, increasing, print_json)
+
+# %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-one-thread
+@contextmanager
+def one_thread() -> Iterator[None]:
+    "While it is open, torch computes on one thread."
+    import torch
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-quickstart
 @app.command()
@@ -45,8 +60,9 @@ def quickstart(
     budgets = (0.5, 2.0, 8.0, inf)
     output.mkdir(parents=True, exist_ok=True)
     made = experiments.quickstart(budgets, range(seeds))
-    records = list(tqdm(made, total=len(budgets) * len(experiments.QUICKSTART) * seeds,
-                        unit="run"))
+    count = len(budgets) * len(experiments.QUICKSTART) * seeds
+    with one_thread():
+        records = list(tqdm(made, total=count, unit="run"))
     replace_records(output / "quickstart.jsonl", records)
     table = figures.text_table(records)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
