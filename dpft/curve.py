@@ -146,8 +146,8 @@ def loss_grid(
     reach = math.asinh(max(-first, last) / 200)
     far = np.rint(200 * np.sinh(np.arange(0, reach, 1 / 200)))
     end = abs(math.log(nobody)) if nobody else math.inf
-    below = np.rint(end / width) - far if end < math.inf else far
-    inner = np.concatenate([-far, far, below])
+    corner = [np.rint(end / width) - far] if nobody else []
+    inner = np.concatenate([-far, far, *corner])
     losses = inner * width
     clear = ~np.isclose(abs(losses), end, rtol=2e-5, atol=2e-8)
     inside = clear & (inner > first) & (inner < last)

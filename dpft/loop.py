@@ -14,7 +14,6 @@ import math
 import re
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from .ledger import Ledger
 from .method import Method, check_method
 from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
-from .processes import plain_of, speaks
+from .processes import at_first_signal, plain_of, speaks
 from .provenance import START, came_from
 from .saving import (
     check_room, files_of_run, read_model, tokenizer_of_base, write_model)
@@ -441,23 +440,13 @@ def stop_early(loop: Loop) -> None:
 @contextmanager
 def stopping_politely(engine: Engine) -> Iterator[None]:
     "While it is open, the first SIGTERM or SIGINT asks for a stop after a step."
-    keeps = engine.processes.first(lambda: engine.store.folder is not None)
-    if not keeps or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = signal.SIGTERM, signal.SIGINT
-    before = {number: signal.getsignal(number) for number in numbers}
-    def told(number: int, frame: Any) -> None:
+    def told(number: int) -> None:
         engine.told = number
-        for each, handler in before.items():
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
-    for number in before:
-        signal.signal(number, told)
-    try:
+    if engine.processes.first(lambda: engine.store.folder is not None):
+        with at_first_signal(told):
+            yield
+    else:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-leave
 def leave(engine: Engine) -> None:

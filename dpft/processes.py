@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'SAME_INPUT', 'SAME_CHOICE', 'ProcessError', 'reached', 'tried', 'told_by_first', 'gathered',
            'refuse_unlike', 'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local',
-           'whole', 'plain_of', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop']
+           'whole', 'plain_of', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
 import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -314,3 +315,30 @@ def told_to_stop(number: int, frame: Any) -> None:
         print(f"dpft: this process was told to stop{why}; {HOW_TO_GO_ON}",
               file=sys.stderr, flush=True)
     raise SystemExit(128 + number)
+
+# %% ../nbs/5_notes/77_processes.ipynb #processes-first-signal
+@contextmanager
+def at_first_signal(
+    told: Callable[[int], None], # gets the signal's number
+) -> Iterator[None]:
+    "While it is open, the first SIGTERM or SIGINT calls this; not in a side thread."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number)
+              for number in (signal.SIGTERM, signal.SIGINT)}
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    def first(number: int, frame: Any) -> None:
+        try:
+            told(number)
+        finally:
+            put_back()
+    for number in before:
+        signal.signal(number, first)
+    try:
+        yield
+    finally:
+        put_back()
+

@@ -170,7 +170,7 @@ def test_a_queue_that_is_told_to_end_says_what_is_left(number, tmp_path):
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == 128 + number
-    assert (tmp_path / "said").read_text() .startswith("told to end: 0 of 2 done, 2 left")
+    assert (tmp_path / "said").read_text().startswith("told to end: 0 of 2 done, 2 left")
 
 
 def noted_job(tmp_path):

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ..processes import at_first_signal
 from .experiments import (
     Experiment, Settings, cache_folder, is_among, keep_unfinished, make_record,
     recorded, results_file, unpacked, write_records)
@@ -273,26 +274,9 @@ def end_all(workers: list[Worker]) -> None:
         worker.stop(PATIENCE)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-told
-@contextlib.contextmanager
-def told_to_end() -> Iterator[None]:
-    "While it is open, the first SIGTERM or SIGINT raises SystemExit."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number)
-              for number in (signal.SIGTERM, signal.SIGINT)}
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-    def told(number: int, frame: Any) -> None:
-        put_back()
-        raise SystemExit(128 + number)
-    for number in before:
-        signal.signal(number, told)
-    try:
-        yield
-    finally:
-        put_back()
+def told_to_end(number: int) -> None:
+    "The status that a signal stands for."
+    raise SystemExit(128 + number)
 
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-queue
@@ -354,7 +338,7 @@ def run_queue(
     deadline = math.inf if hours is None else time.monotonic() + hours * 3600
     queue = Queue(source, workers, deadline, say)
     try:
-        with told_to_end():
+        with at_first_signal(told_to_end):
             _served(queue)
     except SystemExit:
         say(f"told to end: {standing(source, queue.jobs)}; the same command goes on")
@@ -367,6 +351,7 @@ def run_queue(
             f"{standing(source, queue.jobs)}")
     return _ended(queue.made, source)
 
+# %% ../../nbs/6_appendices/95_queue.ipynb #queue-served
 def _served(queue: Queue) -> None:
     "Give its workers runs and take their records until all is made or time is up."
     queue.begin()
