@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")     # a second thread gains small models nothing, and beside a busy core each sum waits for it
 SALT = os.environ.get("DPFT_SALT", "")
 SALTED = Path(__file__).parent / "salted"
 

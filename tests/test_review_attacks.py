@@ -8,6 +8,8 @@ import hashlib
 import json
 import math
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -479,6 +481,22 @@ def test_what_takes_the_place_of_a_run_begins_to_move_only_when_all_of_it_can(tm
         for name in ("a.safetensors", "b.json"):
             (place / name).write_text("new")
     assert moved == [["a.safetensors", "b.json"]] * 2 and synced[2:] == [tmp_path.name]
+
+
+def test_a_save_that_was_killed_leaves_nothing_after_the_next_and_one_that_still_writes_keeps_its_place(tmp_path):
+    code = ("import os, sys; from pathlib import Path; from dpft import store\n"
+            "with store.taking_place(Path(sys.argv[1])) as place:\n"
+            "    (place / 'half').write_text('of a model'); print(place.name, flush=True); sys.stdin.read(1)")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        left = tmp_path / other.stdout.readline().strip()
+        with store.taking_place(tmp_path) as place:
+            (place / "whole").write_text("a model")
+        assert (left / "half").exists() and (tmp_path / "whole").exists(), "the other process is not done"
+        other.kill()
+    assert left.exists()
+    with store.taking_place(tmp_path):
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_the_names_of_new_folders_are_on_disk_before_a_run_begins(tmp_path, monkeypatch):
