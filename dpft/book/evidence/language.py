@@ -6,8 +6,8 @@
 __all__ = ['RECIPES', 'END', 'APART', 'UNTOUCHED', 'PUBLIC', 'BASES', 'TRIED', 'RATES', 'FOR_NOTHING', 'VARIANTS',
            'INITIALISATIONS', 'EXPERIMENTS', 'Recipe', 'train_tokenizer', 'packed_windows', 'blank_gpt2',
            'pretrained_gpt2', 'language_model', 'score_set', 'prompts_and_references', 'completions',
-           'generation_scores', 'language_run', 'scored_by', 'trained_entries', 'language_prepared', 'study_model',
-           'language_measured', 'with_public', 'public_windows', 'development_pairs', 'papers_noise',
+           'generation_scores', 'language_run', 'taken', 'scored_by', 'trained_entries', 'language_prepared',
+           'study_model', 'language_measured', 'with_public', 'public_windows', 'development_pairs', 'papers_noise',
            'language_settings', 'method_entry', 'tuning_grid', 'methods_grid', 'rap_settings', 'rap_entry', 'rap_grid',
            'beta_grid', 'init_grid', 'cost_grid', 'cost_entry', 'step_costs', 'relevance_costs']
 
@@ -265,7 +265,7 @@ def generation_scores(
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-run
 # settings that are no argument of `measured_run`
-APART = ("base", "variant", "accounting", "every", "beams")
+APART = ("label", "base", "variant", "accounting", "every", "beams")
 
 def language_run(settings: Settings) -> Settings:
     """One fine-tuning of a language model, with its perplexity and,
@@ -275,12 +275,19 @@ def language_run(settings: Settings) -> Settings:
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
         return {"metrics": score(load_model(model, kind="causal"), task),
                 "epsilon": 0.0, "trainable": 0}
-    own = ({name: value for name, value in settings.items() if name not in APART}
-           | {"model": model})
+    return measured_run({**taken(settings, model), "model": model},
+                        trained_entries, score)
+
+def taken(
+    settings: Settings,
+    model: str,  # its folder
+) -> Settings:
+    "What `measured_run` takes of a run's settings."
+    own = {name: value for name, value in settings.items() if name not in APART}
     own["options"] = with_public(settings["options"], model, settings["max_length"])
     if settings.get("accounting") == "paper":
         own["noise_multiplier"] = papers_noise(settings)
-    return measured_run(own, trained_entries, score)
+    return own
 
 UNTOUCHED = "Untouched"  # the model as pre-training left it
 
@@ -302,7 +309,7 @@ def trained_entries(run: Run, method: Method) -> Settings:
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-study
 def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
-    "SmolLM2 and E2E in its words."
+    "A study's model and E2E in its words."
     folder = study_model(settings)
     task = prepared_task(settings["data"], folder, settings.get("limit"),
                          settings.get("held_out", 0), settings["max_length"])
@@ -310,13 +317,13 @@ def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
 
 def study_model(settings: Settings) -> str:
     "The folder of a study's model."
-    return smollm2() if settings["model"] == "smollm2" else settings["model"]
+    name = settings["model"]
+    return smollm2() if name == "smollm2" else language_model(name)
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-measured
 def language_measured(settings: Settings) -> Settings:
-    "One run of the language study."
-    own = {name: value for name, value in settings.items()
-           if name not in ("label", "every", "beams")}
+    "One run of a language study."
+    own = taken(settings, study_model(settings))
     def score(model: nn.Module, task: Task) -> dict[str, float]:
         data, every = task.test or task.dev, settings["every"]
         return generation_scores(
@@ -359,7 +366,7 @@ def papers_noise(settings: Settings) -> float:
     """The multiplier that a run of Rap-FT really has when its blocks are bounded
     and hidden as the paper says; RAP-T1, @lem-effective-noise."""
     size = len(prepared_task(settings["data"], language_model(settings["model"]), None,
-                             0, settings["max_length"]).train)
+                             settings.get("held_out", 0), settings["max_length"]).train)
     steps = (settings.get("steps")
              or round(settings["epochs"] * size / settings["batch_size"]))
     sigma = noise_multiplier(settings["target_epsilon"], settings["delta"],

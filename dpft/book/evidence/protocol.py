@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
-           'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS',
-           'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid',
-           'study_grid', 'weight', 'believed', 'design', 'first_everything', 'experiments_of', 'alike_grid',
-           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of',
-           'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
+           'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study',
+           'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
+           'first_everything', 'around', 'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value',
+           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
+           'untrained', 'scored_by', 'ahead', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,9 @@ from ..figures import paired
 from ..pretrained import measured
 from .frost import digits_run
 from .frost import measured as digits_measured
-from .language import language_measured
+from .language import (
+    BASES, RATES, language_measured, language_settings, rap_entry)
+from ...rapft.mask import AS_PUBLISHED
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
 CLIPS: dict[str, Settings] = {"0.1": {"clip": 0.1}, "1": {"clip": 1.0},
@@ -41,6 +44,8 @@ class Way:
     # options in steps, of the run's
     shares: dict[str, float] = field(default_factory=dict)
     seeded: bool = False  # whether what it chooses is drawn by the run's seed
+    # settings of the run that only this way has
+    more: Settings = field(default_factory=dict)
 
 @dataclass(frozen=True)
 class Study:
@@ -74,7 +79,7 @@ def entry(
     own = rate / bound["clip"] if study.shared.get("optimizer") == "sgd" else rate
     options = options_at(way, study.shared["steps"], seed)
     return {**study.shared, "label": label, "method": way.method, "options": options,
-            **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon,
+            **way.more, **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon,
             "seed": seed}
 
 def held_out(study: Study) -> Study:
@@ -287,6 +292,28 @@ DIGIT_WAYS = {
     "2/3 Full, then BiTFiT": first_everything(2 / 3)}
 
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-small-language
+SMALL_LANGUAGE = {**language_settings(False), "optimizer": "adamw", "accountant": "prv",
+                  "beams": 0}
+PUBLISHED: Settings = {"relevance_data": "development pairs", **AS_PUBLISHED}
+RAP_VARIANTS: dict[str, tuple[str, Settings]] = {  # as `rap_entry` has them
+    "as published": ("as published", {}),
+    "at true ε": ("paper's noise", PUBLISHED),
+    "tight": ("tight", {})}
+
+def around(base: str, variant: str) -> Way:
+    "Rap-FT around one of the methods that its paper wraps."
+    known, changed = RAP_VARIANTS[variant]
+    run = rap_entry(SMALL_LANGUAGE, base, 3.0, known, **changed)
+    more = {name: run[name] for name in ("accounting",) if name in run}
+    return Way("RapFT", run["options"], RATES[base], 150.0,
+               {} if base == "BiTFiT" else {"warmup_steps": 1 / 6}, more=more)
+
+SMALL_WAYS = {name: Way(name, BASES.get(name, {}), RATES[name], 150.0)
+              for name in ("LoRA", "Adapter", "BiTFiT", "Full")}
+SMALL_WAYS |= {f"{base}, Rap-FT {variant}": around(base, variant)
+               for base in BASES for variant in RAP_VARIANTS}
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
@@ -314,7 +341,11 @@ STUDIES = {
         FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120, refined=True),
     "language-open": Study(
         FACTS, {"LoRA": LANGUAGE_WAYS["LoRA"]}, 200, ("inf",), fixed=120,
-        refined=True, clips=("1",))}
+        refined=True, clips=("1",)),
+    "language-small": Study(
+        SMALL_LANGUAGE, SMALL_WAYS, 500, (3.0, 5.0, 7.0), seeds=5, fixed=15,
+        elsewhere=("LoRA", "LoRA, Rap-FT as published", "LoRA, Rap-FT at true ε"),
+        refined=True)}
 
 def experiments_of(
     name: str, study: Study, measure: Any, question: str, needs: str,
@@ -369,8 +400,11 @@ QUESTIONS = {
     "language": ("Which method is best on E2E with a pre-trained language model?",
                  "E2E, SmolLM2"),
     "language-open": ("How well does it write when nothing is private?",
-                      "E2E, SmolLM2")}
+                      "E2E, SmolLM2"),
+    "language-small": ("Is Rap-FT ahead of what it wraps when both are tuned?",
+                       "E2E, the public text")}
 MEASURES = {"language": language_measured, "language-open": language_measured,
+            "language-small": language_measured,
             "frost-design": digits_measured, "digits": digits_measured}
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
