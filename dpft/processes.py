@@ -321,12 +321,13 @@ def told_to_stop(number: int, frame: Any) -> None:
 def at_first_signal(
     told: Callable[[int], None], # gets the signal's number
 ) -> Iterator[None]:
-    "While it is open, the first SIGTERM or SIGINT calls this; not in a side thread."
+    """While it is open, the first SIGTERM or SIGINT calls this; not in a side thread,
+    and not one that the process ignores."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number)
-              for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: handler for number in (signal.SIGTERM, signal.SIGINT)
+              if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
     def put_back() -> None:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -159,7 +159,7 @@ def lock(folder: Path, owner: Any) -> None:
     unlock(folder)    # of an owner that is gone
     try:
         number = locked(path)
-    except OSError as error:
+    except BlockingIOError as error:
         raise CheckpointError(
             f"another process is using checkpoint {folder}; wait for it, "
             "or choose another folder") from error

@@ -232,6 +232,12 @@ def test_layers_are_paired_with_the_plain_run_of_their_seed(results):
     assert labels == [["1", "3"], ["1", "2"], ["20", "70"]]                         # the lower half, frozen, stands in both
 
 
+def test_the_half_of_a_network_of_eight_layers_is_the_one_that_its_runs_froze():
+    halves = [[6, 7]]                                                              # two groups of convolutions and the head
+    assert drawings._branch({"kind": "upper", "kept": [6, 7], "last": 42}, "when", halves) == 42
+    assert drawings._branch({"kind": "upper", "kept": [4, 5, 6, 7], "last": 42}, "when", halves) is None
+
+
 def test_layers_without_their_plain_run_are_left_out(results):
     write_records(results / "lf-layers.jsonl", [branch("one", [1, 3], 70, 7)])
     another = entry("lf-table1", "Full", 1, 7, 0.7, "fashion_mnist", steps=100, last=0)

@@ -24,7 +24,19 @@ from dpft.datasets import TensorData
 from dpft.ledger import Ledger, LedgerError
 from dpft.method import Method
 from dpft.privacy import Request, epsilon
-from dpft.processes import HOW_TO_GO_ON, ProcessError, Processes, check_whole, form, launched, own_device, reached, speaks, told_to_stop
+from dpft.processes import (
+    HOW_TO_GO_ON,
+    ProcessError,
+    Processes,
+    at_first_signal,
+    check_whole,
+    form,
+    launched,
+    own_device,
+    reached,
+    speaks,
+    told_to_stop,
+)
 from dpft.step import Step
 from dpft.store import CheckpointError, unlock
 
@@ -799,3 +811,17 @@ def test_an_unreachable_process_is_one_sentence():
     assert "\n" not in str(caught.value)
     with pytest.raises(LedgerError), reached():
         raise LedgerError("passes through")
+
+
+def test_a_signal_that_a_process_ignores_stays_ignored():
+    told, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with at_first_signal(told.append):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and told == []
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -190,4 +190,11 @@ def test_tuning_and_training_are_read_from_records():
     assert untuned([its for its in whole if its["learning_rate"] <= 9], ["Full"]).endswith("best at an edge: Full")
     assert "tuned at 1 of 3 clip bounds" in untuned([run("Full", rate, -abs(rate - 9)) for rate in rates], ["Full"])
     assert "edge" in untuned(whole, ["Full"], sign=-1)                           # of perplexity less is more
+    control = [run("Full", rate, rate, label="a control") for rate in (27.0, 81.0, 243.0)]      # another way of the same method
+    assert untuned([*whole, *control], ["Full"]) == "" and untuned(control, ["Full"]) == "never tuned: Full"
+    scaled = [run("Full", rate / clip, -abs(rate - 81), clip=clip) for rate in rates for clip in (0.1, 1.0)]      # as SGD has them
+    assert untuned([*scaled, run("Full", 1.0, -100.0, clipping="automatic")], ["Full"]) == "best at an edge: Full"
+    long = [run("Full", rate, rate, steps=40) for rate in (3.0, 9.0)]                                         # the best is no longer inside
+    assert "best at an edge: Full" in untuned([{"steps": 10, **its} for its in whole] + long, ["Full"])
+    assert untuned([{"steps": 10, **its} for its in whole] + long + [run("Full", 27.0, 0.0, steps=40)], ["Full"]) == ""
     assert untrained({"a": [0.6, 0.7], "b": [0.5, 0.4]}, 0.5) == "no better than untouched: b" and untrained({"a": [0.6]}, 0.5) == ""

@@ -209,6 +209,94 @@ def test_a_worker_that_dies_before_it_reads_its_job_costs_that_job_alone(tmp_pat
     queue.end_all([worker])
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_time_of_a_run_that_was_interrupted_is_added_up_or_not_told(killed, tmp_path, monkeypatch):
+    from dpft.step import Step
+
+    settings = {**TINY, "steps": 8, "seed": 3, "checkpoint_every": 1}
+    counted, done = itertools.count(1), Step.done
+
+    def stopped(step):
+        if next(counted) == 5:
+            raise SystemExit(1)
+        return done(step)
+    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Step, "done", stopped)
+        experiments.make_record("e", measured_run, settings, True)
+    (spent,) = tmp_path.glob("*.seconds")
+    assert 0 < float(spent.read_text()) < 1000
+    if killed:
+        spent.unlink()
+    else:
+        spent.write_text("1000")
+    entry = experiments.make_record("e", measured_run, settings, True)
+    assert list(tmp_path.iterdir()) == [] and len(entry["steps_seen"]["loss"]) == 8
+    assert "seconds" not in entry if killed else entry["seconds"] > 1000
+
+
+def test_the_state_of_a_run_is_known_by_its_experiment_its_code_and_its_packages(tmp_path, monkeypatch):
+    seen = []
+
+    def looking(settings):
+        with experiments.unfinished(settings) as folder:
+            seen.append(folder)
+        return {}
+    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    experiments.make_record("e", looking, TINY, True)
+    experiments.make_record("e", looking, TINY, True)
+    experiments.make_record("f", looking, TINY, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments, "versions", lambda: {"torch": "another"})
+        experiments.make_record("e", looking, TINY, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments, "source_hash", lambda *modules: "another")
+        experiments.make_record("e", looking, TINY, True)
+    assert seen[0] == seen[1] and len(set(seen)) == 4
+
+
+def test_a_record_names_the_code_that_made_it_and_not_what_was_saved_meanwhile(monkeypatch):
+    now = ["before"]
+    monkeypatch.setattr(experiments, "source_hash", lambda *modules: now[0])
+    monkeypatch.setattr(experiments, "commit", lambda: {"commit": now[0]})
+
+    def editing(settings):
+        now[0] = "after"
+        return {}
+    entry = experiments.make_record("e", editing, TINY, True)
+    assert entry["source_hash"] == entry["commit"] == "before"
+
+
+def test_two_queues_side_by_side_write_each_record_once(tmp_path):
+    its = many(3)
+    first, second = (queue.Queue(queue.Source({"e": its}, tmp_path), 0, float("inf"), print) for _ in range(2))
+    for one in (first, second):
+        for job in list(one.jobs):
+            one.take(job, *queue.answer_of(job, None))
+    assert seeds(tmp_path / "e.jsonl") == [0, 1, 2] and (first.made.fresh, second.made.fresh) == (3, 0)
+
+
+def test_what_is_finished_when_the_queue_ends_is_written_down(tmp_path):
+    its = napping(0.1)
+    line = queue.Queue(queue.Source({"e": its}, tmp_path), 1, float("inf"), lambda said: None)
+    line.begin()
+    line.workers[0].connection.poll(60)                                          # it has answered, and nobody has listened
+    line.end()
+    assert seeds(tmp_path / "e.jsonl") == [0] and line.made.fresh == 1 and not line.jobs
+    line.end()                                                                   # once is enough
+
+
+def ends_on_interrupt(settings):
+    os.kill(os.getpid(), signal.SIGINT)
+    return noted(settings)
+
+
+def test_a_worker_leaves_an_interrupt_to_its_queue(tmp_path):
+    its = many(1, measure=ends_on_interrupt)
+    made = queue.run_queue(queue.Source({"e": its}, tmp_path), 1, hours=1)
+    assert made.fresh == 1
+
+
 @pytest.mark.parametrize("method,module", [("DPFrost", "dpft.frost.selection"), ("LayerFreeze", "dpft.freezing.schedule")])
 def test_the_state_of_a_run_is_known_by_the_code_of_its_method(method, module, tmp_path, monkeypatch):
     asked = []
@@ -345,7 +433,7 @@ def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp
     process.start()
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
-    assert len(list(tmp_path.iterdir())) == 1
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ["", ".seconds"]
     experiments.keep_unfinished(tmp_path)
     try:
         again = measured_run(settings)

@@ -483,6 +483,11 @@ def test_what_takes_the_place_of_a_run_begins_to_move_only_when_all_of_it_can(tm
     assert moved == [["a.safetensors", "b.json"]] * 2 and synced[2:] == [tmp_path.name]
 
 
+def test_only_a_lock_is_called_a_lock(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        store.lock(tmp_path / "gone", object())
+
+
 def test_a_save_that_was_killed_leaves_nothing_after_the_next_and_one_that_still_writes_keeps_its_place(tmp_path):
     code = ("import os, sys; from pathlib import Path; from dpft import store\n"
             "with store.taking_place(Path(sys.argv[1])) as place:\n"

@@ -414,13 +414,13 @@ def _twin(entry: dict[str, Any]) -> tuple[Any, ...]:
     "What a run shares with the plain run that it is compared with."
     return entry["data"], entry["steps"], entry["target_epsilon"], entry["seed"]
 
-def _branch(entry: dict[str, Any], kind: str) -> int | None:
+def _branch(entry: dict[str, Any], kind: str, halves: list[Any]) -> int | None:
     """Where a run stands in a panel, if it belongs there; the lower half, frozen,
     belongs into two."""
-    first, last = entry["kept"][0], entry["kept"][-1]
     if kind == "when":
-        half = entry["kind"] == "upper" and first == (last + 2) // 2
+        half = entry["kind"] == "upper" and entry["kept"] in halves
         return entry["last"] if entry["kind"] == kind or half else None
+    first = entry["kept"][0]
     return {"one": first + 1, "upper": first}[kind] if entry["kind"] == kind else None
 
 # %% ../../nbs/6_appendices/98_drawings.ipynb #figures-paired-layers
@@ -436,12 +436,13 @@ def layers_figure(records: Records) -> "Figure":
     known = list(records)
     plain = {_twin(entry): entry["metrics"]["accuracy"]
              for entry in known if entry.get("kind") == "all"}
+    halves = [entry["kept"] for entry in known if entry.get("kind") == "when"]
     figure, axes = plt.subplots(1, 3, figsize=(7.6, 2.9), sharey=True,
                                 layout="constrained")
     for axis, (kind, label) in zip(axes, BRANCHES.items(), strict=True):
         points = sorted((place, entry["metrics"]["accuracy"] - plain[_twin(entry)])
                         for entry in known if _twin(entry) in plain
-                        and (place := _branch(entry, kind)) is not None)
+                        and (place := _branch(entry, kind, halves)) is not None)
         draw_paired(axis, [str(place) for place, _ in points], [d for _, d in points])
         axis.set_xlabel(label)
     axes[0].set_ylabel("accuracy less that\nof training all layers")

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'record', 'outcome', 'Experiment', 'recorded', 'records_of', 'run_experiment',
-           'is_among', 'make_record', 'measured_run', 'check_known', 'arguments_of', 'seen_in', 'keep_unfinished',
-           'kept_in', 'unfinished', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'split', 'prepared_task',
-           'cache_folder', 'put_in_place', 'with_fresh_head', 'quickstart', 'printed_digits_network']
+           'is_among', 'Making', 'make_record', 'alone_in', 'add_record', 'measured_run', 'check_known', 'arguments_of',
+           'seen_in', 'keep_unfinished', 'kept_in', 'unfinished', 'answers_and_scores', 'answered', 'packed',
+           'unpacked', 'split', 'prepared_task', 'cache_folder', 'put_in_place', 'with_fresh_head', 'quickstart',
+           'printed_digits_network']
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-imports
 import base64
@@ -21,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ from ..sources import load_data
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (
-    forget_peak, provenance, read_records, results_file, roots_of,
-    source_hash, write_records)
+    commit, forget_peak, provenance, read_records, results_file, roots_of,
+    settings_of, source_hash, versions, write_records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(
@@ -118,7 +119,7 @@ def run_experiment(
             yield None
         else:
             entry = make_record(name, experiment.measure, settings, full)
-            write_records(path, [entry])
+            add_record(path, entry)
             yield entry
 
 def is_among(
@@ -130,6 +131,22 @@ def is_among(
                for entry in records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-make-record
+@dataclass
+class Making:
+    "A run that is being made: what it is known by, and how long it takes."
+    known: list[Any]
+    began: float = field(default_factory=time.perf_counter)
+    # seconds before it was interrupted; None: nobody knows
+    earlier: float | None = 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        "Of all that was done for it."
+        return (None if self.earlier is None
+                else round(self.earlier + time.perf_counter() - self.began, 2))
+
+_MAKING: list[Making] = []  # the run of `make_record`, while there is one
+
 def make_record(
     name: str,                               # of the experiment
     measure: Callable[[Settings], Settings],
@@ -137,12 +154,41 @@ def make_record(
     full: bool,                              # whether the run belongs to the full grid
 ) -> Settings:
     "Make one run, and say all that is known of it."
-    forget_peak()
-    began = time.perf_counter()
-    found = measure(settings)
-    return {"experiment": name, **settings, "reduced": not full, **found,
-            "seconds": round(time.perf_counter() - began, 2),
-            **provenance(roots_of(measure, settings))}
+    roots = roots_of(measure, settings)
+    origin = {**commit(), "source_hash": source_hash(*roots)}
+    making = Making([name, origin["source_hash"], versions()])
+    _MAKING[:] = [making]
+    try:
+        forget_peak()
+        found = measure(settings)
+    finally:
+        _MAKING.clear()
+    took = {} if making.seconds is None else {"seconds": making.seconds}
+    return {"experiment": name, **settings, "reduced": not full, **found, **took,
+            **provenance(roots), **origin}
+
+# %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-add-record
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    "Wait until no other process is in this block for the same folder."
+    import fcntl
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+def add_record(path: str | Path, entry: Settings) -> bool:
+    "Append a record, unless the file has one of the same run by now; whether it did."
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        new = not is_among(recorded(path), entry["experiment"], settings_of(entry),
+                           not entry["reduced"])
+        if new:
+            write_records(path, [entry])
+    return new
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",
@@ -217,15 +263,25 @@ def kept_in() -> Path | None:
 
 @contextmanager
 def unfinished(settings: Settings) -> Iterator[Path | None]:
-    """The folder of a run's state, which vanishes when the run is finished;
-    None where none is kept."""
+    """The folder of a run's state, which vanishes when the run is finished, and beside
+    it the seconds that it took until it was interrupted; None where none is kept."""
     if not _KEPT:
         yield None
         return
-    known = json.dumps([settings, source_hash(*roots_of(measured_run, settings))],
-                       sort_keys=True, default=_in_words)
+    making = (_MAKING[0] if _MAKING
+              else Making([source_hash(*roots_of(measured_run, settings))]))
+    known = json.dumps([settings, making.known], sort_keys=True, default=_in_words)
     folder = _KEPT[0] / hashlib.sha256(known.encode()).hexdigest()[:16]
-    yield folder
+    spent = folder.with_suffix(".seconds")
+    if folder.exists():
+        making.earlier = float(spent.read_text()) if spent.exists() else None
+    spent.unlink(missing_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if folder.exists() and making.seconds is not None:
+            spent.write_text(str(making.seconds))
+        raise
     shutil.rmtree(folder, ignore_errors=True)
 
 def _in_words(public: Public) -> list[str]:

@@ -29,8 +29,8 @@ import torch
 
 from ..processes import at_first_signal
 from .experiments import (
-    Experiment, Settings, cache_folder, is_among, keep_unfinished, make_record,
-    recorded, results_file, unpacked, write_records)
+    Experiment, Settings, add_record, cache_folder, is_among, keep_unfinished,
+    make_record, recorded, results_file, unpacked, write_records)
 from .provenance import made_by, settings_of, way_of, why_stale
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-job
@@ -155,6 +155,7 @@ def answer_of(job: Job, folder: Path | None) -> tuple[Settings | None, str]:
 def work(connection: Connection) -> None:
     """Make the runs that come, until None does;
     answers are a record, or a sentence that says what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)   # the queue passes it on
     torch.set_num_threads(1)
     threading.Thread(target=_watch, daemon=True).start()
     while (given := connection.recv()) is not None:
@@ -205,6 +206,16 @@ class Worker:
             status = self.process.exitcode
             self._start()
             return job, None, f"its process ended without a word (status {status})"
+
+    def last_answer(self) -> tuple[Job, Settings | None, str] | None:
+        "What an ended process had still sent, if it had."
+        try:
+            if self.job is not None and self.connection.poll():
+                job, self.job = self.job, None
+                return job, *self.connection.recv()
+        except (EOFError, OSError):
+            pass
+        return None
 
     def stop(self, patience: float) -> None:
         """End it: at once if it is idle, after its step if it was told so while it
@@ -315,12 +326,18 @@ class Queue:
             self.made.failed.append(f"{job.experiment} ({job}): {wrong}")
             self.say(f"{job.experiment}: {job} failed: {wrong}")
             return
-        job.file.parent.mkdir(parents=True, exist_ok=True)
-        write_records(job.file, [entry])
-        self.made.fresh += 1
+        self.made.fresh += add_record(job.file, entry)
         self.jobs = self.source.pending()
-        self.say(f"{job.experiment}: {job}: {_scores(entry)} in "
-                 f"{entry['seconds']:.0f} s; {standing(self.source, self.jobs)}")
+        took = f" in {entry['seconds']:.0f} s" if "seconds" in entry else ""
+        self.say(f"{job.experiment}: {job}: {_scores(entry)}{took}; "
+                 f"{standing(self.source, self.jobs)}")
+
+    def end(self) -> None:
+        "End the workers, and write down what they had finished by then."
+        end_all(self.workers)
+        for answer in [worker.last_answer() for worker in self.workers]:
+            if answer is not None and answer[1] is not None:
+                self.take(*answer)
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-run-queue
 def run_queue(
@@ -341,10 +358,11 @@ def run_queue(
         with at_first_signal(told_to_end):
             _served(queue)
     except SystemExit:
+        queue.end()
         say(f"told to end: {standing(source, queue.jobs)}; the same command goes on")
         raise
     finally:
-        end_all(queue.workers)
+        queue.end()
     queue.made.left = len(queue.jobs)
     if hours is not None:
         say("the time is up or the rest is too long for it: "

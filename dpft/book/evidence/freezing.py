@@ -342,7 +342,7 @@ def angle_entry(settings: Settings) -> Settings:
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
           t: int) -> Settings:
     "The signals of one random batch, and which of its examples are clipped."
-    generator = torch.Generator().manual_seed(t)
+    generator = torch.Generator().manual_seed(10_000 * settings["seed"] + t)
     size = settings["batch_size"]
     rows = torch.randint(len(task.train), (size,), generator=generator)
     batches = [task.train.batch(part) for part in rows.split(128)]

@@ -344,8 +344,8 @@ def with_public(options: Settings, model: str, max_length: int) -> Settings:
 
 @cache
 def public_windows(model: str, max_length: int) -> Public:
-    """A little of the text that the model was pre-trained on, in windows:
-    no assumption is needed to use it."""
+    """A little public text of the kind that the model was pre-trained on, of the
+    twentieth that was held out, in windows: no assumption is needed to use it."""
     text, tokenizer = public_text(), load_tokenizer(model)
     return Public(packed_windows(text["text"][:40], tokenizer, min(max_length, 128)),
                   text.source)

@@ -10,7 +10,7 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'first_everything', 'around', 'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value',
            'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'study_verdict']
+           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -558,19 +558,22 @@ def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy
             sign: int = 1) -> str:
     "What the tuning of these methods lacks; empty where it lacks nothing."
     rates, clips, edge, absent = 5, len(CLIPS), list[str](), list[str]()
+    def bound(run: Settings) -> tuple[float, str | None]:
+        return run["clip"], run.get("clipping")
     for method in methods:
-        tried: dict[float, list[float]] = {}
-        its = [run for run in records if method in (run.get("label"), run["method"])]
-        for run in its:
-            tried.setdefault(run["learning_rate"], []).append(
-                sign * run["metrics"][metric])
-        if not tried:
+        its = [run for run in records if run.get("label", run["method"]) == method]
+        if not its:
             absent.append(method)
             continue
-        best = max(tried, key=lambda rate: max(tried[rate]))
-        edge += [method] * (best in (min(tried), max(tried)))
-        rates = min(rates, len(tried))
-        clips = min(clips, len({(run["clip"], run.get("clipping")) for run in its}))
+        # the longest runs decide, where a study is refined
+        longest = max(run.get("steps", 0) for run in its)
+        last = [run for run in its if run.get("steps", 0) == longest]
+        best = max(last, key=lambda run: sign * run["metrics"][metric])
+        own = [run for run in its if bound(run) == bound(best)]
+        tried = {run["learning_rate"] for run in own if run in last}
+        edge += [method] * (best["learning_rate"] in (min(tried), max(tried)))
+        rates = min(rates, len({run["learning_rate"] for run in own}))
+        clips = min(clips, len({bound(run) for run in its}))
     return "; ".join(
         [f"never tuned: {', '.join(absent)}"] * bool(absent)
         + [f"tuned at {clips} of {len(CLIPS)} clip bounds"] * (clips < len(CLIPS))
@@ -595,6 +598,15 @@ def ahead(records: list[Settings], first: str, second: str) -> list[float]:
     metric, sign = scored_by(records)
     return [sign * gap for gap in paired(records, first, second, metric)]
 
+def no_better(records: list[Settings], ways: list[str]) -> str:
+    "Which ways do not beat the untouched model, where records have its score."
+    metric, sign = scored_by(records)
+    before = [sign * run["untouched"][metric] for run in records if "untouched" in run]
+    scores = {way: [sign * run["metrics"][metric] for run in records
+                    if run["label"] == way] for way in ways}
+    known = {way: its for way, its in scores.items() if its}
+    return untrained(known, max(before)) if before else ""
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study-verdict-one
 def study_verdict(
     name: str,            # of the study
@@ -613,4 +625,4 @@ def study_verdict(
     lacks = untuned(tried, [claimed, *others], *scored_by(tried))
     return judged(
         [compared(ahead(records, claimed, other), margin) for other in others],
-        margin, lacks, untestable)
+        margin, lacks, untestable or no_better(records, [claimed, *others]))
