@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'SAME_INPUT', 'SAME_CHOICE', 'ProcessError', 'reached', 'tried', 'told_by_first', 'gathered',
            'refuse_unlike', 'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local',
-           'whole', 'plain_of', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal']
+           'whole', 'plain_of', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal',
+           'worker_context']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
+import multiprocessing
 import os
 import re
 import signal
@@ -343,3 +345,14 @@ def at_first_signal(
     finally:
         put_back()
 
+
+# %% ../nbs/5_notes/77_processes.ipynb #processes-workers
+def worker_context(
+    *loaded: str,  # names of the modules that workers need
+) -> Any:
+    "How workers begin: forked from a server that has loaded the libraries, or anew."
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *loaded])
+    return context

@@ -32,6 +32,7 @@ from torch import nn
 from ..gradients import Batch, reuse_memory, tensors
 from ..losses import example_losses
 from ..noise import Keystream
+from ..processes import worker_context
 from ..step import Lowered, perturbed, perturbed_on_grid
 from .contenders import (
     CONTENDERS, LOADED, LOWERED, MARGIN, MIB, WHOLE, Contender, Memory, Setting,
@@ -40,7 +41,6 @@ from .contenders import (
 from .experiments import read_records, write_records
 from .figures import names_at_lines, plain_log, save_figure, style
 from .provenance import replace_records
-from .queue import worker_context
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -44,9 +44,9 @@ from ..gradients import (
     Batch, LossFunction, batch_rows, by_example, clipped_sum, full,
     per_example_gradients, reuse_memory, select_rows, trainable)
 from ..losses import example_losses
+from ..processes import worker_context
 from ..step import Lowered
 from .provenance import device_name, versions
-from .queue import worker_context
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
 def heads(width: int) -> int:

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['FREE', 'PATIENCE', 'SAME_ANSWERS', 'POINTS', 'OTHER', 'UNTOLD', 'ABOUT', 'Job', 'left_of', 'usual', 'Source',
-           'worker_context', 'answer_of', 'work', 'Worker', 'next_job', 'unfinished_runs', 'Made', 'standing',
-           'end_all', 'told_to_end', 'Queue', 'run_queue', 'plan_lines', 'leaves', 'close', 'same_share', 'answers_in',
-           'differences', 'found_in', 'rechecked', 'Repeat', 'repeats', 'planned_repeats', 'run_rechecks',
-           'repeat_lines']
+           'answer_of', 'work', 'Worker', 'next_job', 'unfinished_runs', 'Made', 'standing', 'end_all', 'told_to_end',
+           'Queue', 'run_queue', 'plan_lines', 'leaves', 'close', 'same_share', 'answers_in', 'differences', 'found_in',
+           'rechecked', 'Repeat', 'repeats', 'planned_repeats', 'run_rechecks', 'repeat_lines']
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-imports
 import contextlib
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..processes import at_first_signal
+from ..processes import at_first_signal, worker_context
 from .experiments import (
     Experiment, Settings, add_record, cache_folder, is_among, keep_unfinished,
     make_record, recorded, results_file, unpacked, write_records)
@@ -128,17 +127,6 @@ class Source:
         return (self.known[job.experiment].seconds(job.settings) if took is None
                 else took)
 
-# %% ../../nbs/6_appendices/95_queue.ipynb #queue-context
-def worker_context(
-    *loaded: str,  # names of modules that they need besides
-) -> Any:
-    "How workers begin: forked from a server that has loaded the libraries, or anew."
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *loaded])
-    return context
-
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-answer
 def answer_of(job: Job, folder: Path | None) -> tuple[Settings | None, str]:
     "The record of a job, or None and why there is none."
@@ -178,7 +166,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = worker_context()
+        context = worker_context(__name__)
         self.connection, other = context.Pipe()
         # no daemon, which could have no children: a run may start processes of its own
         self.process = context.Process(target=work, args=(other,))

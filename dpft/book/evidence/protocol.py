@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ...auditing import refuted
+from ...rapft.mask import AS_PUBLISHED
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import paired
 from ..pretrained import measured
@@ -26,7 +27,6 @@ from .frost import digits_run
 from .frost import measured as digits_measured
 from .language import (
     BASES, RATES, language_measured, language_settings, rap_entry)
-from ...rapft.mask import AS_PUBLISHED
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
 CLIPS: dict[str, Settings] = {"0.1": {"clip": 0.1}, "1": {"clip": 1.0},
@@ -79,8 +79,8 @@ def entry(
     own = rate / bound["clip"] if study.shared.get("optimizer") == "sgd" else rate
     options = options_at(way, study.shared["steps"], seed)
     return {**study.shared, "label": label, "method": way.method, "options": options,
-            **way.more, **bound, "learning_rate": float(f"{own:.3g}"), "target_epsilon": epsilon,
-            "seed": seed}
+            **way.more, **bound, "learning_rate": float(f"{own:.3g}"),
+            "target_epsilon": epsilon, "seed": seed}
 
 def held_out(study: Study) -> Study:
     "The study, scored on rows that are held out."
@@ -309,10 +309,11 @@ def around(base: str, variant: str) -> Way:
     return Way("RapFT", run["options"], RATES[base], 150.0,
                {} if base == "BiTFiT" else {"warmup_steps": 1 / 6}, more=more)
 
-SMALL_WAYS = {name: Way(name, BASES.get(name, {}), RATES[name], 150.0)
-              for name in ("LoRA", "Adapter", "BiTFiT", "Full")}
-SMALL_WAYS |= {f"{base}, Rap-FT {variant}": around(base, variant)
-               for base in BASES for variant in RAP_VARIANTS}
+SMALL_WAYS = {
+    **{name: Way(name, BASES.get(name, {}), RATES[name], 150.0)
+       for name in ("LoRA", "Adapter", "BiTFiT", "Full")},
+    **{f"{base}, Rap-FT {variant}": around(base, variant)
+       for base in BASES for variant in RAP_VARIANTS}}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
