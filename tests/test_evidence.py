@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -182,6 +183,13 @@ def test_the_command_lists_runs_and_continues(run, monkeypatch, tmp_path):
     for words, message in ((("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--method", "Full"), "no such runs")):
         status, _, err = run(*words, "--output", tmp_path)
         assert status != 0 and message in err and err.count("\n") == 1
+
+
+def test_what_runs_stand_on_is_looked_for_where_their_records_go(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPFT_RESULTS", "elsewhere")
+    status, _, err = run("run", "digits", "--plan", "--output", tmp_path)     # it has a tuning among the records of the book
+    assert status == 1 and str(tmp_path / "digits-tuning.jsonl") in err and "make it first" in err
+    assert os.environ["DPFT_RESULTS"] == "elsewhere"
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def run_named(
     method: Annotated[str | None, typer.Option(
         help="Only runs of this method.")] = None,
     output: Annotated[Path | None, typer.Option(
-        help="Folder for the records. "
+        help="Folder for the records, and of those that runs stand on. "
              "(default: $DPFT_RESULTS, or nbs/results)")] = None,
     resume: Annotated[bool, typer.Option(
         "--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
@@ -106,20 +106,22 @@ def run_named(
     quiet: Annotated[bool, RUN_QUIET] = False,
 ) -> None:
     "Make the records of experiments of the book, those that are missing."
+    from dpft.book.provenance import results_in
     from dpft.book.queue import plan_lines, run_queue
     if not names:
         list_experiments()
         return
     check_positive(hours=hours, workers=workers)
     say = (lambda line: None) if quiet else lambda line: print(line, flush=True)
-    if recheck:
-        recheck_runs(names, data, method, output, resume, hours, plan, say)
-        return
-    source = chosen_runs(names, full, data, method, output, resume, plan)
-    if plan:
-        print("\n".join(plan_lines(source)))
-        return
-    made = run_queue(source, workers or cores(), hours, say)
+    with results_in(output):
+        if recheck:
+            recheck_runs(names, data, method, output, resume, hours, plan, say)
+            return
+        source = chosen_runs(names, full, data, method, output, resume, plan)
+        if plan:
+            print("\n".join(plan_lines(source)))
+            return
+        made = run_queue(source, workers or cores(), hours, say)
     if not quiet:
         files = ", ".join(str(source.file(name)) for name in names)
         print(f"{made.fresh} runs made, {made.there} there already, in {files}.")
