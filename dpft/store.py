@@ -137,12 +137,15 @@ def secret_of(
 # folders that this process has locked, with the descriptor and for whom
 _HELD: dict[Path, tuple[int, weakref.ref[Any]]] = {}
 
-def locked(folder: Path) -> int:
+def locked(
+    folder: Path,
+    wait: bool = False, # until another one lets it go
+) -> int:
     "The descriptor that holds a folder's lock; OSError while another one does."
     import fcntl
     number = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         os.close(number)
         raise

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from dpft.book import evidence, experiments, queue
+from dpft.book import evidence, experiments, provenance, queue
 from dpft.book.experiments import Experiment, measured_run, packed, read_records, unpacked
 from dpft.datasets import TensorData
 from dpft.models import load_model
@@ -250,15 +250,15 @@ def test_the_state_of_a_run_is_known_by_its_experiment_its_code_and_its_packages
         patch.setattr(experiments, "versions", lambda: {"torch": "another"})
         experiments.make_record("e", looking, TINY, True)
     with monkeypatch.context() as patch:
-        patch.setattr(experiments, "source_hash", lambda *modules: "another")
+        patch.setattr(provenance, "source_hash", lambda *modules: "another")
         experiments.make_record("e", looking, TINY, True)
     assert seen[0] == seen[1] and len(set(seen)) == 4
 
 
 def test_a_record_names_the_code_that_made_it_and_not_what_was_saved_meanwhile(monkeypatch):
     now = ["before"]
-    monkeypatch.setattr(experiments, "source_hash", lambda *modules: now[0])
-    monkeypatch.setattr(experiments, "commit", lambda: {"commit": now[0]})
+    monkeypatch.setattr(provenance, "source_hash", lambda *modules: now[0])
+    monkeypatch.setattr(provenance, "commit", lambda: {"commit": now[0]})
 
     def editing(settings):
         now[0] = "after"

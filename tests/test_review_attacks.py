@@ -483,7 +483,7 @@ def test_what_takes_the_place_of_a_run_begins_to_move_only_when_all_of_it_can(tm
     assert moved == [["a.safetensors", "b.json"]] * 2 and synced[2:] == [tmp_path.name]
 
 
-def test_only_a_lock_is_called_a_lock(tmp_path, monkeypatch):
+def test_only_a_lock_is_called_a_lock(tmp_path):
     with pytest.raises(FileNotFoundError):
         store.lock(tmp_path / "gone", object())
 

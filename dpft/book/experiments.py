@@ -41,11 +41,12 @@ from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..registry import method_from
 from ..sources import load_data
+from ..store import locked
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (
-    commit, forget_peak, provenance, read_records, results_file, roots_of,
-    settings_of, source_hash, versions, write_records)
+    forget_peak, origin, provenance, read_records, results_file, roots_of,
+    settings_of, source_hash, surroundings, versions, write_records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(
@@ -154,9 +155,8 @@ def make_record(
     full: bool,                              # whether the run belongs to the full grid
 ) -> Settings:
     "Make one run, and say all that is known of it."
-    roots = roots_of(measure, settings)
-    origin = {**commit(), "source_hash": source_hash(*roots)}
-    making = Making([name, origin["source_hash"], versions()])
+    source = origin(roots_of(measure, settings))
+    making = Making([name, source["source_hash"], versions()])
     _MAKING[:] = [making]
     try:
         forget_peak()
@@ -165,16 +165,14 @@ def make_record(
         _MAKING.clear()
     took = {} if making.seconds is None else {"seconds": making.seconds}
     return {"experiment": name, **settings, "reduced": not full, **found, **took,
-            **provenance(roots), **origin}
+            **surroundings(), **source}
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-add-record
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     "Wait until no other process is in this block for the same folder."
-    import fcntl
-    number = os.open(folder, os.O_RDONLY)
+    number = locked(folder, wait=True)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
         os.close(number)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['NUMERIC', 'write_records', 'replace_records', 'read_records', 'results_file', 'results_in', 'machine', 'versions',
-           'device_name', 'modules_behind', 'imported_by', 'source_hash', 'roots_of', 'provenance', 'what_changed',
-           'settings_of', 'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale', 'commit', 'forget_peak']
+           'device_name', 'modules_behind', 'imported_by', 'source_hash', 'roots_of', 'provenance', 'surroundings',
+           'origin', 'what_changed', 'settings_of', 'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale',
+           'commit', 'forget_peak']
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-imports
 import ast
@@ -248,9 +249,16 @@ def provenance(
     modules: tuple[str, ...] = (),  # the roots; none: the whole package
 ) -> dict[str, Any]:
     "Where and with what a record was made."
+    return {**surroundings(), **origin(modules)}
+
+def surroundings() -> dict[str, Any]:
+    "The machine, the packages and the peak of memory until now."
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return {**machine(device), "peak_memory_mib": _peak_mib(), **commit(),
-            "modules": list(modules), "source_hash": source_hash(*modules)}
+    return {**machine(device), "peak_memory_mib": _peak_mib()}
+
+def origin(modules: tuple[str, ...]) -> dict[str, Any]:
+    "The commit, and the code that these modules stand on."
+    return {**commit(), "modules": list(modules), "source_hash": source_hash(*modules)}
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-changed
 def what_changed(entry: dict[str, Any]) -> list[str]:  # empty: nothing

@@ -343,14 +343,14 @@ def run_queue(
     deadline = math.inf if hours is None else time.monotonic() + hours * 3600
     queue = Queue(source, workers, deadline, say)
     try:
-        with at_first_signal(told_to_end):
-            _served(queue)
+        try:
+            with at_first_signal(told_to_end):
+                _served(queue)
+        finally:
+            queue.end()
     except SystemExit:
-        queue.end()
         say(f"told to end: {standing(source, queue.jobs)}; the same command goes on")
         raise
-    finally:
-        queue.end()
     queue.made.left = len(queue.jobs)
     if hours is not None:
         say("the time is up or the rest is too long for it: "

@@ -115,15 +115,15 @@ def run_named(
     say = (lambda line: None) if quiet else lambda line: print(line, flush=True)
     with results_in(output):
         if recheck:
-            recheck_runs(names, data, method, output, resume, hours, plan, say)
+            recheck_runs(names, data, method, resume, hours, plan, say)
             return
-        source = chosen_runs(names, full, data, method, output, resume, plan)
+        source = chosen_runs(names, full, data, method, resume, plan)
         if plan:
             print("\n".join(plan_lines(source)))
             return
         made = run_queue(source, workers or cores(), hours, say)
-    if not quiet:
         files = ", ".join(str(source.file(name)) for name in names)
+    if not quiet:
         print(f"{made.fresh} runs made, {made.there} there already, in {files}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-run-parts
@@ -135,8 +135,7 @@ def list_experiments() -> None:
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-recheck
 def recheck_runs(names: list[str], data: str | None, method: str | None,
-                 output: Path | None, resume: bool, hours: float | None, plan: bool,
-                 say: Any) -> None:
+                 resume: bool, hours: float | None, plan: bool, say: Any) -> None:
     """Repeat the shortest stale run of each way;
     ValueError where one gives another answer."""
     from dpft.book.queue import repeat_lines, run_rechecks
@@ -144,7 +143,7 @@ def recheck_runs(names: list[str], data: str | None, method: str | None,
         raise ValueError(
             "--recheck compares with the records that are there, and --again "
             "would remove them; leave one of them out")
-    source = source_of(names, False, data, method, output)
+    source = source_of(names, False, data, method)
     lines = repeat_lines(source)
     for line in lines if plan else lines[-1:]:
         say(line)
@@ -154,8 +153,8 @@ def recheck_runs(names: list[str], data: str | None, method: str | None,
             f"{source.file('rechecked')}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-source-of
-def source_of(names: list[str], full: bool, data: str | None, method: str | None,
-              output: Path | None) -> Any:
+def source_of(names: list[str], full: bool, data: str | None,
+              method: str | None) -> Any:
     """The queue's source for these experiments;
     ValueError for a name that nothing answers to."""
     from dpft.book.evidence import EXPERIMENTS
@@ -169,7 +168,7 @@ def source_of(names: list[str], full: bool, data: str | None, method: str | None
         its = settings["data"]
         here = its == data if data else its not in EXPERIMENTS[name].elsewhere
         return here and method in (None, settings["method"])
-    return Source({name: EXPERIMENTS[name] for name in names}, output, full, wanted)
+    return Source({name: EXPERIMENTS[name] for name in names}, None, full, wanted)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-begin-anew
 def begin_anew(
@@ -197,13 +196,13 @@ def begin_anew(
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-chosen-runs
 def chosen_runs(names: list[str], full: bool, data: str | None, method: str | None,
-                output: Path | None, resume: bool, plan: bool) -> Any:
+                resume: bool, plan: bool) -> Any:
     """The source of the runs that are to be made, without their records if they are
     to be made again; ValueError where there is none, and then nothing is removed."""
     if plan and not resume:
         raise ValueError("--plan only says what is left, and --again would remove "
                          "records; leave one of them out")
-    source = source_of(names, full, data, method, output)
+    source = source_of(names, full, data, method)
     if not source.pending() and not source.there:
         raise ValueError(next(iter(source.waiting.values()), "")
                          or f"{', '.join(names)}: no such runs; see the grid without "
