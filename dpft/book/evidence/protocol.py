@@ -6,11 +6,11 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
-           'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study',
-           'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
-           'first_everything', 'around', 'experiments_of', 'alike_grid', 'planned_hours', 'holm', 'p_value',
-           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict']
+           'SIZES', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way',
+           'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed',
+           'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'planned_hours', 'holm',
+           'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed',
+           'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -315,6 +315,17 @@ SMALL_WAYS = {
     **{f"{base}, Rap-FT {variant}": around(base, variant)
        for base in BASES for variant in RAP_VARIANTS}}
 
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
+SIZES = ("least", "tiny", "mini")  # recipes of a GPT-2, a factor of 4 to 7 apart
+
+def sized(recipe: str, speed: float) -> Study:
+    "The biases and everything, on a GPT-2 of another size."
+    ways = {name: replace(SMALL_WAYS[name], speed=speed) for name in ("BiTFiT", "Full")}
+    return Study({**SMALL_LANGUAGE, "model": recipe}, ways, 500, (3.0,), fixed=15,
+                 refined=True)
+
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
@@ -346,8 +357,12 @@ STUDIES = {
     "language-small": Study(
         SMALL_LANGUAGE, SMALL_WAYS, 500, (3.0, 5.0, 7.0), seeds=5, fixed=15,
         elsewhere=("LoRA", "LoRA, Rap-FT as published", "LoRA, Rap-FT at true ε"),
-        refined=True)}
+        refined=True),
+    "language-least": sized("least", 300.0),
+    "language-mini": sized("mini", 25.0)}
 
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments-of
 def experiments_of(
     name: str, study: Study, measure: Any, question: str, needs: str,
 ) -> dict[str, Experiment]:
@@ -403,9 +418,12 @@ QUESTIONS = {
     "language-open": ("How well does it write when nothing is private?",
                       "E2E, SmolLM2"),
     "language-small": ("Is Rap-FT ahead of what it wraps when both are tuned?",
-                       "E2E, the public text")}
-MEASURES = {"language": language_measured, "language-open": language_measured,
-            "language-small": language_measured,
+                       "E2E, the public text"),
+    "language-least": ("How far are the biases behind on a smaller model?",
+                       "E2E, the public text"),
+    "language-mini": ("How far are the biases behind on a larger model?",
+                      "E2E, the public text")}
+MEASURES = {**{name: language_measured for name in STUDIES if "language" in name},
             "frost-design": digits_measured, "digits": digits_measured}
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
