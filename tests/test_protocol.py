@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import log
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from dpft.book.evidence.protocol import (
     judged,
     p_value,
     planned_hours,
+    size_gaps,
     study_grid,
     timed,
     tuning_grid,
@@ -198,3 +200,16 @@ def test_tuning_and_training_are_read_from_records():
     assert "best at an edge: Full" in untuned([{"steps": 10, **its} for its in whole] + long, ["Full"])
     assert untuned([{"steps": 10, **its} for its in whole] + long + [run("Full", 27.0, 0.0, steps=40)], ["Full"]) == ""
     assert untrained({"a": [0.6, 0.7], "b": [0.5, 0.4]}, 0.5) == "no better than untouched: b" and untrained({"a": [0.6]}, 0.5) == ""
+
+
+def test_the_gap_of_a_size_is_the_logarithm_of_a_quotient_at_the_headline_budget(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    scores = {"BiTFiT": [40.0, 60.0, 30.0], "Full": [10.0, 20.0]}  # a seed without its pair is left out
+    for recipe, name in (("tiny", "language-small"), ("mini", "language-mini")):
+        factor = 2.0 if recipe == "mini" else 1.0
+        write_records(tmp_path / f"{name}.jsonl", [
+            {"label": way, "method": way, "seed": seed, "target_epsilon": budget,
+             "metrics": {"perplexity": factor * score * (budget if way == "Full" else 3)}}
+            for budget in (3.0, 7.0) for way, its in scores.items() for seed, score in enumerate(its)])
+        assert size_gaps(recipe) == pytest.approx([log(4), log(3)], rel=1e-12)  # the scale of a perplexity falls out
+    assert size_gaps("least") == []

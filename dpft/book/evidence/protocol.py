@@ -6,16 +6,17 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
-           'SIZES', 'STUDIES', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way',
-           'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight', 'believed',
-           'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'planned_hours', 'holm',
-           'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed',
-           'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict']
+           'SIZES', 'STUDIES', 'BESIDE', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict',
+           'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight',
+           'believed', 'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'rates_grid',
+           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of',
+           'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log
 from typing import Any
 
 from ...auditing import refuted
@@ -317,7 +318,7 @@ SMALL_WAYS = {
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
-SIZES = ("least", "tiny", "mini")  # recipes of a GPT-2, a factor of 4 to 7 apart
+SIZES = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
 
 def sized(recipe: str, speed: float) -> Study:
     "The biases and everything, on a GPT-2 of another size."
@@ -391,6 +392,18 @@ def alike_grid(full: bool) -> Iterator[Settings]:
                 if (_key(run), seed) not in there:
                     yield run
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-beside
+BESIDE = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
+
+def rates_grid(full: bool) -> Iterator[Settings]:
+    "The biases and everything on digits, at rates beside what tuning found for each."
+    for run in study_grid("digits", STUDIES["digits"], full):
+        if run["label"] in ("BiTFiT", "Full"):
+            for factor in BESIDE:
+                yield {**run,
+                       "learning_rate": float(f"{run['learning_rate'] * factor:.3g}")}
+
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
@@ -433,6 +446,11 @@ EXPERIMENTS["images-small-alike"] = Experiment(
     "Is what Rap-FT gains there the mask's, the blocks' or the tuning's?", alike_grid,
     measured, "images-small's records; CIFAR-10, EfficientNet-Lite0", single=True,
     seconds=partial(believed, STUDIES["images-small"]))
+EXPERIMENTS["digits-rates"] = Experiment(
+    "How much does it cost to miss the rate?", rates_grid, digits_measured,
+    "digits' records; digits, a transformer that has learned printed ones",
+    single=True, priority=partial(weight, STUDIES["digits"]),
+    seconds=partial(believed, STUDIES["digits"]))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
@@ -645,3 +663,14 @@ def study_verdict(
     return judged(
         [compared(ahead(records, claimed, other), margin) for other in others],
         margin, lacks, untestable or no_better(records, [claimed, *others]))
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-size-gaps
+def size_gaps(recipe: str) -> list[float]:
+    """By how much the logarithm of the perplexity is lower with everything than
+    with the biases alone, on a GPT-2 of one size, for each seed that both have."""
+    name = "language-small" if recipe == "tiny" else f"language-{recipe}"
+    headline = STUDIES[name].epsilons[0]
+    its = [{**run, "metrics": {"log": log(run["metrics"]["perplexity"])}}
+           for run in recorded(results_file(name)) if run["target_epsilon"] == headline]
+    return paired(its, "BiTFiT", "Full", "log")
+
