@@ -6,11 +6,12 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
-           'SIZES', 'STUDIES', 'BESIDE', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict',
-           'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight',
-           'believed', 'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'rates_grid',
-           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of',
-           'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps']
+           'GROWING', 'STUDIES', 'FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS',
+           'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight',
+           'believed', 'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'times',
+           'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged',
+           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict',
+           'size_gaps', 'off_the_rate']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -318,7 +319,7 @@ SMALL_WAYS = {
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
-SIZES = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
+GROWING = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
 
 def sized(recipe: str, speed: float) -> Study:
     "The biases and everything, on a GPT-2 of another size."
@@ -393,15 +394,18 @@ def alike_grid(full: bool) -> Iterator[Settings]:
                     yield run
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-beside
-BESIDE = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
+FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
+
+def times(rate: float, factor: float) -> float:
+    "A multiple of a rate, to three digits as all rates are."
+    return float(f"{rate * factor:.3g}")
 
 def rates_grid(full: bool) -> Iterator[Settings]:
     "The biases and everything on digits, at rates beside what tuning found for each."
     for run in study_grid("digits", STUDIES["digits"], full):
         if run["label"] in ("BiTFiT", "Full"):
-            for factor in BESIDE:
-                yield {**run,
-                       "learning_rate": float(f"{run['learning_rate'] * factor:.3g}")}
+            for factor in FACTORS:
+                yield {**run, "learning_rate": times(run["learning_rate"], factor)}
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
@@ -673,4 +677,16 @@ def size_gaps(recipe: str) -> list[float]:
     its = [{**run, "metrics": {"log": log(run["metrics"]["perplexity"])}}
            for run in recorded(results_file(name)) if run["target_epsilon"] == headline]
     return paired(its, "BiTFiT", "Full", "log")
+
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-off-the-rate
+def off_the_rate(label: str, factor: float) -> dict[int, float]:
+    """Accuracy on digits at the rate that tuning found less that at a multiple of it,
+    by seed."""
+    best = {run["seed"]: run for run in recorded(results_file("digits"))
+            if run["label"] == label}
+    return {run["seed"]: its["metrics"]["accuracy"] - run["metrics"]["accuracy"]
+            for run in recorded(results_file("digits-rates"))
+            if run["label"] == label and (its := best.get(run["seed"]))
+            and run["learning_rate"] == times(its["learning_rate"], factor)}
 
