@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dpft.book.evidence import EXPERIMENTS, protocol
 from dpft.book.evidence.language import APART, PUBLIC
 from dpft.book.evidence.protocol import (
+    FACTORS,
     STUDIES,
     Comparison,
     Study,
@@ -20,8 +21,10 @@ from dpft.book.evidence.protocol import (
     entry,
     holm,
     judged,
+    off_the_rate,
     p_value,
     planned_hours,
+    rates_grid,
     size_gaps,
     study_grid,
     timed,
@@ -213,3 +216,25 @@ def test_the_gap_of_a_size_is_the_logarithm_of_a_quotient_at_the_headline_budget
             for budget in (3.0, 7.0) for way, its in scores.items() for seed, score in enumerate(its)])
         assert size_gaps(recipe) == pytest.approx([log(4), log(3)], rel=1e-12)  # the scale of a perplexity falls out
     assert size_gaps("least") == []
+
+
+def test_rates_beside_the_tuned_ones_are_those_of_the_study_and_are_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    rates = {"BiTFiT": 0.03, "Full": 0.009}
+    monkeypatch.setattr(protocol, "study_grid", lambda name, study, full: [
+        {"label": label, "method": label, "learning_rate": rate, "seed": seed}
+        for seed in range(2) for label, rate in (*rates.items(), ("LoRA", 0.03))])
+    runs = list(rates_grid(True))
+    assert len(runs) == 2 * 2 * len(FACTORS) and {run["label"] for run in runs} == set(rates)
+    for label, rate in rates.items():
+        tried = [run["learning_rate"] for run in runs if (run["label"], run["seed"]) == (label, 0)]
+        assert tried == pytest.approx([rate * factor for factor in FACTORS], rel=5e-3)
+    best = [{"label": label, "learning_rate": rate, "seed": seed, "metrics": {"accuracy": 0.8}}
+            for label, rate in rates.items() for seed in range(3)]
+    write_records(tmp_path / "digits.jsonl", best)
+    write_records(tmp_path / "digits-rates.jsonl", [{**run, "metrics": {"accuracy": 0.8 - run["learning_rate"]}} for run in runs])
+    for label, rate in rates.items():
+        for factor in FACTORS:
+            lost = off_the_rate(label, factor)
+            assert set(lost) == {0, 1}   # seeds that both have
+            assert list(lost.values()) == pytest.approx([rate * factor] * 2, rel=5e-3)
