@@ -292,7 +292,9 @@ def check_causal(
 ) -> None:
     "ValueError for a model that sees the tokens after the one that it predicts."
     device = next(model.parameters()).device
-    one, other = (torch.tensor([[0, second]], device=device) for second in (0, 1))
+    padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
+    real = [token for token in range(3) if token != padding][:2]
+    one, other = (torch.tensor([[real[0], second]], device=device) for second in real)
     with torch.no_grad(), evaluating(model):
         try:
             first, again = (model(input_ids=ids).logits[0, 0] for ids in (one, other))

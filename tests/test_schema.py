@@ -17,7 +17,7 @@ import dpft
 from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.models import load_model
-from dpft.prepared import as_task, check_outputs, prepare
+from dpft.prepared import as_task, check_causal, check_outputs, prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.schema import read_labels, read_schema, read_tags
 from dpft.sources import classes_of, kind_of_task, load_data, read_file
@@ -592,6 +592,18 @@ def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(
     else:
         with pytest.raises(ValueError, match=said):
             run()
+
+
+@pytest.mark.parametrize("padding", [None, 0, 1, 2])
+def test_the_question_whether_a_model_writes_holds_no_padding(padding, monkeypatch):
+    "Transformers warns of padding without a mask, and a user of dpft cannot give one."
+    model, seen = writer("gpt2"), []
+    model.config.pad_token_id = padding
+    own = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, input_ids: seen.append(input_ids) or own(self, input_ids))
+    check_causal(model)
+    assert len(seen) == 2 and all(padding not in ids.flatten().tolist() for ids in seen)
+    assert torch.equal(seen[0][:, 0], seen[1][:, 0]) and not torch.equal(seen[0], seen[1])
 
 
 # ---- no row is shown
