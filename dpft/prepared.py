@@ -293,12 +293,13 @@ def check_causal(
     "ValueError for a model that sees the tokens after the one that it predicts."
     device = next(model.parameters()).device
     padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
-    real = [token for token in range(3) if token != padding][:2]
-    one, other = (torch.tensor([[real[0], second]], device=device) for second in real)
+    tokens = [token for token in range(3) if token != padding][:2]
+    one, other = (torch.tensor([[tokens[0], second]], device=device)
+                  for second in tokens)
     with torch.no_grad(), evaluating(model):
         try:
             first, again = (model(input_ids=ids).logits[0, 0] for ids in (one, other))
-        except (AttributeError, RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return                   # it takes more than tokens
     room = 4 * torch.finfo(first.dtype).eps * float(first.abs().max())
     if float((first - again).abs().max()) > room:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dpft.book.evidence import EXPERIMENTS, protocol
 from dpft.book.evidence.language import APART, PUBLIC
 from dpft.book.evidence.protocol import (
-    FACTORS,
+    RATE_FACTORS,
     STUDIES,
     Comparison,
     Study,
@@ -21,12 +21,16 @@ from dpft.book.evidence.protocol import (
     entry,
     holm,
     judged,
+    multiple_of_rate,
     off_the_rate,
     p_value,
     planned_hours,
+    rate_differences,
     rates_grid,
     size_gaps,
+    size_steps,
     study_grid,
+    study_of_size,
     timed,
     tuning_grid,
     untrained,
@@ -205,36 +209,57 @@ def test_tuning_and_training_are_read_from_records():
     assert untrained({"a": [0.6, 0.7], "b": [0.5, 0.4]}, 0.5) == "no better than untouched: b" and untrained({"a": [0.6]}, 0.5) == ""
 
 
+def of_size(folder, recipe, scores):
+    "Records of one size: scores of the biases and of everything by seed, at the headline budget, and others elsewhere."
+    write_records(folder / f"{study_of_size(recipe)}.jsonl", [
+        {"label": way, "method": way, "seed": seed, "target_epsilon": budget,
+         "metrics": {"perplexity": score if budget == 3 else 7.0 + seed}}
+        for budget in (3.0, 7.0) for way, its in scores.items() for seed, score in its.items()])
+
+
 def test_the_gap_of_a_size_is_the_logarithm_of_a_quotient_at_the_headline_budget(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    scores = {"BiTFiT": [40.0, 60.0, 30.0], "Full": [10.0, 20.0]}  # a seed without its pair is left out
-    for recipe, name in (("tiny", "language-small"), ("mini", "language-mini")):
-        factor = 2.0 if recipe == "mini" else 1.0
-        write_records(tmp_path / f"{name}.jsonl", [
-            {"label": way, "method": way, "seed": seed, "target_epsilon": budget,
-             "metrics": {"perplexity": factor * score * (budget if way == "Full" else 3)}}
-            for budget in (3.0, 7.0) for way, its in scores.items() for seed, score in enumerate(its)])
-        assert size_gaps(recipe) == pytest.approx([log(4), log(3)], rel=1e-12)  # the scale of a perplexity falls out
-    assert size_gaps("least") == []
+    of_size(tmp_path, "least", {"BiTFiT": {0: 80.0, 1: 90.0, 2: 64.0}, "Full": {0: 10.0, 1: 10.0, 2: 8.0}})
+    of_size(tmp_path, "tiny", {"BiTFiT": {1: 60.0, 0: 40.0, 2: 30.0}, "Full": {0: 10.0, 1: 20.0}})
+    assert size_gaps("least") == pytest.approx({0: log(8), 1: log(9), 2: log(8)})
+    assert size_gaps("tiny") == pytest.approx({0: log(4), 1: log(3)})    # a seed without its pair is left out
+    assert size_gaps("mini") == {}
+    first, second = size_steps()    # by seed, above zero where the gap falls
+    assert first == pytest.approx([log(2), log(3)]) and second == []
+    of_size(tmp_path, "mini", {"BiTFiT": {1: 12.0, 2: 8.0}, "Full": {1: 2.0, 2: 1.0}})
+    assert size_steps()[1] == pytest.approx([-log(2)])
 
 
-def test_rates_beside_the_tuned_ones_are_those_of_the_study_and_are_found_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    rates = {"BiTFiT": 0.03, "Full": 0.009}
-    monkeypatch.setattr(protocol, "study_grid", lambda name, study, full: [
-        {"label": label, "method": label, "learning_rate": rate, "seed": seed}
-        for seed in range(2) for label, rate in (*rates.items(), ("LoRA", 0.03))])
+RATES = {"BiTFiT": 0.03, "Full": 0.01}   # a multiple of either may be one of the other
+
+
+def test_rates_beside_the_tuned_ones_are_runs_of_the_study(monkeypatch):
+    study = [{"label": label, "method": label, "options": {"of": label}, "clip": 0.1, "learning_rate": rate, "target_epsilon": 2.0,
+              "steps": 60, "seed": seed}
+             for seed in range(2) for label, rate in (*RATES.items(), ("LoRA", 0.03))]
+    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: study if (name, its) == ("digits", STUDIES["digits"]) else [])
     runs = list(rates_grid(True))
-    assert len(runs) == 2 * 2 * len(FACTORS) and {run["label"] for run in runs} == set(rates)
-    for label, rate in rates.items():
-        tried = [run["learning_rate"] for run in runs if (run["label"], run["seed"]) == (label, 0)]
-        assert tried == pytest.approx([rate * factor for factor in FACTORS], rel=5e-3)
-    best = [{"label": label, "learning_rate": rate, "seed": seed, "metrics": {"accuracy": 0.8}}
-            for label, rate in rates.items() for seed in range(3)]
-    write_records(tmp_path / "digits.jsonl", best)
-    write_records(tmp_path / "digits-rates.jsonl", [{**run, "metrics": {"accuracy": 0.8 - run["learning_rate"]}} for run in runs])
-    for label, rate in rates.items():
-        for factor in FACTORS:
+    assert len(runs) == 2 * 2 * 4 and sorted(RATE_FACTORS) == pytest.approx([1 / 3, 3**-0.5, 3**0.5, 3])
+    for own in study:
+        tried = [run["learning_rate"] for run in runs if {**run, "learning_rate": own["learning_rate"]} == own]
+        wanted = [own["learning_rate"] * factor for factor in RATE_FACTORS] if own["label"] in RATES else []
+        assert tried == pytest.approx(wanted, rel=5e-3)
+
+
+def test_what_is_lost_beside_the_rate_is_compared_by_seed_and_bound(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    def run(label, rate, seed, accuracy, **more):
+        return {"label": label, "method": label, "clip": 0.1, "learning_rate": rate, "target_epsilon": 2.0, "steps": 60, "seed": seed,
+                "metrics": {"accuracy": accuracy}, **more}
+    slope = {"BiTFiT": 4.0, "Full": 1.0}
+    write_records(tmp_path / "digits.jsonl", [run(label, rate, seed, 0.8) for label, rate in RATES.items() for seed in range(3)])
+    write_records(tmp_path / "digits-rates.jsonl", [
+        run(label, multiple_of_rate(rate, factor), seed, accuracy, **other)
+        for label, rate in RATES.items() for factor in RATE_FACTORS for seed in ((2, 0, 1) if label == "Full" else (1, 2))
+        for accuracy, other in ((0.8 - slope[label] * rate * factor, {}), (0.1, {"clip": 1.0}))])   # another bound, not compared
+    for label, rate in RATES.items():
+        for factor in RATE_FACTORS:
             lost = off_the_rate(label, factor)
-            assert set(lost) == {0, 1}   # seeds that both have
-            assert list(lost.values()) == pytest.approx([rate * factor] * 2, rel=5e-3)
+            assert lost == pytest.approx(dict.fromkeys((0, 1, 2) if label == "Full" else (1, 2), slope[label] * rate * factor), rel=1e-9)
+    for factor, its in zip(RATE_FACTORS, rate_differences(), strict=True):   # below zero where the biases lose more
+        assert its == pytest.approx([(0.01 - 4 * 0.03) * factor] * 2, rel=1e-9)

@@ -6,17 +6,18 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
-           'GROWING', 'STUDIES', 'FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS',
+           'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS',
            'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight',
-           'believed', 'design', 'first_everything', 'around', 'sized', 'experiments_of', 'alike_grid', 'times',
-           'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged',
-           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict',
-           'size_gaps', 'off_the_rate']
+           'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of',
+           'alike_grid', 'multiple_of_rate', 'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared',
+           'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead',
+           'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -321,7 +322,11 @@ SMALL_WAYS = {
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
 GROWING = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
 
-def sized(recipe: str, speed: float) -> Study:
+def study_of_size(recipe: str) -> str:
+    "The name of the study that has the biases and everything on a GPT-2 of one size."
+    return "language-small" if recipe == "tiny" else f"language-{recipe}"
+
+def at_size(recipe: str, speed: float) -> Study:
     "The biases and everything, on a GPT-2 of another size."
     ways = {name: replace(SMALL_WAYS[name], speed=speed) for name in ("BiTFiT", "Full")}
     return Study({**SMALL_LANGUAGE, "model": recipe}, ways, 500, (3.0,), fixed=15,
@@ -360,8 +365,8 @@ STUDIES = {
         SMALL_LANGUAGE, SMALL_WAYS, 500, (3.0, 5.0, 7.0), seeds=5, fixed=15,
         elsewhere=("LoRA", "LoRA, Rap-FT as published", "LoRA, Rap-FT at true ε"),
         refined=True),
-    "language-least": sized("least", 300.0),
-    "language-mini": sized("mini", 25.0)}
+    "language-least": at_size("least", 300.0),
+    "language-mini": at_size("mini", 25.0)}
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments-of
@@ -394,18 +399,19 @@ def alike_grid(full: bool) -> Iterator[Settings]:
                     yield run
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-beside
-FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
+RATE_FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
 
-def times(rate: float, factor: float) -> float:
-    "A multiple of a rate, to three digits as all rates are."
+def multiple_of_rate(rate: float, factor: float) -> float:
+    "To three digits, as all rates are."
     return float(f"{rate * factor:.3g}")
 
 def rates_grid(full: bool) -> Iterator[Settings]:
     "The biases and everything on digits, at rates beside what tuning found for each."
     for run in study_grid("digits", STUDIES["digits"], full):
         if run["label"] in ("BiTFiT", "Full"):
-            for factor in FACTORS:
-                yield {**run, "learning_rate": times(run["learning_rate"], factor)}
+            for factor in RATE_FACTORS:
+                rate = multiple_of_rate(run["learning_rate"], factor)
+                yield {**run, "learning_rate": rate}
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
@@ -440,7 +446,8 @@ QUESTIONS = {
                        "E2E, the public text"),
     "language-mini": ("How far are the biases behind on a larger model?",
                       "E2E, the public text")}
-MEASURES = {**{name: language_measured for name in STUDIES if "language" in name},
+MEASURES = {**{name: language_measured for name in STUDIES
+                if name.startswith("language")},
             "frost-design": digits_measured, "digits": digits_measured}
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items()
@@ -669,24 +676,44 @@ def study_verdict(
         margin, lacks, untestable or no_better(records, [claimed, *others]))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-size-gaps
-def size_gaps(recipe: str) -> list[float]:
+def size_gaps(recipe: str) -> dict[int, float]:
     """By how much the logarithm of the perplexity is lower with everything than
     with the biases alone, on a GPT-2 of one size, for each seed that both have."""
-    name = "language-small" if recipe == "tiny" else f"language-{recipe}"
-    headline = STUDIES[name].epsilons[0]
-    its = [{**run, "metrics": {"log": log(run["metrics"]["perplexity"])}}
-           for run in recorded(results_file(name)) if run["target_epsilon"] == headline]
-    return paired(its, "BiTFiT", "Full", "log")
+    name = study_of_size(recipe)
+    found = {(run["label"], run["seed"]): log(run["metrics"]["perplexity"])
+             for run in recorded(results_file(name))
+             if run["target_epsilon"] == STUDIES[name].epsilons[0]}
+    return {seed: value - found["Full", seed]
+            for (label, seed), value in found.items()
+            if label == "BiTFiT" and ("Full", seed) in found}
+
+def size_steps() -> list[list[float]]:
+    "The gap of each size less that of the next, for each seed that both have."
+    gaps = [size_gaps(recipe) for recipe in GROWING]
+    return [_less(*pair) for pair in pairwise(gaps)]
+
+def _less(first: dict[int, float], second: dict[int, float]) -> list[float]:
+    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-off-the-rate
 def off_the_rate(label: str, factor: float) -> dict[int, float]:
     """Accuracy on digits at the rate that tuning found less that at a multiple of it,
     by seed."""
-    best = {run["seed"]: run for run in recorded(results_file("digits"))
-            if run["label"] == label}
-    return {run["seed"]: its["metrics"]["accuracy"] - run["metrics"]["accuracy"]
-            for run in recorded(results_file("digits-rates"))
-            if run["label"] == label and (its := best.get(run["seed"]))
-            and run["learning_rate"] == times(its["learning_rate"], factor)}
+    found = {run["seed"]: run for run in recorded(results_file("digits"))
+             if run["label"] == label}
+    lost = {}
+    for run in recorded(results_file("digits-rates")):
+        if its := found.get(run["seed"]):
+            rate = multiple_of_rate(its["learning_rate"], factor)
+            if _key(run) == _key({**its, "learning_rate": rate}):
+                lost[run["seed"]] = (its["metrics"]["accuracy"]
+                                     - run["metrics"]["accuracy"])
+    return lost
+
+def rate_differences() -> list[list[float]]:
+    """What everything loses off its rate less what the biases lose, for each seed that
+    both have, at each of `RATE_FACTORS`."""
+    return [_less(*(off_the_rate(label, factor) for label in ("Full", "BiTFiT")))
+            for factor in RATE_FACTORS]
 
