@@ -4,6 +4,7 @@ With `DPFT_SALT=n` every seeded stream is another one, and tests marked `pinned`
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def salt() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:   # as in the background of a shell; some tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "pinned: holds for one seeded stream by value, so it is left out under DPFT_SALT")
     if SALT:
         salt()
