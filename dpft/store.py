@@ -134,9 +134,6 @@ def secret_of(
         "run", canonical(identity), stream.key("data", canonical(private)))
 
 # %% ../nbs/5_notes/57_store.ipynb #store-lock
-# folders that this process has locked, with the descriptor and for whom
-_HELD: dict[Path, tuple[int, weakref.ref[Any]]] = {}
-
 def locked(
     folder: Path,
     wait: bool = False, # until another one lets it go
@@ -150,6 +147,11 @@ def locked(
         os.close(number)
         raise
     return number
+
+
+# %% ../nbs/5_notes/57_store.ipynb #store-lock-owner
+# folders that this process has locked, with the descriptor and for whom
+_HELD: dict[Path, tuple[int, weakref.ref[Any]]] = {}
 
 def lock(folder: Path, owner: Any) -> None:
     """Lock a folder for its owner; CheckpointError while another one has it,

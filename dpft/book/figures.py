@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'EXAMPLES', 'NAMES', 'LEAST', 'Panels', 'ENDINGS', 'MINUS',
            'style', 't_quantile', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log',
-           'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired',
+           'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired', 'less',
            'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff',
            'language_tradeoff', 'check_ending', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described',
            'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
@@ -243,8 +243,12 @@ def paired(
     for entry in records:
         if (label := label_of(entry)) in found:
             found[label][entry["seed"]] = entry["metrics"][metric]
-    return [found[first][seed] - found[second][seed]
-            for seed in sorted(found[first].keys() & found[second].keys())]
+    return less(found[first], found[second])
+
+def less(first: dict[int, float], second: dict[int, float]) -> list[float]:
+    "First minus second, for each seed that both have."
+    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads
 NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",

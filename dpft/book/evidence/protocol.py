@@ -7,11 +7,12 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
            'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS',
-           'Verdict', 'Way', 'Study', 'options_at', 'entry', 'held_out', 'short', 'tuning_grid', 'study_grid', 'weight',
-           'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of',
-           'alike_grid', 'multiple_of_rate', 'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared',
-           'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead',
-           'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'tuning_grid',
+           'study_grid', 'weight', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size',
+           'experiments_of', 'alike_grid', 'multiple_of_rate', 'rates_grid', 'planned_hours', 'holm', 'p_value',
+           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
+           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate',
+           'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 from ...auditing import refuted
 from ...rapft.mask import AS_PUBLISHED
 from ..experiments import Experiment, Settings, recorded, results_file
-from ..figures import paired
+from ..figures import less, paired
 from ..pretrained import measured
 from .frost import digits_run
 from .frost import measured as digits_measured
@@ -82,8 +83,12 @@ def entry(
     own = rate / bound["clip"] if study.shared.get("optimizer") == "sgd" else rate
     options = options_at(way, study.shared["steps"], seed)
     return {**study.shared, "label": label, "method": way.method, "options": options,
-            **way.more, **bound, "learning_rate": float(f"{own:.3g}"),
+            **way.more, **bound, "learning_rate": three_digits(own),
             "target_epsilon": epsilon, "seed": seed}
+
+def three_digits(rate: float) -> float:
+    "As all rates are."
+    return float(f"{rate:.3g}")
 
 def held_out(study: Study) -> Study:
     "The study, scored on rows that are held out."
@@ -402,8 +407,8 @@ def alike_grid(full: bool) -> Iterator[Settings]:
 RATE_FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
 
 def multiple_of_rate(rate: float, factor: float) -> float:
-    "To three digits, as all rates are."
-    return float(f"{rate * factor:.3g}")
+    "Rounded, as it is run."
+    return three_digits(rate * factor)
 
 def rates_grid(full: bool) -> Iterator[Settings]:
     "The biases and everything on digits, at rates beside what tuning found for each."
@@ -446,6 +451,9 @@ QUESTIONS = {
                        "E2E, the public text"),
     "language-mini": ("How far are the biases behind on a larger model?",
                       "E2E, the public text")}
+
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-measures
 MEASURES = {**{name: language_measured for name in STUDIES
                 if name.startswith("language")},
             "frost-design": digits_measured, "digits": digits_measured}
@@ -690,10 +698,7 @@ def size_gaps(recipe: str) -> dict[int, float]:
 def size_steps() -> list[list[float]]:
     "The gap of each size less that of the next, for each seed that both have."
     gaps = [size_gaps(recipe) for recipe in GROWING]
-    return [_less(*pair) for pair in pairwise(gaps)]
-
-def _less(first: dict[int, float], second: dict[int, float]) -> list[float]:
-    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    return [less(*pair) for pair in pairwise(gaps)]
 
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-off-the-rate
@@ -714,6 +719,6 @@ def off_the_rate(label: str, factor: float) -> dict[int, float]:
 def rate_differences() -> list[list[float]]:
     """What everything loses off its rate less what the biases lose, for each seed that
     both have, at each of `RATE_FACTORS`."""
-    return [_less(*(off_the_rate(label, factor) for label in ("Full", "BiTFiT")))
+    return [less(*(off_the_rate(label, factor) for label in ("Full", "BiTFiT")))
             for factor in RATE_FACTORS]
 
