@@ -224,10 +224,10 @@ class Audit(Claimed):
         return self.of_rates(*rates)
 
     def by_separation(self, error: float) -> float:
-        "From the distance of two normal laws."
+        "From the distance of two normal distributions."
         if self.mu is None:
-            raise ValueError("the plan samples, so the scores are no two normal laws; "
-                             "ask for kind='threshold' or 'guesses'")
+            raise ValueError("the plan samples, so the scores are not normal; ask for "
+                             "kind='threshold' or 'guesses'")
         inside, outside = self.scores[self.coins], self.scores[~self.coins]
         return gaussian_epsilon(separation_bound(inside, outside, error), self.delta)
 
@@ -433,7 +433,7 @@ def refuted(p_values: Sequence[float], error: float = 0.05) -> list[bool]:
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-table
 def audit_table(records: Sequence[dict[str, Any]]) -> str:
-    """Claimed and audited epsilon of every audit, Markdown;
+    """What each plan costs and what its audit found, in epsilon, Markdown;
     ValueError when a claim of the family is false."""
     false = [entry["label"]
              for entry, found in zip(records,
@@ -442,9 +442,9 @@ def audit_table(records: Sequence[dict[str, Any]]) -> str:
     if false:
         raise ValueError(f"the claim of {', '.join(false)} is false: its canaries show "
                          "more than it allows")
-    lines = ["| | claimed | cost of the plan | audited | share | probability |",
-             "|---|---|---|---|---|---|"]
-    lines += [f"| {entry['label']} | {entry['epsilon']:.2f} | {entry['claim']:.2f} | "
+    lines = ["| audit | cost of the plan | audited | share | probability |",
+             "|---|---|---|---|---|"]
+    lines += [f"| {entry['label']} | {entry['claim']:.2f} | "
               f"{entry['audited']:.2f} | {entry['audited'] / entry['claim']:.0%} | "
               f"{entry['p_value']:.2f} |" for entry in records]
     return "\n".join(lines)

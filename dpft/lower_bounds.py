@@ -93,7 +93,7 @@ def separation_bound(
     outside: np.ndarray,
     error: float = 0.05,
 ) -> float:               # on mu
-    """Lower bound on the distance of two normal laws of one variance,
+    """Lower bound on the distance of two normal distributions of one variance,
     in standard deviations; part (b) of @lem-mu-bounds."""
     from scipy.optimize import brentq
     from scipy.stats import nct

@@ -44,6 +44,7 @@ CAPTION = re.compile(r"<figcaption\b[^>]*>(.*?)</figcaption>", re.DOTALL)
 IMAGE = re.compile(r"<img\b[^>]*>")
 FORMULA = re.compile(r"<math\b.*?</math>", re.DOTALL)
 STOPPED = re.compile(r"(<math\b[^>]*display=\"inline\"(?:(?!</math>).)*</math>)([.,;:!?)’”]+)", re.DOTALL)
+NUMBER = re.compile(r"(?:[\d\s.,()%±+−–×∞]| to ){1,24}")  # and its interval, in a table
 FENCED = re.compile(r"<mrow><mo stretchy=\"true\" form=\"prefix\">(‖|\||\(|\[)</mo>((?:(?!stretchy=\"true\").)*?)"
                     r"<mo stretchy=\"true\" form=\"postfix\">(‖|\||\)|\])</mo></mrow>", re.DOTALL)
 ACCENT = re.compile(r"<mover>(<mi\b[^>]*>[^<]*</mi>)<mo accent=\"true\">[^<]*</mo></mover>")
@@ -122,6 +123,19 @@ def with_reachable_tables(page: str) -> str:
         head, _, _ = table[0].partition("</tr>")
         return table[0].replace("<table", '<table tabindex="0"', 1) if len(re.findall(r"<th\b", head)) >= COLUMNS else table[0]
     return re.sub(r"<table\b.*?</table>", reachable, page, flags=re.DOTALL)
+
+
+def with_whole_numbers(page: str) -> str:
+    "A number in a table stays on one line with its interval, and so does one in a sentence."
+    def marked(cell: re.Match) -> str:
+        return f'<td class="number"{cell[1]}>{cell[2]}</td>' if NUMBER.fullmatch(text_of(cell[2])) else cell[0]
+    page = re.sub(r"<td((?: (?!class=)[^>]*)?)>([^<]+)</td>", marked, page)
+    return re.sub(r"(?<=\d) ± (?=\d)", "\u00a0±\u00a0", page)
+
+
+def with_closed_answers(page: str) -> str:
+    "What an exercise's answer prints is folded with its code; the style sheet does it."
+    return re.sub(r'class="cell"(>\s*<details class="code-fold">\s*<summary>Answer</summary>)', r'class="cell answer"\1', page)
 
 
 def with_stops(page: str) -> str:
@@ -231,7 +245,8 @@ def finish(folder: Path = SITE) -> list[str]:
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
         done = with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited)
-        done = with_sizes(with_reachable_tables(with_named_controls(with_reference_folded(done))), (folder / name).parent)
+        done = with_whole_numbers(with_closed_answers(with_reachable_tables(with_named_controls(with_reference_folded(done)))))
+        done = with_sizes(done, (folder / name).parent)
         (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
     return []
 

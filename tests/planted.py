@@ -58,7 +58,8 @@ def noise_of_one_physical_batch():
 
     def share(self):
         spread = self.engine.spread
-        self.engine.spread = {known: std / math.sqrt(max(1, self.batch_number)) for known, std in spread.items()}
+        parts = max(1, self.batch_number)
+        self.engine.spread = {known: std / math.sqrt(parts) for known, std in spread.items()}
         try:
             honest(self)
         finally:
@@ -200,7 +201,9 @@ class Bug:
             try:
                 self.catch()
             except (AssertionError, ValueError) as error:
-                return (str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line])[0]
+                line = traceback.extract_tb(error.__traceback__)[-1].line
+                in_a_test = isinstance(error, AssertionError) and self.catch.func is named_test
+                return line if in_a_test else str(error).strip().splitlines()[0]
         return ""
 
 
@@ -215,10 +218,10 @@ BUGS = [
     Bug("shuffled batches accounted as Poisson", shuffled_batches,
         partial(named_test, "test_training", "test_an_empty_draw_is_a_noise_only_step")),
     Bug("stale freeze set", stale_freeze_set, partial(named_test, "test_training", "test_what_trains_may_change_at_any_step_both_ways")),
-    Bug("unpaid selection", unpaid_requests,
+    Bug("uncharged selection", unpaid_requests,
         partial(named_test, "test_frost_selection", "test_the_budget_is_met_and_the_ledger_has_every_round",
                 DPFrost(0.4, sample_rate=0.5), 5)),
-    Bug("unpaid relevance mask", unpaid_requests, partial(named_test, "test_planted_bugs", "test_a_relevance_mask_is_paid_for")),
+    Bug("uncharged relevance mask", unpaid_requests, partial(named_test, "test_planted_bugs", "test_a_relevance_mask_is_paid_for")),
     Bug("sensitivity of the first round reused", first_sensitivity_reused,
         partial(named_test, "test_frost_selection", "test_the_released_magnitudes_hide_under_noise_of_the_remaining_sensitivity")),
     Bug("NaN passed through", nan_passed_through,

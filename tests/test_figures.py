@@ -14,7 +14,7 @@ import dpft
 from dpft.book import drawings, figures
 from dpft.book.evidence import EXPERIMENTS, FIGURES
 from dpft.book.experiments import source_hash, write_records
-from dpft.book.figures import COLOURS, MARKERS, Drawing, markdown_table, redraw, standing_on
+from dpft.book.figures import COLOURS, MARKERS, Drawing, described, markdown_table, redraw, standing_on
 from dpft.method import Method
 
 
@@ -311,6 +311,7 @@ def test_stale_records_are_counted(results, tmp_path):
     write_records(results / "lf-pwcca.jsonl", fresh)
     (sentence,) = redraw({"pwcca": FIGURES["pwcca"]}, tmp_path)
     assert "4 reduced records, 2 seeds, CPU; 2 of them by code that has changed since" in sentence
+    assert described(RECORDS["lf-pwcca"]).endswith("all by code that has changed since")
 
 
 def test_full_and_reduced_runs_are_never_in_one_picture(results):

@@ -75,6 +75,19 @@ def test_a_wide_table_is_reached_by_keys(site):
     assert done == f"<p>{table(3)}</p>" + table(8).replace("<table", '<table tabindex="0"')
 
 
+def test_a_number_stays_on_one_line_with_its_interval(site):
+    done = site.with_whole_numbers('<td style="a">−2.6 ± 6.4 (3)</td><td>1.02 (0.98–1.10)</td><td>of 3 seeds</td><p>by 2.4 ± 1 points</p>')
+    assert done == ('<td class="number" style="a">−2.6\u00a0±\u00a06.4 (3)</td><td class="number">1.02 (0.98–1.10)</td><td>of 3 seeds</td>'
+                    '<p>by 2.4\u00a0±\u00a01 points</p>')
+
+
+def test_the_output_of_an_answer_is_marked_and_no_other(site):
+    def cell(of, marked=""):
+        return (f'<div id="a" class="cell{marked}">\n<details class="code-fold">\n<summary>{of}</summary>c</details>'
+                '<div class="cell-output">o</div></div>')
+    assert site.with_closed_answers(cell("Answer") + cell("Code: rate")) == cell("Answer", " answer") + cell("Code: rate")
+
+
 def test_a_stop_stays_beside_its_formula(site):
     math = '<math display="inline"><mi>x</mi></math>'
     assert site.with_stops(f"<p>{math}, and {math} so {math}).</p>") == (

@@ -496,7 +496,8 @@ def described(records: Sequence[dict[str, Any]]) -> str:
     stale, reduced = (sum(map(is_stale, records)),
                       sum(bool(entry.get("reduced")) for entry in records))
     some = 0 < reduced < len(records)
-    of_them = (f"{stale} of them by code that has changed since" if stale
+    which = "all" if stale in (0, len(records)) else f"{stale} of them"
+    of_them = (f"{which} by code that has changed since" if stale
                else "all by the code as it is now")
     return (f"{len(records)} "
             f"{'reduced ' * (reduced > 0 and not some)}"

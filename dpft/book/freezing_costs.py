@@ -29,7 +29,8 @@ from .experiments import write_records
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing
 FREEZING = ("tempered-cnn", "tempered-cnn-5")
 PAPER_RATE, PAPER_SIZE = 2048 / 60_000, 60_000  # of Fashion-MNIST in DP-SGD-LF
-# who -> bound on the time over that with all layers
+# who -> bound on the time over that with all layers; of these networks' operations more
+# than half lie in the lower layers
 FREEZING_MARKS = {"frozen, cached": 0.45, "freezing": 1.0}
 # seconds of an epoch of Fashion-MNIST before anything freezes
 EPOCH_MARKS = {"tempered-cnn": 15.0, "tempered-cnn-5": 60.0}
