@@ -255,7 +255,7 @@ def keep(run: Run, engine: Engine) -> None:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress
 def progress_is_due(t: int, steps: int) -> bool:
-    "Whether to recompute epsilon after step t: at both ends, and twenty times between."
+    "Whether to recompute epsilon: at both ends, and 20 to 40 times between."
     return t == 1 or t == steps or t % max(1, steps // 20) == 0
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress-class

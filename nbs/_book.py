@@ -279,11 +279,11 @@ def devices(chapter: Chapter) -> list[str]:
 
 
 def header(chapter: Chapter, seconds: float, threads: int) -> str:
-    "How long a chapter runs and what its figures stand on, in one line."
+    "How long a chapter runs and what it stands on, in one line."
     known = devices(chapter)
-    told = f"records made on {' and on '.join(known)}, and on what is computed here" if known else "what is computed here"
+    told = f"stands on records made on {' and on '.join(known)}, and on what is computed here" if known else "is computed here"
     run = f"{5 * max(1, round(seconds / 5))} s on {threads} thread{'s' * (threads > 1)} of a CPU"
-    return f"*Runs in about {run}; its figures stand on {told}.*"
+    return f"*Runs in about {run}; what it shows {told}.*"
 
 
 def problems() -> list[str]:

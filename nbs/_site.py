@@ -133,8 +133,9 @@ def with_whole_numbers(page: str) -> str:
     return re.sub(r"(?<=\d) ± (?=\d)", "\u00a0±\u00a0", page)
 
 
-def with_closed_answers(page: str) -> str:
-    "What an exercise's answer prints is folded with its code; the style sheet does it."
+def with_marks_for_style(page: str) -> str:
+    "What the style sheet must know: the line that says how long a chapter runs, and answers, whose output folds with their code."
+    page = page.replace("<p><em>Runs in about", '<p class="takes"><em>Runs in about')
     return re.sub(r'class="cell"(>\s*<details class="code-fold">\s*<summary>Answer</summary>)', r'class="cell answer"\1', page)
 
 
@@ -245,7 +246,7 @@ def finish(folder: Path = SITE) -> list[str]:
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
         done = with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited)
-        done = with_whole_numbers(with_closed_answers(with_reachable_tables(with_named_controls(with_reference_folded(done)))))
+        done = with_whole_numbers(with_marks_for_style(with_reachable_tables(with_named_controls(with_reference_folded(done)))))
         done = with_sizes(done, (folder / name).parent)
         (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
     return []

@@ -85,7 +85,8 @@ def test_the_output_of_an_answer_is_marked_and_no_other(site):
     def cell(of, marked=""):
         return (f'<div id="a" class="cell{marked}">\n<details class="code-fold">\n<summary>{of}</summary>c</details>'
                 '<div class="cell-output">o</div></div>')
-    assert site.with_closed_answers(cell("Answer") + cell("Code: rate")) == cell("Answer", " answer") + cell("Code: rate")
+    assert site.with_marks_for_style(cell("Answer") + cell("Code: rate")) == cell("Answer", " answer") + cell("Code: rate")
+    assert site.with_marks_for_style("<p><em>Runs in about 5 s</em></p>") == '<p class="takes"><em>Runs in about 5 s</em></p>'
 
 
 def test_a_stop_stays_beside_its_formula(site):
