@@ -155,6 +155,13 @@ def with_low_fences(page: str) -> str:
     return page
 
 
+def with_letters(page: str) -> str:
+    "A script l is a letter and not an operator; an accent that combines would stand beside its letter, its spacing form stands above."
+    for drawn, meant in (("<mo>ℓ</mo>", "<mi>ℓ</mi>"), (">\u0303</mo>", ">\u02dc</mo>"), (">\u0302</mo>", ">\u02c6</mo>")):
+        page = page.replace(drawn, meant)
+    return page
+
+
 def with_links(page: str, labels: dict[str, Label], here: str, cited: set[str]) -> str:
     "`@lem-…` and `@author2020` in code lead to what they name."
 
@@ -245,7 +252,7 @@ def finish(folder: Path = SITE) -> list[str]:
     for name, page in pages.items():
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
-        done = with_links(with_stops(with_low_fences(with_alt(without_scripts(page)))), labels, name, cited)
+        done = with_links(with_letters(with_stops(with_low_fences(with_alt(without_scripts(page))))), labels, name, cited)
         done = with_whole_numbers(with_marks_for_style(with_reachable_tables(with_named_controls(with_reference_folded(done)))))
         done = with_sizes(done, (folder / name).parent)
         (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")

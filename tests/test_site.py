@@ -96,6 +96,11 @@ def test_a_stop_stays_beside_its_formula(site):
     assert site.with_stops('<math display="block"><mi>x</mi></math>.') == '<math display="block"><mi>x</mi></math>.'
 
 
+def test_letters_and_accents_stand_where_they_belong(site):
+    assert site.with_letters('<mo>ℓ</mo><mover><mi>s</mi><mo accent="true">\u0303</mo></mover>') == (
+        '<mi>ℓ</mi><mover><mi>s</mi><mo accent="true">\u02dc</mo></mover>')
+
+
 def fence(inside, sign="‖", stretchy="true"):
     return (f'<mrow><mo stretchy="{stretchy}" form="prefix">{sign}</mo>{inside}<mo stretchy="{stretchy}" form="postfix">'
             f'{sign.translate({40: 41, 91: 93})}</mo></mrow>')

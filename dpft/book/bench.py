@@ -516,25 +516,33 @@ def whole_rows(found: Iterable[dict[str, Any]]) -> list[dict[str, dict[str, Any]
     return [*rows.values()]
 
 def peers_table(found: Iterable[dict[str, Any]], field: str = "time") -> str:
-    "Markdown: whole steps beside the plain one, their time or the peak of their bytes."
-    lines = ["| shape | trains | plain | " + " | ".join(STEPS.values()) + " |",
+    """Markdown: whole steps beside the plain one, their time or the peak of their
+    bytes, with what stopped a step as a note below."""
+    notes: dict[str, int] = {}  # what stopped a step, numbered
+    unit = "ms" if field == "time" else "MiB"
+    lines = [f"| shape | trains | plain, {unit} | " + " | ".join(STEPS.values()) + " |",
              "|:--|:--|--:|" + "--:|" * len(STEPS)]
     for row in whole_rows(found):
         plain = row["plain-step"]
-        first = (f"{1000 * plain['seconds']:.0f} ms" if field == "time"
-                 else f"{plain['peak_mib']:.0f} MiB")
+        first = 1000 * plain["seconds"] if field == "time" else plain["peak_mib"]
         parts = ", in 8 parts" if plain["part"] == "eighths" else ""
-        cells = [_whole_cell(row.get(who), field) for who in STEPS]
-        lines.append(f"| {shape_name(plain)}{parts} | {plain['trains']} | {first} | "
+        shape = shape_name(plain).replace(",\N{NO-BREAK SPACE}", ", ")
+        cells = [_whole_cell(row.get(who), field, notes) for who in STEPS]
+        lines.append(f"| {shape}{parts} | {plain['trains']} | {first:.0f} | "
                      + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    said = "; ".join(f"({number}) {reason}" for reason, number in notes.items())
+    return "\n".join([*lines, "", f"{said}."] if said else lines)
 
-def _whole_cell(entry: dict[str, Any] | None, field: str) -> str:
-    "A ratio, with its interval if it is one of times, or what stopped the step."
+def _whole_cell(
+    entry: dict[str, Any] | None, field: str, notes: dict[str, int],
+) -> str:
+    """A ratio, with its interval if it is one of times, or the number of the note
+    that says what stopped the step."""
     if entry is None:
         return ""
     if entry["cannot"]:
-        return str(entry["cannot"]).split(",")[0].split(" (")[0]
+        reason = str(entry["cannot"]).split(",")[0].split(" (")[0]
+        return f"– ({notes.setdefault(reason, len(notes) + 1)})"
     low, high = entry["time_interval"]
     return (f"{entry['time_ratio']:.2f} ({low:.2f}–{high:.2f})" if field == "time"
             else f"{entry['peak_ratio']:.2f}")
