@@ -341,6 +341,8 @@ def plain_data(data: Any) -> bool:
     if type(data).__module__.startswith("torch.utils.data") and any(
             one is not None for one in inner):
         return all(map(plain_data, inner))
+    if hasattr(data, "names") and hasattr(data, "table"):    # `Selected` columns
+        return plain_data(data.table)
     said = getattr(data, "format", None)
     custom = isinstance(said, Mapping) and said.get("type") == "custom"
     root = type(data).__module__.partition(".")[0]

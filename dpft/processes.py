@@ -208,18 +208,18 @@ class Processes:
 # %% ../nbs/5_notes/77_processes.ipynb #processes-whole-model
 def check_whole(model: nn.Module) -> None:
     "ValueError for what exchanges gradients by itself, or holds a part of the layers."
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which exchanges "
-            "gradients before they are private; pass model.module, the engine adds up "
-            "over the processes itself")
     kinds = {kind.__module__ for kind in type(model).__mro__}
     if any(kind.startswith("torch.distributed.pipelining") for kind in kinds):
         raise ValueError(
             "the model is a stage of a pipeline, so no process sees an example's whole "
             "gradient; pass the whole model, cut by fully_shard or parallelize_module")
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts):
+    parts = model.modules if isinstance(model, nn.Module) else list
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which exchanges "
+            "gradients before they are private; pass model.module, the engine adds up "
+            "over the processes itself")
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts()):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel, which flattens its "
             "layers' parameters; apply torch.distributed.fsdp.fully_shard to it "

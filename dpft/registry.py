@@ -52,9 +52,11 @@ GROUP = "dpft.methods"  # of entry points
 
 def known_methods() -> dict[str, Known]:
     "Every name: those of this package, then those of packages that are installed."
+    import dpft
     others = {entry.name: Known(entry.value)
               for entry in importlib.metadata.entry_points(group=GROUP)}
-    return METHODS | {name: its for name, its in others.items() if name not in METHODS}
+    return METHODS | {name: its for name, its in others.items()
+                      if name not in METHODS and not hasattr(dpft, name)}
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-where
 def loaded(

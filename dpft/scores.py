@@ -99,7 +99,15 @@ def apart(
 ) -> NoisyAccuracy:                                 # by the same unit
     "A development set whose people are not trained on, or ValueError."
     if unit is None or (isinstance(unit, str) and unit == "example"):
-        return score
+        if score.unit is None:
+            return score
+        if not isinstance(score.unit, str):
+            raise ValueError("NoisyAccuracy(unit=[...]) protects people and training "
+                             "protects rows; give the training unit= too")
+        unit = score.unit
+    if isinstance(unit, str) and isinstance(score.unit, str) and unit != score.unit:
+        raise ValueError(f"training protects {unit!r} and scoring {score.unit!r}; name "
+                         "people by one column in both")
     if score.unit is None:
         if not isinstance(unit, str):
             raise ValueError("unit= protects people, so the development set must say "

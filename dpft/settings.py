@@ -272,13 +272,9 @@ def held_by(value: Any) -> dict[str, Any] | None:
     held = getattr(value, "__dict__", {})
     if any(one.__name__ in ("PretrainedConfig", "PreTrainedConfig")
            for one in type(value).__mro__):
-        held = in_order(held)
-    elif is_dataclass(value):
-        held = {one.name: getattr(value, one.name, None)
-                for one in fields(value)} | held
-    else:
-        return None
-    return {name: one for name, one in held.items() if name not in ORIGINS}
+        return in_order({name: held[name] for name in held.keys() - ORIGINS})
+    return ({one.name: getattr(value, one.name, None) for one in fields(value)} | held
+            if is_dataclass(value) else None)
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-plain
 @parts_of.register(int)
@@ -413,7 +409,10 @@ def unwrapped(function: Any) -> FunctionType | None:
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
 
-AROUND = {"environ", "environb", "getenv", "getenvb", "open"}  # reads what is around
+# what reads the environment, a file, the clock or a generator other than torch's
+AROUND = {"environ", "environb", "getenv", "getenvb", "open", "load", "loadtxt",
+          "genfromtxt", "fromfile", "memmap", "read_text", "read_bytes", "read_csv",
+          "read_json", "read_parquet", "random", "urandom", "time", "now"}
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:

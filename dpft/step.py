@@ -430,7 +430,7 @@ class Summing(Counted):
         super().__init__(engine)
         self.t, self.kept, self.batch_number = engine.t, Kept(engine), 0
         self.totals = Totals(engine.trains, engine.settings.secure_mode)
-        self.drawn, self.movers = False, Movers()
+        self.drawn, self.movers = False, Movers(self)
         self.left = 0       # batches drawn and not added, and 1 until the draw's end
 
     @property
@@ -443,7 +443,7 @@ class Summing(Counted):
         if self.drawn:
             raise RuntimeError(TWICE_DRAWN.format(self.t))
         self.drawn, self.left = True, 1
-        self.movers.listen()
+        self.movers.listen(self.engine.trains)
         return self.counting(self.engine.batches(
             self.engine.plan.sample_rate, "train", self.t, views=True))
 
@@ -498,9 +498,9 @@ class Step(Summing):
             raise RuntimeError(TWICE_PRIVATE.format(self.t))
         if self.left and self.engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
-        self.movers.check_still(self.engine.trains)
         self.privatized = True
         released(self)
+        self.movers.release()
 
     def done(self) -> None:
         """After the optimizer: entries that do not train are put back,

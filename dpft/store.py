@@ -220,6 +220,11 @@ class Facts:
 # %% ../nbs/5_notes/57_store.ipynb #store-check-same
 def check_same(folder: Path, facts: Facts, recorded: dict[str, Any]) -> None:
     "CheckpointError when a folder belongs to another run, naming what differs."
+    if recorded["portable"] and not facts.complete:
+        raise CheckpointError(
+            f"checkpoint {folder} was begun with settings that could all be read, and "
+            "now one cannot, such as a function in evaluate= or autocast around the "
+            "call; continue as it was begun, or choose an empty folder")
     for name, value in facts.under(bytes.fromhex(recorded["secret"])).items():
         if recorded["identity"].get(name) != value:
             raise CheckpointError(

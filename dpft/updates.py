@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from warnings import warn
 
 import torch
@@ -102,30 +103,46 @@ def check_held(
 class Movers:
     "What the optimizers hold that take a step between a draw and `done`."
     handle: Any = None
+    listening: ClassVar[list[Movers]] = []
 
-    def listen(self) -> None:
-        "From now on."
+    def __init__(self, step: object):
+        weakref.finalize(step, self.stop)    # where it is given up
+
+    def listen(self, trains: dict[str, nn.Parameter]) -> None:
+        "From now on; until `release`, no optimizer may move what trains."
         self.held: set[int] | None = None    # ids; None: no optimizer took a step
+        self.fixed = {id(parameter) for parameter in trains.values()}
+        for other in [*self.listening]:      # of a step that was given up
+            if other.fixed & self.fixed:
+                other.stop()
+        self.listening.append(self)
         self.handle = register_optimizer_step_pre_hook(self.note)
 
-    def note(self, optimizer: Any, *called: Any) -> None:
-        "One that is about to take a step."
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.held = own | (self.held or set())
-
-    def check_still(self, trains: dict[str, nn.Parameter]) -> None:
-        "RuntimeError where what trains was moved before its gradients were private."
-        if self.handle and any(id(p) in (self.held or ()) for p in trains.values()):
+    def stop(self) -> None:
+        "From now on optimizers are not watched."
+        if self.handle:
             self.handle.remove()
-            raise RuntimeError("an optimizer took a step between the draw and "
+            self.handle = None
+            self.listening.remove(self)
+
+    def note(self, optimizer: Any, *called: Any) -> None:
+        "One that is about to take a step; RuntimeError before gradients are private."
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own & self.fixed:
+            raise RuntimeError("an optimizer was about to step between the draw and "
                                "privatize(), with gradients that nothing bounds; call "
                                "add(batch), privatize(), optimizer.step(), then done()")
+        self.held = own | (self.held or set())
+
+    def release(self) -> None:
+        "What trains may move: its gradients are private."
+        self.fixed = set()
 
     def check_whole(self, trains: dict[str, nn.Parameter]) -> None:
         "Warn, at the end of a step, of what trains and no optimizer holds."
         if not self.handle:
             return
-        self.handle.remove()
+        self.stop()
         held = self.held
         out = [] if held is None else [
             name for name, one in trains.items() if id(one) not in held]

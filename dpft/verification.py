@@ -158,6 +158,9 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
     elif any(book.sealed(run) for run in guarantee.runs):
         raise VerificationError("the guarantee is not the one that was sealed in the "
                                 "ledger: something in it was changed afterwards")
+    elif guarantee.files:
+        raise VerificationError("the ledger has no seal, and a guarantee that lists "
+                                "its files was sealed: the seal was removed")
     else:
         yield ("the guarantee was never sealed: what only it states (public facts, "
                "what was not charged) could not be checked")

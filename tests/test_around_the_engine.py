@@ -22,6 +22,7 @@ from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.sources import load_data
 from dpft.step import Releases
 from dpft.tuning import tune
+from dpft.updates import Movers
 
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
 OTHERS = {"text": ["b b c", "c c a", "c b b"], "label": [0, 1, 1]}
@@ -316,15 +317,22 @@ def test_an_optimizer_may_not_move_the_weights_between_the_draw_and_the_noise():
             other.step()
             if step.t == 1:
                 loss(model, batch).mean().backward()
-                optimizer.step()
+                before = model.weight.clone()
+                with pytest.raises(RuntimeError, match=r"an optimizer was about to step between the draw and privatize\(\)"):
+                    optimizer.step()
+                assert torch.equal(model.weight, before)
             step.add(batch)
         if step.t == 1:
             break
         step.privatize()
         optimizer.step()
         step.done()
-    with pytest.raises(RuntimeError, match=r"an optimizer took a step between the draw and privatize\(\)"):
-        step.privatize()
+    with pytest.raises(RuntimeError, match="was about to step"):
+        optimizer.step()                   # the step is begun
+    other_step = next(iter(Engine(model, loss, Full(), pictures(), epsilon=8.0, batch_size=20, steps=3, accountant="rdp")))
+    other_step.take(optimizer)             # the one that was given up listens no longer
+    optimizer.step()
+    assert step.movers not in Movers.listening
     assert engine.guarantee.planned and engine.account.charges
 
 

@@ -688,6 +688,20 @@ def test_weights_that_are_relisted_break_the_seal(tmp_path):
         verify(folder)
 
 
+def test_a_seal_that_was_cut_off_is_missed(tmp_path):
+    folder = folder_of(tmp_path)
+    with sqlite3.connect(folder / "ledger.sqlite") as book:
+        (last,) = book.execute("SELECT max(number) FROM ledger").fetchone()
+        kind, = book.execute("SELECT kind FROM ledger WHERE number = ?", (last,)).fetchone()
+        assert kind == "seal"
+        for (name,) in book.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            book.execute(f"DROP TRIGGER {name}")
+        book.execute("DELETE FROM ledger WHERE number = ?", (last,))
+        book.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'ledger'", (last - 1,))
+    with pytest.raises(VerificationError):
+        verify(folder)
+
+
 def test_a_folder_made_up_as_a_whole_passes_alone_and_fails_against_the_owners_ledger(tmp_path):
     """What no check of the folder can catch; it is said in the chapter."""
     folder = folder_of(tmp_path)

@@ -785,6 +785,11 @@ def test_models_that_exchange_gradients_themselves_are_refused():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(ValueError, match=r"model.module"):
         check_whole(wrapped)
+    inner = nn.Sequential(nn.Linear(2, 2))
+    nn.Module.__init__(wrapped)
+    inner.append(wrapped)
+    with pytest.raises(ValueError, match=r"model.module"):
+        check_whole(inner)
     flattened = nn.Sequential(type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2))     # by its name: it needs processes to be made
     with pytest.raises(ValueError, match=r"apply torch\.distributed\.fsdp\.fully_shard"):
         check_whole(flattened)

@@ -75,10 +75,11 @@ def test_a_file_that_does_not_run_leaves_no_module(tmp_path, text):
 
 def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, monkeypatch):
     there = [importlib.metadata.EntryPoint("theirs", f"{mine}:Mine", registry.GROUP),
-             importlib.metadata.EntryPoint("full", f"{mine}:Mine", registry.GROUP)]
+             *(importlib.metadata.EntryPoint(name, f"{mine}:Mine", registry.GROUP) for name in ("full", "BiTFiT", "Chain"))]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: there if group == registry.GROUP else [])
     assert list(known_methods())[-1] == "theirs" and known_methods()["full"] == METHODS["full"]
     assert type(method_named("theirs", ["fold=2"])[0]).__name__ == "Mine" and type(method_named("full")[0]) is dpft.Full
+    assert method_type("BiTFiT") is dpft.BiTFiT and method_type("Chain") is dpft.Chain      # names of records and of nested options
 
 
 def test_one_of_the_users_is_trained_planned_and_audited(run, mine, tmp_path):

@@ -364,12 +364,29 @@ def test_a_function_that_scores_the_model_during_the_run_leaves_the_identity_inc
 
 
 @pytest.mark.parametrize("body", ["float(os.environ['AA'])", "float(os.getenv('AA', 1))", "float(open('scale.txt').read())",
-                                  "look('AA', 1)", "helped()"])
+                                  "look('AA', 1)", "helped()", "float(os.path.Path('scale').read_text())", "numpy.load('scale.npy')",
+                                  "model.random()"])
 def test_a_function_that_reads_what_is_around_it_leaves_the_identity_incomplete(tmp_path, body):
     text = f"import os\nfrom os import getenv as look\ndef helped(): return os.environ\ndef loss(model, batch): return {body}\n"
     assert not name_of_code(written(tmp_path, text).loss)[1]
     assert name_of_code(written(tmp_path, text.replace(f"return {body}", "return os.sep")).loss)[1]
 
+
+
+def test_selected_columns_are_plain_where_their_table_is():
+    from dpft.identity import plain_data
+    from dpft.texts import Selected
+    rows = [{"x": torch.zeros(2), "label": 0, "note": "unused"}]
+    own = type("Own", (), {"__len__": lambda self: 1, "__getitem__": lambda self, i: {"x": torch.rand(2), "label": 0}})()
+    assert plain_data(Selected(rows, {"x": "x", "label": "labels"})) and not plain_data(Selected(own, {"x": "x", "label": "labels"}))
+
+
+def test_a_dataclass_enters_whole(tmp_path):
+    """Names that a configuration may change without meaning are anybody's in a dataclass."""
+    text = ("from dataclasses import dataclass\n@dataclass\nclass Scaled:\n    dtype: float = 1.0\n"
+            "    def __call__(self, model, batch): return self.dtype * model(batch[0])\n")
+    own = written(tmp_path, text)
+    assert name_of_code(own.Scaled(1.0)) != name_of_code(own.Scaled(2.0)) and name_of_code(own.Scaled(1.0)) == name_of_code(own.Scaled(1.0))
 
 
 CONSTANTS = """

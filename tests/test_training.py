@@ -1540,3 +1540,14 @@ def test_steps_without_an_optimizer_are_meant(recwarn):
     for step in engine:
         step.take()
     assert not [one for one in recwarn if "make it after the engine" in str(one.message)]
+
+
+def test_a_seeded_run_goes_on_only_while_all_that_changes_a_sum_is_read(tmp_path):
+    """Its noise is keyed by name: a sum that differs unseen would meet noise that another run of this seed has given to its own."""
+    begun = engine(checkpoint=tmp_path, loop="by hand")
+    next(iter(begun)).take(torch.optim.SGD(begun.parameters(), 0.1))
+    begun.store.close()
+    assert begun.store.portable
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CheckpointError, match="could all be read, and now one cannot"):
+        engine(checkpoint=tmp_path, loop="by hand")
+    assert engine(checkpoint=tmp_path, loop="by hand").store.portable

@@ -500,6 +500,18 @@ def test_people_are_compared_by_the_column_that_names_them():
     assert apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
 
 
+def test_people_who_are_scored_as_people_are_not_trained_on_as_rows():
+    rows = [{"text": f"row {row}", "label": row % 2, "who": f"p{row // 2}", "visit": f"v{row}"} for row in range(20)]
+    for unit in (None, "example"):
+        assert apart(NoisyAccuracy(rows[12:], unit="who"), rows[:12], unit).most == 2
+        with pytest.raises(ValueError, match="2 of the 10 scored rows belong to people who are trained on too"):
+            apart(NoisyAccuracy(rows[10:], unit="who"), rows[:12], unit)
+        with pytest.raises(ValueError, match="give the training unit="):
+            apart(NoisyAccuracy(rows[12:], unit=[row // 2 for row in range(8)]), rows[:12], unit)
+    with pytest.raises(ValueError, match="training protects 'who' and scoring 'visit'; name people by one column in both"):
+        apart(NoisyAccuracy(rows[10:], unit="visit"), rows[:12], "who")
+
+
 def test_no_two_development_sets_and_no_two_sizes_of_noise_share_the_noise_of_a_score():
     """Under one seed: else equal scores would tell that two counts are equal, and two sizes of noise what the count is.
 

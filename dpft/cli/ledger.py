@@ -42,12 +42,14 @@ def account(
     if budget is not None and remove_budget:
         raise ValueError("a budget is either set or removed; give --budget or "
                          "--remove-budget")
-    if not ledger.exists() and not changes:
+    if not ledger.exists() and budget is None:
         raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger "
                          f"{ledger} makes one")
     if budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
+    if not ledger.exists():
+        typer.echo(f"new ledger {ledger}, which no run has used", err=True)
     with Ledger(ledger, who=who, read_only=not changes) as book:
         if budget is not None and delta is not None:
             book.set_budget(budget, delta, reason=reason)
