@@ -27,7 +27,7 @@ __all__ = ['BUILT', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'temper
 class TemperedSigmoid(nn.Module):
     """s / (1 + exp(-T x)) - o: a bounded activation; @tempered.
 
-    It keeps gradients within the clip bound.
+    Gradients are meant to be shorter than under ReLU, so that fewer are clipped.
     """
 
     def __init__(

@@ -344,15 +344,17 @@ def first_outputs(
 def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Random numbers in the modules' parameters, and exactly the old ones afterwards.
 
-    Entry (i, j, …) is number i + j + … of a random sequence: this takes no memory.
+    Entry (i, j, …) is number i + 2 j + … of a random sequence: this takes no memory.
     """
     parameters = (p for module in modules for p in module._parameters.values())
     own = {p: p.data for p in parameters if p is not None and p.is_floating_point()}
     try:
         for parameter, values in own.items():
-            numbers = torch.randn(sum(values.shape) + 1, device=values.device)
+            steps = tuple(range(1, values.ndim + 1))    # unlike, so that no square
+            most = sum(step * size for step, size in zip(steps, values.shape))
+            numbers = torch.randn(most + 1, device=values.device)    # is symmetric
             numbers = numbers.to(values.dtype) / max(1, 1, *values.shape[-1:]) ** 0.5
-            parameter.data = numbers.as_strided(values.shape, (1,) * values.ndim)
+            parameter.data = numbers.as_strided(values.shape, steps)
         yield
     finally:
         for parameter, values in own.items():
@@ -446,7 +448,7 @@ class Plan:
 class Elsewhere:
     """One batch's losses at random values of all that trains, the same each time.
 
-    What is true there of a smooth function is true everywhere.
+    What is true there of an analytic function is most likely true everywhere.
     """
 
     def __init__(

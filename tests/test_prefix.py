@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import dpft.prefix
 from dpft.gradients import Block, clipped_sum, gradients, per_example_gradients, select_rows
 from dpft.models import set_modes
-from dpft.prefix import FileShelf, Prefix, Shelf, hit_share, row_keys, token_counts, worth_it
+from dpft.prefix import FileShelf, Prefix, Shelf, hit_share, jolted, row_keys, token_counts, worth_it
 
 FIRST_TO_TRAIN = {"roberta": "layer.1.", "bert": "layer.1.", "gpt2": "h.1.", "gpt2-lm": "h.1.", "vit": "layers.1.", "cnn": "strided",
                   "llama": "layers.1."}
@@ -119,6 +119,16 @@ def test_head_alone_stores_what_the_head_reads(name):
     assert difference(model, loss_fn, prefix, batch) <= 1e-12
     assert difference(model, loss_fn, prefix, batch) <= 1e-12
     assert prefix.cut == [{"roberta": "classifier.dropout", "bert": "dropout", "vit": "vit", "cnn": "twice", "llama": "model.norm"}[name]]
+
+
+def test_the_weights_of_the_proof_are_not_symmetric_and_are_put_back():
+    """Under a symmetric weight whatever depends on W less its transpose is hidden from the proof."""
+    layer = nn.Linear(6, 6)
+    before = layer.weight.clone()
+    with jolted([layer]):
+        weight = layer.weight.detach()
+        assert (weight - weight.T).norm() > 0.5 * weight.norm() and len(weight.unique()) > 6
+    assert torch.equal(layer.weight, before)
 
 
 def test_a_second_visit_makes_no_call_below():
