@@ -199,10 +199,11 @@ ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
             "added to (secure_mode=True closes this)",
             "nobody predicts the generator of the noise, ChaCha20 on a CPU and "
             "torch's own on a GPU",
-            "rounding while a sum is formed moves it by nothing that counts"],
-    True: ["secure mode: sums and noise were added on a grid, exactly; the noise, from "
-           "ChaCha20, is as normal as float64 can make it",
-           "rounding while a sum is formed moves it by nothing that counts"]}
+            "rounding while a sum is formed is not counted in the bound"],
+    True: ["secure mode: sums and noise were added on a grid, exactly; the noise, half "
+           "the sum of four normal numbers in float64, is taken to be normal",
+           "nobody tells the output of ChaCha20 and of keyed BLAKE2b from random bits",
+           "rounding while a sum is formed is not counted in the bound"]}
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumed
 def assumptions(guarantee: Guarantee) -> str:
