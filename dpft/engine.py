@@ -36,7 +36,7 @@ from .prefix import Prefix, worth_it
 from .prepared import check_causal, check_outputs
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
-from .provenance import look_at_start, mark_trained, recall
+from .provenance import look_at_start, mark_trained, recall, restate_own
 from .sampling import Share
 from .settings import Settings, settings_from, takes_settings
 from .step import (
@@ -314,8 +314,7 @@ def look_back(engine: "Engine", step: Step) -> None:
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-record-final
 def record_final(engine: "Engine") -> None:
-    """Let the ledger recognise the model as it is now, should a later run start
-    from it; @sec-provenance."""
+    "Let the ledger recognise the model, should a run start from it; @sec-provenance."
     account = engine.account
     if not (account.shared or account.charges):
         return
@@ -332,6 +331,7 @@ def close_account(engine: "Engine") -> None:
         engine.prefix.clear()
     engine.account.finish()
     record_final(engine)
+    restate_own(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-steps-of
 def steps_of(engine: "Engine", at_end: Callable[[], object]) -> Iterator[Step]:

@@ -80,6 +80,31 @@ def test_every_earlier_run_is_named():
     assert [run.guarantee.run in one for run, one in zip((first, second), unpaid, strict=True)] == [True, True]
 
 
+def test_a_run_that_spent_more_than_its_plan_is_named_with_what_it_spent(tmp_path):
+    """A repeated draw whose sum was another is charged a second time, and whoever trains on must hear of it."""
+    with dpft.Ledger(tmp_path / "ledger.sqlite") as ledger:
+        engine = dpft.Engine(toy_network(), None, Full(), DATA, epsilon=3.0, steps=2, batch_size=8, public_size=24, clip=0.5,
+                             accountant="rdp", ledger=ledger)
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        for step in engine:
+            for batch in step:
+                step.add(batch)
+            if step.t == 0:
+                spread = {name: engine.spread[id(parameter)] for name, parameter in engine.trains.items()}
+                engine.releases("train", 0, {name: torch.ones_like(value) for name, value in engine.trains.items()}, spread)
+            step.privatize()
+            optimizer.step()
+            step.done()
+        assert engine.guarantee.beyond_plan
+        stated = f"at epsilon {math.ceil(100 * engine.guarantee.epsilon()) / 100:.2f}"
+        assert stated != "at epsilon 3.00"
+        fresh = toy_network()
+        fresh.load_state_dict(engine.model.state_dict())
+        for start in (engine.model, fresh):
+            _, unpaid = said(made(start, ledger=ledger))
+            assert len(unpaid) == 1 and stated in unpaid[0]
+
+
 def test_a_start_without_noise_is_called_that():
     first = made(epsilon=math.inf)
     public, unpaid = said(made(copy.deepcopy(first.model)))
