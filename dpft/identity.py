@@ -337,11 +337,12 @@ def known_of(
 # %% ../nbs/5_notes/66_identity.ipynb #identity-plain-data
 def plain_data(data: Any) -> bool:
     "Whether items are what a data set holds, and nothing that its own code makes."
+    from dpft.texts import Selected
     inner = getattr(data, "datasets", None) or [getattr(data, "dataset", None)]
     if type(data).__module__.startswith("torch.utils.data") and any(
             one is not None for one in inner):
         return all(map(plain_data, inner))
-    if hasattr(data, "names") and hasattr(data, "table"):    # `Selected` columns
+    if isinstance(data, Selected):
         return plain_data(data.table)
     said = getattr(data, "format", None)
     custom = isinstance(said, Mapping) and said.get("type") == "custom"

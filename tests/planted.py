@@ -58,8 +58,8 @@ def noise_of_one_physical_batch():
 
     def share(self):
         spread = self.engine.spread
-        share = math.sqrt(max(1, self.batch_number))
-        self.engine.spread = {known: std / share for known, std in spread.items()}
+        root = math.sqrt(max(1, self.batch_number))
+        self.engine.spread = {known: std / root for known, std in spread.items()}
         try:
             honest(self)
         finally:

@@ -378,6 +378,8 @@ def test_selected_columns_are_plain_where_their_table_is():
     from dpft.texts import Selected
     rows = [{"x": torch.zeros(2), "label": 0, "note": "unused"}]
     own = type("Own", (), {"__len__": lambda self: 1, "__getitem__": lambda self, i: {"x": torch.rand(2), "label": 0}})()
+    own_columns = type("Own", (), {"names": ["x"], "table": rows, "__getitem__": lambda self, i: {"x": torch.rand(2)}})()
+    assert not plain_data(own_columns)
     assert plain_data(Selected(rows, {"x": "x", "label": "labels"})) and not plain_data(Selected(own, {"x": "x", "label": "labels"}))
 
 

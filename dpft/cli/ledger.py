@@ -38,17 +38,17 @@ def account(
     from dpft.ledger import Ledger
 
     check_positive(delta=delta, budget=budget)
-    changes = budget is not None or remove_budget
+    changes, fresh = budget is not None or remove_budget, not ledger.exists()
     if budget is not None and remove_budget:
         raise ValueError("a budget is either set or removed; give --budget or "
                          "--remove-budget")
-    if not ledger.exists() and budget is None:
+    if fresh and budget is None:
         raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger "
                          f"{ledger} makes one")
     if budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
-    if not ledger.exists():
+    if fresh:
         typer.echo(f"new ledger {ledger}, which no run has used", err=True)
     with Ledger(ledger, who=who, read_only=not changes) as book:
         if budget is not None and delta is not None:
