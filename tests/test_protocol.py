@@ -96,6 +96,25 @@ def test_a_refined_study_takes_the_rate_that_is_best_at_full_length(tmp_path, mo
     assert planned_hours(study)[0] > planned_hours(SMALL)[0]
 
 
+@pytest.mark.parametrize(("refined", "whole"), [(False, 0), (True, 3)])
+def test_where_all_rates_are_tried_at_each_bound_the_middle_rate_decides_nothing(refined, whole, tmp_path, monkeypatch):
+    best = {(0.1, 3e-2): 3.0, (1.0, 1e-2): 2.0, (0.1, 1e-2): 1.0}               # bound 1 at the middle rate, 0.1 at three times that
+    for every_bound, found in ((False, (1.0, 1e-2)), (True, (0.1, 3e-2))):
+        study, made = replace(SMALL, refined=refined, every_bound=every_bound), []
+        folder = tmp_path / str(every_bound)
+        folder.mkdir()
+        monkeypatch.setenv("DPFT_RESULTS", str(folder))
+        while new := [run for run in tuning_grid("small-tuning", study, False) if run not in made]:
+            made += new
+            write_records(folder / "small-tuning.jsonl", [
+                {**run, "reduced": True, "metrics": {"accuracy": best.get((run["clip"], run["learning_rate"]), 0) - ("clipping" in run)}}
+                for run in new])
+        assert {(run["clip"], run["learning_rate"]) for run in study_grid("small", study, False)
+                if run["target_epsilon"] == 2.0} == {found}
+        bounds = 3 if every_bound else 1
+        assert sum(run["target_epsilon"] == 2.0 for run in made) == len(SMALL.ways) * (3 - bounds + bounds * (5 + whole))
+
+
 def test_runs_wait_for_their_tuning(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     with pytest.raises(ValueError, match=r"dpft run small-tuning$"):

@@ -64,6 +64,7 @@ class Study:
     elsewhere: tuple[str, ...] = ()
     fixed: float = 20.0 # seconds of a run besides its steps
     refined: bool = False  # whether rates are tried at full length too
+    every_bound: bool = False  # whether all rates are tried at each bound
     clips: tuple[str, ...] = tuple(CLIPS)  # bounds that are tried
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-options
@@ -121,24 +122,44 @@ def _ladder(
     if any(_key(run) not in scores for run in runs):
         return runs, found
     clip = max(clips, key=lambda name: scores[_key(clips[name])])
-    more, best = _peak(lambda rate: at(clip, rate, first),
-                       [way.rate * 3.0**power for power in (-2, -1, 0, 1, 2)], scores)
-    runs += [run for run in more if run not in runs]
-    if best and study.refined:
-        more, best = _peak(lambda rate: at(clip, rate, first, held_out(study)),
-                           [best / 3, best, best * 3], scores)
-        runs += more
-    if not best:
+    lengths = [brief, *([held_out(study)] if study.refined else [])]
+    best: dict[str, float] = {}  # by bound
+    for bound in study.clips if study.every_bound else [clip]:
+        more, best[bound] = _climb(partial(at, bound, epsilon=first), way.rate, lengths,
+                                   scores)
+        runs += [run for run in more if run not in runs]
+    if not all(best.values()):
         return runs, found
-    found[first] = clip, best
+    clip = max(best, key=lambda name: scores[
+        _key(at(name, best[name], first, lengths[-1]))])
+    rate = best[clip]
+    found[first] = clip, rate
     budgets = (study.epsilons[1:]
                if not study.elsewhere or label in study.elsewhere else ())
     for epsilon in budgets:
-        near = {rate: at(clip, rate, epsilon) for rate in (best / 3, best, best * 3)}
+        near = {its: at(clip, its, epsilon) for its in (rate / 3, rate, rate * 3)}
         runs += near.values()
         if all(_key(run) in scores for run in near.values()):
-            found[epsilon] = clip, max(near, key=lambda rate: scores[_key(near[rate])])
+            found[epsilon] = clip, max(near, key=lambda its: scores[_key(near[its])])
     return runs, found
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-climb
+def _climb(
+    at: Callable[..., Settings],  # the run at a rate, of the study in some length
+    middle: float,                # of the five rates
+    lengths: list[Study],         # the short study, and the whole one if it is refined
+    scores: Mapping[tuple[Any, ...], float],
+) -> tuple[list[Settings], float]:  # runs; the best rate, 0 if not known yet
+    "Five rates or more at one bound, then in each greater length the best of them."
+    runs, best, powers = [], middle, range(-2, 3)
+    for its in lengths:
+        more, best = _peak(partial(at, its=its),
+                           [best * 3.0**power for power in powers], scores)
+        runs += more
+        if not best:
+            break
+        powers = range(-1, 2)
+    return runs, best
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-peak
 def _peak(
@@ -342,7 +363,8 @@ def at_size(recipe: str, speed: float) -> Study:
 STUDIES = {
     "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
     "digits": Study(
-        DIGITS, DIGIT_WAYS, 300, (2.0,), headline=20, fixed=5, refined=True),
+        DIGITS, DIGIT_WAYS, 300, (2.0,), headline=20, fixed=5, refined=True,
+        every_bound=True),
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
