@@ -44,9 +44,12 @@ def test_only_equal_settings_are_skipped(tmp_path):
     list(run_experiment("e", grid_of(1), file))
     assert list(run_experiment("e", grid_of(1), file)) == [None]
     assert None not in list(run_experiment("e", grid_of(1, clip=0.2), file))
+    assert None not in list(run_experiment("e", grid_of(1, clip=0.3, clipping="automatic"), file))
+    assert None not in list(run_experiment("e", grid_of(1, clip=0.3), file))     # another run: it has a setting less
+    assert list(run_experiment("e", grid_of(1, clip=0.3), file)) == [None]
     assert None not in list(run_experiment("other", grid_of(1), file))
     assert list(run_experiment("e", grid_of(2), file, wanted=lambda settings: settings["seed"] > 5)) == []
-    assert len(read_records(file)) == 3
+    assert len(read_records(file)) == 5
 
 
 def test_a_record_tells_where_it_comes_from(tmp_path):

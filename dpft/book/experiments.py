@@ -127,9 +127,9 @@ def is_among(
     records: Iterable[Settings], name: str, settings: Settings, full: bool,
 ) -> bool:
     "Whether some record is of this run of this grid."
-    known = {"experiment": name, **settings, "reduced": not full}
-    return any(all(entry.get(key) == value for key, value in known.items())
-               for entry in records)
+    wanted = json.loads(json.dumps(settings, default=_in_words))
+    return any((entry.get("experiment"), entry.get("reduced")) == (name, not full)
+               and settings_of(entry) == wanted for entry in records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-make-record
 @dataclass

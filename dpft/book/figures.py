@@ -237,8 +237,8 @@ def paired(
     second: str,   # labels
     metric: str,
 ) -> list[float]:  # first minus second, for each seed that both have
-    """Differences seed by seed, in which what a seed and the test file do
-    to both cancels."""
+    """Differences of runs with the same seed: what the test file does to both cancels;
+    draws and noise do only where they share a trunk."""
     found: dict[str, dict[int, float]] = {first: {}, second: {}}
     for entry in records:
         if (label := label_of(entry)) in found:

@@ -536,24 +536,24 @@ def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bo
                   processes: bool = False, bf16: bool = False) -> tuple[list[Any], str]:
     """What is measured, and the name of its records;
     ValueError without the GPU that it takes."""
-    from dpft.book import bench as room
+    from dpft.book import bench as benchmark
 
     if gpu:
-        if not quick and not room.torch.cuda.is_available():
+        if not quick and not benchmark.torch.cuda.is_available():
             raise ValueError("there is no GPU here; --gpu --quick asks the same of "
                              "tiny models")
-        return room.plan_gpu(tiny=quick), "costs-gpu"
+        return benchmark.plan_gpu(tiny=quick), "costs-gpu"
     if peers:
-        return room.plan_peers(tiny=quick), "costs-peers"
+        return benchmark.plan_peers(tiny=quick), "costs-peers"
     if processes:
-        return room.plan_processes(tiny=quick), "costs-processes"
+        return benchmark.plan_processes(tiny=quick), "costs-processes"
     if bf16:
-        return room.plan_bf16(tiny=quick), "costs-bf16"
+        return benchmark.plan_bf16(tiny=quick), "costs-bf16"
     if marks:
-        small = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
-        return room.plan_marks(*small) if quick else room.plan_marks(), "costs-marks"
-    contenders = list(room.CONTENDERS) if who == "all" else who.split(",")
-    return room.plan_bench(sizes, parts, contenders, trains.split(",")), "costs"
+        small: tuple[Any, ...] = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
+        return benchmark.plan_marks(*(small if quick else ())), "costs-marks"
+    contenders = list(benchmark.CONTENDERS) if who == "all" else who.split(",")
+    return benchmark.plan_bench(sizes, parts, contenders, trains.split(",")), "costs"
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench
 @app.command()
@@ -581,7 +581,7 @@ def bench(
 ) -> None:
     ("Time and bytes of a private step beside a plain one and other libraries, "
      "in one run; lists are written with commas.")
-    from dpft.book import bench as room
+    from dpft.book import bench as benchmark
 
     if freezing:
         from dpft.book.freezing_costs import write_freezing
@@ -593,8 +593,8 @@ def bench(
     settings, name = planned_bench(sizes, parts_asked(parts, lists), who, trains, quick,
                                    marks, gpu, peers, processes, bf16)
     numbers = (2**14 if quick else 2**21) if peers else 0
-    print(room.bench_report(
-        room.write_bench(settings, output, name, gpu, numbers, resume)))
+    print(benchmark.bench_report(
+        benchmark.write_bench(settings, output, name, gpu, numbers, resume)))
     print(f"\nThe records are in {output / name}.jsonl.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-sizes
@@ -602,15 +602,15 @@ def sizes_from(quick: bool, lists: dict[str, str | None], width: int | None,
                layers: int | None, rows: int | None, repeats: int | None,
                memory: int | None) -> Any:
     "The sizes of a bench, with those that were given in place of the defaults."
-    from dpft.book import bench as room
+    from dpft.book import bench as benchmark
 
     numbers = {name: tuple(increasing(name, text) or ())
                for name, text in lists.items()}
     given: dict[str, Any] = numbers | {"width": width, "layers": layers, "rows": rows,
                                        "repeats": repeats,
                                        "memory": None if memory is None
-                                       else memory * room.MIB}
-    return replace(room.QUICK if quick else room.Sizes(),
+                                       else memory * benchmark.MIB}
+    return replace(benchmark.QUICK if quick else benchmark.Sizes(),
                    **{name: value for name, value in given.items()
                       if value not in (None, ())})
 

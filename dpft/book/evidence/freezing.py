@@ -140,7 +140,7 @@ def _trunk_folder(settings: str, stops: tuple[int, ...], seed: int) -> Path | No
     "Where a trunk keeps its states; None where nothing is kept."
     kept, code = kept_in(), source_hash("dpft.book.evidence.freezing")
     name = hashlib.sha256(repr((settings, stops, seed, code)).encode()).hexdigest()[:16]
-    return kept and kept.parent / "trunks" / name
+    return None if kept is None else kept.parent / "trunks" / name
 
 
 def keep_state(file: Path, state: State) -> None:

@@ -36,7 +36,7 @@ RATES = {"Full": (3e-3, 1e-3), "BiTFiT": (1e-2, 3e-3), "LastLayer": (3e-2, 1e-2)
 
 def text_run(full: bool) -> Settings:
     """What all runs on SST-2 share; reduced: 30 steps of 256 examples instead of 197
-    of 1,024, and half the paper's selection rate."""
+    of 1,024."""
     own = (paper_settings("sst2", SST2) if full
            else {"steps": 30, "batch_size": 256, "clip": 0.1})
     return {"data": "sst2", "model": "minilm", "physical_batch_size": 64,
@@ -236,7 +236,7 @@ def cost_grid(full: bool) -> Iterator[Settings]:
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-cost-entry
 def cost_entry(settings: Settings) -> Settings:
-    """Seconds of selecting and of training; peak bytes of selecting and of a full
+    """Seconds of selecting and of training; peak MiB of selecting and of a full
     private step on one and the same batch."""
     task, method = (prepared_task(settings["data"], settings["model"]),
                     Timed(**settings["options"]))

@@ -524,7 +524,7 @@ INITIALISATIONS: list[tuple[str, Settings]] = [
     *(("beam", {"beams": beams}) for beams in (2, 5, 10))]
 
 def cost_entry(settings: Settings) -> Settings:
-    "Median seconds and peak bytes."
+    "Median seconds and peak MiB."
     return {"step": step_costs, "relevance": relevance_costs}[
         settings["kind"]](settings)
 
