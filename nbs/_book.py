@@ -266,8 +266,9 @@ def words(chapter: Chapter) -> int:
 
 
 def devices(chapter: Chapter) -> list[str]:
-    "On what the records were made that a chapter reads: those under nbs/results that its code names."
-    code = "\n".join(source(cell) for cell in chapter.cells if cell["cell_type"] == "code")
+    "On what the records were made that a chapter shows: those under nbs/results that its code names, but not in what it exports."
+    cells = [source(cell) for cell in chapter.cells if cell["cell_type"] == "code"]
+    code = "\n".join(cell for cell in cells if not re.match(r"#\|\s*export", cell))
     figures = ROOT / "dpft" / "book" / "drawings.py"
     if "DRAWINGS[" in code and figures.exists():                                  # what a figure stands on is written there
         drawn = dict(DRAWN.findall(figures.read_text(encoding="utf-8")))

@@ -502,7 +502,9 @@ def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the run
                 if not study.elsewhere or label in study.elsewhere else 0)
         whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
         brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
-        tuning += brief * (len(study.clips) + 4 + 3 * more) + whole * 3 * study.refined
+        clips, rates = len(study.clips), brief * 4 + whole * 3 * study.refined
+        tuning += brief * (clips + 3 * more)
+        tuning += rates * (clips if study.every_bound else 1)
         runs += whole * (study.headline + study.seeds * more)
     return tuning / 3600, runs / 3600
 
