@@ -39,9 +39,9 @@ from .prepared import Prepared, prepare
 from .privacy import SampledGaussian
 from .processes import at_first_signal, plain_of, speaks
 from .provenance import START, came_from
+from .rows import check_not_owned
 from .saving import (
     check_room, files_of_run, read_model, tokenizer_of_base, write_model)
-from .rows import check_not_owned
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .store import (
@@ -128,6 +128,8 @@ def free_folder(
     **secret: Any,           # as for `check_target`
 ) -> Path:
     "A folder that a run may be saved in; ValueError for any other."
+    if not str(path):
+        raise ValueError("the name of the folder to save in is empty; give one")
     clear_abandoned(Path(path))
     check_not_owned(Path(path) / "ledger.sqlite")
     folder = check_target(path, overwrite, **secret)
@@ -193,7 +195,7 @@ def load(
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")
 def fine_tune(
-    model: nn.Module | str,        # a module, or a name or path for `load_model`
+    model: nn.Module | str | Path, # a module, or a name or path for `load_model`
     train: Any,                    # a data set, or a `Task` from `load_data`
     method: Method,                # what trains, when, in which blocks
     epsilon: float | None = None,  # target; inf: the non-private reference
@@ -203,7 +205,8 @@ def fine_tune(
     groups = ("engine", "loop")
     given = settings_from("fine_tune", groups, {"epsilon": epsilon, **knobs})
     check_method(method)
-    with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint)):
+    with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint),
+                      given.cache_folder):
         settings, callbacks = checked_before(given, train)
         ready = prepare(model, train, settings.tokenizer, settings.columns,
                         settings.unit, collate_fn=settings.collate_fn,

@@ -29,7 +29,6 @@ def _prepare_file(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        path.chmod(0o600)
     except OSError as error:
         raise LedgerError(f"ledger {path}: {error.strerror}; choose a place where you "
                           "may write") from error
@@ -69,7 +68,7 @@ class LedgerFile:
         read_only: bool = False,        # for an auditor: nothing is made or changed
     ):
         self.path = None if path is None else Path(path)
-        self.timeout = timeout
+        self.timeout, self.read_only = timeout, read_only
         place = _place(self.path, read_only)
         with _as_sentence(self.path, timeout):
             self.connection = sqlite3.connect(
@@ -117,12 +116,23 @@ def _is_ledger(file: LedgerFile) -> bool:
     return file.query("PRAGMA application_id") == [(_APPLICATION,)]
 
 
+def _for_owner(file: LedgerFile) -> None:
+    "Let nobody but its owner open a ledger that is written; any other file stays."
+    if file.path is not None and not file.read_only:
+        try:
+            file.path.chmod(0o600)
+        except OSError as error:
+            raise LedgerError(f"ledger {file.path}: {error.strerror}; choose a place "
+                              "that is your own") from error
+
+
 def _make_tables(file: LedgerFile) -> None:
     "Make a ledger of an empty file; of another data base, nothing."
     if _is_ledger(file):
-        return
+        return _for_owner(file)
     with file.writing():
         if file.query("SELECT count(*) FROM sqlite_master") == [(0,)]:
+            _for_owner(file)
             for statement in _TABLE.strip().split(";\n"):
                 file.query(statement)
         elif not _is_ledger(file):

@@ -44,9 +44,14 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 def made_folder(folder: Path) -> None:
-    "A folder for its owner alone, whose name is on disk; one that is there stays."
+    "A folder for its owner alone, on disk by name, or CheckpointError; one there stays."
     new = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise CheckpointError(f"checkpoint {folder} cannot be a folder ({why}); choose "
+                              "another place") from error
     for one in new:
         sync_folder(one.parent)
 
@@ -331,8 +336,7 @@ KEPT = ("dpft.json", "README.md", "ledger.sqlite", "guarantee.json")
 
 def lies_in(folder: Path, place: str | Path) -> bool:
     "Whether a place is a folder, or anywhere in it."
-    path = Path(place).resolve()
-    return folder.resolve() in (path, *path.parents)
+    return Path(place).resolve().is_relative_to(folder.resolve())
 
 def check_target(
     path: str | Path,        # the folder that a run is to be saved in
@@ -342,8 +346,6 @@ def check_target(
 ) -> Path:                   # the folder, which exists now
     """Refuse, before training, a place where a run could not be saved,
     or would replace one."""
-    if not str(path):
-        raise ValueError("the name of the folder to save in is empty; give one")
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
