@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 def made_folder(folder: Path) -> None:
-    "A folder for its owner alone, on disk by name, or CheckpointError; one there stays."
+    "A folder for its owner alone, on disk by name; CheckpointError where none can be."
     new = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
