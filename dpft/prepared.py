@@ -91,10 +91,11 @@ _PLACES = re.compile(r"(position_embeddings?|embed_positions|wpe)$")
 
 
 def positions(
-    model: nn.Module,
+    model: Any,  # one that is no module is refused later
 ) -> int | None: # None: any number
     "Tokens of a row for which a model has a place in its table."
-    tables = [table for name, table in model.named_modules()
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    tables = [table for name, table in modules
               if _PLACES.search(name) and isinstance(table, nn.Embedding)]
     return min((table.num_embeddings - _first_place(table) for table in tables),
                default=None)
