@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from .datasets import Public
+from .datasets import Public, Task
 from .engine import Engine
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows, fingerprint
@@ -117,6 +117,9 @@ def checked_evaluation(
     if given is None and settings.evaluate_every is not None:
         raise ValueError(f"evaluate_every={settings.evaluate_every} without evaluate=: "
                          "say on what, or leave it out")
+    if isinstance(given, Task):
+        raise ValueError("evaluate= is a Task, and a score is of one data set; give a "
+                         "part of it, such as task.dev, task.test or task.train")
     if isinstance(given, Public):
         check_disjoint_rows(given, rows)
     if isinstance(given, NoisyAccuracy):

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['READINGS', 'CHECKED', 'json_number', 'installed_versions', 'Facts', 'Epsilon', 'curve_tpr', 'Readings',
-           'content_digest', 'hidden', 'file_digests', 'Written', 'Guarantee', 'published', 'loaded', 'each_once',
-           'secrets_in', 'promised']
+           'content_digest', 'hidden', 'visible_files', 'file_digest', 'file_digests', 'Written', 'Guarantee',
+           'published', 'loaded', 'each_once', 'secrets_in', 'promised']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
@@ -29,6 +30,7 @@ from .curve import (
     PrivacyCurve, best_of_pairs, check_group, grouped, privacy_curve)
 from .ledger import Ledger
 from .privacy import SampledGaussian
+from .rows import check_not_owned
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-versions
 def json_number(value: float) -> float | str:
@@ -207,26 +209,33 @@ def hidden(
     return any(part.startswith(".") for part in Path(name).parts)
 
 
-def file_digests(
+def visible_files(
     folder: str | Path,
-    without: Sequence[str] = ("guarantee.json", "ledger.sqlite"),
-) -> dict[str, str]: # by name within the folder
-    """SHA-256 of every file in a folder, hidden ones apart.
+) -> Iterator[str]: # names within the folder
+    "The files of a folder, hidden ones apart; ValueError for a link to a folder."
+    root = Path(folder)
+    for place, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not hidden(name))
+        paths = [Path(place, name) for name in (*folders, *sorted(files))]
+        for path in paths:
+            if path.is_symlink() and path.is_dir() and not hidden(path.name):
+                raise ValueError(f"{path} is a link to a folder, whose files no "
+                                 "guarantee covers; put the files themselves there, "
+                                 "or remove the link")
+            if path.is_file() and not hidden(path.name):
+                yield path.relative_to(root).as_posix()
 
-    ValueError for a link to a folder.
-    """
-    root, found = Path(folder), {}
-    for path in sorted(root.rglob("*")):
-        name = path.relative_to(root).as_posix()
-        if name in without or hidden(name):
-            continue
-        if path.is_symlink() and path.is_dir():
-            raise ValueError(f"{path} is a link to a folder, whose files no guarantee "
-                             "covers; put the files themselves there, or remove the "
-                             "link")
-        if path.is_file():
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+
+def file_digest(path: Path) -> str:
+    "SHA-256 of a file."
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def file_digests(folder: str | Path) -> dict[str, str]: # by name within the folder
+    """SHA-256 of every file in a folder, hidden ones apart, and those that come after
+    the digests; ValueError for a link to a folder."""
+    return {name: file_digest(Path(folder, name)) for name in visible_files(folder)
+            if name not in ("guarantee.json", "ledger.sqlite")}
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-written
 class Written(Readings):
@@ -275,11 +284,9 @@ class Guarantee(Written):
         folder: str | Path,           # holds the weights and all else already
         ledger: Ledger | None = None, # the run's; None: there is nothing to verify
         ending: str = "",             # of the model card, such as how to load it
-        # digests of files that will lie beside these, when they move to their place
-        beside: dict[str, str] | None = None,
     ) -> "Guarantee":                 # as it was written
         "Write card, guarantee and the run's ledger rows, and seal them; @sec-verify."
-        return published(self, Path(folder), ledger, ending, beside)
+        return published(self, Path(folder), ledger, ending)
 
     @classmethod
     def load(
@@ -292,9 +299,9 @@ class Guarantee(Written):
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-published
 def published(
     guarantee: Guarantee, folder: Path, ledger: Ledger | None, ending: str = "",
-    beside: dict[str, str] | None = None,
 ) -> Guarantee: # as it was written
     "Write card, guarantee and the run's own ledger rows into a folder, and seal it."
+    check_not_owned(folder / "ledger.sqlite")
     if guarantee.private and ledger is not None:
         selected = getattr(guarantee, "law", None) is not None
         others = None if selected else ledger.holds_more(guarantee.runs)
@@ -306,7 +313,7 @@ def published(
     card = "# Model card\n\n" + guarantee.report().rstrip() + "\n"
     (folder / "README.md").write_text(card + (f"\n{ending}" if ending else ""),
                                       encoding="utf-8")
-    guarantee = replace(guarantee, files=(beside or {}) | file_digests(folder))
+    guarantee = replace(guarantee, files=file_digests(folder))
     guarantee.save(folder / "guarantee.json")
     if guarantee.private and ledger is not None:
         guarantee.seal(ledger)

@@ -20,7 +20,7 @@ from .charges import (
 from .curve import Budget
 from .privacy import BudgetError, SampledGaussian, check
 from .rows import (
-    Chain, Key, LedgerError, LedgerFile, canonical, copy_without_key)
+    Chain, Key, LedgerError, LedgerFile, canonical, check_not_owned, copy_without_key)
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-check-data
 def check_data(records: Records, key: Key, run: str, plan: dict[str, Any]) -> None:
@@ -238,6 +238,7 @@ def publish_rows(
     seal: str,           # digest of what was said about them, as its last rows
 ) -> str:                # hash of the last row before the seal
     "Write a fresh chain, without a key, over the rows of some runs."
+    check_not_owned(path)
     with records.chain.file.reading():
         rows = list(published_rows(records, runs))
     part = Path(f"{path}.part")
@@ -372,7 +373,7 @@ class LedgerReader:
 
     def copy(
         self,
-        path: str | Path, # replaced if it exists
+        path: str | Path, # a copy that is there is replaced
     ) -> None:
         "All rows, without the key: for the owner to read elsewhere, never to publish."
         copy_without_key(self.chain.file, path)
@@ -468,7 +469,7 @@ class Ledger(LedgerReader):
 
     def publish(
         self,
-        path: str | Path,    # replaced if it exists
+        path: str | Path,    # a copy that is there is replaced
         runs: Sequence[str], # what is published answers for these, and shows no other
         seal: str = "",      # digest of what was said about them, as its last rows
     ) -> str:                # hash of the last row before the seal

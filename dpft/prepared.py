@@ -5,6 +5,8 @@
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-imports
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +28,8 @@ from .sources import class_names, classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs', 'check_causal']
+__all__ = ['Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs',
+           'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -63,15 +66,52 @@ class Prepared:
             *reads, label = self.columns
             schema = replace(schema, reads=tuple(reads), label=label)
         ours = schema.kind in ("text", "causal", "tagging") and self.tokenizer
-        return schema.line() + (f"; at most {MOST} tokens of a row" if ours else "")
+        limit = f"; at most {self.most} tokens of a row" if ours else ""
+        return schema.line() + limit
+
+    @property
+    def most(self) -> int:
+        "Tokens that are read of a row."
+        stated = getattr(self.tokenizer, "model_max_length", None)
+        return min(filter(None, (MOST, stated, positions(self.model))))
 
     def encoded(self, data: Any) -> Any:
-        "Any data set of the same form, read as the training data was."
+        """Any data set of the same form, read as the training data was;
+        ValueError for a row that the model has no room for."""
         pad_id = pad_token(self.tokenizer, self.model)
         outputs = own_classes(self.model)
         classes = self.classes or (1 if outputs == 1 else ())  # 1: for a regression
-        return as_read(as_dataset(data), self.schema, self.tokenizer, classes, pad_id,
-                       self.collate is not None)
+        read = as_read(as_dataset(data), self.schema, self.tokenizer, classes, pad_id,
+                       self.collate is not None, self.most)
+        check_places(self.model, read)
+        return read
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-places
+_PLACES = re.compile(r"(position_embeddings?|embed_positions|wpe)$")
+
+
+def positions(
+    model: Any,  # one that is no module is refused later
+) -> int | None: # None: any number
+    "Tokens of a row for which a model has a place in its table."
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    tables = [table for name, table in modules
+              if _PLACES.search(name) and isinstance(table, nn.Embedding)]
+    return min((table.num_embeddings - _first_place(table) for table in tables),
+               default=None)
+
+
+def _first_place(table: Any) -> int:
+    padding = table.padding_idx
+    return getattr(table, "offset", 0) if padding is None else padding + 1
+
+
+def check_places(model: nn.Module, data: Any) -> None:
+    "ValueError for a row of more tokens than a model has places for."
+    places = positions(model)
+    if places and isinstance(data, EncodedData) and int(data.lengths.max()) > places:
+        raise ValueError(f"row {int(data.lengths.argmax())} has more tokens than the "
+                         f"{places} that the model has places for; cut such rows")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-read
 def as_read(
@@ -81,6 +121,7 @@ def as_read(
     classes: int | Sequence[str],  # of the labels; 1: a regression; none: any
     pad_id: int = 0,
     collated: bool = False,        # whether the user makes batches of the items
+    most: int = MOST,              # tokens kept of a row
 ) -> Any:
     "A data set of tensors with the columns that the schema says are read."
     if has_batch_protocol(data) or not column_names(data):
@@ -88,10 +129,10 @@ def as_read(
     if schema.kind == "image":
         return stack_images(data, schema, classes)
     if schema.kind in ("text", "causal"):
-        return encode(data, tokenizer, schema.columns, kind=schema.kind,
-                      classes=classes or None)
+        return encode(data, tokenizer, schema.columns, most, schema.kind,
+                      classes or None)
     if schema.kind == "tagging":
-        return encode_tags(data, tokenizer, schema.columns, classes=classes or None)
+        return encode_tags(data, tokenizer, schema.columns, most, classes or None)
     if schema.kind == "tokens" and not collated:
         return token_rows(data, schema, pad_id, classes or None)
     kept = [name for name in column_names(data) if name in schema.columns]
@@ -159,7 +200,7 @@ def _span(names: Sequence[str]) -> str:
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare
 def prepare(
-    model: nn.Module | str,                # a module, a name or a path
+    model: nn.Module | str | os.PathLike[str],  # a module, a name or a path
     train: Any,                            # a data set in any form, or a `Task`
     tokenizer: Any = None,                 # None: the model's own
     columns: Sequence[str] | None = None,  # texts, then the label; None: as found
@@ -169,6 +210,7 @@ def prepare(
     loss_fn: Any = None,                   # one's own; None: the model's
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
     task = _for_model(model, train, columns, unit, classes)
     data = as_dataset(task.train)
     columns = columns or (task.columns if isinstance(train, Task) else None)
@@ -177,6 +219,8 @@ def prepare(
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
         _check_readable(schema, data)
+        if schema.kind == "image":    # their shape is the model's
+            data = as_read(data, schema, tokenizer, task.classes)
         task = _with_classes(task, data, schema)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
@@ -325,10 +369,10 @@ def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
 
 
 def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
-    "(C, H, W) of the pictures, where the first item is one."
+    "(C, H, W) of the pictures, where there are some."
     if task.kind != "image" or column_names(data):
         return None
-    return task.image_shape
+    return tuple(data[0][0].shape)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-readable
 def _check_readable(schema: Schema, data: Any) -> None:

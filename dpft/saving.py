@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -302,13 +303,12 @@ def files_of_run(folder: Path) -> list[str]:
     "Names of the files that a run has in the folder where it was saved, if any."
     if not (folder / "dpft.json").exists():
         return []
-    names = [*(file.name for file in folder.glob("model*.safetensors")),
-             "adapter_config.json", PART, ADAPTER]
-    try:
-        stated = (folder / "guarantee.json").read_text(encoding="utf-8")
-        names += json.loads(stated).get("files", {})
-    except (OSError, ValueError, AttributeError):
-        pass
+    for stated in ("dpft.json", "guarantee.json"):    # the second: of older versions
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            names = [*json.loads((folder / stated).read_bytes())["files"]]
+            break
+    else:
+        names = ["model.safetensors", "adapter_config.json", PART, ADAPTER]
     return [name for name in names
             if lies_in(folder, folder / name) and (folder / name).is_file()]
 

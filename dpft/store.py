@@ -6,8 +6,8 @@
 __all__ = ['KEPT', 'HIDDEN', 'CheckpointError', 'sync_folder', 'made_folder', 'write_whole', 'write_identity', 'read_identity',
            'write_state', 'read_state', 'canonical', 'keyed', 'secret_of', 'locked', 'lock', 'holder_of', 'unlock',
            'closed_on_error', 'Facts', 'check_same', 'own_ledger', 'found_in', 'Store', 'lies_in', 'check_target',
-           'free_room', 'hidden_place', 'clear_abandoned', 'taking_place', 'nothing_left', 'remove_empty',
-           'unless_begun', 'held_by', 'snapshot', 'regroup', 'put_back']
+           'free_room', 'hidden_place', 'take_back', 'clear_abandoned', 'taking_place', 'nothing_left', 'unless_begun',
+           'held_by', 'snapshot', 'regroup', 'put_back']
 
 # %% ../nbs/5_notes/57_store.ipynb #store-imports
 import gc
@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from .guarantee import content_digest
+from .guarantee import content_digest, file_digest, visible_files
 from .noise import Keystream
-from .rows import LedgerFile
+from .rows import remove_empty
 
 # %% ../nbs/5_notes/57_store.ipynb #store-sync
 class CheckpointError(ValueError):
@@ -44,9 +44,14 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 def made_folder(folder: Path) -> None:
-    "A folder for its owner alone, whose name is on disk; one that is there stays."
+    "A folder for its owner alone, on disk by name; CheckpointError where none can be."
     new = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise CheckpointError(f"checkpoint {folder} cannot be a folder ({why}); choose "
+                              "another place") from error
     for one in new:
         sync_folder(one.parent)
 
@@ -327,12 +332,11 @@ class Store:
 
 # %% ../nbs/5_notes/57_store.ipynb #store-target
 # one of them: there is something to lose
-KEPT = ("dpft.json", "guarantee.json", "README.md")
+KEPT = ("dpft.json", "README.md", "ledger.sqlite", "guarantee.json")
 
 def lies_in(folder: Path, place: str | Path) -> bool:
     "Whether a place is a folder, or anywhere in it."
-    path = Path(place).resolve()
-    return folder.resolve() in (path, *path.parents)
+    return Path(place).resolve().is_relative_to(folder.resolve())
 
 def check_target(
     path: str | Path,        # the folder that a run is to be saved in
@@ -368,7 +372,7 @@ def free_room(folder: Path) -> int:
     ValueError where none can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(prefix=".", dir=folder) as file:
             file.write(b"can this be written?")
         return shutil.disk_usage(folder).free
     except OSError as error:
@@ -387,11 +391,22 @@ def hidden_place(folder: Path) -> Iterator[Path]:
             held.callback(os.close, locked(Path(made)))
         yield Path(made)
 
+def take_back(folder: Path, place: Path) -> None:
+    "Remove what had moved from a hidden place, as the guarantee lists it there."
+    with suppress(OSError, ValueError, KeyError): # nothing moved before all was written
+        stated = json.loads((place / "guarantee.json").read_text(encoding="utf-8"))
+        for name, digest in stated["files"].items():
+            moved, gone = folder / name, not (place / name).exists()
+            if gone and lies_in(folder, moved) and file_digest(moved) == digest:
+                moved.unlink()
+
 def clear_abandoned(folder: Path) -> None:
-    "Remove the hidden places of processes that were killed, whose locks are free."
+    """Remove the hidden places of processes that were killed, whose locks are free,
+    and what had moved out of them."""
     for place in folder.glob(f"{HIDDEN}*"):
         with suppress(OSError), ExitStack() as held:
             held.callback(os.close, locked(place))
+            take_back(folder, place)
             shutil.rmtree(place)
 
 # %% ../nbs/5_notes/57_store.ipynb #store-taking-place
@@ -405,19 +420,22 @@ def taking_place(
     clear_abandoned(folder)
     with hidden_place(folder) as place:
         yield place
-        # a folder without those is free
-        files = sorted((path for path in place.rglob("*") if path.is_file()),
-                       key=lambda path: path.name in KEPT)
-        names = [path.relative_to(place).as_posix() for path in files]
+        # the last one tells what has moved
+        names = sorted(visible_files(place),
+                       key=lambda name: KEPT.index(name) if name in KEPT else -1)
         for name in names:
             if (folder / name).is_dir():
                 raise ValueError(f"{folder / name} is a folder, and the run has a file "
                                  "of that name; remove it, or save elsewhere")
             with (place / name).open("rb") as file:
                 os.fsync(file.fileno())
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).replace(folder / name)
+        try:
+            for name in names:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (place / name).replace(folder / name)
+        except BaseException:
+            take_back(folder, place)
+            raise
         for name in set(replaced) - set(names):
             (folder / name).unlink(missing_ok=True)
         sync_folder(folder)
@@ -436,20 +454,6 @@ def nothing_left(*places: Any) -> Iterator[None]:
             with suppress(OSError, ValueError):    # it holds something by now
                 remove_empty(path)
         raise
-
-
-def remove_empty(path: Path) -> None:
-    """Remove an empty folder, or a ledger without a row;
-    OSError or ValueError for any other."""
-    if not path.is_file():
-        return path.rmdir()
-    ledger = LedgerFile(path, timeout=0)
-    try:
-        with ledger.writing():
-            if not ledger.query("SELECT 1 FROM ledger LIMIT 1"):
-                path.unlink()
-    finally:
-        ledger.connection.close()
 
 # %% ../nbs/5_notes/57_store.ipynb #store-unless-begun
 @contextmanager

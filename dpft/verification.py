@@ -178,7 +178,7 @@ def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> 
     if added := sorted(found.keys() - sealed.keys()):
         raise VerificationError(f"{folder / added[0]} was added after the guarantee "
                                 "was sealed, which says nothing about it; remove it, "
-                                "or save the run again")
+                                "or have guarantee.publish(folder, ledger) seal it")
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-sealed-files
 def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:

@@ -326,6 +326,55 @@ def test_zero_is_not_taken_for_nothing(run, words, message):
     assert status == 1 and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [
+    ["train", *DIGITS, "--epsilon", "4", "--delta", "0.5", "--cache-folder", "new/cache", "--output", "new/run", "--checkpoint", "new/at"],
+    ["account", "new/l.sqlite", "--budget", "3", "--delta", "2"],
+    ["plan", "--epsilon", "2", "--size", "10", "--trainable", "5", "--output", "new/one/plan.xyz"]])
+def test_a_refused_command_leaves_no_trace(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(*words)
+    assert status == 1 and err.count("\n") == 1 and not list(tmp_path.iterdir()), err
+
+
+@pytest.mark.parametrize("words", [["train", *DIGITS, "--epsilon", "4", "--ledger"], ["account", "--budget", "3", "--delta", "1e-5"]])
+def test_a_file_that_is_no_ledger_keeps_who_may_read_it(run, tmp_path, words):
+    mine = tmp_path / "mine"
+    for content in ("id,text\n1,a\n" * 99, None):
+        mine.unlink(missing_ok=True)
+        if content is None:
+            with sqlite3.connect(mine) as other:
+                other.execute("CREATE TABLE visits (day TEXT)")
+        else:
+            mine.write_text(content)
+        mine.chmod(0o644)
+        before = mine.read_bytes()
+        status, _, err = run(*words, mine)
+        assert status == 1 and err.count("\n") == 1 and mine.read_bytes() == before and mine.stat().st_mode & 0o777 == 0o644, err
+
+
+def test_what_pytorch_refuses_is_one_sentence(run, monkeypatch):
+    def failing(*_, **__):
+        raise torch.OutOfMemoryError("out of memory\nhelp\nmore help")
+    monkeypatch.setattr("dpft.loop.fine_tune", failing)
+    status, _, err = run("train", *DIGITS, "--epsilon", "4")
+    assert status == 1 and err == "dpft: OutOfMemoryError: out of memory\n"
+
+
+@pytest.mark.parametrize("option", ["--output", "--checkpoint", "--ledger", "--cache-folder"])
+def test_an_empty_place_is_refused(run, tmp_path, monkeypatch, option):
+    """It was the folder that one is in."""
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run("train", *DIGITS, "--epsilon", "4", option, "")
+    assert status == 1 and err == f"dpft: {option} is empty; name a place, or leave it out\n" and not list(tmp_path.iterdir())
+
+
+def test_a_file_named_as_a_checkpoint_is_refused_in_words(run, tmp_path):
+    (tmp_path / "state").write_text("mine")
+    for place, why in ((tmp_path / "state", "it is a file"), (tmp_path / "state" / "run", "Not a directory")):
+        status, _, err = run("train", *DIGITS, "--epsilon", "4", "--checkpoint", place)
+        assert status == 1 and err == f"dpft: checkpoint {place} cannot be a folder ({why}); choose another place\n"
+
+
 @pytest.fixture
 def table(tmp_path):
     def written(text):
@@ -447,7 +496,7 @@ def test_a_file_without_a_part_to_score_is_trained_on_and_the_run_says_what_it_r
     rows = "".join(f"p{row // 2},a b,{'yes' if row % 2 else 'no'}\n" for row in range(24))
     (tmp_path / "rows.csv").write_text("user,text,label\n" + rows)
     status, out, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--unit", "user", *FEW)
-    assert status == 0 and "accuracy on" not in out and "reads: text; label: label; unit: user; at most 128 tokens of a row\n" in err
+    assert status == 0 and "accuracy on" not in out and "reads: text; label: label; unit: user; at most 16 tokens of a row\n" in err
     status, _, err = run("train", "--data", tmp_path / "rows.csv", "--model", tiny, "--score", "dev", *FEW, "--no-progress")
     assert status == 1 and "give a folder with train and validation files, or choose --score none" in err
 

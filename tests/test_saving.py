@@ -497,7 +497,7 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was_and_can_be_repeated(tmp_p
     """It left half a run, which the next attempt refused to replace; with overwrite=True it removed the earlier run first."""
     run, free, held = toy_run(ledger=tmp_path / "book"), tmp_path / "free", tmp_path / "held"
     toy_run().save(held)
-    (held / "notes.txt").write_text("mine")
+    (held / ".notes.txt").write_text("mine")
     before = contents(held)
     with monkeypatch.context() as patch:
         no_room_for(patch, name)
@@ -509,7 +509,124 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was_and_can_be_repeated(tmp_p
     run.save(held, overwrite=True)
     for folder in (free, held):
         assert same(dpft.load(folder, nn.Linear(3, 2)), run.model) and verify(folder)
-    assert (held / "notes.txt").read_text() == "mine" and contents(held).keys() == contents(free).keys() | {"notes.txt"}
+    assert (held / ".notes.txt").read_text() == "mine" and contents(held).keys() == contents(free).keys() | {".notes.txt"}
+
+
+def owners(place, runs=1):
+    "A ledger with a key, runs and a budget."
+    with Ledger(place) as book:
+        book.set_budget(8.0, 1e-5)
+    for _ in range(runs):
+        toy_run(ledger=place)
+    return place.read_bytes()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("private", [False, True])
+def test_an_owners_ledger_is_never_replaced_or_removed(tmp_path, private, overwrite):
+    """A run without a ledger of its own replaced it by the published copy; one without privacy removed it."""
+    folder, run = tmp_path / "project", toy_run()
+    if not private:
+        run.ledger, run.guarantee = None, replace(run.guarantee, private=False, mechanisms=[], spent=[], planned=[])
+    before = owners(folder / "ledger.sqlite")
+    for call in (lambda: run.save(folder, overwrite=overwrite), lambda: toy_run(output=folder, overwrite=overwrite)):
+        with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
+            call()
+    with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
+        run.guarantee.publish(folder, run.ledger)
+    assert contents(folder) == {"ledger.sqlite": before}
+
+
+def test_a_guarantee_is_not_published_over_the_ledger_it_comes_from(tmp_path):
+    """It was, and then the ledger could not be written: of three runs one was left, and a fourth was let in."""
+    run = toy_run(ledger=tmp_path / "ledger.sqlite")
+    before = (tmp_path / "ledger.sqlite").read_bytes()
+    for publish in (lambda: run.guarantee.publish(tmp_path, run.ledger), lambda: run.ledger.publish(run.ledger.path, run.guarantee.runs),
+                    lambda: run.ledger.copy(run.ledger.path)):
+        with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
+            publish()
+    assert contents(tmp_path) == {"ledger.sqlite": before}
+    with Ledger(run.ledger.path) as held, held.chain.file.writing(), pytest.raises(ValueError, match="a ledger with its key"):
+        run.guarantee.publish(tmp_path, run.ledger)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["patients.csv", "config.json", "model-00001-of-00002.safetensors", "part/notes.txt"])
+def test_a_folder_with_files_that_no_run_wrote_is_refused(tmp_path, name, overwrite):
+    """The digest of a private file went into the guarantee, and the files of a base were replaced."""
+    run = toy_run()
+    for folder in (tmp_path / "own", tmp_path / "earlier")[:1 + overwrite]:
+        if folder.name == "earlier":
+            run.save(folder)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("private")
+        before = contents(folder)
+        for call in (lambda: run.save(folder, overwrite=overwrite), lambda: toy_run(output=folder, overwrite=overwrite)):  # noqa: B023
+            with pytest.raises(ValueError, match=f"{name}, which no run wrote"):
+                call()
+        assert contents(folder) == before
+        (folder / name).unlink()
+        (folder / ".gitattributes").write_text("of a repository")
+        run.save(folder, overwrite=overwrite)
+        assert verify(folder)
+
+
+def test_a_file_that_comes_while_a_run_trains_is_left_as_it_is_and_not_sealed(tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    for name, saved in (("notes.txt", True), ("model.safetensors", False)):
+        monkeypatch.setattr("dpft.loop.check_room", lambda *_: (output / name).write_text("somebody's"))  # noqa: B023
+        if saved:
+            toy_run(output=output)
+            assert name not in json.loads((output / "guarantee.json").read_text())["files"]
+            with pytest.raises(ValueError, match=f"{name} was added"):
+                verify(output)
+        else:
+            with pytest.warns(UserWarning, match=f"{name} is there already, and no run wrote it"):
+                toy_run(output=output)
+        assert (output / name).read_text() == "somebody's"
+        shutil.rmtree(output)
+
+
+def test_a_file_that_was_sealed_later_is_not_taken_for_one_of_the_run(tmp_path):
+    run = toy_run(ledger=tmp_path / "book")
+    run.save(tmp_path / "run")
+    (tmp_path / "run" / "LICENSE").write_text("mine")
+    with pytest.raises(ValueError, match=r"LICENSE was added .*guarantee\.publish"):
+        verify(tmp_path / "run")
+    run.guarantee.publish(tmp_path / "run", run.ledger)
+    assert verify(tmp_path / "run")
+    with pytest.raises(ValueError, match="LICENSE, which no run wrote"):
+        run.save(tmp_path / "run", overwrite=True)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "dpft.json", "README.md"])
+def test_a_save_that_was_killed_between_two_moves_leaves_a_folder_that_the_next_takes(tmp_path, monkeypatch, name, earlier):
+    run, move, dying = toy_run(), Path.replace, []
+    if earlier:
+        toy_run().save(tmp_path)
+
+    def moved(path, to):
+        move(path, to)
+        if Path(to).name == name:
+            dying.append(shutil.copytree(path.parent, tmp_path.parent / f"{tmp_path.name}-left"))
+            raise SystemExit
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", moved)
+        patch.setattr("dpft.store.take_back", lambda *_: None)    # a process that is killed does nothing more
+        with pytest.raises(SystemExit):
+            run.save(tmp_path, overwrite=earlier)
+    dying[0].rename(tmp_path / ".saving-left")
+    assert (tmp_path / name).exists()
+    run.save(tmp_path, overwrite=earlier)
+    assert verify(tmp_path) and not list(tmp_path.glob(".saving-*")) and same(dpft.load(tmp_path, nn.Linear(3, 2)), run.model)
+
+
+def test_an_empty_name_of_a_folder_is_not_the_one_we_are_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="name of the folder to save in is empty"):
+        toy_run(output="")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_base_that_lay_in_the_folder_of_the_run_that_is_replaced_is_not_referred_to(bases, tmp_path):
@@ -573,10 +690,10 @@ def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_
     outside.write_text("mine")
     (folder / "dpft.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "notes.txt").write_text("mine")
+    (folder / ".notes.txt").write_text("mine")
     (folder / "guarantee.json").write_text(json.dumps({"files": {"tokenizer.json": "", "../outside.txt": ""}}))
     toy_run().save(folder, overwrite=True)
-    assert not (folder / "tokenizer.json").exists() and (folder / "notes.txt").exists() and outside.read_text() == "mine"
+    assert not (folder / "tokenizer.json").exists() and (folder / ".notes.txt").exists() and outside.read_text() == "mine"
 
 
 class OwnHead(nn.Module):

@@ -386,6 +386,75 @@ def test_pictures_of_the_hub_may_be_given_as_they_are():
         collate_for([(pictures[0], 1)])([(pictures[0], 1)])
 
 
+@pytest.mark.parametrize("channels, name", [(1, "cnn"), (3, "cnn"), (3, "mlp"), (3, "vit-small"), (3, "tempered-cnn")])
+@pytest.mark.parametrize("form", [Dataset.from_dict, lambda columns: [dict(zip(columns, row)) for row in zip(*columns.values())]])
+def test_a_named_model_is_made_for_the_pictures_that_are_given(form, name, channels):
+    """It was made for one channel of 28 by 28, and failed after its plan was charged."""
+    from PIL import Image as Picture
+
+    shape = (16, 16, 3)[:2 + (channels > 1)]
+    pictures = [Picture.fromarray(np.full(shape, i, np.uint8)) for i in range(6)]
+    ready = prepare(name, form({"image": pictures, "label": [0, 1] * 3}))
+    assert ready.recipe["image_shape"] == (channels, 16, 16) and isinstance(ready.train, TensorData)
+    assert ready.model(ready.train.batch([0, 1])[0]).shape == (2, 2) if name != "vit-small" else ready.model is not None
+    assert len(ready.encoded(form({"image": pictures[:2], "label": [1, 0]}))) == 2
+
+
+def small(kind="bert", **settings):
+    import transformers as hf
+
+    config = {"bert": hf.BertConfig, "roberta": hf.RobertaConfig, "opt": hf.OPTConfig}[kind](**{
+        "vocab_size": 10, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8,
+        **({"ffn_dim": 4, "word_embed_proj_dim": 4} if kind == "opt" else {"intermediate_size": 4}), **settings})
+    return {"bert": hf.BertForSequenceClassification, "roberta": hf.RobertaForSequenceClassification,
+            "opt": hf.OPTForSequenceClassification}[kind](config)
+
+
+@pytest.mark.parametrize("kind, places", [("bert", 8), ("roberta", 6), ("opt", 8)])
+def test_a_row_is_cut_to_the_places_that_a_model_has(tokenizer, kind, places):
+    """It failed in the forward pass, after its plan was charged."""
+    model = small(kind, pad_token_id=1 if kind == "roberta" else 0)
+    ready = prepare(model, [{"text": "a b c d " * 5, "label": row % 2} for row in range(4)], tokenizer)
+    assert ready.train.lengths.tolist() == [places] * 4 and ready.reading().endswith(f"; at most {places} tokens of a row")
+    model(**ready.train.batch([0, 1]))
+    assert ready.encoded([{"text": "a b c d " * 5, "label": 1}]).lengths.tolist() == [places]
+
+
+def test_a_tokenizer_may_state_fewer_tokens(tokenizer):
+    import copy
+
+    short = copy.deepcopy(tokenizer)
+    short.model_max_length = 5
+    ready = prepare(small(), [{"text": "a b c d " * 5, "label": row % 2} for row in range(4)], short)
+    assert ready.train.lengths.tolist() == [5] * 4 and ready.reading().endswith("at most 5 tokens of a row")
+
+
+def test_tokens_without_a_place_are_refused_before_anything_is_spent():
+    rows = [{"input_ids": [2] * (9 if row == 3 else 4), "labels": row % 2} for row in range(6)]
+    with pytest.raises(ValueError, match="row 3 has more tokens than the 8 that the model has places for"):
+        prepare(small(), rows)
+    ready = prepare(small(), rows[:3])
+    with pytest.raises(ValueError, match="row 1 has more tokens"):
+        ready.encoded(rows[2:5])
+
+
+def test_a_model_may_be_named_by_a_path(tokenizer, tmp_path):
+    small().save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    rows = [{"text": "a b", "label": row % 2} for row in range(12)]
+    run = dpft.fine_tune(tmp_path / "bert", rows, dpft.LastLayer(), noise_multiplier=1.0, steps=1, batch_size=6, accountant="rdp",
+                         progress=False)
+    assert run.prepared.recipe["name"] == str(tmp_path / "bert")
+
+
+def test_a_task_is_no_data_to_score_on(tokenizer, tmp_path):
+    (tmp_path / "test.csv").write_text("text,label\n" + "a b,0\nc d,1\n" * 6)
+    task = load_data(str(tmp_path / "test.csv"))
+    with pytest.raises(ValueError, match=r"evaluate= is a Task.* such as task\.dev, task\.test or task\.train"):
+        dpft.fine_tune(small(), task, dpft.LastLayer(), noise_multiplier=1.0, steps=1, batch_size=6, tokenizer=tokenizer,
+                       evaluate=task, progress=False)
+
+
 def test_an_evaluation_set_is_read_as_the_training_data_was(tokenizer):
     model = zoo.build("bert")[0]
     ready = prepare(model, pd.DataFrame({"text": ["a b", "c"] * 4, "label": [0, 1] * 4, "user": [1, 2] * 4}), tokenizer, unit="user")

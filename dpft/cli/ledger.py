@@ -36,6 +36,7 @@ def account(
 ) -> None:
     "Say who spent what in a ledger, and what is left; or set its budget."
     from dpft.ledger import Ledger
+    from dpft.store import nothing_left
 
     check_positive(delta=delta, budget=budget)
     changes, fresh = budget is not None or remove_budget, not ledger.exists()
@@ -48,9 +49,8 @@ def account(
     if budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
-    if fresh:
-        typer.echo(f"new ledger {ledger}, which no run has used", err=True)
-    with Ledger(ledger, who=who, read_only=not changes) as book:
+    with (nothing_left(ledger),
+          Ledger(ledger, who=who, read_only=not changes) as book):
         if budget is not None and delta is not None:
             book.set_budget(budget, delta, reason=reason)
         elif remove_budget:
@@ -58,6 +58,8 @@ def account(
         if not book.runs() and not book.budgets() and not book.unpaid():
             raise ValueError(f"ledger {ledger} has no runs")
         found = accounted(book, delta, accountant)
+    if fresh:
+        typer.echo(f"new ledger {ledger}, which no run has used", err=True)
     if as_json:
         print_json(found)
     else:
