@@ -5,180 +5,26 @@
 # %% ../nbs/5_notes/71_sources.ipynb #sources-imports
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .datasets import (
-    TableData, Task, TensorData, as_dataset, check_names, column, column_names,
-    did_you_mean, take)
+    TableData, Task, TensorData, as_dataset, column, column_names, did_you_mean, take)
+from .files import READERS, read_file
 from .schema import Schema, read_labels, read_schema, read_tags
 from .tasks import LOCAL, digits, font_digits
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 # %% auto #0
-__all__ = ['QUOTED', 'SEPARATORS', 'READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder',
-           'read_pictures', 'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images',
-           'load_data']
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-read
-def read_file(
-    path: str | Path,  # .csv, .tsv, .json, .jsonl, .parquet or .arrow
-) -> Dataset:          # in memory, with the names of classes where the file has them
-    "A file of rows as a `datasets.Dataset`, without a copy on disk."
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-
-    path = Path(path)
-    if path.suffix.lower() not in READERS:
-        raise ValueError(f"{path.name} ends in {path.suffix!r}; "
-                         f"rows are read from {', '.join(READERS)}")
-    table = READERS[path.suffix.lower()](path)
-    check_names(table.column_names)
-    if not table.num_rows:
-        raise ValueError(f"{path.name} has no rows below its header")
-    return Dataset(InMemoryTable(table))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-readers
-def _csv(path: Path) -> Any:
-    "Values with commas, where quotes may hold a line's end, or with tabs."
-    from pyarrow import ArrowInvalid, csv
-
-    _check_encoding(path)
-    mark = "\t" if path.suffix.lower() == ".tsv" else ","
-    quotes: Any = '"' if mark == "," or _quotes(path) else False
-    lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
-    try:
-        table = csv.read_csv(path, parse_options=lines)
-        if not any("binary" in str(kind) for kind in table.schema.types):
-            table = table.rename_columns(table.column_names)  # fails on a bad header
-            _check_separator(path.name, table.column_names, mark)
-            return table
-        said = "UTF8"
-    except (ArrowInvalid, UnicodeDecodeError) as error:
-        said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
-    raise ValueError(_csv_fault(path.name, said))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-paired
-QUOTED = re.compile(rb'(?:^|\t)(?:"(?:[^"\r\n]|"")*"(?=[\t\r\n]|\Z)|(?P<open>"))', re.M)
-
-def _quotes(path: Path) -> bool:
-    "Whether each value that begins with a quotation mark is quoted as a whole."
-    return not any(found["open"] for found in QUOTED.finditer(path.read_bytes()))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-separator
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-
-def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
-    "ValueError where the one column's name holds a separator that was not expected."
-    found = [one for one in SEPARATORS if one in columns[0] and one != mark]
-    if len(columns) == 1 and found:
-        own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
-        raise ValueError(f"the values of {name} seem to be separated by {own}, not by "
-                         f"{wanted}; save it with {wanted}")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-csv-fault
-def _csv_fault(name: str, said: str) -> str:
-    "Arrow's complaint in words that show nothing of the rows."
-    if "UTF8" in said:
-        return (f"{name} is not in UTF-8, perhaps in Latin-1; save it as UTF-8, for "
-                "example with iconv -f latin1 -t utf-8")
-    if "Empty CSV" in said:
-        return f"{name} is empty; give a header and rows"
-    counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
-    place = (f"a line has {counts[2]} values for {counts[1]} columns" if counts
-             else "a bad line")
-    return f"{name} cannot be read as CSV: {place}; correct it"
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-encoding
-def _check_encoding(path: Path) -> None:
-    "ValueError for a file that begins as one in UTF-16 does."
-    with path.open("rb") as file:
-        start = file.read(2)
-    if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example "
-                         "with iconv -f utf-16 -t utf-8")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json
-def _json(path: Path) -> Any:
-    "JSON lines, or one list of objects."
-    import pyarrow as pa
-
-    _check_encoding(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
-    _check_object(text, path.name)
-    rows = _json_rows(text, path.name)
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
-                         "names")
-    try:
-        return pa.table(as_dataset(rows).columns)
-    except (pa.ArrowException, OverflowError) as error:
-        odd = ("whole numbers of more than 64 bits; write them as texts"
-               if isinstance(error, OverflowError) else "values of two types; use one")
-        raise ValueError(f"a column of {path.name} holds {odd}") from None
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json-object
-def _check_object(text: str, name: str) -> None:
-    "ValueError for JSON that is one object of lists or of objects."
-    try:
-        found = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError:  # several objects, a line each
-        return
-    if found and all(isinstance(value, (list, dict)) for value in found.values()):
-        raise ValueError(f"{name} holds one object of columns or of parts; write an "
-                         "object for each row, a line each or in one list")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json-rows
-def _json_rows(text: str, name: str) -> list[Any]:
-    "What JSON lines, or one list, hold; ValueError names the line that is no JSON."
-    whole, rows = text.lstrip().startswith("["), []
-    for number, line in enumerate([text] if whole else text.split("\n"), start=1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except json.JSONDecodeError as error:
-            place = error.lineno if whole else number
-            raise ValueError(f"line {place} of {name} is no JSON; correct it") from None
-        rows += found if isinstance(found, list) else [found]
-    return rows
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-arrow
-def _parquet(path: Path) -> Any:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return parquet.read_table(path)
-    except ArrowException:
-        raise ValueError(f"{path.name} is no Parquet file, or a damaged one") from None
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-arrow-file
-def _arrow(path: Path) -> Any:
-    from pyarrow import ArrowException, ipc
-
-    for opened in (ipc.open_stream, ipc.open_file):
-        try:
-            return opened(path.read_bytes()).read_all()
-        except ArrowException:
-            continue
-    raise ValueError(f"{path.name} is no Arrow file, or a damaged one")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-endings
-READERS = {".csv": _csv, ".tsv": _csv, ".json": _json, ".jsonl": _json,
-           ".parquet": _parquet, ".arrow": _arrow}
+__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_folder', 'read_pictures', 'from_hub', 'task_of',
+           'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
@@ -188,7 +34,8 @@ PARTS = {  # by what they are used for
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read-folder
 def read_folder(
     folder: str | Path,
-) -> dict[str, Any]:    # data sets by the names of their parts
+    unit: str | None = None,  # the column that names the unit of privacy
+) -> dict[str, Any]:          # data sets by the names of their parts
     "The parts of a data set: files, pictures, or what `save_to_disk` wrote."
     import datasets
 
@@ -197,12 +44,12 @@ def read_folder(
         found = datasets.load_from_disk(str(folder))
         return dict(found) if isinstance(found, dict) else {"train": found}
     files = _files(folder)
-    if parts := {name: read_file(path) for name, path in files.items()
+    if parts := {name: read_file(path, unit) for name, path in files.items()
                  if any(name in known for known in PARTS.values())}:
         return parts
     # `metadata` says what pictures beside it show
     if len(files) == 1 and "metadata" not in files:
-        return {"train": read_file(*files.values())}
+        return {"train": read_file(*files.values(), unit)}
     if pictures := read_pictures(folder):
         return pictures
     if files and "metadata" not in files:
@@ -287,7 +134,7 @@ def from_hub(
     classes: int | Sequence[str] | None = None,  # None: as the data set says
 ) -> Task:
     "A data set of the Hugging Face hub, a folder of files, or a file."
-    parts = _parts(name)
+    parts = _parts(name, None if unit == "example" else unit)
     named = {use: next((parts[one] for one in known if one in parts), None)
              for use, known in PARTS.items()}
     if named["train"] is None:
@@ -297,12 +144,12 @@ def from_hub(
     return task_of(named["train"], named["dev"], test, columns, unit, classes, name)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-by-name
-def _parts(name: str) -> dict[str, Any]:
+def _parts(name: str, unit: str | None) -> dict[str, Any]:
     "The parts of a data set by their names."
     if Path(name).is_dir():
-        return read_folder(name)
+        return read_folder(name, unit)
     if Path(name).is_file():
-        return {"train": read_file(name)}
+        return {"train": read_file(name, unit)}
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")

@@ -714,6 +714,25 @@ def test_a_quotation_mark_joins_no_lines_of_tab_separated_values(tmp_path):
         read_file(written(tmp_path, "x.tsv", 'text\tlabel\n"a\nb"\t0\n'))
 
 
+@pytest.mark.parametrize("content, line", [
+    ('label,text\n0,a\n1,"secret\n0,b\n1,c\n', 3), ('label,text\n0,"a secret\n1,b\n0,"c\n1,d\n', 2),
+    ('"label",text\n0,"secret" b\n1,c\n', 2),
+    ('label,text\n0,"a\nb"\n1,c\n"0,secret\n', 5), ('\ufeffid,"text, all\n0,secret\n', 1)])
+def test_a_quotation_mark_that_nothing_closes_joins_no_rows(tmp_path, content, line):
+    with pytest.raises(ValueError, match=rf"line {line} of x.csv has a quotation mark that is not closed") as caught:
+        read_file(written(tmp_path, "x.csv", content))
+    assert "secret" not in str(caught.value)
+
+
+def test_marks_that_are_closed_or_stand_within_a_text_are_read(tmp_path):
+    texts = ['5" disk', 'a "b" c', '"', '""', 'x, "y"\n"z"', "", "plain"]
+    frame = pd.DataFrame({"label": [0, 1] * 3 + [0], "text": texts})
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    assert read_file(tmp_path / "x.csv")["text"][:] == texts
+    written(tmp_path, "x.csv", '\ufeff"label","text"\r\n0,5" disk\r\n1,"a ""b"""\r\n')
+    assert read_file(tmp_path / "x.csv")[:] == {"label": [0, 1], "text": ['5" disk', 'a "b"']}
+
+
 def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
     import datasets
     from PIL import Image as Picture

@@ -3,12 +3,14 @@
 import io
 import warnings
 from collections import Counter
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import zoo
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
@@ -19,7 +21,7 @@ from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
 from dpft.privacy import Request
 from dpft.sampling import Augmentation, Units, units_of
-from dpft.scores import people_of
+from dpft.scores import NoisyAccuracy, apart, people_of
 from dpft.store import CheckpointError
 from dpft.texts import encode
 
@@ -125,6 +127,98 @@ def test_a_large_file_whose_ids_pandas_reads_as_two_types_is_refused_and_may_be_
         with pytest.raises(ValueError, match="unit 'user' holds number and text values"):
             units_of(as_dataset(frame), "user")
     assert len(units_of(as_dataset(pd.read_csv(io.StringIO(text), dtype={"user": str})), "user")) == 1001
+
+
+NAMES = {  # of people in a file, each twice
+    "padded": ["1", "01", "001"], "powers": ["1e3", "1000", "1.0"], "twenty digits": [f"1234567890123456789{i}" for i in range(8)],
+    "seventeen digits and a fraction": ["2.5", *(f"1234567890123456{i}" for i in range(8))], "plain": ["7", "8", "9"],
+    "floats": ["1.0", "2.0", "3.0"], "texts": ["ann", "bob"]}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "frame", "rows"])
+def test_people_are_as_many_as_their_names_in_every_form(tmp_path, names, form):
+    frame = pd.DataFrame({"text": "a", "label": [0, 1] * len(names), "who": names * 2})
+    path = tmp_path / f"rows.{form}"
+    if form in ("csv", "tsv"):
+        frame.to_csv(path, index=False, sep="," if form == "csv" else "\t")
+    elif form == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    elif form == "parquet":
+        frame.to_parquet(path)
+    data = {"frame": as_dataset(frame), "rows": as_dataset(frame.to_dict("records"))}.get(form)
+    data = dpft.load_data(str(path), unit="who").train if data is None else data
+    assert units_of(data, "who").index.tolist() == [*range(len(names))] * 2
+    assert people_of(data, "who") == names * 2
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_column_of_csv_that_is_named_as_the_unit_later_merges_nobody(tmp_path, kind):
+    names, path = NAMES[kind], tmp_path / "rows.csv"
+    pd.DataFrame({"text": "a", "label": [0, 1] * len(names), "house": names * 2}).to_csv(path, index=False)
+    data = dpft.load_data(str(path), columns=("text", "label")).train
+    if "fraction" in kind:
+        with pytest.raises(ValueError, match=r"unit 'house' holds fractions, .* load_data"):
+            units_of(data, "house")
+    else:
+        assert units_of(data, "house").index.tolist() == [*range(len(names))] * 2
+
+
+def test_blanks_around_a_name_in_a_csv_make_no_other_person(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label,who\na,0, 7\nb,1,7 \nc,1,8\nd,0,NA\n")
+    data = dpft.load_data(str(tmp_path / "rows.csv"), unit="who").train
+    assert data["who"][:] == ["7", "7", "8", "NA"]
+    with pytest.raises(ValueError, match="1 of 4 rows have no unit in 'who', the first is row 3"):
+        units_of(data, "who")
+
+
+def test_measurements_and_labels_of_csv_stay_numbers(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label,score,year,empty\na,0,1.50,2001,\nb, 1,1.5,2002,3\nc,0,1e-3,2002,4\n")
+    data = dpft.load_data(str(tmp_path / "rows.csv")).train
+    assert (data["label"][:], data["score"][:], data["year"][:]) == ([0, 1, 0], [1.5, 1.5, 0.001], [2001, 2002, 2002])
+    assert data["empty"][:] == [None, 3, 4]
+
+
+@pytest.mark.parametrize("who", [
+    [2.0**53, 2.0**53 + 1, 5.0], [1.5, 2.0, 2.0], [float("inf"), 1.0, 1.0], [("a", 0.5), ("a", 1.0), ("a", 1.0)],
+    np.array([1, 16777217, 16777216], np.float32), torch.tensor([1.0, 16777217.0, 16777216.0])])
+def test_floats_that_may_be_two_peoples_are_no_names(who):
+    for unit in (who, list(who.numpy() if isinstance(who, torch.Tensor) else who)):
+        with pytest.raises(ValueError, match="unit 'unit' holds fractions, or floats so large"):
+            units_of([0] * 3, unit)
+    with pytest.raises(ValueError, match="unit 'unit' holds fractions, or floats so large"):
+        people_of([0] * 3, who)
+
+
+def test_large_whole_numbers_are_names_where_they_are_exact():
+    assert len(units_of([0] * 4, [10**20, 10**20 + 1, 10**20, 10**20 + 1])) == 2
+    assert len(units_of([0] * 3, [2.0**53 - 1, 2.0**53 - 2, 2.0**53 - 1])) == 2
+    with pytest.raises(ValueError, match="unit 'unit' holds number and truth values"):
+        units_of([0] * 4, [True, 1, False, 0])
+
+
+def test_a_unit_of_lists_is_refused():
+    table = TableData({"text": ["a", "b"], "who": [["ann"], ["ann"]]})
+    for asked in (lambda: units_of(table, "who"), lambda: people_of(table, "who")):
+        with pytest.raises(ValueError, match="unit 'who' holds lists or other values that name nobody"):
+            asked()
+
+
+def test_people_are_told_again_in_another_kind_of_file(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label,who\na,0,7.0\nb,1,7.0\nc,0,007\n")
+    train = dpft.load_data(str(tmp_path / "train.csv"), unit="who").train
+    for name, met in ((7, True), ("7", True), (7.0, True), (Decimal("7.0"), True), ("007", True), ("07", False), (8, False)):
+        dev = TableData({"text": ["d"], "label": [0], "who": [name]})
+        if met:
+            with pytest.raises(ValueError, match="1 of the 1 scored rows belong to people who are trained on"):
+                apart(NoisyAccuracy(dev, 1.0, unit="who"), train, "who")
+        else:
+            apart(NoisyAccuracy(dev, 1.0, unit="who"), train, "who")
+
+
+def test_people_of_tensors_are_told_by_their_value():
+    data = Dataset.from_dict({"text": ["a", "b"], "who": [3, 3]}).with_format("torch")
+    assert people_of(data, "who") == [3, 3]
 
 
 # ---- the engine
