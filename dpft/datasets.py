@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -19,7 +20,8 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
            'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
-           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
+           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'Task', 'protecting',
+           'unit_for', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -84,6 +86,8 @@ def take(
 class TableData:
     "Named columns of one length; an item is a dictionary, `data[name]` a column."
 
+    privacy_unit: str | None = None  # the column of whom a run on it protects
+
     def __init__(
         self,
         columns: dict[str, list[Any]],  # the values of each column
@@ -107,8 +111,10 @@ class TableData:
     def subset(self, indices: Tensor | Sequence[int]) -> TableData:
         "These rows only."
         rows = [int(index) for index in indices]
-        return TableData({name: [values[row] for row in rows]
+        kept = TableData({name: [values[row] for row in rows]
                           for name, values in self.columns.items()})
+        kept.privacy_unit = self.privacy_unit
+        return kept
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-batch
 def bare(
@@ -370,6 +376,13 @@ class Task:
     source: str = ""               # where the rows come from
     assumed_public: list[str] = field(default_factory=list)  # for the guarantee
     make_public: Callable[[], Public] | None = None          # of the same kind
+    unit: Any = None   # column of whom a run protects, or each row's; None: a row
+
+    def __post_init__(self) -> None:
+        self.unit = None if isinstance(self.unit, str) and self.unit == "example" else (
+            self.unit)
+        if isinstance(self.unit, str):
+            self.train = protecting(as_dataset(self.train), self.unit)
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
@@ -385,6 +398,35 @@ class Task:
     def public(self) -> Public | None:
         "Public data of the same kind, for pre-training; made anew, in seconds."
         return self.make_public() if self.make_public else None
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-unit
+def protecting(
+    data: Any,  # a data set
+    unit: str,  # its column
+) -> Any:       # the same rows; what holds no mark is returned as it is
+    "Data that say whom a run on them protects."
+    if getattr(data, "table", None) is None and not hasattr(data, "column_names"):
+        return data
+    marked = copy(data)
+    marked.privacy_unit = unit
+    return marked
+
+def unit_for(
+    data: Any,         # a data set, or a `Task`
+    unit: Any = None,  # the unit's column, or each row's unit; None: as the data say
+) -> Any:              # None: a row
+    "Whom a run protects; ValueError where the data say another than was asked for."
+    own = data.unit if isinstance(data, Task) else None
+    rows = data.train if isinstance(data, Task) else data
+    while own is None and rows is not None:
+        own, rows = getattr(rows, "privacy_unit", None), getattr(rows, "table", None)
+    if unit is None or own is None:
+        return own if unit is None else unit
+    if unit is own or (isinstance(unit, str) and unit == own):
+        return own
+    said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
+    raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
+                     "says another; leave out one of them")
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-mean
 def did_you_mean(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .datasets import check_complete, column, has_batch_protocol
+from .datasets import check_complete, column, has_batch_protocol, unit_for
 from .texts import collate_for
 
 if TYPE_CHECKING:
@@ -213,10 +213,12 @@ def _numbered(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-units-of
 def units_of(
     data: Any,               # a data set
-    unit: str | Sequence[Hashable] | Tensor | None,  # a column, or each row's
+    # a column, or each row's; None: as the data say
+    unit: str | Sequence[Hashable] | Tensor | None,
     cap: int | None = None,  # most rows that a unit brings to a draw
 ) -> Units | None:
     "The units of a data set; refuses a missing column, missing ids and one row each."
+    unit = unit_for(data, unit)
     if unit is None or (isinstance(unit, str) and unit == "example"):
         if cap is not None:
             raise ValueError(f"unit_cap={cap} needs a unit with several rows; "

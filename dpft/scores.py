@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public, as_dataset, is_missing
+from .datasets import Public, as_dataset, is_missing, unit_for
 from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
@@ -72,14 +72,14 @@ class NoisyAccuracy:
         self,
         data: Any,                             # labelled rows, none of them trained on
         noise_multiplier: float | None = None, # None: `tune` solves it for its budget
-        # whose each row is; None: a row
+        # whose each row is; None: as the data say, else a row
         unit: str | Sequence[Hashable] | Tensor | None = None,
     ):
         self.data = data = as_dataset(data)
-        self.noise_multiplier, self.unit = noise_multiplier, unit
+        self.noise_multiplier, self.unit = noise_multiplier, unit_for(data, unit)
         if not len(data):
             raise ValueError("the development set has no rows to score on")
-        self.people = None if unit is None else people_of(data, unit)
+        self.people = None if self.unit is None else people_of(data, self.unit)
         self.most = max(Counter(self.people or [0]).values())  # rows of one unit
 
     def mechanism(self, noise_multiplier: float | None = None) -> SampledGaussian:

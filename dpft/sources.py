@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .datasets import (
-    TableData, Task, TensorData, as_dataset, column, column_names, did_you_mean, take)
+    TableData, Task, TensorData, as_dataset, column, column_names, did_you_mean,
+    protecting, take)
 from .files import READERS, read_file
 from .schema import Schema, read_labels, read_schema, read_tags
 from .tasks import LOCAL, digits, font_digits
@@ -180,7 +182,7 @@ def task_of(
         parts = [part and stack_images(part, schema, names) for part in parts]
     return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
                 columns=schema.columns, source=name,
-                assumed_public=["the classes"] if names else [])
+                assumed_public=["the classes"] if names else [], unit=schema.unit)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-kind
 def kind_of_task(
@@ -265,9 +267,9 @@ def stack_images(
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     label = schema.label or "label"
     labels = read_labels(column(data, label), label, classes or None)
-    beside = {name: column(data, name) for name in filter(None, [schema.unit])}
-    return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,),
-                      TableData(beside) if beside else None)
+    unit = schema.unit
+    people = unit and protecting(TableData({unit: column(data, unit)}), unit)
+    return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,), people)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-opened
 def _opened(picture: Any, row: int) -> np.ndarray:
@@ -318,10 +320,12 @@ def load_data(
         task = from_hub(path, columns, unit, classes)
     else:
         _check_fixed(task, columns, unit, classes)
+        task = replace(task, unit=unit)
     if limit is not None:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(len(task.train), generator=generator)
-        task.train = take(task.train, order[:limit].sort().values.tolist())
+        rows = order[:limit].sort().values.tolist()
+        task = replace(task, train=take(task.train, rows))
     return task
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-fixed
