@@ -20,8 +20,8 @@ from torch import Tensor
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
            'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
-           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'Task', 'protecting',
-           'unit_for', 'did_you_mean']
+           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'class_list',
+           'class_names', 'label_values', 'Task', 'protecting', 'unit_for', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -335,7 +335,8 @@ def check_labels(
     column: str = "label",  # where a table keeps them
 ) -> None:
     "Refuse labels that are no class number; the error names the first row."
-    count = classes if isinstance(classes, int) or classes is None else len(classes)
+    counted = classes is None or isinstance(classes, (int, np.integer))
+    count = classes if counted else len(classes)
     arrays = (Tensor, np.ndarray)
     given = isinstance(labels, (*arrays, list, tuple))
     values = labels if given else _labels(labels, column)
@@ -359,6 +360,63 @@ def _labels(data: Any, name: str) -> Any:
     if names := column_names(data):
         return column(data, "labels" if "labels" in names else name)
     return [data[row][1] for row in range(len(data))]
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-classes
+def class_list(
+    classes: int | Sequence[str] | None,  # how many, or names
+) -> tuple[list[str], bool]:              # their names, or numbers; whether counted
+    "The classes that were stated; refuses none at all, and a name that comes twice."
+    counted = isinstance(classes, (int, np.integer))
+    if isinstance(classes, str) or (counted and classes < 1):
+        raise ValueError(f"classes={classes!r}: give how many there are, or the list "
+                         "of their names")
+    known = [*map(str, range(classes) if counted else [] if classes is None
+                  else classes)]
+    if repeated := next((name for name in known if known.count(name) > 1), None):
+        raise ValueError(f"classes= has {repeated!r} twice; name each class once")
+    return known, counted
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-class-names
+def class_names(
+    data: Any,   # a data set
+    label: str,  # its column of labels
+) -> tuple[str, ...] | None:
+    "The names of the classes that a `datasets.Dataset` states, if it states any."
+    features = getattr(data, "features", None) or {}
+    found = features.get(label)
+    names = getattr(getattr(found, "feature", found), "names", None)  # of each word
+    return tuple(names or ()) or None
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-label-values
+def label_values(
+    data: Any,  # a data set
+    name: str,  # its column of labels
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
+) -> list[Any]:
+    "A column of labels, with the names of classes in place of what stands for them."
+    values, stated = column(data, name), class_names(data, name)
+    known, counted = class_list(classes)
+    if counted or known in ([], [*map(str, range(len(known)))]):
+        return values
+    if stated is None:
+        return [_spelling(value, known) for value in values]
+    names = stated if {*stated} <= {*known} else known
+    places = all(isinstance(value, (int, np.integer)) and 0 <= value < len(names)
+                 for value in values)
+    return [names[value] for value in values] if places else values
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-spelling
+def _spelling(value: Any, known: Sequence[str]) -> Any:
+    "The class name that a number or a truth value spells, where names are such words."
+    if isinstance(value, (bool, np.bool_)):
+        words = {name.lower(): name for name in known}
+        if {"true", "false"} & words.keys():
+            return words.get(str(value).lower(), str(value))
+    number = isinstance(value, (int, float, np.number)) and not is_missing(value)
+    if not number or not any(re.fullmatch(r"[+-]?\d+(\.\d*)?", one) for one in known):
+        return value
+    whole = float(value).is_integer() and str(value) not in known
+    return str(int(value)) if whole else str(value)
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-task
 VOCABULARY = "the tokenizer's vocabulary"  # a public fact of every tokenised text

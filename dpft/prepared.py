@@ -15,14 +15,14 @@ from torch.utils.data import TensorDataset
 
 from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, column
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
-from .datasets import names_a_row, unit_for
+from .datasets import class_names, names_a_row, unit_for
 from .gradients import evaluating
 from .losses import SINGLE, Collate
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import load_model, load_tokenizer, name_classes, own_classes
 from .schema import Schema, kinds_of, read_schema
-from .sources import class_names, classes_of, kind_of_task, stack_images
+from .sources import classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from .datasets import (
-    TableData, Task, TensorData, as_dataset, column, column_names, did_you_mean,
-    protecting, take)
+    TableData, Task, TensorData, as_dataset, class_list, class_names, column,
+    column_names, did_you_mean, label_values, protecting, take)
 from .files import READERS, read_file
-from .schema import Schema, read_labels, read_schema, read_tags
+from .schema import (
+    Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
 from .tasks import LOCAL, digits, font_digits
 
 # %% auto #0
-__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_folder', 'read_pictures', 'from_hub', 'task_of',
-           'kind_of_task', 'classes_of', 'class_names', 'stack_images', 'load_data']
+__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictures', 'from_hub', 'task_of', 'kind_of_task',
+           'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
@@ -215,9 +216,6 @@ def _kind_of_labels(tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> str:
     return "tagging"
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-classes
-MOST_TAGS = 1000  # classes that may be read off the tags
-
-
 def classes_of(
     data: Any,        # a data set whose items have names
     schema: Schema,   # of it
@@ -227,29 +225,15 @@ def classes_of(
     kind = kind_of_task(data, schema)
     if schema.label is None or kind in ("causal", "seq2seq") or not len(data):
         return (), False
-    stated = classes or class_names(data, schema.label)
-    values = column(data, schema.label)
+    stated = class_names(data, schema.label) if classes is None else classes
     if kind == "tagging":
-        tags = read_tags(values, schema.label, stated)
-        if tags.derived and len(tags.classes) > MOST_TAGS:
-            raise ValueError(f"column {schema.label!r} holds {len(tags.classes)} "
-                             "numbers, which may be tags or tokens to be found; load "
-                             "the model with the head that is meant, and give it in "
-                             "place of its name")
+        tags = read_tags(tag_values(data, schema.label, stated), schema.label, stated)
+        if tags.derived:
+            check_tags(tags, schema.label)
         return tags.classes, tags.derived
+    values = label_values(data, schema.label, stated)
     labels = read_labels(values, schema.label, stated)
     return labels.classes, labels.derived
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-class-names
-def class_names(
-    data: Any,   # a data set
-    label: str,  # its column of labels
-) -> tuple[str, ...] | None:
-    "The names of the classes that a `datasets.Dataset` states, if it states any."
-    features = getattr(data, "features", None) or {}
-    found = features.get(label)
-    names = getattr(getattr(found, "feature", found), "names", None)  # of each word
-    return tuple(names or ()) or None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-images
 def stack_images(
@@ -266,7 +250,8 @@ def stack_images(
     pixels = torch.from_numpy(np.stack(pictures))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     label = schema.label or "label"
-    labels = read_labels(column(data, label), label, classes or None)
+    values = label_values(data, label, classes or None)
+    labels = read_labels(values, label, classes or None)
     unit = schema.unit
     people = unit and protecting(TableData({unit: column(data, unit)}), unit)
     return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,), people)
@@ -346,7 +331,8 @@ def _check_fixed(
     classes: int | Sequence[str] | None,
 ) -> None:
     "ValueError for what a task of the book has otherwise, or does not have."
-    given = classes if isinstance(classes, int) else tuple(classes or ())
+    known, counted = class_list(classes)
+    given = len(known) if counted else tuple(known)
     if columns is not None and tuple(columns) != task.columns:
         raise ValueError(f"columns={','.join(columns)}: those of {task.name} are fixed "
                          f"({', '.join(task.columns) or 'there are none'}); leave it "

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .datasets import (
-    LABELS, as_dataset, check_complete, check_labels, column, is_chat, made_on_the_fly)
+    LABELS, as_dataset, check_complete, check_labels, column, is_chat, label_values,
+    made_on_the_fly)
 from .identity import hash_of
-from .schema import Schema, read_labels, read_tags
+from .schema import Schema, read_labels, read_tags, tag_values
 
 # %% auto #0
 __all__ = ['MOST', 'Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens',
@@ -119,7 +120,7 @@ def encode(
         raise ValueError(f"columns={list(columns)} name {len(texts)} texts, and a "
                          "tokenizer takes one or a pair; join them into two columns")
     parts = [_texts(data, name) for name in texts]
-    labels = label_tensor(column(data, last), last, classes)
+    labels = label_tensor(label_values(data, last, classes), last, classes)
     encoded = tokenizer(*parts, truncation=True, max_length=max_length,
                         return_special_tokens_mask=True, return_attention_mask=False)
     for row, special in enumerate(encoded.pop("special_tokens_mask")):
@@ -138,7 +139,7 @@ def encode_tags(
     Refuses rows that do not match."""
     words, name = columns
     rows = [list(row) for row in column(data, words)]
-    tags = read_tags(column(data, name), name, classes).rows
+    tags = read_tags(tag_values(data, name, classes), name, classes).rows
     for row, (said, own) in enumerate(zip(rows, tags, strict=True)):
         _check_tokens(row, len(said))
         if len(said) != len(own):
