@@ -19,7 +19,7 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
+           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'undecoded', 'column',
            'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'class_list',
            'class_names', 'label_values', 'Task', 'protecting', 'unit_for', 'did_you_mean']
 
@@ -148,9 +148,15 @@ def as_dataset(
         return TableData(data)
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         return _from_frame(data)
+    if hasattr(data, "to_pydict"):                 # of Arrow
+        check_names(list(data.schema.names))
+        return TableData(data.to_pydict())
     if isinstance(data, (list, tuple)):
         return _from_items(data)
     _check_drawable(data)
+    shown = getattr(data, "format", None)
+    if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
+        return data.with_format(None, columns=shown["columns"])  # rows as they are
     return data
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-splits
@@ -233,6 +239,18 @@ def column_names(
         return tuple(shown["columns"] if isinstance(shown, dict) else data.column_names)
     first = data[0] if len(data) else None
     return tuple(first) if isinstance(first, Mapping) else ()
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-undecoded
+def undecoded(
+    data: Any,  # a data set
+) -> Any:       # the same rows, with pictures as files where it opens them by itself
+    "Rows whose pictures nobody has opened."
+    features, shown = getattr(data, "features", None) or {}, getattr(data, "format", 0)
+    plain = isinstance(shown, dict) and shown.get("type") is None
+    for name, kind in features.items() if plain else ():
+        if type(kind).__name__ == "Image" and kind.decode:
+            data = data.cast_column(name, type(kind)(decode=False))
+    return data
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-column
 def column(
@@ -335,8 +353,8 @@ def check_labels(
     column: str = "label",  # where a table keeps them
 ) -> None:
     "Refuse labels that are no class number; the error names the first row."
-    counted = classes is None or isinstance(classes, (int, np.integer))
-    count = classes if counted else len(classes)
+    count = (len(classes) if isinstance(classes, Sequence) else
+             None if classes is None else int(classes))
     arrays = (Tensor, np.ndarray)
     given = isinstance(labels, (*arrays, list, tuple))
     values = labels if given else _labels(labels, column)
@@ -367,11 +385,12 @@ def class_list(
 ) -> tuple[list[str], bool]:              # their names, or numbers; whether counted
     "The classes that were stated; refuses none at all, and a name that comes twice."
     counted = isinstance(classes, (int, np.integer))
-    if isinstance(classes, str) or (counted and classes < 1):
+    count = int(classes) if isinstance(classes, (int, np.integer)) else 0
+    if isinstance(classes, str) or (counted and count < 1):
         raise ValueError(f"classes={classes!r}: give how many there are, or the list "
                          "of their names")
-    known = [*map(str, range(classes) if counted else [] if classes is None
-                  else classes)]
+    given: Any = range(count) if counted else classes
+    known = [] if given is None else [*map(str, given)]
     if repeated := next((name for name in known if known.count(name) > 1), None):
         raise ValueError(f"classes= has {repeated!r} twice; name each class once")
     return known, counted
@@ -434,7 +453,8 @@ class Task:
     source: str = ""               # where the rows come from
     assumed_public: list[str] = field(default_factory=list)  # for the guarantee
     make_public: Callable[[], Public] | None = None          # of the same kind
-    unit: Any = None   # column of whom a run protects, or each row's; None: a row
+    # column of whom a run protects, or each row's; None: a row
+    unit: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.unit = None if isinstance(self.unit, str) and self.unit == "example" else (
@@ -445,7 +465,14 @@ class Task:
     @property
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
-        return tuple(self.train[0][0].shape) if self.kind == "image" else None
+        if self.kind != "image":
+            return None
+        try:
+            return tuple(self.train[0][0].shape)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise ValueError("the items are no pictures with labels; give texts as a "
+                             "table, such as {'text': [...], 'label': [...]}, and "
+                             "pictures as tensors") from None
 
     def assuming(self, fact: str) -> Task:
         "The same task with one more public fact, if it is a new one."

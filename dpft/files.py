@@ -164,6 +164,7 @@ def _json(path: Path) -> Any:
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
                          "names")
+    _check_whole(text, rows, path.name)
     try:
         return pa.table(as_dataset(rows).columns)
     except (pa.ArrowException, OverflowError) as error:
@@ -176,7 +177,7 @@ def _check_object(text: str, name: str) -> None:
     "ValueError for JSON that is one object of lists or of objects."
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError:  # several objects, a line each
+    except (json.JSONDecodeError, RecursionError):  # perhaps several, a line each
         return
     if found and all(isinstance(value, (list, dict)) for value in found.values()):
         raise ValueError(f"{name} holds one object of columns or of parts; write an "
@@ -189,11 +190,23 @@ def _json_rows(text: str, name: str) -> list[Any]:
     for number, line in enumerate([text] if whole else text.split("\n"), start=1):
         try:
             found = json.loads(line) if line.strip() else []
-        except json.JSONDecodeError as error:
-            place = error.lineno if whole else number
+        except (json.JSONDecodeError, RecursionError) as error:
+            place = getattr(error, "lineno", 1) if whole else number
             raise ValueError(f"line {place} of {name} is no JSON; correct it") from None
         rows += found if isinstance(found, list) else [found]
     return rows
+
+# %% ../nbs/6_appendices/109_files.ipynb #files-surrogates
+def _check_whole(text: str, rows: Sequence[Any], name: str) -> None:
+    "ValueError for a row with half of a character, which nothing but an escape writes."
+    if not re.search(r"\\u[dD][89a-fA-F]", text):
+        return
+    for row, found in enumerate(rows):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"row {row} of {name} holds half of a character (a lone "
+                             "surrogate); correct it, or leave the row out") from None
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-arrow
 def _parquet(path: Path) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .datasets import (
     ABOUT, LABELS, check_complete, check_labels, class_list, class_names, column,
-    column_names, is_chat, is_missing, names_a_row)
+    column_names, is_chat, is_missing, names_a_row, undecoded)
 
 # %% auto #0
 __all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'NO_LABEL', 'MOST_TAGS', 'Schema', 'kind_of', 'kinds_of',
@@ -86,13 +86,16 @@ def kinds_of(
     data: Any,  # a data set
 ) -> dict[str, str]:
     "What each column holds, by its first value that is there."
-    names, found = column_names(data), {}
+    names, found, data = column_names(data), {}, undecoded(data)
     for name in names if len(data) else ():
-        values = [data[row][name] for row in range(min(len(data), 1000))]
-        there = (value for value in values if not is_missing(value)
-                 and not (isinstance(value, list) and not value))
-        some = (value for value in values if value is not None)
-        found[name] = kind_of(next(there, next(some, None)))
+        some = None
+        for row in range(min(len(data), 1000)):
+            value = data[row][name]
+            some = value if some is None else some
+            if not is_missing(value) and not (isinstance(value, list) and not value):
+                some = value
+                break
+        found[name] = kind_of(some)
     return found
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-read

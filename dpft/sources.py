@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .datasets import (
     TableData, Task, TensorData, as_dataset, class_list, class_names, column,
-    column_names, did_you_mean, label_values, protecting, take)
+    column_names, did_you_mean, label_values, protecting, take, undecoded)
 from .files import READERS, read_file
 from .schema import (
     Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
@@ -52,7 +52,7 @@ def read_folder(
         return parts
     # `metadata` says what pictures beside it show
     if len(files) == 1 and "metadata" not in files:
-        return {"train": read_file(*files.values(), unit)}
+        return {"train": read_file(next(iter(files.values())), unit)}
     if pictures := read_pictures(folder):
         return pictures
     if files and "metadata" not in files:
@@ -242,7 +242,7 @@ def stack_images(
     classes: int | Sequence[str],  # of the labels; none: any
 ) -> TensorData:
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
-    stored = column(data, schema.reads[0])
+    stored = column(undecoded(data), schema.reads[0])
     pictures = [_opened(picture, row) for row, picture in enumerate(stored)]
     if len({picture.shape for picture in pictures}) > 1:
         raise ValueError("the pictures are not of one size and number of channels; "
@@ -261,14 +261,15 @@ def _opened(picture: Any, row: int) -> np.ndarray:
     "A picture's levels; ValueError for one that cannot be opened, by its row."
     if picture is None:
         raise ValueError(f"row {row} has no picture; leave such rows out")
-    from PIL import Image
+    from PIL import Image, ImageOps
     try:
         if not isinstance(picture, dict):
-            return _levels(picture, row)
+            return _levels(ImageOps.exif_transpose(picture), row)
         file = BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
         with Image.open(file) as opened:
-            return _levels(opened, row)
-    except (KeyError, AttributeError, OSError):
+            return _levels(ImageOps.exif_transpose(opened), row)
+    except (KeyError, AttributeError, OSError, SyntaxError,
+            Image.DecompressionBombError):
         raise ValueError(f"the picture of row {row} cannot be opened; correct it, or "
                          "leave the row out") from None
 
@@ -287,7 +288,7 @@ def _levels(picture: Any, row: int) -> np.ndarray:
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-load
 def load_data(
-    name: str,                       # as "digits", "hub:owner/name", a file or folder
+    name: str | Path,                # as "digits", "hub:owner/name", a file or folder
     root: str | Path | None = None,  # folder of the local files; None: DPFT_DATA
     limit: int | None = None,        # keep so many training rows, drawn by a fixed seed
     source: str | None = None,       # "local" or "hub"; None: as root or DPFT_DATA say
@@ -298,6 +299,7 @@ def load_data(
     "A data set by name: embedded, from local files, of one's own, or from the hub."
     if limit is not None and not (isinstance(limit, (int, np.integer)) and limit >= 1):
         raise ValueError(f"limit must be at least 1, not {limit}, and a whole number")
+    name = str(name)
     _check_source(name, source)
     task = _named_task(name, root, source)
     if task is None:

@@ -14,7 +14,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from torch import nn, tensor
 
 import dpft
-from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
+from dpft.datasets import TableData, Task, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.models import load_model
 from dpft.prepared import as_task, check_causal, check_outputs, prepare
@@ -723,6 +723,15 @@ def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(
             run()
 
 
+def test_a_command_whose_model_cannot_write_asks_for_the_classes():
+    from dpft.cli.core import check_written
+
+    task = Task("a.csv", "causal", None, None, columns=("review", "mood"))
+    with pytest.raises(ValueError, match=r"sees the tokens .*; or, if column 'mood' names classes, give .* --classes"):
+        check_written(writer("encoder"), task)
+    check_written(writer("gpt2"), task)
+
+
 @pytest.mark.parametrize("padding", [None, 0, 1, 2])
 def test_the_question_whether_a_model_writes_holds_no_padding(padding, monkeypatch):
     "Transformers warns of padding without a mask, and a user of dpft cannot give one."
@@ -860,6 +869,84 @@ def test_marks_that_are_closed_or_stand_within_a_text_are_read(tmp_path):
     assert read_file(tmp_path / "x.csv")["text"][:] == texts
     written(tmp_path, "x.csv", '\ufeff"label","text"\r\n0,5" disk\r\n1,"a ""b"""\r\n')
     assert read_file(tmp_path / "x.csv")[:] == {"label": [0, 1], "text": ['5" disk', 'a "b"']}
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "nested"])
+def test_half_of_a_character_is_refused_by_its_row_and_not_shown(tmp_path, form):
+    half = '{"text": "secret \\ud83d", "label": 0}' if form != "nested" else '{"text": ["secret \\ud83d"], "label": 0}'
+    rows = ['{"text": "\\ud83d\\ude00", "label": 1}' if form != "nested" else '{"text": ["a"], "label": 1}', half]
+    path = written(tmp_path, "x.json", f"[{','.join(rows)}]" if form == "list" else "\n".join(rows))
+    with pytest.raises(ValueError, match=r"^row 1 of x.json holds half of a character") as caught:
+        read_file(path)
+    assert "secret" not in str(caught.value)
+    assert read_file(written(tmp_path, "y.json", rows[0])).num_rows == 1
+
+
+def test_half_of_a_character_in_a_list_of_rows_is_refused_by_its_row(tokenizer):
+    for kind, rows, columns in (("text", [{"text": text, "label": row} for row, text in enumerate(["a", "\ud83d"])], ("text", "label")),
+                                ("causal", [{"p": "a", "c": text} for text in ("b", "\ud83d")], ("p", "c"))):
+        with pytest.raises(ValueError, match=r"row 1 of column '(text|c)' is no text"):
+            encode(rows, tokenizer, columns, kind=kind)
+
+
+@pytest.mark.parametrize("words", [["a", None], ["a", 3], None, "ab", ["a", "\ud83d"]])
+def test_words_that_are_none_are_refused_by_their_row(tokenizer, words):
+    rows = TableData({"tokens": [["a", "b"], words], "tags": [["O", "X"], ["O", "X"]]})
+    with pytest.raises(ValueError, match="row 1 of column 'tokens' is no list of words"):
+        encode_tags(rows, tokenizer, ("tokens", "tags"))
+
+
+def test_json_that_is_nested_too_deeply_is_refused_by_its_line(tmp_path):
+    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(ValueError, match=r"line 2 of x.jsonl is no JSON"):
+        read_file(written(tmp_path, "x.jsonl", '{"text": "a"}\n' + deep))
+
+
+@pytest.mark.parametrize("form", ["pandas", "arrow"])
+def test_a_data_set_in_another_librarys_format_is_read_as_its_rows_are(form, tokenizer):
+    rows = Dataset.from_dict({"text": ["a", "b c"] * 4, "label": [0, 1] * 4, "aside": [0] * 8}).with_format(form, columns=["text", "label"])
+    ready = prepare(bert(["x", "y"]), rows, tokenizer)
+    assert ready.schema.line() == "reads: text; label: label" and ready.train.labels.tolist() == [0, 1] * 4
+
+
+def test_a_table_of_arrow_is_a_table(tokenizer):
+    import pyarrow as pa
+
+    rows = pa.table({"text": ["a", "b c"] * 4, "label": [0, 1] * 4})
+    assert prepare(bert(["x", "y"]), rows, tokenizer).train.labels.tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match="two columns are named 'a'"):
+        as_dataset(pa.table([[1], [2]], names=["a", "a"]))
+
+
+@pytest.mark.parametrize("rows", [[("text", 0), ("more", 1)], ["text", "more"], pd.Series(["text", "more"])])
+def test_texts_that_are_no_table_are_refused_with_the_way_to_give_them(rows):
+    with pytest.raises(ValueError, match=r"no pictures with labels; give texts as a table, such as \{'text'"):
+        dpft.fine_tune("mlp", rows, dpft.Full(), 4.0)
+
+
+def test_a_path_names_data_as_its_text_does(tmp_path):
+    written(tmp_path, "x.csv", "text,label\na,0\nb,1\n")
+    assert load_data(tmp_path / "x.csv").train["text"][:] == ["a", "b"]
+
+
+def test_what_a_table_holds_besides_has_a_fingerprint():
+    from fractions import Fraction
+    from uuid import UUID
+
+    def table_of(value):
+        return fingerprint(as_dataset(pd.DataFrame({"text": ["a", "b"], "aside": pd.Series([value, value], dtype=object)})))
+    for one, other in ((Decimal("1.0"), Decimal("1.00")), (UUID(int=1), UUID(int=2)), (datetime.timedelta(1), datetime.timedelta(2)),
+                       (pd.Period("2020"), pd.Period("2021")), (pd.Interval(0, 1), pd.Interval(0, 2)), (Fraction(1, 2), Fraction(1, 3)),
+                       (pd.NA, None), ("\ud83d", "?"), (pd.Timedelta(1), pd.Timedelta(2))):
+        assert table_of(one) == table_of(one) != table_of(other)
+    class Other:
+        pass
+    with pytest.raises(ValueError, match="cannot fingerprint a Other"):
+        table_of(Other())
+
+
+def test_no_repr_of_a_task_shows_whose_rows_it_has():
+    assert "ann" not in repr(as_task(table(text=["a", "b"] * 4, label=[0, 1] * 4), unit=["ann", "bob"] * 4))
 
 
 def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):
