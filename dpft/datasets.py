@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from inspect import signature
@@ -18,8 +19,9 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'column',
-           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'Task', 'did_you_mean']
+           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'undecoded', 'column',
+           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'class_list',
+           'class_names', 'label_values', 'Task', 'protecting', 'unit_for', 'did_you_mean']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -84,6 +86,8 @@ def take(
 class TableData:
     "Named columns of one length; an item is a dictionary, `data[name]` a column."
 
+    privacy_unit: str | None = None  # the column of whom a run on it protects
+
     def __init__(
         self,
         columns: dict[str, list[Any]],  # the values of each column
@@ -107,8 +111,10 @@ class TableData:
     def subset(self, indices: Tensor | Sequence[int]) -> TableData:
         "These rows only."
         rows = [int(index) for index in indices]
-        return TableData({name: [values[row] for row in rows]
+        kept = TableData({name: [values[row] for row in rows]
                           for name, values in self.columns.items()})
+        kept.privacy_unit = self.privacy_unit
+        return kept
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-batch
 def bare(
@@ -142,9 +148,15 @@ def as_dataset(
         return TableData(data)
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         return _from_frame(data)
+    if hasattr(data, "to_pydict"):                 # of Arrow
+        check_names(list(data.schema.names))
+        return TableData(data.to_pydict())
     if isinstance(data, (list, tuple)):
         return _from_items(data)
     _check_drawable(data)
+    shown = getattr(data, "format", None)
+    if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
+        return data.with_format(None, columns=shown["columns"])  # rows as they are
     return data
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-splits
@@ -227,6 +239,18 @@ def column_names(
         return tuple(shown["columns"] if isinstance(shown, dict) else data.column_names)
     first = data[0] if len(data) else None
     return tuple(first) if isinstance(first, Mapping) else ()
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-undecoded
+def undecoded(
+    data: Any,  # a data set
+) -> Any:       # the same rows, with pictures as files where it opens them by itself
+    "Rows whose pictures nobody has opened."
+    features, shown = getattr(data, "features", None) or {}, getattr(data, "format", 0)
+    plain = isinstance(shown, dict) and shown.get("type") is None
+    for name, kind in features.items() if plain else ():
+        if type(kind).__name__ == "Image" and kind.decode:
+            data = data.cast_column(name, type(kind)(decode=False))
+    return data
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-column
 def column(
@@ -329,7 +353,8 @@ def check_labels(
     column: str = "label",  # where a table keeps them
 ) -> None:
     "Refuse labels that are no class number; the error names the first row."
-    count = classes if isinstance(classes, int) or classes is None else len(classes)
+    count = (len(classes) if isinstance(classes, Sequence) else
+             None if classes is None else int(classes))
     arrays = (Tensor, np.ndarray)
     given = isinstance(labels, (*arrays, list, tuple))
     values = labels if given else _labels(labels, column)
@@ -354,6 +379,64 @@ def _labels(data: Any, name: str) -> Any:
         return column(data, "labels" if "labels" in names else name)
     return [data[row][1] for row in range(len(data))]
 
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-classes
+def class_list(
+    classes: int | Sequence[str] | None,  # how many, or names
+) -> tuple[list[str], bool]:              # their names, or numbers; whether counted
+    "The classes that were stated; refuses none at all, and a name that comes twice."
+    counted = isinstance(classes, (int, np.integer))
+    count = int(classes) if isinstance(classes, (int, np.integer)) else 0
+    if isinstance(classes, str) or (counted and count < 1):
+        raise ValueError(f"classes={classes!r}: give how many there are, or the list "
+                         "of their names")
+    given: Any = range(count) if counted else classes
+    known = [] if given is None else [*map(str, given)]
+    if repeated := next((name for name in known if known.count(name) > 1), None):
+        raise ValueError(f"classes= has {repeated!r} twice; name each class once")
+    return known, counted
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-class-names
+def class_names(
+    data: Any,   # a data set
+    label: str,  # its column of labels
+) -> tuple[str, ...] | None:
+    "The names of the classes that a `datasets.Dataset` states, if it states any."
+    features = getattr(data, "features", None) or {}
+    found = features.get(label)
+    names = getattr(getattr(found, "feature", found), "names", None)  # of each word
+    return tuple(names or ()) or None
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-label-values
+def label_values(
+    data: Any,  # a data set
+    name: str,  # its column of labels
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
+) -> list[Any]:
+    "A column of labels, with the names of classes in place of what stands for them."
+    values, stated = column(data, name), class_names(data, name)
+    known, counted = class_list(classes)
+    if counted or known in ([], [*map(str, range(len(known)))]):
+        return values
+    if stated is None:
+        return [_spelling(value, known) for value in values]
+    names = stated if {*stated} <= {*known} else known
+    places = all(isinstance(value, (int, np.integer)) and 0 <= value < len(names)
+                 for value in values)
+    return [names[value] for value in values] if places else values
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-spelling
+def _spelling(value: Any, known: Sequence[str]) -> Any:
+    "The class name that a number or a truth value spells, where names are such words."
+    if isinstance(value, (bool, np.bool_)):
+        words = {name.lower(): name for name in known}
+        if {"true", "false"} & words.keys():
+            return words.get(str(value).lower(), str(value))
+    number = isinstance(value, (int, float, np.number)) and not is_missing(value)
+    if not number or not any(re.fullmatch(r"[+-]?\d+(\.\d*)?", one) for one in known):
+        return value
+    whole = float(value).is_integer() and str(value) not in known
+    return str(int(value)) if whole else str(value)
+
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-task
 VOCABULARY = "the tokenizer's vocabulary"  # a public fact of every tokenised text
 
@@ -370,11 +453,26 @@ class Task:
     source: str = ""               # where the rows come from
     assumed_public: list[str] = field(default_factory=list)  # for the guarantee
     make_public: Callable[[], Public] | None = None          # of the same kind
+    # column of whom a run protects, or each row's; None: a row
+    unit: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.unit = None if isinstance(self.unit, str) and self.unit == "example" else (
+            self.unit)
+        if isinstance(self.unit, str):
+            self.train = protecting(as_dataset(self.train), self.unit)
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
-        return tuple(self.train[0][0].shape) if self.kind == "image" else None
+        if self.kind != "image":
+            return None
+        try:
+            return tuple(self.train[0][0].shape)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise ValueError("the items are no pictures with labels; give texts as a "
+                             "table, such as {'text': [...], 'label': [...]}, and "
+                             "pictures as tensors") from None
 
     def assuming(self, fact: str) -> Task:
         "The same task with one more public fact, if it is a new one."
@@ -385,6 +483,35 @@ class Task:
     def public(self) -> Public | None:
         "Public data of the same kind, for pre-training; made anew, in seconds."
         return self.make_public() if self.make_public else None
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-unit
+def protecting(
+    data: Any,  # a data set
+    unit: str,  # its column
+) -> Any:       # the same rows; what holds no mark is returned as it is
+    "Data that say whom a run on them protects."
+    if getattr(data, "table", None) is None and not hasattr(data, "column_names"):
+        return data
+    marked = copy(data)
+    marked.privacy_unit = unit
+    return marked
+
+def unit_for(
+    data: Any,         # a data set, or a `Task`
+    unit: Any = None,  # the unit's column, or each row's unit; None: as the data say
+) -> Any:              # None: a row
+    "Whom a run protects; ValueError where the data say another than was asked for."
+    own = data.unit if isinstance(data, Task) else None
+    rows = data.train if isinstance(data, Task) else data
+    while own is None and rows is not None:
+        own, rows = getattr(rows, "privacy_unit", None), getattr(rows, "table", None)
+    if unit is None or own is None:
+        return own if unit is None else unit
+    if unit is own or (isinstance(unit, str) and unit == own):
+        return own
+    said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
+    raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
+                     "says another; leave out one of them")
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-mean
 def did_you_mean(

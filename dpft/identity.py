@@ -9,11 +9,14 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from datetime import timedelta
 from functools import cache, partial
 from io import BytesIO
 from itertools import chain
+from numbers import Number
 from types import FunctionType
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -84,11 +87,15 @@ def _absorb(digest: Any, value: Any) -> None:
 def _plain_bytes(value: Any) -> bytes:
     "The bytes of a text, a number or nothing."
     if isinstance(value, (str, bytes)):
-        return value if isinstance(value, bytes) else value.encode()
+        return (value if isinstance(value, bytes)
+                else value.encode(errors="surrogatepass"))
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value).encode()
     if hasattr(value, "isoformat"):  # a date or a time
         return str(value.isoformat()).encode()
+    exact = isinstance(value, (Number, UUID, timedelta))
+    if exact or package_of(value) == "pandas":  # a period, NA, ...
+        return str(value).encode()
     raise ValueError(f"cannot fingerprint a {type(value).__name__}; "
                      "give tensors, arrays, numbers, texts, lists or dictionaries")
 

@@ -27,7 +27,7 @@ from torch import nn
 from .callbacks import (
     Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
 from .card import check_statement, how_to_load
-from .datasets import Task
+from .datasets import Task, unit_for
 from .engine import Engine, close_account
 from .evaluation import (
     Evaluation, checked_evaluation, make_evaluation, put_scores, scores_state)
@@ -235,6 +235,7 @@ def checked_before(
     check_rates(settings)
     check_statement(settings.statement)
     rows = train.train if isinstance(train, Task) else train
+    settings = replace(settings, unit=unit_for(train, settings.unit))
     scored_on = checked_evaluation(settings, rows)
     return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)
 

@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 
 from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, column
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
-from .datasets import names_a_row
+from .datasets import class_names, names_a_row, unit_for
 from .gradients import evaluating
 from .losses import SINGLE, Collate
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import load_model, load_tokenizer, name_classes, own_classes
 from .schema import Schema, kinds_of, read_schema
-from .sources import class_names, classes_of, kind_of_task, stack_images
+from .sources import classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
@@ -180,7 +180,7 @@ def as_task(
     schema = read_schema(data, columns, unit, classed=classed)
     if schema.kind not in ("text", "tagging", "image"):
         kind = kind_of_task(data, schema)
-        return Task("data", kind, data, dev=None, columns=schema.columns)
+        return Task("data", kind, data, dev=None, columns=schema.columns, unit=unit)
     if schema.label is None:
         listed = ", ".join(map(repr, column_names(data)))
         raise ValueError(f"cannot tell which of {listed} is the label; "
@@ -189,7 +189,7 @@ def as_task(
     names, derived = classes_of(data, schema, stated)
     facts = [f"the classes {_span(names)}"] if derived else []
     return Task("data", schema.kind, data, dev=None, classes=names,
-                columns=schema.columns, assumed_public=facts)
+                columns=schema.columns, assumed_public=facts, unit=unit)
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-span
 def _span(names: Sequence[str]) -> str:
@@ -211,6 +211,7 @@ def prepare(
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    unit = unit_for(train, unit)
     task = _for_model(model, train, columns, unit, classes)
     data = as_dataset(task.train)
     columns = columns or (task.columns if isinstance(train, Task) else None)

@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .datasets import check_complete, column, has_batch_protocol
+from .datasets import check_complete, column, has_batch_protocol, unit_for
 from .texts import collate_for
 
 if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['NOBODY', 'poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'stands_for_nobody', 'unit_numbers',
-           'Units', 'packed', 'units_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures',
-           'Share']
+__all__ = ['NOBODY', 'poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'check_exact', 'stands_for_nobody',
+           'unit_numbers', 'Units', 'packed', 'units_of', 'chosen_views', 'Augmentation', 'moved', 'repeated',
+           'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -70,10 +70,10 @@ def gather(
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-kinds
 def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
-    "Whether a unit's name is a number, a text, a tuple of such, or of another type."
+    "Whether a unit's name is true or false, a number, a text, a tuple, or another."
     if isinstance(name, tuple):
         return f"({', '.join(map(kind_of, name))})"
-    known = {"number": Number, "text": str}
+    known = {"truth": bool, "number": Number, "text": str}
     return next((kind for kind, types in known.items() if isinstance(name, types)),
                 type(name).__name__)
 
@@ -82,11 +82,37 @@ def check_kinds(
     name: str,                   # of the column, for the error
 ) -> None:
     "Refuse names of units of several kinds, by which one person may pass for two."
-    if len(kinds := {kind_of(value) for value in dict.fromkeys(values)}) > 1:
+    try:
+        # by types too, for True equals 1
+        different = dict.fromkeys(zip(map(type, values), values, strict=True))
+        kinds = {kind_of(value) for _, value in different}
+    except TypeError:  # a list cannot be looked up
+        raise ValueError(f"unit {name!r} holds lists or other values that name nobody; "
+                         "give each row one name") from None
+    if len(kinds) > 1:
         raise ValueError(
             f"unit {name!r} holds {' and '.join(sorted(kinds))} values, so a person "
             "who goes by 7 in one row and by '7' in another would be two units; read "
             "the column as text, such as with dtype=str in pandas.read_csv")
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-exact
+def check_exact(
+    values: Sequence[Hashable],  # the unit of each row
+    name: str,                   # of the column, for the error
+) -> None:
+    "Refuse floats that are fractions, or so large that two names may be one number."
+    parts = (part for value in dict.fromkeys(values)
+             for part in (value if isinstance(value, tuple) else [value]))
+    found = torch.tensor([float(part) for part in parts
+                          if isinstance(part, (float, np.floating))],
+                         dtype=torch.float64)
+    single = bool((found.float().double() == found).all())
+    rounded = (found != found.round()) | (found.abs() >= 2 ** (24 if single else 53))
+    if rounded.any():
+        raise ValueError(
+            f"unit {name!r} holds fractions, or floats so large that the names of two "
+            "people may be one number; read the column as text, such as with "
+            f"load_data(file, unit={name!r}) or dtype=str in pandas.read_csv")
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-nobody
 NOBODY = frozenset({"na", "n/a", "#n/a", "null", "nil", "none", "nan", "nat", "<na>",
@@ -103,14 +129,15 @@ def unit_numbers(
     labels: Sequence[Hashable] | Tensor, # (N,) the unit of each row, by any name
     name: str = "unit",                  # of the column, for errors
 ) -> Tensor:                             # (N,) in the order in which units first appear
-    """Numbers for names; refuses rows without a unit, names of several kinds,
-    and units of one row each."""
+    """Numbers for names; refuses rows without a unit, names of several kinds or that
+    may be rounded, and units of one row each."""
     arrays = isinstance(labels, (Tensor, np.ndarray))
     values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]
     check_complete([None if stands_for_nobody(value) else value for value in values],
                    f"unit in {name!r}",
                    "drop them, or give each the id of the person it belongs to")
     check_kinds(values, name)
+    check_exact(values, name)
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     if len(numbers) == len(values):
         raise ValueError(f"unit {name!r} has one row each, so it is the same as an "
@@ -186,10 +213,12 @@ def _numbered(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-units-of
 def units_of(
     data: Any,               # a data set
-    unit: str | Sequence[Hashable] | Tensor | None,  # a column, or each row's
+    # a column, or each row's; None: as the data say
+    unit: str | Sequence[Hashable] | Tensor | None,
     cap: int | None = None,  # most rows that a unit brings to a draw
 ) -> Units | None:
     "The units of a data set; refuses a missing column, missing ids and one row each."
+    unit = unit_for(data, unit)
     if unit is None or (isinstance(unit, str) and unit == "example"):
         if cap is not None:
             raise ValueError(f"unit_cap={cap} needs a unit with several rows; "

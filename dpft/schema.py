@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from .datasets import (
-    ABOUT, LABELS, check_complete, check_labels, column_names, is_chat, names_a_row)
+    ABOUT, LABELS, check_complete, check_labels, class_list, class_names, column,
+    column_names, is_chat, is_missing, names_a_row, undecoded)
 
 # %% auto #0
-__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'Schema', 'kind_of', 'kinds_of', 'read_schema', 'Labels',
-           'read_labels', 'check_names_of_classes', 'check_stray', 'Tags', 'read_tags']
+__all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'NO_LABEL', 'MOST_TAGS', 'Schema', 'kind_of', 'kinds_of',
+           'read_schema', 'Labels', 'read_labels', 'check_names_of_classes', 'check_stray', 'Tags', 'read_tags',
+           'check_tags', 'tag_values']
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-schema
 @dataclass(frozen=True)
@@ -84,12 +86,16 @@ def kinds_of(
     data: Any,  # a data set
 ) -> dict[str, str]:
     "What each column holds, by its first value that is there."
-    names, found = column_names(data), {}
+    names, found, data = column_names(data), {}, undecoded(data)
     for name in names if len(data) else ():
-        values = (data[row][name] for row in range(min(len(data), 1000)))
-        there = (value for value in values
-                 if value is not None and not (isinstance(value, list) and not value))
-        found[name] = kind_of(next(there, None))
+        some = None
+        for row in range(min(len(data), 1000)):
+            value = data[row][name]
+            some = value if some is None else some
+            if not is_missing(value) and not (isinstance(value, list) and not value):
+                some = value
+                break
+        found[name] = kind_of(some)
     return found
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-read
@@ -231,9 +237,9 @@ def read_labels(
     classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
 ) -> Labels:
     "Class numbers, or fractions for a regression; what is neither is refused."
-    check_complete(values, f"label in column {name!r}", "drop them or label them")
-    counted = isinstance(classes, int)
-    known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
+    known, counted = class_list(classes)
+    gaps = [None if _is_gap(value, known) else 0 for value in values]
+    check_complete(gaps, f"label in column {name!r}", "drop them or label them")
     if not len(values):
         raise ValueError(f"column {name!r} has no rows; give the data at least one")
     if all(isinstance(value, str) for value in values):
@@ -241,11 +247,27 @@ def read_labels(
     lists = (list, tuple, np.ndarray, Tensor)
     if all(isinstance(value, lists) for value in values):
         return Labels(_several(values, name, known), tuple(known), False)
+    if any(isinstance(value, str) for value in values):
+        raise ValueError(f"column {name!r} holds neither class numbers nor class names "
+                         "alone, but both; write all of them in one way")
+    return _numbered(values, name, known)
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-numbered
+NO_LABEL = {"NA", "N/A", "n/a", "#N/A", "#NA", "NULL", "null"}  # as tables mark a gap
+
+def _is_gap(value: Any, known: Sequence[str]) -> bool:
+    "Whether a label is missing, or a mark for a missing one that names no class."
+    if isinstance(value, str):
+        return value not in known and (is_missing(value) or value.strip() in NO_LABEL)
+    return is_missing(value)
+
+def _numbered(values: Sequence[Any], name: str, known: Sequence[str]) -> Labels:
+    "Class numbers, or the fractions of a regression."
     whole = all(isinstance(value, (int, np.integer)) for value in values)
     fractions = len(known) == 1 or not whole
     if fractions and (found := _fractions(values, name, known)) is not None:
         return Labels(found, (), False)
-    numbers = [int(value) for value in values]
+    numbers = [min(int(value), 2**62) for value in values]
     check_labels(numbers, known or None)
     labels = torch.tensor(numbers).long()
     if not known:
@@ -263,16 +285,19 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
     if len(names) == 1:
         raise ValueError(f"column {name!r} holds a single class, and there is nothing "
                          "to learn; add rows of another, or give the list of classes")
+    if counted and len(own) < len(known):
+        raise ValueError(f"column {name!r} names {len(own)} of the {len(known)} "
+                         "classes, and nothing tells the others; give the list of "
+                         "classes")
+    number = {text: place for place, text in enumerate(names)}
     for row, text in enumerate(values):
-        if text not in names or len(names) > len(known or names):
+        if text not in number or len(names) > len(known or names):
             raise ValueError(f"the label of row {row} in column {name!r} is none of "
                              f"the {len(known)} classes; correct it, or give the list "
                              "of classes")
-    found = torch.tensor([names.index(text) for text in values])
-    if not known and not numerals:
-        check_names_of_classes(found, name)
+    found = torch.tensor([number[text] for text in values])
     if not known:
-        check_stray(found)
+        _check_derived(found, names, name, range(len(found)))
     return Labels(found, tuple(names), not known or counted)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-several
@@ -307,6 +332,9 @@ def _fractions(values: Sequence[Any], name: str,
     except (TypeError, ValueError):
         raise ValueError(f"column {name!r} holds neither class numbers nor class "
                          "names; map the labels to 0, 1, 2, ...") from None
+    except OverflowError:
+        raise ValueError(f"column {name!r} holds a number that is too large to be "
+                         "learned; correct it, or drop its row") from None
     if not found.isfinite().all():
         row = int((~found.isfinite()).nonzero()[0])
         raise ValueError(f"the label of row {row} in column {name!r} is not finite; "
@@ -333,12 +361,33 @@ def check_names_of_classes(
                          "of them in one row, and class names are published; give the "
                          "list of classes, or name prompt and completion with columns=")
 
+def _check_derived(labels: Tensor, names: Sequence[str], column: str,
+                   rows: Sequence[int] | None) -> None:  # None: too few to be judged
+    "ValueError for names of classes that nobody stated and that should not be."
+    if not all(text.isdecimal() for text in names):
+        check_names_of_classes(labels, column)
+        numbers = [one for text in names if (one := _as_number(text)) is not None]
+        if len({*numbers}) < len(numbers):
+            raise ValueError(f"column {column!r} spells one number in two ways, as 1 "
+                             "and 1.0; spell it in one, or give the list of classes")
+    if rows is not None:
+        check_stray(labels, rows)
+
+def _as_number(text: str) -> float | None:
+    "What a text says as a number; None: it says something else."
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
 def check_stray(
     labels: Tensor,  # (N,) class numbers
+    rows: Sequence[int] | None = None,  # of each of them; None: one each
 ) -> None:
     "Refuse a label that would add a class of its own to many others."
+    rows = range(len(labels)) if rows is None else rows
     if int(labels.max()) > len(labels):  # too few rows for the classes below it
-        raise _stands_alone(int(labels.argmax()))
+        raise _stands_alone(rows[int(labels.argmax())])
     counts = torch.bincount(labels, minlength=1)
     present = int((counts > 0).sum())
     many = len(labels) >= 10 * present
@@ -349,7 +398,7 @@ def check_stray(
                          "subtract 1, or write them as texts")
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
-        raise _stands_alone(row)
+        raise _stands_alone(rows[row])
 
 def _stands_alone(row: int) -> ValueError:
     "What to do about a label that adds a class of its own."
@@ -372,7 +421,8 @@ def read_tags(
     classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
 ) -> Tags:
     "Class numbers of each word; what is neither a number nor a name is refused."
-    known = [*map(str, range(classes) if isinstance(classes, int) else classes or ())]
+    known, counted = class_list(classes)
+    count = len(known)
     given = [_plain(row, place, name) for place, row in enumerate(values)]
     used = {tag for row in given for tag in row}
     named = bool(used) and all(isinstance(tag, str) for tag in used)
@@ -380,17 +430,54 @@ def read_tags(
         raise ValueError(f"column {name!r} holds tags that are neither all names nor "
                          "all class numbers; make them one of these")
     if named:
-        own = isinstance(classes, int) or not known
-        known = sorted(used) if own else known
+        own = counted or not known
+        known = _tags_own(used, name) if own else known
         number = {tag: place for place, tag in enumerate(known)}
         rows = [[number.get(tag, -1) for tag in row] for row in given]
     else:
         own = not known
-        known = known or [*map(str, range(max([*used, 1]) + 1))]
+        known = known or _tags_own(used, name)
         rows = given
-    count = classes if isinstance(classes, int) else len(known)
-    _check_tags(rows, name, count)
+    _check_tags(rows, name, count or len(known))
     return Tags(rows, tuple(known), own)
+
+# %% ../nbs/5_notes/67_schema.ipynb #schema-tags-own
+MOST_TAGS = 1000  # classes that may be read off the tags
+
+def _tags_own(used: set[Any], name: str) -> list[str]:
+    "The classes of tags that nobody stated; ValueError for what may be tokens."
+    named = all(isinstance(tag, str) for tag in used) and bool(used)
+    count = len(used) if named else max([*used, 1]) + 1
+    if count > MOST_TAGS:
+        raise ValueError(f"column {name!r} holds too many tags or too large numbers, "
+                         "which may be tags or tokens to be found; load the model with "
+                         "the head that is meant, and give it in place of its name")
+    return sorted(used) if named else [*map(str, range(count))]
+
+def check_tags(
+    tags: Tags,  # whose classes nobody stated
+    name: str,   # of their column
+) -> None:
+    "ValueError for a tag that one row of many has alone, and for rare texts as tags."
+    pairs = [(row, tag) for row, own in enumerate(tags.rows) for tag in {*own} - {-100}]
+    if not pairs:
+        return
+    rows, numbers = zip(*pairs, strict=True)
+    labels = torch.tensor(numbers)
+    many = len(pairs) >= 10 * len({*numbers}) or max(numbers) > 10 * len(pairs)
+    _check_derived(labels, tags.classes, name, rows if many else None)
+
+def tag_values(
+    data: Any,  # a data set
+    name: str,  # its column of tags
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
+) -> list[Any]:
+    "A column of tags; ValueError where its own numbers are those of another order."
+    stated, (known, _) = class_names(data, name), class_list(classes)
+    if stated and sorted(stated) == sorted(known) and [*stated] != known:
+        raise ValueError(f"column {name!r} numbers its classes in another order, "
+                         f"{', '.join(stated)}; give them in that one")
+    return column(data, name)
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-plain
 def _plain(row: Any, place: int, name: str) -> list[Any]:

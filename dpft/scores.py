@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public, as_dataset, is_missing
+from .datasets import Public, as_dataset, is_missing, unit_for
 from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
-from .sampling import check_kinds
+from .sampling import check_exact, check_kinds
 
 if TYPE_CHECKING:
     from dpft.loop import Run
@@ -37,7 +39,8 @@ def _column(data: Any, name: str) -> list[Hashable]:
         raise ValueError(f"the scored data has no column {name!r}, so nobody can "
                          "tell whether its people are in the training data too; name "
                          "whose each row is: NoisyAccuracy(data, unit=[...])")
-    return [table[row][name] for row in range(len(table))]
+    names = (table[row][name] for row in range(len(table)))
+    return [name.item() if isinstance(name, Tensor) else name for name in names]
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people
 def people_of(
@@ -56,7 +59,9 @@ def people_of(
     if missing := [row for row, name in enumerate(names) if is_missing(name)]:
         raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows "
                          "out")
-    check_kinds(names, unit if isinstance(unit, str) else "unit")
+    said = unit if isinstance(unit, str) else "unit"
+    check_kinds(names, said)
+    check_exact(names, said)
     return names
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-score
@@ -67,14 +72,14 @@ class NoisyAccuracy:
         self,
         data: Any,                             # labelled rows, none of them trained on
         noise_multiplier: float | None = None, # None: `tune` solves it for its budget
-        # whose each row is; None: a row
+        # whose each row is; None: as the data say, else a row
         unit: str | Sequence[Hashable] | Tensor | None = None,
     ):
         self.data = data = as_dataset(data)
-        self.noise_multiplier, self.unit = noise_multiplier, unit
+        self.noise_multiplier, self.unit = noise_multiplier, unit_for(data, unit)
         if not len(data):
             raise ValueError("the development set has no rows to score on")
-        self.people = None if unit is None else people_of(data, unit)
+        self.people = None if self.unit is None else people_of(data, self.unit)
         self.most = max(Counter(self.people or [0]).values())  # rows of one unit
 
     def mechanism(self, noise_multiplier: float | None = None) -> SampledGaussian:
@@ -87,9 +92,10 @@ class NoisyAccuracy:
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people-check
 def _as_text(name: Hashable) -> str:
-    "A name of a person, alike where one file has 7 and another has 7.0 or '7'."
-    whole = isinstance(name, Real) and float(name).is_integer()
-    return str(int(name) if whole else name)  # type: ignore[call-overload]
+    "A name of a person, alike where one file has 7 and another 7.0, as number or text."
+    whole = isinstance(name, (Real, Decimal)) and name == int(name)
+    text = str(int(name) if whole else name)  # type: ignore[call-overload]
+    return re.sub(r"^(\d+)\.0*$", r"\1", text)
 
 
 def apart(

@@ -85,7 +85,8 @@ class Settings:
         "loop", identifies="")
     unit: Any = knob(
         None,
-        "column that names each row's person, or one name a row; None: an example",
+        "column that names each row's person, or one name a row; None: as the data "
+        "say, else an example",
         identifies="")
     unit_cap: int | None = knob(
         None, "most rows that a unit brings to a draw; None: all")

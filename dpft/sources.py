@@ -5,180 +5,29 @@
 # %% ../nbs/5_notes/71_sources.ipynb #sources-imports
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .datasets import (
-    TableData, Task, TensorData, as_dataset, check_names, column, column_names,
-    did_you_mean, take)
-from .schema import Schema, read_labels, read_schema, read_tags
+    TableData, Task, TensorData, as_dataset, class_list, class_names, column,
+    column_names, did_you_mean, label_values, protecting, take, undecoded)
+from .files import READERS, read_file
+from .schema import (
+    Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
 from .tasks import LOCAL, digits, font_digits
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 # %% auto #0
-__all__ = ['QUOTED', 'SEPARATORS', 'READERS', 'PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'MOST_TAGS', 'read_file', 'read_folder',
-           'read_pictures', 'from_hub', 'task_of', 'kind_of_task', 'classes_of', 'class_names', 'stack_images',
-           'load_data']
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-read
-def read_file(
-    path: str | Path,  # .csv, .tsv, .json, .jsonl, .parquet or .arrow
-) -> Dataset:          # in memory, with the names of classes where the file has them
-    "A file of rows as a `datasets.Dataset`, without a copy on disk."
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-
-    path = Path(path)
-    if path.suffix.lower() not in READERS:
-        raise ValueError(f"{path.name} ends in {path.suffix!r}; "
-                         f"rows are read from {', '.join(READERS)}")
-    table = READERS[path.suffix.lower()](path)
-    check_names(table.column_names)
-    if not table.num_rows:
-        raise ValueError(f"{path.name} has no rows below its header")
-    return Dataset(InMemoryTable(table))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-readers
-def _csv(path: Path) -> Any:
-    "Values with commas, where quotes may hold a line's end, or with tabs."
-    from pyarrow import ArrowInvalid, csv
-
-    _check_encoding(path)
-    mark = "\t" if path.suffix.lower() == ".tsv" else ","
-    quotes: Any = '"' if mark == "," or _quotes(path) else False
-    lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
-    try:
-        table = csv.read_csv(path, parse_options=lines)
-        if not any("binary" in str(kind) for kind in table.schema.types):
-            table = table.rename_columns(table.column_names)  # fails on a bad header
-            _check_separator(path.name, table.column_names, mark)
-            return table
-        said = "UTF8"
-    except (ArrowInvalid, UnicodeDecodeError) as error:
-        said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
-    raise ValueError(_csv_fault(path.name, said))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-paired
-QUOTED = re.compile(rb'(?:^|\t)(?:"(?:[^"\r\n]|"")*"(?=[\t\r\n]|\Z)|(?P<open>"))', re.M)
-
-def _quotes(path: Path) -> bool:
-    "Whether each value that begins with a quotation mark is quoted as a whole."
-    return not any(found["open"] for found in QUOTED.finditer(path.read_bytes()))
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-separator
-SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-
-def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
-    "ValueError where the one column's name holds a separator that was not expected."
-    found = [one for one in SEPARATORS if one in columns[0] and one != mark]
-    if len(columns) == 1 and found:
-        own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
-        raise ValueError(f"the values of {name} seem to be separated by {own}, not by "
-                         f"{wanted}; save it with {wanted}")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-csv-fault
-def _csv_fault(name: str, said: str) -> str:
-    "Arrow's complaint in words that show nothing of the rows."
-    if "UTF8" in said:
-        return (f"{name} is not in UTF-8, perhaps in Latin-1; save it as UTF-8, for "
-                "example with iconv -f latin1 -t utf-8")
-    if "Empty CSV" in said:
-        return f"{name} is empty; give a header and rows"
-    counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
-    place = (f"a line has {counts[2]} values for {counts[1]} columns" if counts
-             else "a bad line")
-    return f"{name} cannot be read as CSV: {place}; correct it"
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-encoding
-def _check_encoding(path: Path) -> None:
-    "ValueError for a file that begins as one in UTF-16 does."
-    with path.open("rb") as file:
-        start = file.read(2)
-    if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example "
-                         "with iconv -f utf-16 -t utf-8")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json
-def _json(path: Path) -> Any:
-    "JSON lines, or one list of objects."
-    import pyarrow as pa
-
-    _check_encoding(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
-    _check_object(text, path.name)
-    rows = _json_rows(text, path.name)
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
-                         "names")
-    try:
-        return pa.table(as_dataset(rows).columns)
-    except (pa.ArrowException, OverflowError) as error:
-        odd = ("whole numbers of more than 64 bits; write them as texts"
-               if isinstance(error, OverflowError) else "values of two types; use one")
-        raise ValueError(f"a column of {path.name} holds {odd}") from None
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json-object
-def _check_object(text: str, name: str) -> None:
-    "ValueError for JSON that is one object of lists or of objects."
-    try:
-        found = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError:  # several objects, a line each
-        return
-    if found and all(isinstance(value, (list, dict)) for value in found.values()):
-        raise ValueError(f"{name} holds one object of columns or of parts; write an "
-                         "object for each row, a line each or in one list")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-json-rows
-def _json_rows(text: str, name: str) -> list[Any]:
-    "What JSON lines, or one list, hold; ValueError names the line that is no JSON."
-    whole, rows = text.lstrip().startswith("["), []
-    for number, line in enumerate([text] if whole else text.split("\n"), start=1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except json.JSONDecodeError as error:
-            place = error.lineno if whole else number
-            raise ValueError(f"line {place} of {name} is no JSON; correct it") from None
-        rows += found if isinstance(found, list) else [found]
-    return rows
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-arrow
-def _parquet(path: Path) -> Any:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        return parquet.read_table(path)
-    except ArrowException:
-        raise ValueError(f"{path.name} is no Parquet file, or a damaged one") from None
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-arrow-file
-def _arrow(path: Path) -> Any:
-    from pyarrow import ArrowException, ipc
-
-    for opened in (ipc.open_stream, ipc.open_file):
-        try:
-            return opened(path.read_bytes()).read_all()
-        except ArrowException:
-            continue
-    raise ValueError(f"{path.name} is no Arrow file, or a damaged one")
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-endings
-READERS = {".csv": _csv, ".tsv": _csv, ".json": _json, ".jsonl": _json,
-           ".parquet": _parquet, ".arrow": _arrow}
+__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictures', 'from_hub', 'task_of', 'kind_of_task',
+           'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
@@ -188,7 +37,8 @@ PARTS = {  # by what they are used for
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read-folder
 def read_folder(
     folder: str | Path,
-) -> dict[str, Any]:    # data sets by the names of their parts
+    unit: str | None = None,  # the column that names the unit of privacy
+) -> dict[str, Any]:          # data sets by the names of their parts
     "The parts of a data set: files, pictures, or what `save_to_disk` wrote."
     import datasets
 
@@ -197,12 +47,12 @@ def read_folder(
         found = datasets.load_from_disk(str(folder))
         return dict(found) if isinstance(found, dict) else {"train": found}
     files = _files(folder)
-    if parts := {name: read_file(path) for name, path in files.items()
+    if parts := {name: read_file(path, unit) for name, path in files.items()
                  if any(name in known for known in PARTS.values())}:
         return parts
     # `metadata` says what pictures beside it show
     if len(files) == 1 and "metadata" not in files:
-        return {"train": read_file(*files.values())}
+        return {"train": read_file(next(iter(files.values())), unit)}
     if pictures := read_pictures(folder):
         return pictures
     if files and "metadata" not in files:
@@ -287,7 +137,7 @@ def from_hub(
     classes: int | Sequence[str] | None = None,  # None: as the data set says
 ) -> Task:
     "A data set of the Hugging Face hub, a folder of files, or a file."
-    parts = _parts(name)
+    parts = _parts(name, None if unit == "example" else unit)
     named = {use: next((parts[one] for one in known if one in parts), None)
              for use, known in PARTS.items()}
     if named["train"] is None:
@@ -297,12 +147,12 @@ def from_hub(
     return task_of(named["train"], named["dev"], test, columns, unit, classes, name)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-by-name
-def _parts(name: str) -> dict[str, Any]:
+def _parts(name: str, unit: str | None) -> dict[str, Any]:
     "The parts of a data set by their names."
     if Path(name).is_dir():
-        return read_folder(name)
+        return read_folder(name, unit)
     if Path(name).is_file():
-        return {"train": read_file(name)}
+        return {"train": read_file(name, unit)}
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
@@ -333,7 +183,7 @@ def task_of(
         parts = [part and stack_images(part, schema, names) for part in parts]
     return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
                 columns=schema.columns, source=name,
-                assumed_public=["the classes"] if names else [])
+                assumed_public=["the classes"] if names else [], unit=schema.unit)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-kind
 def kind_of_task(
@@ -366,9 +216,6 @@ def _kind_of_labels(tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> str:
     return "tagging"
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-classes
-MOST_TAGS = 1000  # classes that may be read off the tags
-
-
 def classes_of(
     data: Any,        # a data set whose items have names
     schema: Schema,   # of it
@@ -378,29 +225,15 @@ def classes_of(
     kind = kind_of_task(data, schema)
     if schema.label is None or kind in ("causal", "seq2seq") or not len(data):
         return (), False
-    stated = classes or class_names(data, schema.label)
-    values = column(data, schema.label)
+    stated = class_names(data, schema.label) if classes is None else classes
     if kind == "tagging":
-        tags = read_tags(values, schema.label, stated)
-        if tags.derived and len(tags.classes) > MOST_TAGS:
-            raise ValueError(f"column {schema.label!r} holds {len(tags.classes)} "
-                             "numbers, which may be tags or tokens to be found; load "
-                             "the model with the head that is meant, and give it in "
-                             "place of its name")
+        tags = read_tags(tag_values(data, schema.label, stated), schema.label, stated)
+        if tags.derived:
+            check_tags(tags, schema.label)
         return tags.classes, tags.derived
+    values = label_values(data, schema.label, stated)
     labels = read_labels(values, schema.label, stated)
     return labels.classes, labels.derived
-
-# %% ../nbs/5_notes/71_sources.ipynb #sources-class-names
-def class_names(
-    data: Any,   # a data set
-    label: str,  # its column of labels
-) -> tuple[str, ...] | None:
-    "The names of the classes that a `datasets.Dataset` states, if it states any."
-    features = getattr(data, "features", None) or {}
-    found = features.get(label)
-    names = getattr(getattr(found, "feature", found), "names", None)  # of each word
-    return tuple(names or ()) or None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-images
 def stack_images(
@@ -409,7 +242,7 @@ def stack_images(
     classes: int | Sequence[str],  # of the labels; none: any
 ) -> TensorData:
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
-    stored = column(data, schema.reads[0])
+    stored = column(undecoded(data), schema.reads[0])
     pictures = [_opened(picture, row) for row, picture in enumerate(stored)]
     if len({picture.shape for picture in pictures}) > 1:
         raise ValueError("the pictures are not of one size and number of channels; "
@@ -417,24 +250,26 @@ def stack_images(
     pixels = torch.from_numpy(np.stack(pictures))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     label = schema.label or "label"
-    labels = read_labels(column(data, label), label, classes or None)
-    beside = {name: column(data, name) for name in filter(None, [schema.unit])}
-    return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,),
-                      TableData(beside) if beside else None)
+    values = label_values(data, label, classes or None)
+    labels = read_labels(values, label, classes or None)
+    unit = schema.unit
+    people = unit and protecting(TableData({unit: column(data, unit)}), unit)
+    return TensorData(pixels.contiguous(), labels.values, 255.0, (0.5,), (0.5,), people)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-opened
 def _opened(picture: Any, row: int) -> np.ndarray:
     "A picture's levels; ValueError for one that cannot be opened, by its row."
     if picture is None:
         raise ValueError(f"row {row} has no picture; leave such rows out")
-    from PIL import Image
+    from PIL import Image, ImageOps
     try:
         if not isinstance(picture, dict):
-            return _levels(picture, row)
+            return _levels(ImageOps.exif_transpose(picture), row)
         file = BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
         with Image.open(file) as opened:
-            return _levels(opened, row)
-    except (KeyError, AttributeError, OSError):
+            return _levels(ImageOps.exif_transpose(opened), row)
+    except (KeyError, AttributeError, OSError, SyntaxError,
+            Image.DecompressionBombError):
         raise ValueError(f"the picture of row {row} cannot be opened; correct it, or "
                          "leave the row out") from None
 
@@ -453,7 +288,7 @@ def _levels(picture: Any, row: int) -> np.ndarray:
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-load
 def load_data(
-    name: str,                       # as "digits", "hub:owner/name", a file or folder
+    name: str | Path,                # as "digits", "hub:owner/name", a file or folder
     root: str | Path | None = None,  # folder of the local files; None: DPFT_DATA
     limit: int | None = None,        # keep so many training rows, drawn by a fixed seed
     source: str | None = None,       # "local" or "hub"; None: as root or DPFT_DATA say
@@ -464,6 +299,7 @@ def load_data(
     "A data set by name: embedded, from local files, of one's own, or from the hub."
     if limit is not None and not (isinstance(limit, (int, np.integer)) and limit >= 1):
         raise ValueError(f"limit must be at least 1, not {limit}, and a whole number")
+    name = str(name)
     _check_source(name, source)
     task = _named_task(name, root, source)
     if task is None:
@@ -471,10 +307,12 @@ def load_data(
         task = from_hub(path, columns, unit, classes)
     else:
         _check_fixed(task, columns, unit, classes)
+        task = replace(task, unit=unit)
     if limit is not None:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(len(task.train), generator=generator)
-        task.train = take(task.train, order[:limit].sort().values.tolist())
+        rows = order[:limit].sort().values.tolist()
+        task = replace(task, train=take(task.train, rows))
     return task
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-fixed
@@ -495,7 +333,8 @@ def _check_fixed(
     classes: int | Sequence[str] | None,
 ) -> None:
     "ValueError for what a task of the book has otherwise, or does not have."
-    given = classes if isinstance(classes, int) else tuple(classes or ())
+    known, counted = class_list(classes)
+    given = len(known) if counted else tuple(known)
     if columns is not None and tuple(columns) != task.columns:
         raise ValueError(f"columns={','.join(columns)}: those of {task.name} are fixed "
                          f"({', '.join(task.columns) or 'there are none'}); leave it "

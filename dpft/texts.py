@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .datasets import (
-    LABELS, as_dataset, check_complete, check_labels, column, is_chat, made_on_the_fly)
+    LABELS, as_dataset, check_complete, check_labels, column, is_chat, label_values,
+    made_on_the_fly)
 from .identity import hash_of
-from .schema import Schema, read_labels, read_tags
+from .schema import Schema, read_labels, read_tags, tag_values
 
 # %% auto #0
 __all__ = ['MOST', 'Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens',
@@ -119,7 +120,7 @@ def encode(
         raise ValueError(f"columns={list(columns)} name {len(texts)} texts, and a "
                          "tokenizer takes one or a pair; join them into two columns")
     parts = [_texts(data, name) for name in texts]
-    labels = label_tensor(column(data, last), last, classes)
+    labels = label_tensor(label_values(data, last, classes), last, classes)
     encoded = tokenizer(*parts, truncation=True, max_length=max_length,
                         return_special_tokens_mask=True, return_attention_mask=False)
     for row, special in enumerate(encoded.pop("special_tokens_mask")):
@@ -137,8 +138,8 @@ def encode_tags(
     """Tokenise words; the first token of each has its tag.
     Refuses rows that do not match."""
     words, name = columns
-    rows = [list(row) for row in column(data, words)]
-    tags = read_tags(column(data, name), name, classes).rows
+    rows = _words(data, words)
+    tags = read_tags(tag_values(data, name, classes), name, classes).rows
     for row, (said, own) in enumerate(zip(rows, tags, strict=True)):
         _check_tokens(row, len(said))
         if len(said) != len(own):
@@ -150,6 +151,17 @@ def encode_tags(
     return flat_tokens({**encoded, "labels": labels}, None, pad_id, data)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-pieces
+def _words(data: Any, name: str) -> list[list[str]]:
+    "A column of lists of words; anything else in it is refused with its row."
+    rows = []
+    for row, value in enumerate(column(data, name)):
+        several = isinstance(value, (list, tuple, np.ndarray))
+        if not several or not all(map(_is_text, value)):
+            raise ValueError(f"row {row} of column {name!r} is no list of words; drop "
+                             "such rows or correct them")
+        rows.append(list(value))
+    return rows
+
 def _pieces(tokenizer: Any, rows: list[list[str]], max_length: int) -> Any:
     "The tokens of words; ValueError where a tokenizer does not say whose they are."
     try:
@@ -214,10 +226,17 @@ def _texts(data: Any, name: str) -> list[str]:
     "A column of texts; anything else in it is refused with its row."
     values = column(data, name)
     for row, value in enumerate(values):
-        if not isinstance(value, str):
+        if not _is_text(value):
             raise ValueError(f"row {row} of column {name!r} is no text; "
                              "drop such rows or convert them")
     return values
+
+def _is_text(value: Any) -> bool:
+    "Whether a tokenizer takes a value: a text without half of a character."
+    try:
+        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
+    except UnicodeEncodeError:
+        return False
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-check-tokens
 def _check_tokens(row: int, count: int) -> None:
@@ -274,7 +293,9 @@ def _chat_rows(
                          "two columns")
     rows = []
     for row, messages in enumerate(parts[0]):
-        if not is_chat(messages):
+        if not is_chat(messages) or not all(
+                _is_text(said["content"]) or not isinstance(said["content"], str)
+                for said in messages):
             raise ValueError(f"row {row} is no conversation: it needs a list of "
                              "messages, each with a role and its content; drop it")
         tokens, said = _chat_tokens(tokenizer, messages, row)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from .datasets import Public, Task, as_dataset, did_you_mean
+from .datasets import Public, Task, as_dataset, did_you_mean, unit_for
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows
 from .ledger import Ledger
@@ -476,6 +476,7 @@ def tune(
     **settings: Any,                 # of every trial, as for `fine_tune`
 ) -> Tuning:
     "Choose settings privately, keep the best run, state what all cost; @sec-tune."
+    unit = unit_for(train, unit)
     search = Search(model, train, method, choices, score, trials, charge, settings,
                     seed, unit)
     size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)

@@ -21,6 +21,7 @@ from dpft.datasets import (
     check_labels,
     did_you_mean,
 )
+from dpft.files import read_file
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
 from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
@@ -427,6 +428,46 @@ def test_pictures_that_are_stored_as_files_are_decoded(run, tmp_path, part):
             load_data(str(path))
         status, _, err = run("train", "--data", path, "--model", "cnn", "--epsilon", "4")
         assert status == 1 and said in err and "labels" not in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["feature", "bytes", "undecoded", "parquet", "pictures"])
+def test_a_picture_that_notes_how_it_is_turned_is_turned_in_every_form(tmp_path, form):
+    from io import BytesIO
+
+    from datasets import Dataset, Image
+    from PIL import Image as Picture
+
+    pixels = np.arange(16, dtype=np.uint8).reshape(4, 4) * 16
+    exif = Picture.Exif()
+    exif[274] = 6                                                   # turn it by 90 degrees, clockwise
+    Picture.fromarray(pixels).save(file := BytesIO(), "png", exif=exif)
+    stored = [{"bytes": file.getvalue(), "path": None}] * 4
+    rows = Dataset.from_dict({"image": stored, "label": [0, 1] * 2})
+    if form == "pictures":
+        rows = {"image": [Picture.open(BytesIO(file.getvalue())) for _ in range(4)], "label": [0, 1] * 2}
+    elif form != "bytes":
+        rows = rows.cast_column("image", Image(decode=form != "undecoded"))
+    if form == "parquet":
+        rows.to_parquet(tmp_path / "rows.parquet")
+        rows = read_file(tmp_path / "rows.parquet")
+    assert torch.equal(task_of(rows).train.images[0, 0], torch.from_numpy(np.rot90(pixels, -1).copy()))
+
+
+@pytest.mark.parametrize("place, fault", [(0, "broken"), (2, "broken"), (0, "truncated"), (3, "truncated"), (1, "huge")])
+def test_a_picture_that_cannot_be_opened_is_named_by_its_row(tmp_path, place, fault, monkeypatch):
+    from PIL import Image as Picture
+
+    for number in range(4):
+        path = tmp_path / "ab"[number // 2] / f"secret{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        side = 40 if (number, fault) == (place, "huge") else 16
+        Picture.fromarray(np.random.default_rng(number).integers(0, 256, (side, side), np.uint8)).save(path)
+        if number == place and fault != "huge":
+            path.write_bytes(b"none" if fault == "broken" else path.read_bytes()[:150])
+    monkeypatch.setattr(Picture, "MAX_IMAGE_PIXELS", 500)           # twice as many are refused
+    with pytest.raises(ValueError, match=f"the picture of row {place} cannot be opened") as caught:
+        load_data(str(tmp_path))
+    assert "secret" not in str(caught.value)
 
 
 def shades(mode):

@@ -14,13 +14,13 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from torch import nn, tensor
 
 import dpft
-from dpft.datasets import TableData, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
+from dpft.datasets import TableData, Task, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
 from dpft.models import load_model
 from dpft.prepared import as_task, check_causal, check_outputs, prepare
 from dpft.sampling import Units, gather, units_of
-from dpft.schema import read_labels, read_schema, read_tags
-from dpft.sources import classes_of, kind_of_task, load_data, read_file
+from dpft.schema import kinds_of, read_labels, read_schema, read_tags
+from dpft.sources import classes_of, kind_of_task, load_data, read_file, task_of
 from dpft.texts import EncodedData, Selected, collate_for, encode, encode_tags, token_rows
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefgh"]
@@ -191,6 +191,135 @@ def test_the_classes_of_the_labels_are_listed_as_public_and_those_of_a_list_are_
     assert as_task(rows, classes=3).assumed_public == []
     known = Dataset.from_list(rows, features=Features({"text": Value("string"), "label": ClassLabel(names=["x", "y", "z", "never"])}))
     assert as_task(known).classes == ("x", "y", "z", "never") and not as_task(known).assumed_public
+
+
+def labelled_file(folder, form, labels, name="rows"):
+    path = folder / f"{name}.{form}"
+    frame = pd.DataFrame({"text": ["a b", "c"] * (len(labels) // 2), "label": labels})
+    frame.to_csv(path, index=False) if form == "csv" else frame.to_json(path, orient="records", lines=True)
+    return str(path)
+
+
+@pytest.mark.parametrize("labels, classes", [
+    (["true", "false"] * 6, ["true", "false"]), (["True", "False"] * 6, ["true", "false"]), ([0, 1] * 6, ["1", "0"]),
+    ([1, 2, 3] * 4, ["1", "2", "3"]), ([1, 2, 3] * 4, ["3", "2", "1"]), ([-1, 1] * 6, ["-1", "1"]), ([2, 1] * 6, ["1", "2", "x"]),
+    ([1.0, 2.0] * 6, ["1", "2"]), ([1.5, 2.0] * 6, ["1.5", "2"]), (["01", "02"] * 6, ["02", "01"])])
+@pytest.mark.parametrize("form", ["csv", "jsonl", "rows"])
+def test_a_label_that_spells_a_class_is_that_class_in_every_form(tmp_path, tokenizer, labels, classes, form):
+    data = table(text=["a b", "c"] * 6, label=labels) if form == "rows" else read_file(labelled_file(tmp_path, form, labels))
+    wanted = [next(place for place, name in enumerate(classes) if str(label).lower().removesuffix(".0") == name) for label in labels] \
+        if labels[0] != "True" or form == "csv" else None
+    if wanted is None:                          # texts, and not what the names say
+        with pytest.raises(ValueError, match="the label of row 0 in column 'label' is none of the 2 classes"):
+            as_task(data, classes=classes)
+        return
+    task = as_task(data, classes=classes)
+    assert task.classes == tuple(classes)
+    assert encode(task.train, tokenizer, task.columns, classes=classes).labels.tolist() == wanted
+
+
+def test_one_files_number_is_anothers_text(tmp_path, tokenizer):
+    task = load_data(labelled_file(tmp_path, "jsonl", [str(1 + row % 5) for row in range(20)]))
+    dev = read_file(labelled_file(tmp_path, "csv", [1, 2, 3, 4], "dev"))
+    ready = prepare(bert(list("12345")), task, tokenizer)
+    assert ready.classes == tuple("12345") and ready.encoded(dev).labels.tolist() == [0, 1, 2, 3]
+    mixed = load_data(labelled_file(tmp_path, "csv", ["1", "2", "x"] * 4, "mixed"))
+    assert prepare(bert(["1", "2", "x"]), mixed, tokenizer).encoded(dev.select([0, 1])).labels.tolist() == [0, 1]
+
+
+def test_a_number_is_a_place_where_names_are_other_words_or_the_data_say_so(tokenizer):
+    rows = table(text=["a", "b"] * 6, label=[0, 1] * 6)
+    assert as_task(rows, classes=["neg", "pos"]).classes == ("neg", "pos")
+    assert encode(rows, tokenizer, ("text", "label"), classes=["neg", "pos"]).labels.tolist() == [0, 1] * 6
+    def hub(names, labels=(0, 1)):
+        features = Features({"text": Value("string"), "label": ClassLabel(names=names)})
+        return Dataset.from_dict({"text": ["a", "b"] * 6, "label": [*labels] * 6}, features=features)
+    for names, classes, wanted in ((["1", "0"], None, [0, 1]), (["1", "2"], None, [0, 1]), (["pos", "neg"], ["neg", "pos"], [1, 0]),
+                                   (["a", "b"], ["1", "0"], [0, 1]), (["b", "a"], ["a", "b", "c"], [1, 0]), (["a", "b"], 2, [0, 1])):
+        classes = classes or names
+        assert encode(hub(names), tokenizer, ("text", "label"), classes=classes).labels.tolist() == wanted * 6
+    for labels, words in (((0, -1), "row 1 is no class number"), ((0, None), "6 of 12 rows have no label")):
+        with pytest.raises(ValueError, match=words):
+            encode(hub(["a", "b"], labels), tokenizer, ("text", "label"), classes=["a", "b"])
+
+
+def test_tags_whose_numbers_are_of_another_order_are_refused(tokenizer):
+    from datasets import Sequence as Several
+
+    features = Features({"tokens": Several(Value("string")), "ner_tags": Several(ClassLabel(names=["O", "B", "I"]))})
+    data = Dataset.from_dict({"tokens": [["a", "b"]], "ner_tags": [[0, 1]]}, features=features)
+    for asked in (lambda: classes_of(data, read_schema(data), ["B", "I", "O"]),
+                  lambda: encode_tags(data, tokenizer, ("tokens", "ner_tags"), classes=["B", "I", "O"])):
+        with pytest.raises(ValueError, match="column 'ner_tags' numbers its classes in another order, O, B, I"):
+            asked()
+
+
+@pytest.mark.parametrize("tags, words", [
+    ([["O", "PER"]] * 59 + [["O", "Jane Doe 12.3.1950"]], "the label of row 59 stands alone"),
+    ([["O", "PER"]] * 59 + [["Jane Doe"] * 12], "the label of row 59 stands alone"),
+    ([["meet", f"Doe {row}"] for row in range(60)], "61 different texts, most of them in one row"),
+    ([[0, 1]] * 60 + [[0, 900]], "the label of row 60 stands alone"), ([[0, 1]] * 3 + [[0, 900]], "the label of row 3 stands alone"),
+    ([["O", "PER"]] * 60 + [["O", "NA"]], "the label of row 60 stands alone"), ([[0, 2**70]] * 3, "tags or tokens")])
+def test_a_private_word_does_not_become_the_name_of_a_tag(tags, words):
+    rows = {"tokens": [["a"] * len(row) for row in tags], "ner_tags": tags}
+    with pytest.raises(ValueError, match=words) as caught:
+        as_task(rows)
+    assert "Doe" not in str(caught.value) and "900" not in str(caught.value)
+    assert as_task({**rows, "ner_tags": [["O", "PER"]] * len(tags), "tokens": [["a", "b"]] * len(tags)}).classes == ("O", "PER")
+
+
+def test_a_rare_tag_is_a_class_where_the_classes_are_given():
+    rows = {"tokens": [["a", "b"]] * 61, "ner_tags": [["O", "PER"]] * 60 + [["O", "LOC"]]}
+    assert as_task(rows, classes=["O", "PER", "LOC"]).classes == ("O", "PER", "LOC")
+
+
+@pytest.mark.parametrize("mark", ["NA", "N/A", "null", "None", "nan"])
+def test_a_mark_for_a_missing_label_is_a_class_only_if_it_is_named(tmp_path, mark):
+    labels = [mark, "Low"] * 8
+    for data in (table(text=["a b", "c"] * 8, label=labels), read_file(labelled_file(tmp_path, "csv", labels))):
+        with pytest.raises(ValueError, match="8 of 16 rows have no label in column 'label', the first is row 0"):
+            as_task(data)
+        assert as_task(data, classes=[mark, "Low"]).classes == (mark, "Low")
+
+
+@pytest.mark.parametrize("gap", [None, float("nan"), "", "NaN", np.nan, pd.NA])
+@pytest.mark.parametrize("kind", [object, "string"])
+def test_a_first_text_that_is_missing_leaves_the_column_a_text(gap, kind):
+    frame = pd.DataFrame({"text": pd.Series([gap, "a", "b"] * 4, dtype=kind), "label": [0, 1] * 6})
+    found = read_schema(as_dataset(frame))
+    assert found.kind == "text" and found.line() == "reads: text; label: label"
+    assert kinds_of(table(a=["", None], b=[None, None], c=[float("nan")] * 2)) == {"a": "text", "b": "other", "c": "number"}
+
+
+@pytest.mark.parametrize("labels, classes, words", [
+    ([0, 1] * 6, ["0", "1", "1"], "classes= has '1' twice"), ([0, 1] * 6, 0, "classes=0: give how many"),
+    ([0, 1] * 6, "ab", "classes='ab': give"),
+    (["a", "b"] * 6, 3, "column 'label' names 2 of the 3 classes"),
+    ([1, "1"] * 6, None, "neither class numbers nor class names alone, but both"),
+    (["1.0", "1", "2"] * 4, None, "spells one number in two ways"), ([0, 2**70] * 6, None, "the label of row 1 stands alone"),
+    ([0, 2**70] * 6, 2, "the label of row 1 is outside the 2 classes"), ([0.5, 10**400] * 6, None, "holds a number that is too large")])
+def test_classes_that_cannot_be_are_refused(labels, classes, words):
+    rows = table(text=["a", "b"] * 6, label=labels)
+    with pytest.raises(ValueError, match=words):
+        task_of(rows, classes=classes)
+
+
+def test_the_number_of_classes_may_be_numpys():
+    assert as_task(table(text=["a", "b"] * 6, label=[0, 1] * 6), classes=np.int64(3)).classes == ("0", "1", "2")
+    assert load_data("digits", classes=np.int64(10)).classes == tuple("0123456789")
+
+
+def test_pictures_or_labels_of_one_class_are_nothing_to_learn(tmp_path):
+    from PIL import Image as Picture
+
+    (tmp_path / "only").mkdir()
+    for number in range(6):
+        Picture.fromarray(np.full((4, 4), number, np.uint8)).save(tmp_path / "only" / f"{number}.png")
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["one"])})
+    rows = Dataset.from_dict({"text": ["a"] * 4, "label": [0] * 4}, features=features)
+    for attempt in (lambda: load_data(str(tmp_path)), lambda: as_task(rows)):
+        with pytest.raises(ValueError, match="column 'label' holds a single class, and there is nothing to learn"):
+            attempt()
 
 
 # ---- people
@@ -663,6 +792,15 @@ def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(
             run()
 
 
+def test_a_command_whose_model_cannot_write_asks_for_the_classes():
+    from dpft.cli.core import check_written
+
+    task = Task("a.csv", "causal", None, None, columns=("review", "mood"))
+    with pytest.raises(ValueError, match=r"sees the tokens .*; or, if column 'mood' names classes, give .* --classes"):
+        check_written(writer("encoder"), task)
+    check_written(writer("gpt2"), task)
+
+
 @pytest.mark.parametrize("padding", [None, 0, 1, 2])
 def test_the_question_whether_a_model_writes_holds_no_padding(padding, monkeypatch):
     "Transformers warns of padding without a mask, and a user of dpft cannot give one."
@@ -781,6 +919,103 @@ def test_a_quotation_mark_joins_no_lines_of_tab_separated_values(tmp_path):
     assert read_file(tmp_path / "x.tsv")["text"][:] == frame["text"].tolist()
     with pytest.raises(ValueError, match="cannot be read as CSV: a line has 1 values for 2 columns"):
         read_file(written(tmp_path, "x.tsv", 'text\tlabel\n"a\nb"\t0\n'))
+
+
+@pytest.mark.parametrize("content, line", [
+    ('label,text\n0,a\n1,"secret\n0,b\n1,c\n', 3), ('label,text\n0,"a secret\n1,b\n0,"c\n1,d\n', 2),
+    ('"label",text\n0,"secret" b\n1,c\n', 2),
+    ('label,text\n0,"a\nb"\n1,c\n"0,secret\n', 5), ('\ufeffid,"text, all\n0,secret\n', 1)])
+def test_a_quotation_mark_that_nothing_closes_joins_no_rows(tmp_path, content, line):
+    with pytest.raises(ValueError, match=rf"line {line} of x.csv has a quotation mark that is not closed") as caught:
+        read_file(written(tmp_path, "x.csv", content))
+    assert "secret" not in str(caught.value)
+
+
+def test_marks_that_are_closed_or_stand_within_a_text_are_read(tmp_path):
+    texts = ['5" disk', 'a "b" c', '"', '""', 'x, "y"\n"z"', "", "plain"]
+    frame = pd.DataFrame({"label": [0, 1] * 3 + [0], "text": texts})
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    assert read_file(tmp_path / "x.csv")["text"][:] == texts
+    written(tmp_path, "x.csv", '\ufeff"label","text"\r\n0,5" disk\r\n1,"a ""b"""\r\n')
+    assert read_file(tmp_path / "x.csv")[:] == {"label": [0, 1], "text": ['5" disk', 'a "b"']}
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "nested"])
+def test_half_of_a_character_is_refused_by_its_row_and_not_shown(tmp_path, form):
+    half = '{"text": "secret \\ud83d", "label": 0}' if form != "nested" else '{"text": ["secret \\ud83d"], "label": 0}'
+    rows = ['{"text": "\\ud83d\\ude00", "label": 1}' if form != "nested" else '{"text": ["a"], "label": 1}', half]
+    path = written(tmp_path, "x.json", f"[{','.join(rows)}]" if form == "list" else "\n".join(rows))
+    with pytest.raises(ValueError, match=r"^row 1 of x.json holds half of a character") as caught:
+        read_file(path)
+    assert "secret" not in str(caught.value)
+    assert read_file(written(tmp_path, "y.json", rows[0])).num_rows == 1
+
+
+def test_half_of_a_character_in_a_list_of_rows_is_refused_by_its_row(tokenizer):
+    for kind, rows, columns in (("text", [{"text": text, "label": row} for row, text in enumerate(["a", "\ud83d"])], ("text", "label")),
+                                ("causal", [{"p": "a", "c": text} for text in ("b", "\ud83d")], ("p", "c"))):
+        with pytest.raises(ValueError, match=r"row 1 of column '(text|c)' is no text"):
+            encode(rows, tokenizer, columns, kind=kind)
+
+
+@pytest.mark.parametrize("words", [["a", None], ["a", 3], None, "ab", ["a", "\ud83d"]])
+def test_words_that_are_none_are_refused_by_their_row(tokenizer, words):
+    rows = TableData({"tokens": [["a", "b"], words], "tags": [["O", "X"], ["O", "X"]]})
+    with pytest.raises(ValueError, match="row 1 of column 'tokens' is no list of words"):
+        encode_tags(rows, tokenizer, ("tokens", "tags"))
+
+
+def test_json_that_is_nested_too_deeply_is_refused_by_its_line(tmp_path):
+    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(ValueError, match=r"line 2 of x.jsonl is no JSON"):
+        read_file(written(tmp_path, "x.jsonl", '{"text": "a"}\n' + deep))
+
+
+@pytest.mark.parametrize("form", ["pandas", "arrow"])
+def test_a_data_set_in_another_librarys_format_is_read_as_its_rows_are(form, tokenizer):
+    rows = Dataset.from_dict({"text": ["a", "b c"] * 4, "label": [0, 1] * 4, "aside": [0] * 8}).with_format(form, columns=["text", "label"])
+    ready = prepare(bert(["x", "y"]), rows, tokenizer)
+    assert ready.schema.line() == "reads: text; label: label" and ready.train.labels.tolist() == [0, 1] * 4
+
+
+def test_a_table_of_arrow_is_a_table(tokenizer):
+    import pyarrow as pa
+
+    rows = pa.table({"text": ["a", "b c"] * 4, "label": [0, 1] * 4})
+    assert prepare(bert(["x", "y"]), rows, tokenizer).train.labels.tolist() == [0, 1] * 4
+    with pytest.raises(ValueError, match="two columns are named 'a'"):
+        as_dataset(pa.table([[1], [2]], names=["a", "a"]))
+
+
+@pytest.mark.parametrize("rows", [[("text", 0), ("more", 1)], ["text", "more"], pd.Series(["text", "more"])])
+def test_texts_that_are_no_table_are_refused_with_the_way_to_give_them(rows):
+    with pytest.raises(ValueError, match=r"no pictures with labels; give texts as a table, such as \{'text'"):
+        dpft.fine_tune("mlp", rows, dpft.Full(), 4.0)
+
+
+def test_a_path_names_data_as_its_text_does(tmp_path):
+    written(tmp_path, "x.csv", "text,label\na,0\nb,1\n")
+    assert load_data(tmp_path / "x.csv").train["text"][:] == ["a", "b"]
+
+
+def test_what_a_table_holds_besides_has_a_fingerprint():
+    from fractions import Fraction
+    from uuid import UUID
+
+    def table_of(value):
+        return fingerprint(as_dataset(pd.DataFrame({"text": ["a", "b"], "aside": pd.Series([value, value], dtype=object)})))
+    for one, other in ((Decimal("1.0"), Decimal("1.00")), (UUID(int=1), UUID(int=2)), (datetime.timedelta(1), datetime.timedelta(2)),
+                       (pd.Period("2020"), pd.Period("2021")), (pd.Interval(0, 1), pd.Interval(0, 2)), (Fraction(1, 2), Fraction(1, 3)),
+                       (pd.NA, None), ("\ud83d", "?"), (pd.Timedelta(1), pd.Timedelta(2))):
+        assert table_of(one) == table_of(one) != table_of(other)
+    class Other:
+        pass
+    with pytest.raises(ValueError, match="cannot fingerprint a Other"):
+        table_of(Other())
+
+
+def test_no_repr_of_a_task_shows_whose_rows_it_has():
+    assert "ann" not in repr(as_task(table(text=["a", "b"] * 4, label=[0, 1] * 4), unit=["ann", "bob"] * 4))
 
 
 def test_a_folder_of_files_and_one_of_pictures(tmp_path, monkeypatch):

@@ -1,25 +1,30 @@
 """People as the unit of privacy: drawn whole, summed, then bounded."""
 
 import io
+import json
 import warnings
 from collections import Counter
+from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import zoo
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
 
 import dpft
-from dpft.datasets import TableData, TensorData, as_dataset
+from dpft.datasets import TableData, Task, TensorData, as_dataset, take
 from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
+from dpft.prepared import as_task, prepare
 from dpft.privacy import Request
 from dpft.sampling import Augmentation, Units, units_of
-from dpft.scores import people_of
+from dpft.scores import NoisyAccuracy, apart, people_of
 from dpft.store import CheckpointError
 from dpft.texts import encode
 
@@ -125,6 +130,98 @@ def test_a_large_file_whose_ids_pandas_reads_as_two_types_is_refused_and_may_be_
         with pytest.raises(ValueError, match="unit 'user' holds number and text values"):
             units_of(as_dataset(frame), "user")
     assert len(units_of(as_dataset(pd.read_csv(io.StringIO(text), dtype={"user": str})), "user")) == 1001
+
+
+NAMES = {  # of people in a file, each twice
+    "padded": ["1", "01", "001"], "powers": ["1e3", "1000", "1.0"], "twenty digits": [f"1234567890123456789{i}" for i in range(8)],
+    "seventeen digits and a fraction": ["2.5", *(f"1234567890123456{i}" for i in range(8))], "plain": ["7", "8", "9"],
+    "floats": ["1.0", "2.0", "3.0"], "texts": ["ann", "bob"]}
+
+
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "frame", "rows"])
+def test_people_are_as_many_as_their_names_in_every_form(tmp_path, names, form):
+    frame = pd.DataFrame({"text": "a", "label": [0, 1] * len(names), "who": names * 2})
+    path = tmp_path / f"rows.{form}"
+    if form in ("csv", "tsv"):
+        frame.to_csv(path, index=False, sep="," if form == "csv" else "\t")
+    elif form == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    elif form == "parquet":
+        frame.to_parquet(path)
+    data = {"frame": as_dataset(frame), "rows": as_dataset(frame.to_dict("records"))}.get(form)
+    data = dpft.load_data(str(path), unit="who").train if data is None else data
+    assert units_of(data, "who").index.tolist() == [*range(len(names))] * 2
+    assert people_of(data, "who") == names * 2
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_column_of_csv_that_is_named_as_the_unit_later_merges_nobody(tmp_path, kind):
+    names, path = NAMES[kind], tmp_path / "rows.csv"
+    pd.DataFrame({"text": "a", "label": [0, 1] * len(names), "house": names * 2}).to_csv(path, index=False)
+    data = dpft.load_data(str(path), columns=("text", "label")).train
+    if "fraction" in kind:
+        with pytest.raises(ValueError, match=r"unit 'house' holds fractions, .* load_data"):
+            units_of(data, "house")
+    else:
+        assert units_of(data, "house").index.tolist() == [*range(len(names))] * 2
+
+
+def test_blanks_around_a_name_in_a_csv_make_no_other_person(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label,who\na,0, 7\nb,1,7 \nc,1,8\nd,0,NA\n")
+    data = dpft.load_data(str(tmp_path / "rows.csv"), unit="who").train
+    assert data["who"][:] == ["7", "7", "8", "NA"]
+    with pytest.raises(ValueError, match="1 of 4 rows have no unit in 'who', the first is row 3"):
+        units_of(data, "who")
+
+
+def test_measurements_and_labels_of_csv_stay_numbers(tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label,score,year,empty\na,0,1.50,2001,\nb, 1,1.5,2002,3\nc,0,1e-3,2002,4\n")
+    data = dpft.load_data(str(tmp_path / "rows.csv")).train
+    assert (data["label"][:], data["score"][:], data["year"][:]) == ([0, 1, 0], [1.5, 1.5, 0.001], [2001, 2002, 2002])
+    assert data["empty"][:] == [None, 3, 4]
+
+
+@pytest.mark.parametrize("who", [
+    [2.0**53, 2.0**53 + 1, 5.0], [1.5, 2.0, 2.0], [float("inf"), 1.0, 1.0], [("a", 0.5), ("a", 1.0), ("a", 1.0)],
+    np.array([1, 16777217, 16777216], np.float32), torch.tensor([1.0, 16777217.0, 16777216.0])])
+def test_floats_that_may_be_two_peoples_are_no_names(who):
+    for unit in (who, list(who.numpy() if isinstance(who, torch.Tensor) else who)):
+        with pytest.raises(ValueError, match="unit 'unit' holds fractions, or floats so large"):
+            units_of([0] * 3, unit)
+    with pytest.raises(ValueError, match="unit 'unit' holds fractions, or floats so large"):
+        people_of([0] * 3, who)
+
+
+def test_large_whole_numbers_are_names_where_they_are_exact():
+    assert len(units_of([0] * 4, [10**20, 10**20 + 1, 10**20, 10**20 + 1])) == 2
+    assert len(units_of([0] * 3, [2.0**53 - 1, 2.0**53 - 2, 2.0**53 - 1])) == 2
+    with pytest.raises(ValueError, match="unit 'unit' holds number and truth values"):
+        units_of([0] * 4, [True, 1, False, 0])
+
+
+def test_a_unit_of_lists_is_refused():
+    table = TableData({"text": ["a", "b"], "who": [["ann"], ["ann"]]})
+    for asked in (lambda: units_of(table, "who"), lambda: people_of(table, "who")):
+        with pytest.raises(ValueError, match="unit 'who' holds lists or other values that name nobody"):
+            asked()
+
+
+def test_people_are_told_again_in_another_kind_of_file(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label,who\na,0,7.0\nb,1,7.0\nc,0,007\n")
+    train = dpft.load_data(str(tmp_path / "train.csv"), unit="who").train
+    for name, met in ((7, True), ("7", True), (7.0, True), (Decimal("7.0"), True), ("007", True), ("07", False), (8, False)):
+        dev = TableData({"text": ["d"], "label": [0], "who": [name]})
+        if met:
+            with pytest.raises(ValueError, match="1 of the 1 scored rows belong to people who are trained on"):
+                apart(NoisyAccuracy(dev, 1.0, unit="who"), train, "who")
+        else:
+            apart(NoisyAccuracy(dev, 1.0, unit="who"), train, "who")
+
+
+def test_people_of_tensors_are_told_by_their_value():
+    data = Dataset.from_dict({"text": ["a", "b"], "who": [3, 3]}).with_format("torch")
+    assert people_of(data, "who") == [3, 3]
 
 
 # ---- the engine
@@ -252,14 +349,19 @@ def test_without_privacy_the_mean_divides_by_people():
     assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), wanted, strict=True))
 
 
-def test_fine_tune_takes_the_column_of_a_table_of_texts():
+def words_of():
+    "A tokenizer of eight words."
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["[PAD]", "[UNK]", *"abcdefgh"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def test_fine_tune_takes_the_column_of_a_table_of_texts():
+    tokenizer = words_of()
     table = TableData({"sentence": [" ".join("abcdefgh"[: 1 + i % 5]) for i in range(24)], "label": [i % 3 for i in range(24)],
                        "writer": [f"w{i // 3}" for i in range(24)]})
     assert len(units_of(encode(table, tokenizer, ("sentence", "label")), "writer")) == 8
@@ -270,3 +372,98 @@ def test_fine_tune_takes_the_column_of_a_table_of_texts():
                              columns=("sentence", "label"), accountant="rdp", delta=1e-2, progress=False)
     assert run.guarantee.unit == "writer" and run.guarantee.mechanisms[0].sample_rate == 0.5
     assert "writer" in run.report()
+
+
+# ---- data that say whom they protect
+
+
+RUN = dict(epsilon=4.0, batch_size=4, steps=2, accountant="rdp", delta=1e-2, progress=False)
+
+
+def people_file(folder, name="rows.csv", rows=24, first=0):
+    path = folder / name
+    letters = "hgfedcba" if first else "abcdefgh"
+    frame = pd.DataFrame({"text": [" ".join(letters[: 1 + i % 5]) for i in range(rows)], "label": [i % 3 for i in range(rows)],
+                          "who": [f"w{first + i // 3}" for i in range(rows)]})
+    frame.to_csv(path, index=False)
+    return str(path)
+
+
+def tuned(train, **more):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dpft.fine_tune(zoo.build("bert")[0].float(), train, dpft.BiTFiT(), **{**RUN, "tokenizer": words_of(), **more})
+
+
+def test_data_that_were_loaded_with_a_unit_protect_it_and_say_so(tmp_path, capsys):
+    run = tuned(dpft.load_data(people_file(tmp_path), unit="who"), unit_cap=2, progress=True)
+    assert run.guarantee.unit == "who" and run.guarantee.mechanisms[0].sample_rate == 0.5
+    assert "the number of whos, 8" in run.guarantee.assumed_public and "unit: who" in capsys.readouterr().err
+    run.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "guarantee.json").read_text())["unit"] == "who"
+
+
+def test_the_unit_of_a_task_stays_when_its_rows_are_chosen(tmp_path):
+    task = dpft.load_data(people_file(tmp_path), unit="who", limit=18)
+    names, fewer = len(set(task.train["who"])), len(set(task.train["who"][:12]))
+    table = Task("t", "text", TableData(task.train[:]).subset(range(12)), None, columns=task.columns, unit="who")
+    for some, units in ((task, names), (task.assuming("a fact"), names), (replace(task, train=task.train.select(range(12))), fewer),
+                        (replace(task, train=take(task.train, range(12))), fewer), (table, fewer)):
+        ready = prepare(zoo.build("bert")[0], some, words_of())
+        assert some.unit == "who" and ready.schema.unit == "who" and len(units_of(ready.train, None)) == units
+    assert tuned(replace(task, train=task.train.select(range(12)))).guarantee.unit == "who"
+    assert task.train.select(range(3))["text"][:] == task.train["text"][:3]
+
+
+@pytest.mark.parametrize("other", ["text2", "example", [0, 1] * 12])
+def test_a_run_that_protects_others_than_its_data_say_is_refused(tmp_path, other):
+    task = dpft.load_data(people_file(tmp_path), unit="who")
+    ready = prepare(zoo.build("bert")[0], task, words_of())
+    for asked in (lambda: tuned(task, unit=other, ledger=tmp_path / "l.sqlite"),
+                  lambda: dpft.Engine(ready.model, None, dpft.BiTFiT(), ready.train, epsilon=4.0, unit=other),
+                  lambda: dpft.tune(ready.model, task, dpft.BiTFiT(), {"clip": [0.1, 0.2]}, lambda model: 1.0, epsilon=4.0, unit=other)):
+        with pytest.raises(ValueError, match="loaded to protect whom column 'who' says, and unit= says another"):
+            asked()
+    assert not (tmp_path / "l.sqlite").exists()
+
+
+def test_an_engine_protects_whom_its_data_name(tmp_path):
+    task = dpft.load_data(people_file(tmp_path), unit="who")
+    ready = prepare(zoo.build("bert")[0].float(), task, words_of())
+    for data in (ready.train, encode(task.train, words_of(), task.columns)):
+        e = dpft.Engine(ready.model, None, dpft.BiTFiT(), data, epsilon=4.0, batch_size=4, steps=2, accountant="rdp", delta=1e-2)
+        assert e.unit == "who" and e.population.size == 8 and e.guarantee.unit == "who"
+
+
+def test_an_engine_protects_whom_pictures_were_loaded_for(tmp_path):
+    from PIL import Image as Picture
+
+    rows = []
+    for number in range(12):
+        Picture.fromarray(np.full((4, 4), number, np.uint8)).save(file := io.BytesIO(), "png")
+        rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": number % 3, "patient": number // 3})
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    task = dpft.load_data(str(tmp_path / "rows.parquet"), unit="patient")
+    assert engine(data=task.train, batch_size=2).population.size == 4
+    assert engine(data=task.train.subset(range(9)), batch_size=2).unit == "patient"
+    assert engine(data=dpft.load_data(str(tmp_path / "rows.parquet")).train, batch_size=2).unit == "example"
+
+
+def test_each_rows_unit_of_a_task_is_kept():
+    table = {"text": list("abcdefgh"), "label": [0, 1] * 4}
+    task = as_task(table, unit=[row // 2 for row in range(8)])
+    assert tuned(task, batch_size=2, delta=1e-1).guarantee.mechanisms[0].sample_rate == 0.5
+
+
+def test_a_search_and_its_scores_protect_whom_the_task_names(tmp_path):
+    task = dpft.load_data(people_file(tmp_path), unit="who")
+    dev = dpft.load_data(people_file(tmp_path, "dev.csv", first=20)).train
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dpft.tune(zoo.build("bert")[0].float(), task, dpft.BiTFiT(), {"learning_rate": [1e-3, 1e-2]}, NoisyAccuracy(dev),
+                          **RUN, trials=2, charge="composition", tokenizer=words_of())
+    assert found.guarantee.unit == "who" and found.guarantee.mechanisms[0].sample_rate == 0.5
+    assert found.score_guarantee.unit == "unit of the development set"
+    assert NoisyAccuracy(task.train, 1.0).most == 3
+    with pytest.raises(ValueError, match="3 of the 24 scored rows belong to people who are trained on too"):
+        tuned(task, evaluate=NoisyAccuracy(dpft.load_data(people_file(tmp_path, "dev.csv", first=7)).train, 1.0))

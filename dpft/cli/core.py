@@ -7,9 +7,9 @@ __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJE
            'main', 'ended', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive',
            'whole_numbers', 'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
            'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
-           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'pretrained',
-           'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted',
-           'probed']
+           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'check_written',
+           'pretrained', 'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command',
+           'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -471,6 +471,8 @@ def prepared_model(
                          "and label with --columns and the names of the classes with "
                          "--classes")
     model = models.load_model(**recipe)
+    if task.kind == "causal" and task.columns:
+        check_written(model, task)
     reads = getattr(model, "main_input_name", None)
     if reads == "input_ids" and task.kind == "image":
         raise ValueError(f"--model {name} reads texts and {task.name} holds pictures; "
@@ -483,6 +485,16 @@ def prepared_model(
     return model, {**recipe, "tokenizer": tokenizer}
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-pretrained
+def check_written(model: Any, task: Any) -> None:
+    """ValueError for a model that cannot write the last column, which may be meant to
+    name classes."""
+    from dpft.prepared import check_causal
+    try:
+        check_causal(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; or, if column {task.columns[-1]!r} names classes, "
+                         "give their number or names with --classes") from None
+
 def pretrained(model: Any, task: Any, epochs: int) -> None:
     """Train on a task's public data; with several processes,
     the others receive the weights."""
