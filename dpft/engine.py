@@ -36,9 +36,9 @@ from .prepared import check_causal, check_outputs
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
 from .provenance import look_at_start, mark_trained, recall, restate_own
-from .sampling import Population, Share
+from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
-from .step import Draws, Releases, Step, random_state, with_precision
+from .step import Draws, Releases, Step, with_precision
 from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
 

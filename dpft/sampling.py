@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['APART', 'NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'probes', 'check_alone', 'kind_of',
-           'check_kinds', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of', 'Population', 'parts_of',
-           'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
+__all__ = ['APART', 'NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'probes', 'check_alone',
+           'kind_of', 'check_kinds', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of', 'Population',
+           'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -68,6 +69,14 @@ def gather(
     items = [data[int(index)] for index in indices]
     batch = (collate or collate_for(data))(items)
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-random-state
+@contextmanager
+def random_state(engine: Any, *context: str | int) -> Iterator[None]:
+    "torch's generators under a key, and afterwards as they were."
+    with torch.random.fork_rng([engine.device] * (engine.device.type == "cuda")):
+        engine.keystream.set_generators(*context)
+        yield
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone
 APART = ("a row comes out otherwise when it is read by itself than in its batch, so it "
