@@ -186,13 +186,26 @@ def test_a_step_refuses_the_batches_of_another_draw(unit):
 
 
 def test_a_step_takes_no_copy_of_its_own_draw():
-    "The same draw made a second time gives the same examples, and a batch of it beside its twin counted twice."
+    "The same draw made a second time gives the same examples, and a batch of it in place of its twin counted twice."
+    def again(e):
+        return e.batches(e.plan.sample_rate, "train", 0, views=True)
+
     e = engine(batch_size=60, steps=1, physical_batch_size=40)
     step = next(iter(e))
     own = list(step)
     step.add(own[0])
+    with pytest.raises(RuntimeError, match="was drawn already"):
+        next(again(e))
+    step.add(own[1])
+    step.privatize()
+    e = engine(batch_size=60, steps=1, physical_batch_size=30)           # two that were begun, one within the other
+    step = next(iter(e))
+    first, second = iter(step), again(e)
+    next(first), next(second)
+    late = next(first)
     with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
-        step.add(next(e.batches(e.plan.sample_rate, "train", 0, views=True)))
+        step.add(late)
+
 
 
 def centred(batch):
