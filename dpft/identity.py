@@ -306,7 +306,7 @@ def identity(
     as far as knobs tell; @sec-identity."""
     found: dict[str, dict[str, str]] = {"sum": {}, "run": {}, "": {}}
     looks = settings.evaluate_every is not None and callable(settings.evaluate)
-    complete = "loop" not in readers or not looks
+    complete = settings.collate_fn is None and ("loop" not in readers or not looks)
     for one in fields(settings):
         decided = one.name == "epochs" and settings.steps is not None  # by the steps
         kind = ("" if decided or one.metadata["of"] not in readers
