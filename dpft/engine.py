@@ -5,13 +5,12 @@
 # %% auto #0
 __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sharded', 'check_input', 'asked', 'planned',
            'public_facts', 'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'in_modes',
-           'method_release', 'access_of', 'random_state', 'alike', 'start_method', 'take_over', 'look_again',
-           'look_back', 'record_final', 'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine',
-           'mind_the_prefix']
+           'method_release', 'access_of', 'alike', 'start_method', 'take_over', 'look_again', 'look_back',
+           'record_final', 'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from .datasets import has_batch_protocol
 from .gradients import (
     WHOLE, Batch, Block, Coupling, Groups, LossFunction, lying, reuse_memory, trainable)
 from .guarantee import Guarantee, promised, secrets_in
-from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
+from .identity import (
+    content_of, facts_of, fingerprint_of, known_of, record_of, versions_of)
 from .ledger import Ledger, record_weights
 from .losses import chosen_loss, task_of
 from .method import Access, Context, Method, check_method, noted, said_of
@@ -37,10 +37,9 @@ from .prepared import check_causal, check_outputs
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
 from .provenance import look_at_start, mark_trained, recall, restate_own
-from .sampling import Share
+from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
-from .step import (
-    Draws, Population, Releases, Step, with_precision)
+from .step import Draws, Releases, Step, with_precision
 from .store import Store, put_back, snapshot, unless_begun
 from .texts import collate_for
 
@@ -152,13 +151,14 @@ def opened(
     def open_store() -> Store:
         facts, complete = facts_of(engine, start)
         return Store(given.checkpoint, facts, content, given.seed, complete=complete,
-                     further=engine.known.run, version=__version__)
+                     further=engine.known.run,
+                     version=f"{__version__}, {versions_of(engine.model)}")
     store: Store = engine.processes.first(open_store)
     store.folder = store.folder if engine.processes.is_first else None
     keystream = Keystream(store.secret)
     keystream.reproducible = given.seed is not None
     return store, keystream, Draws(engine.population, keystream, engine.processes,
-                                   engine.device)
+                                   engine.device, private=engine.plan.private)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-account-of
 def account_of(engine: "Engine", data: str) -> Account:
@@ -243,14 +243,6 @@ def access_of(engine: "Engine") -> Access:
         lambda rate, name: in_modes(engine, draws.draw(rate, name, whole=True)),
         engine.train, engine.assumed_public, engine.store.folder is not None,
         processes.is_first)
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-start
-@contextmanager
-def random_state(engine: "Engine", *context: str | int) -> Iterator[None]:
-    "torch's generators under a key, and afterwards as they were."
-    with torch.random.fork_rng([engine.device] * (engine.device.type == "cuda")):
-        engine.keystream.set_generators(*context)
-        yield
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-alike-state
 def alike(engine: "Engine", *context: str | int) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -16,16 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .datasets import check_complete, column, has_batch_protocol, unit_for
+from .datasets import (
+    bare, check_complete, column, has_batch_protocol, unit_for)
+from .settings import Settings, package_of
 from .texts import collate_for
 
 if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['NOBODY', 'poisson_draw', 'physical_batches', 'gather', 'kind_of', 'check_kinds', 'check_exact', 'stands_for_nobody',
-           'unit_numbers', 'Units', 'packed', 'units_of', 'chosen_views', 'Augmentation', 'moved', 'repeated',
-           'check_pictures', 'Share']
+__all__ = ['APART', 'NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'probes', 'check_alone',
+           'kind_of', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of',
+           'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -67,6 +70,94 @@ def gather(
     items = [data[int(index)] for index in indices]
     batch = (collate or collate_for(data))(items)
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-random-state
+@contextmanager
+def random_state(engine: Any, *context: str | int) -> Iterator[None]:
+    "torch's generators under a key, and afterwards as they were."
+    with torch.random.fork_rng([engine.device] * (engine.device.type == "cuda")):
+        engine.keystream.set_generators(*context)
+        yield
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone
+APART = ("a row comes out otherwise when it is read by itself than in its batch, so it "
+         "may count as another person's, or hold some of another's; let a collate_fn "
+         "keep its rows apart and in order and draw no random numbers, and use "
+         "augment= for views of pictures")
+
+def probes(
+    size: int,       # rows of a batch
+    key: bytes,      # which chooses
+) -> list[int]:
+    "The first row, the last, and one between them."
+    between = 1 + int.from_bytes(key[:8], "little") % max(size - 2, 1)
+    return sorted({0, min(between, size - 1), size - 1})
+
+def check_alone(
+    batch: Any,      # tensors, in dictionaries or tuples
+    alone: Any,      # some of its rows, read without the others
+    size: int,       # rows of the batch
+    here: slice,     # where they stand in it
+) -> None:
+    "ValueError when rows are something else in a batch than by themselves."
+    apart = dict(_named(alone))
+    for name, values in _named(batch):
+        if values.ndim and len(values) == size and not _reads_alike(
+                values, here, apart.get(name)):
+            raise ValueError(APART)
+
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-parts
+def _named(batch: Any, name: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
+    "The tensors of a batch, each with its place."
+    if isinstance(batch, Tensor):
+        yield name, batch
+        return
+    for key, part in (batch.items() if isinstance(batch, Mapping)
+                      else enumerate(batch)):
+        yield from _named(part, (*name, key))
+
+def _reads_alike(values: Tensor, here: slice, alone: Tensor | None) -> bool:
+    "Whether rows of a batch are, up to padding, what they are by themselves."
+    if alone is None:
+        return False
+    rows, alone = values[here].cpu(), alone.cpu()
+    if rows.ndim != alone.ndim or len(rows) != len(alone):   # it belongs to no row
+        return values.dtype == alone.dtype and torch.equal(values.cpu(), alone)
+    both = [*map(min, rows.shape, alone.shape)]
+    return any(
+        _near(_cut(rows, both, end), _cut(alone, both, end))
+        and (values.ndim != 2 or _is_padding(_beyond(values, both[1], end), here))
+        for end in (False, True))
+
+def _cut(rows: Tensor, shape: Sequence[int], end: bool) -> Tensor:
+    "The part of a shape that lies at the beginning, or at the end."
+    return rows[tuple(slice(own - size, None) if end else slice(size)
+                      for own, size in zip(rows.shape, shape, strict=True))]
+
+def _beyond(values: Tensor, length: int, end: bool) -> Tensor:
+    "What the rows of a batch of lists have besides such a part."
+    return values[:, :values.shape[1] - length] if end else values[:, length:]
+
+def _is_padding(beyond: Tensor, here: slice) -> bool:
+    "Whether some rows go on with one value, or all rows with the same."
+    mine = beyond[here].cpu()
+    return (_near(mine, mine[:, :1].expand_as(mine))
+            or _near(beyond.cpu(), mine[:1].expand_as(beyond)))
+
+def _near(values: Tensor, others: Tensor) -> bool:
+    "Whether numbers are the same but for rounding."
+    if values.dtype == others.dtype and torch.equal(values, others):
+        return True
+    rounding = [torch.finfo(x.dtype).eps for x in (values, others)
+                if x.is_floating_point() or x.is_complex()]
+    if not rounding:
+        return bool((values == others).all())
+    wide = torch.complex128 if values.is_complex() else torch.float64
+    values, others = values.to(wide), others.to(wide)
+    size = others.abs().nan_to_num(0, 0, 0).max().item() if others.numel() else 0.0
+    # numbers of 16 bits were rounded once, and others are sums that were
+    most = max(rounding) * (2 if max(rounding) > 1e-4 else 16) * size
+    return torch.allclose(values, others, rtol=0, atol=most, equal_nan=True)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-kinds
 def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
@@ -230,6 +321,51 @@ def units_of(
         raise ValueError(f"unit names {len(unit)} rows and the data has {len(data)}; "
                          "give the unit of every row")
     return Units(unit, "unit", cap)
+
+# %% ../nbs/5_notes/69_sampling.ipynb #engine-population
+class Population:
+    "Whom a run may draw: the units of a data set, and the rows of each."
+
+    def __init__(self, data: Any, settings: Settings):   # data: __len__ and __getitem__
+        self.data, self.augment = data, settings.augment
+        self.units = units_of(data, settings.unit, settings.unit_cap)
+        self.size = len(self.units or data)                      # units
+        self.unit = self.units.name if self.units else "example" # what one is called
+        self.most = settings.physical_batch_size or 64  # rows in memory at once
+        self.copies = self.augment.copies if self.augment else 1 # views of a picture
+        whole = has_batch_protocol(data)
+        self.collate_fn = settings.collate_fn or (None if whole else collate_for(data))
+        readers = [settings.collate_fn or (bare(data) if whole else None), self.augment]
+        # whether code that is not the package's makes the batches
+        self.read_by_others = any(package_of(reader) != "dpft" for reader in readers
+                                  if reader is not None)
+        # of rows; a unit is as long as its longest
+        self.lengths = getattr(data, "lengths", None)
+        if self.units and self.lengths is not None:
+            self.lengths = self.units.lengths(torch.as_tensor(self.lengths))
+
+    def packed(self, units: Tensor, most: int,
+               key: bytes) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of whole units that fit into memory, and the number of each row's unit;
+        the key chooses under a cap."""
+        if self.units is not None:
+            yield from self.units.batches(units, most, key)
+            return
+        for rows in physical_batches(units, most, self.lengths):
+            yield rows, torch.arange(len(rows))
+
+# %% ../nbs/5_notes/69_sampling.ipynb #engine-parts
+Part = tuple[Tensor, Tensor]   # (rows,) of the data set; number of each row's unit
+
+def parts_of(
+    people: Population, drawn: Tensor, key: bytes,
+    copies: int,                        # of each row in a batch
+    own: Callable[[Tensor], Tensor],    # the slice of a piece that a process takes
+) -> list[Part]:
+    "A draw of units in parts that fit into memory."
+    most = max(1, people.most // copies)
+    pieces = physical_batches(drawn, len(people.data), people.lengths)
+    return [part for piece in pieces for part in people.packed(own(piece), most, key)]
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-chosen-views
 def chosen_views(

@@ -410,10 +410,11 @@ def unwrapped(function: Any) -> FunctionType | None:
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
 
-# what reads the environment, a file, the clock or a generator other than torch's
+# what reads what is around: files, clocks, generators other than torch's, the process
 AROUND = {"environ", "environb", "getenv", "getenvb", "open", "load", "loadtxt",
           "genfromtxt", "fromfile", "memmap", "read_text", "read_bytes", "read_csv",
-          "read_json", "read_parquet", "random", "urandom", "time", "now"}
+          "read_json", "read_parquet", "random", "urandom", "time", "now", "hash", "id",
+          "getpid", "uuid1", "uuid4", "secrets", "perf_counter", "monotonic"}
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:

@@ -24,7 +24,7 @@ from dpft.datasets import (
 from dpft.files import read_file
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
-from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
+from dpft.sampling import Augmentation, check_alone, chosen_views, gather, physical_batches, poisson_draw, probes
 from dpft.sources import load_data, task_of
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
 from dpft.texts import EncodedData, collate_for, encode
@@ -621,6 +621,105 @@ def test_gather_takes_either_way_to_the_same_batch(tokenizer):
         collate_for(data)([])
     raw = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
     assert collate_for(raw, tokenizer)(raw)["input_ids"].tolist() == [[5, 6], [7, 0]]
+
+
+# Rows by themselves
+
+
+FULL = [{"input_ids": [2, 5, 6, 8, 3], "label": 0}, {"input_ids": [2, 7, 3], "label": 1}, {"input_ids": [2, 5, 3], "label": 1}]
+
+
+def padded_rows(items, side="right", to=None, fill=0):
+    "Lists as rows of one length."
+    most = to or max(map(len, items))
+    pad = [[fill] * (most - len(item)) for item in items]
+    return tensor([p + list(i) if side == "left" else list(i) + p for i, p in zip(items, pad, strict=True)])
+
+
+def tokens_of(items):
+    return [item["input_ids"] for item in items]
+
+
+def with_positions(items):
+    ids = padded_rows(tokens_of(items))
+    return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids), "mask": ids > 0}
+
+
+def with_pairs(items):
+    "A mask of pairs of tokens, (B, 1, T, T)."
+    real = padded_rows(tokens_of(items), "left") > 0
+    return {"mask": (real[:, :, None] & real[:, None] & torch.ones(2 * [real.shape[1]]).tril().bool())[:, None]}
+
+
+def as_encoding(items):
+    from transformers import BatchEncoding
+    return BatchEncoding({"input_ids": padded_rows(tokens_of(items)), "labels": tensor([item["label"] for item in items])})
+
+
+SOUND = {
+    "padded on the right": lambda items: {"input_ids": padded_rows(tokens_of(items)), "label": tensor([i["label"] for i in items])},
+    "padded on the left": lambda items: {"input_ids": padded_rows(tokens_of(items), "left")},
+    "padded with -100": lambda items: {"labels": padded_rows(tokens_of(items), fill=-100)},
+    "padded with nothing": lambda items: {"x": padded_rows(tokens_of(items), fill=float("nan"))},
+    "cut to one length": lambda items: {"input_ids": padded_rows([item[:2] for item in tokens_of(items)])},
+    "of one length": lambda items: {"input_ids": padded_rows(tokens_of(items), to=9)},
+    "positions": with_positions,
+    "pairs": with_pairs,
+    "an encoding": as_encoding,
+    "a tuple": lambda items: (padded_rows(tokens_of(items)), tensor([item["label"] for item in items])),
+    "nested": lambda items: {"text": {"ids": padded_rows(tokens_of(items))}, "more": (tensor([item["label"] for item in items]),)},
+    "a table as long as the batch": lambda items: (tensor([item["label"] for item in items]), torch.tensor([0.2, 0.3, 0.5])),
+    "a number": lambda items: (tensor([item["label"] for item in items]), tensor(len(items))),
+    "whole numbers as other types": lambda items: (tensor(np.array([float(i["label"]) if len(items) > 1 else i["label"] for i in items])),),
+    "rounded otherwise": lambda items: (tensor([i["label"] + 0.1 for i in items]) * (1 + (len(items) > 1) * 2**-23),),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_rows_that_are_read_by_themselves_are_those_of_their_batch(name):
+    from dpft.losses import to_device
+    batch = to_device(gather(FULL, range(3), SOUND[name]), "cpu")
+    for row in range(3):
+        check_alone(batch, to_device(gather(FULL, [row], SOUND[name]), "cpu"), 3, slice(row, row + 1))
+
+
+def mixed(items):
+    x = tensor([item["label"] for item in items]).float()
+    return (x + 1e-3 * x.roll(1),)
+
+
+def packed_rows(items):
+    "What is left of a row is filled with the next text."
+    texts, most = tokens_of(items), max(map(len, tokens_of(items)))
+    return {"input_ids": tensor([(text + texts[(i + 1) % len(texts)])[:most] for i, text in enumerate(texts)])}
+
+
+UNSOUND = {
+    "sorted": lambda items: {"input_ids": padded_rows(sorted(tokens_of(items), key=len))},
+    "only the labels sorted": lambda items: (padded_rows(tokens_of(items)), tensor(sorted(-i["label"] for i in items))),
+    "mixed": mixed,
+    "centred": lambda items: (tensor([i["label"] for i in items]) - torch.tensor([float(i["label"]) for i in items]).mean(),),
+    "filled up": packed_rows,
+    "random": lambda items: (torch.rand(len(items)),),
+    "squeezed": lambda items: (padded_rows(tokens_of(items)).squeeze(),),
+    "a field that others have": lambda items: {"x": torch.ones(len(items))} | ({"y": torch.ones(len(items))} if len(items) > 1 else {}),
+    "a table of the batch": lambda items: (tensor([i["label"] for i in items]), padded_rows(tokens_of(items)).float().mean().expand(3)),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_rows_that_depend_on_their_neighbours_are_told_when_they_are_read_by_themselves(name):
+    batch = gather(FULL, range(3), UNSOUND[name])
+    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
+        for row in range(3):
+            check_alone(batch, gather(FULL, [row], UNSOUND[name]), 3, slice(row, row + 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_the_ends_of_a_batch_and_a_row_between_them_are_read_again(size):
+    found = [probes(size, bytes([key]) * 32) for key in range(60)]
+    assert all(rows[0] == 0 and rows[-1] == size - 1 and len(rows) == min(size, 3) for rows in found)
+    assert {row for rows in found for row in rows} == set(range(size))
 
 
 # Draws

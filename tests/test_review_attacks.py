@@ -185,6 +185,62 @@ def test_a_step_refuses_the_batches_of_another_draw(unit):
         next(steps).add(own[1])                          # left over from the step before
 
 
+def test_a_step_takes_no_copy_of_its_own_draw():
+    "The same draw made a second time gives the same examples, and a batch of it in place of its twin counted twice."
+    def again(e):
+        return e.batches(e.plan.sample_rate, "train", 0, views=True)
+
+    e = engine(batch_size=60, steps=1, physical_batch_size=40)
+    step = next(iter(e))
+    own = list(step)
+    step.add(own[0])
+    with pytest.raises(RuntimeError, match="was drawn already"):
+        next(again(e))
+    step.add(own[1])
+    step.privatize()
+    e = engine(batch_size=60, steps=1, physical_batch_size=30)           # two that were begun, one within the other
+    step = next(iter(e))
+    first, second = iter(step), again(e)
+    next(first), next(second)
+    late = next(first)
+    with pytest.raises(ValueError, match="takes the batches that it yields, each once"):
+        step.add(late)
+
+
+
+def centred(batch):
+    batch["x"] -= batch["x"].mean(0)
+
+
+def centred_anew(batch):
+    batch["x"] = batch["x"] - batch["x"].mean(0)
+
+
+@pytest.mark.parametrize("change", [centred, centred_anew, lambda batch: batch.update(more=torch.ones(len(batch["x"]))),
+                                    lambda batch: batch["y"].fill_(0)])
+def test_a_batch_that_was_changed_after_it_was_given_out_is_refused(change):
+    "From the second step on nobody looked, and one row in the mean moved the sum by nine bounds."
+    class Rows:
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, row):
+            return {"x": torch.full((3,), float(row)), "y": row % 2}
+
+    def loss_fn(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    e = dpft.Engine(torch.nn.Linear(3, 2), loss_fn, Full(), Rows(), noise_multiplier=1.0, batch_size=24, steps=2, clip=0.1, delta=1e-3,
+                    seed=0, accountant="rdp")
+    steps = iter(e)
+    next(steps).take()
+    step = next(steps)
+    batch = next(iter(step))
+    change(batch)
+    with pytest.raises(ValueError, match="was changed after the step gave it out"):
+        step.add(batch)
+
+
 @pytest.mark.parametrize("sensitivity", [0.0, -1.0, math.nan, math.inf])
 def test_a_release_without_a_bound_is_refused(sensitivity):
     "With sensitivity 0 no noise was added, and epsilon stayed what it was."

@@ -364,12 +364,45 @@ def test_a_function_that_scores_the_model_during_the_run_leaves_the_identity_inc
 
 
 @pytest.mark.parametrize("body", ["float(os.environ['AA'])", "float(os.getenv('AA', 1))", "float(open('scale.txt').read())",
+                                  "hash('a') % 7", "os.getpid()", "uuid.uuid4().int", "id(model)", "secrets.randbits(3)",
                                   "look('AA', 1)", "helped()", "float(os.path.Path('scale').read_text())", "numpy.load('scale.npy')",
                                   "model.random()"])
 def test_a_function_that_reads_what_is_around_it_leaves_the_identity_incomplete(tmp_path, body):
     text = f"import os\nfrom os import getenv as look\ndef helped(): return os.environ\ndef loss(model, batch): return {body}\n"
     assert not name_of_code(written(tmp_path, text).loss)[1]
     assert name_of_code(written(tmp_path, text.replace(f"return {body}", "return os.sep")).loss)[1]
+
+
+
+def by_rows(items):
+    return torch.stack([torch.as_tensor(image) for image, _ in items]), torch.tensor([int(label) for _, label in items])
+
+
+def test_a_collate_fn_leaves_the_identity_incomplete_as_a_data_set_of_ones_own_does():
+    """It may hash words or read files: two runs of one seed had other sums under the same noise, and their difference was bare."""
+    known = identity(Settings(collate_fn=by_rows))
+    assert name_of_code(by_rows)[1] and not known.complete and known.sums != identity(Settings()).sums
+    assert store().portable and not store(collate_fn=by_rows).portable
+
+
+def test_another_version_of_what_a_model_is_made_of_is_another_secret(monkeypatch):
+    "A library's code is not read, and dropout of another torch may be another one."
+    import transformers as hf
+    def llama():
+        torch.manual_seed(0)
+        return LlamaForSequenceClassification(LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                                          intermediate_size=8, pad_token_id=0, num_labels=2))
+    def both():
+        return store().secret, store(llama(), loss_fn=lambda model, batch: 0).secret
+    found = [both()]
+    monkeypatch.setattr(hf, "__version__", "0.1")
+    found.append(both())
+    monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+another.build")
+    found.append(both())
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    found.append(both())
+    plain, named = (list(secrets) for secrets in zip(*found, strict=True))
+    assert plain[0] == plain[1] == plain[2] != plain[3] and named[0] != named[1] == named[2] != named[3]
 
 
 

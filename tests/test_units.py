@@ -4,6 +4,7 @@ import io
 import json
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal
 
@@ -11,11 +12,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import TensorDataset
 
 import dpft
 from dpft.datasets import TableData, Task, TensorData, as_dataset, take
@@ -301,6 +306,137 @@ def test_a_collate_function_that_changes_the_order_is_refused_though_all_losses_
     assert one(torch.utils.data.default_collate).norm() > 0
     with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
         one(by_size)
+
+
+# ---- what reads the rows of a batch keeps them apart and in order
+
+
+def longest_first(items):
+    "As `pack_padded_sequence` wants its rows; a stable order, so a batch of equal lengths stays as it is."
+    items = sorted(items, key=lambda item: -len(item["x"]))
+    return {"x": pad_sequence([item["x"] for item in items], batch_first=True), "n": torch.tensor([len(item["x"]) for item in items]),
+            "y": torch.tensor([item["y"] for item in items])}
+
+
+class Averaged(nn.Module):
+    "The mean over a text's own tokens."
+    def __init__(self):
+        super().__init__()
+        self.lift, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, n):
+        own = torch.arange(x.shape[1]) < n[:, None]
+        return self.head((torch.tanh(self.lift(x)) * own[..., None]).sum(1) / n[:, None])
+
+
+def averaged_loss(model, batch):
+    return F.cross_entropy(model(batch["x"], batch["n"]), batch["y"], reduction="none")
+
+
+def texts(size=64, short=(), seed=0):
+    "Texts of 8 tokens and, where it is said, of 2."
+    generator = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(2 if row in short else 8, 4, generator=generator), "y": row % 3} for row in range(size)]
+
+
+@pytest.mark.parametrize("short, refused", [((), False), ((40,), True), ((63,), False)])
+@pytest.mark.parametrize("many", [True, False])
+def test_rows_that_a_collate_function_reorders_in_a_later_batch_are_refused(short, refused, many):
+    """The look at the first batch saw rows of one length; one short row among them later gave every person another's rows."""
+    rows = texts(short=short)
+    e = dpft.Engine(Averaged(), averaged_loss, dpft.Full(), rows, noise_multiplier=1.0, batch_size=32 if many else 64, steps=1, clip=0.1,
+                    delta=1e-3, seed=0, physical_batch_size=32, collate_fn=longest_first, accountant="rdp",
+                    unit=[row // 2 for row in range(64)] if many else None)
+    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order") if refused else nullcontext():
+        assert one_sum(e).norm() > 0                                         # all of one length, or the short one last
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_collate_function_that_mixes_only_some_batches_is_refused(share):
+    def sometimes_mixed(items):
+        x, y = torch.utils.data.default_collate(items)
+        y = F.one_hot(y, 3).float()
+        if len(x) > 1 and torch.rand(()) < share:
+            x, y = (x + x.roll(1, 0)) / 2, (y + y.roll(1, 0)) / 2
+        return x, y
+
+    generator = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(48, 5, generator=generator), torch.randint(0, 3, (48,), generator=generator))
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    e = dpft.Engine(nn.Linear(5, 3), loss_fn, dpft.Full(), rows,
+                    noise_multiplier=1.0, batch_size=24, steps=40, clip=0.1, delta=1e-3, seed=0, collate_fn=sometimes_mixed,
+                    accountant="rdp")
+    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
+        run_all(e)
+
+
+def test_a_method_that_draws_reads_rows_that_are_kept_apart_too():
+    class Looks(Method):
+        def requests(self, context):
+            return [Request(1.0, 1, 0.1, "look")]
+
+        def start(self, context):
+            for _ in context.draw(1.0):
+                pass
+
+    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
+        dpft.Engine(Averaged(), averaged_loss, Looks(), texts(short=(40,)), epsilon=2.0, batch_size=32, steps=1, clip=0.1, delta=1e-3,
+                    seed=0, physical_batch_size=32, collate_fn=longest_first, accountant="rdp")
+
+
+def test_a_data_set_that_gives_whole_batches_keeps_its_rows_apart_too():
+    class Sorting:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, row):
+            return self.rows[row]
+
+        def batch(self, indices):
+            return longest_first([self.rows[int(row)] for row in indices])
+
+    def one(short):
+        return one_sum(dpft.Engine(Averaged(), averaged_loss, dpft.Full(), Sorting(texts(short=short)), noise_multiplier=1.0, batch_size=64,
+                                   steps=1, clip=0.1, delta=1e-3, seed=0, physical_batch_size=32, accountant="rdp"))
+
+    assert one(()).norm() > 0
+    with pytest.raises(ValueError, match="keep its rows apart and in order"):
+        one((40,))
+
+
+def test_without_privacy_rows_may_be_mixed():
+    rows = texts(short=(40,))
+    assert one_sum(dpft.Engine(Averaged(), averaged_loss, dpft.Full(), rows, epsilon=float("inf"), batch_size=64, steps=1, seed=0,
+                               physical_batch_size=32, collate_fn=longest_first, accountant="rdp")).norm() > 0
+
+
+def test_reading_takes_its_random_numbers_from_the_run_and_leaves_torchs_as_they_were():
+    """Else two runs of one seed had other sums under the same noise."""
+    class Jittered:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, row):
+            return torch.full((4,), float(row)) + torch.rand(4), row % 3
+
+    e = dpft.Engine(nn.Linear(4, 3), averaged_loss, dpft.Full(), Jittered(), noise_multiplier=1.0, batch_size=10, steps=1, delta=1e-3,
+                    seed=0, physical_batch_size=4, accountant="rdp")
+
+    def read(elsewhere, step):
+        torch.manual_seed(elsewhere)
+        before = torch.get_rng_state()
+        found = torch.cat([batch[0] for batch in e.batches(0.5, "train", step)])
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    first, again, other = read(1, 0), read(2, 0), read(1, 1)
+    assert torch.equal(first, again)
+    assert not set(first[:, 0].tolist()) & set(other[:, 0].tolist())
 
 
 def test_a_method_that_draws_must_ask_for_the_units():
