@@ -281,8 +281,13 @@ def released_from(
     if not 0 < sensitivity < math.inf:
         raise ValueError(f"sensitivity={sensitivity}: the noise is scaled to it, so it "
                          "must be a positive bound on what one unit adds to the sum")
+    if total.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"a sum in {total.dtype}: noise covers float32 or float64 "
+                         "only, so add up and release in one of these")
     if refused := access.unasked():
         raise ValueError(refused)
+    largest = sensitivity / (4 * torch.finfo(total.dtype).eps)
+    total = total.clamp(-largest, largest)   # 2**21 bounds in float32
     done = allowance.released.get(number, 0)
     allowance.open, allowance.released[number] = None, done + 1
     return access.release(number, access.requests[number].name, done, total,
@@ -481,9 +486,11 @@ class Context(View):
 def bounded_rows(
     values: Tensor,  # (B, M) what each unit contributes
     bound: float,    # on the 2-norm of a contribution: the sensitivity to release with
-) -> Tensor:         # (M,)
+) -> Tensor:         # (M,), float64 wherever the device has it
     """The sum of the rows, each scaled down to the bound;
     one that is not finite contributes nothing."""
+    values = values.to(
+        torch.float32 if values.device.type == "mps" else torch.float64)
     length = values.norm(dim=1, keepdim=True)
     scaled = values * (bound / length).clamp(max=1)
     return torch.where(length.isfinite(), scaled, 0).nan_to_num(0).sum(0)

@@ -889,6 +889,145 @@ def test_what_hides_one_poison_is_found_by_the_other(read):
     assert "a" in prefix.cut
 
 
+class Reorders(nn.Module):
+    "Its frozen part sees the rows in another order, and the head sees them as they came: for some batches only."
+
+    def __init__(self, order):
+        super().__init__()
+        self.below, self.head, self.order = Inner(), nn.Linear(4, 4), order
+
+    def forward(self, x):
+        if self.order is longest_first_inside:    # the part itself returns its rows in another order
+            self.below.order = longest_first(x).tolist()
+            return self.head(self.below(x)[torch.tensor(self.below.order).argsort()])
+        order = self.order(x)
+        x = self.below.first(x)
+        return self.head(self.below.last(torch.tanh(x[order]))[order.argsort()])
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.order = nn.Linear(4, 4), nn.Linear(4, 4), None
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x[self.order])))
+
+
+def longest_first(x):
+    return x[:, 0].argsort(descending=True, stable=True)
+
+
+def longest_first_inside(x):
+    raise AssertionError
+
+
+def longest_first_in_large_batches(x):
+    return longest_first(x) if len(x) > 5 else torch.arange(len(x))
+
+
+def longest_first_when_one_is_short(x):
+    return longest_first(x) if x[:, 0].mean() < 1 else torch.arange(len(x))
+
+
+def backwards(x):
+    return torch.arange(len(x)).flip(0)
+
+
+def of_length(length, rows=6, seed=0):
+    x, y = numbers(rows, seed=seed)
+    x[:, 0] = length
+    return x, y
+
+
+def joined(*batches):
+    return tuple(map(torch.cat, zip(*batches, strict=True)))
+
+
+REORDERINGS = [longest_first, longest_first_inside, longest_first_in_large_batches, longest_first_when_one_is_short, backwards]
+
+
+def reordering(order):
+    torch.manual_seed(0)
+    model = Reorders(order).double()
+    train_from(model, "head")
+    return model, Prefix(model, square_loss)
+
+
+@pytest.mark.parametrize("order", REORDERINGS)
+def test_rows_that_change_places_are_never_given_to_one_another(order):
+    """The first batches keep their order, or hold one row, so they show nothing; a later one mixes what each of them stored."""
+    long, short = of_length(8.0), of_length(-80.0, rows=2, seed=1)
+    alone = select_rows(long, torch.tensor([0]))
+    mixed, last = joined(short, long), joined(long, short, of_length(-80.0, rows=1, seed=2))
+    for batches in [(long, mixed, last), (long, short, mixed, last), (short, long, mixed), (alone, long, short, mixed), (long, last, long)]:
+        model, prefix = reordering(order)
+        for batch in batches:
+            assert difference(model, square_loss, prefix, batch) <= 1e-12
+        if order is backwards:
+            assert prefix.cut == ["below.first"]
+        else:
+            assert prefix.reason is not None and prefix.bytes == 0   # what was stored before it showed is gone
+
+
+@pytest.mark.parametrize("order", REORDERINGS[:4])
+def test_a_model_that_does_not_reorder_keeps_its_rows(order):
+    model, prefix = reordering(order)
+    batches = [of_length(8.0, rows, seed=rows) for rows in (1, 6, 2, 3)]
+    for batch in [*batches, joined(*batches), joined(*batches[::-1])]:
+        assert difference(model, square_loss, prefix, batch) <= 1e-12
+    assert prefix.reason is None and prefix.misses == 12
+
+
+class Coupled(nn.Module):
+    "Its frozen part scales all rows by the largest number, once that is beyond a limit."
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.head = Inner(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.below.first(x)
+        return self.head(self.below.last(x * (100 / x.abs().max()).clamp(max=1)))
+
+
+def test_rows_stored_before_a_coupling_shows_are_not_trusted():
+    large = tuple(1000 * x for x in numbers(rows=2, seed=1))
+    for batches in [(numbers(), large, joined(numbers(), large), numbers()), (joined(numbers(), large), numbers())]:
+        model = Coupled().double()
+        train_from(model, "head")
+        prefix = Prefix(model, square_loss)
+        for batch in batches:
+            assert torch.allclose(prefix(model, batch), square_loss(model, batch), rtol=1e-12)
+        assert prefix.cut in ([], ["below.first"])
+
+
+class InPieces(nn.Module):
+    "Calls its frozen part on pieces of the batch, or on each of two inputs, the second one first in small batches."
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.pieces, self.below, self.head = pieces, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.pieces:
+            return self.head(torch.cat([self.below(x.reshape(-1, 2)[i:i + 8]) for i in range(0, 2 * len(x), 8)]).reshape(-1, 4))
+        left, right = x.split(2, 1)
+        if len(x) > 4:
+            return self.head(torch.cat([self.below(left), self.below(right)], 1))
+        return self.head(torch.cat([self.below(right), self.below(left)], 1).roll(2, 1))
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+def test_calls_of_one_module_that_change_their_parts(pieces):
+    model = InPieces(pieces).double()
+    train_from(model, "head")
+    prefix = Prefix(model, square_loss)
+    some, others = numbers(rows=4), numbers(rows=9, seed=1)
+    for batch in [some, some, others, joined(some, others), some]:
+        assert difference(model, square_loss, prefix, batch) <= 1e-12
+
+
 class Tally(nn.Module):
     "Counts its calls in a buffer, and scales by it."
 

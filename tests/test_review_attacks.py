@@ -31,7 +31,7 @@ from dpft.frost.magnitude import sensitivity
 from dpft.gradients import Block, gradients
 from dpft.identity import fingerprint
 from dpft.loop import Run
-from dpft.method import Method
+from dpft.method import Method, bounded_rows
 from dpft.noise import Keystream, secure_std
 from dpft.plan import noise_spread, scaled_blocks
 from dpft.privacy import Request, SampledGaussian
@@ -252,6 +252,49 @@ def test_a_release_without_a_bound_is_refused(sensitivity):
             context.train_only(context.body)
     with pytest.raises(ValueError, match="sensitivity"):
         engine(method=Odd(), epsilon=1.0)
+
+
+class Releases(Full):
+    "Releases a sum that it is given, whatever the draw."
+
+    def __init__(self, total, sensitivity):
+        self.total, self.sensitivity, self.noisy = total, sensitivity, None
+
+    def requests(self, context):
+        return [Request(0.5, 1, 0.2)]
+
+    def start(self, context):
+        super().start(context)
+        assert [*context.draw(0.5)]
+        self.noisy = context.release(self.total.clone(), self.sensitivity)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16, torch.bfloat16, torch.int64])
+def test_a_sum_that_noise_does_not_cover_is_refused(dtype):
+    "Imaginary parts went out bare, and beside 4096 in bfloat16 noise of 0.04 is none."
+    with pytest.raises(ValueError, match="float32 or float64"):
+        engine(method=Releases(torch.full((8,), 4096.0).to(dtype), 0.01), epsilon=1.0)
+
+
+@pytest.mark.parametrize("value", [1e8, -1e30, math.inf])
+def test_noise_does_not_vanish_beside_a_large_sum(value):
+    method = Releases(torch.full((1000,), value), 0.1)
+    engine(method=method, epsilon=1.0)
+    assert method.noisy.std() > 0.1 and method.noisy.unique().numel() > 4
+    honest = Releases(torch.full((1000,), 1e4), 0.1)
+    engine(method=honest, epsilon=1.0)
+    assert abs(honest.noisy.mean() - 1e4) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_more_row_moves_bounded_rows_by_the_bound_at_most(dtype):
+    "In half precision the sum stood still, and then leapt by 64 bounds."
+    for values in (torch.ones(401, 64), torch.rand(401, 64) * 100, torch.full((401, 4), 300.0), torch.full((401, 1), 3e4)):
+        sums = [bounded_rows(values[:rows].to(dtype), 1.0).double() for rows in range(360, 402)]
+        assert max((y - x).norm().item() for x, y in zip(sums, sums[1:])) <= 1 + 1e-6
+        assert sums[-1].norm() > 300
+    odd = torch.tensor([[math.nan, 0.0], [math.inf, 1.0], [3.0, 4.0], [0.0, 0.0]]).to(dtype)
+    assert torch.allclose(bounded_rows(odd, 1.0).double(), torch.tensor([0.6, 0.8], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("mask", [lambda p: torch.full_like(p, 0.5), lambda p: torch.ones_like(p, dtype=torch.int64),
