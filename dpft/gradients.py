@@ -5,28 +5,30 @@
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'PLAIN', 'PLACES', 'HOOKS', 'CHUNK', 'CACHED', 'BLOCK', 'SPLIT', 'HALVED',
            'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE', 'Own', 'Form', 'ROWS',
-           'COUPLED', 'NEIGHBOURS', 'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE',
-           'Sights', 'PUTS_BACK', 'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around',
-           'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'copy_of', 'exchanged', 'refill',
-           'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients',
-           'full', 'by_example', 'row_sums', 'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added',
-           'Contribution', 'Dense', 'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct',
-           'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight',
-           'last_bias', 'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight',
-           'channel_bias', 'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight',
-           'group_norm_weight', 'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma',
-           'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares',
-           'masked_squares', 'squares_of', 'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'place_of',
-           'same_input', 'kept_pair', 'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of',
-           'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample',
-           'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder',
-           'leaves_of', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training', 'accelerators',
-           'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance', 'refuse_change',
-           'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length',
-           'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged',
-           'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting',
-           'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
-           'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS', 'PADDING', 'ANEW',
+           'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK', 'PASS_FAILS',
+           'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'modules_around', 'called_with', 'leads_to', 'version',
+           'some_of', 'unlike', 'Held', 'copy_of', 'exchanged', 'refill', 'refuse_lost', 'buffers_kept',
+           'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
+           'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
+           'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule',
+           'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias',
+           'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
+           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
+           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
+           'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares', 'squares_of',
+           'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'place_of', 'same_input', 'kept_pair',
+           'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept',
+           'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
+           'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'nodes_of', 'leaves_of', 'kind_of',
+           'in_place', 'in_front', 'picks_rows', 'may_move', 'moves_rows', 'OutsideTheModel', 'refuse_leaves',
+           'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still',
+           'steady', 'different_rows', 'tolerance', 'refuse_change', 'same_losses_in_all_settings', 'repadded',
+           'Coupling', 'check_followed', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains',
+           'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works',
+           'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'same_share', 'look_at_whole', 'unseen',
+           'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms',
+           'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -41,7 +43,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -357,12 +359,11 @@ def per_example_losses(
     "The (B,) losses of a batch; ValueError when `loss_fn` returns anything else."
     with buffers_kept(model, loss_fn, held=held):
         losses = loss_fn(model, batch)
-    rows = batch_rows(batch)
-    if not isinstance(losses, Tensor) or losses.shape != (rows,):
-        shape = (tuple(losses.shape) if isinstance(losses, Tensor)
-                 else type(losses).__name__)
-        raise ValueError(f"loss_fn returned {shape} for {rows} examples; it must "
-                         "return one loss per example, for instance with "
+    if not isinstance(losses, Tensor) or losses.shape != (batch_rows(batch),):
+        kind = (f"a tensor of {losses.ndim} dimensions" if isinstance(losses, Tensor)
+                else f"a {type(losses).__name__}")
+        raise ValueError(f"loss_fn returned {kind} that is not one loss per example; "
+                         "it must return (B,) losses, for instance with "
                          "reduction='none'")
     return losses
 
@@ -1456,11 +1457,12 @@ class Gradients:
         where: Whole = WHOLE,                 # how the parameters lie over processes
         # in which rows reached a parameter, as far as it was noted
         forms: Mapping[nn.Parameter, set[Form]] | None = None,
+        strays: Sequence[nn.Parameter] = (),  # whose rows are another example's
     ):
         self.losses, self.parameters, self.size = losses, parameters, size
         self.kept = kept = Kept(parameters, uses, size, where)
         self.names, self.uses = kept.names, kept.uses
-        self.forms = forms or {}
+        self.forms, self.strays = forms or {}, strays
 
     def square_norms(self, name: str, mask: Tensor | None = None) -> Tensor:
         """(B,) squared 2-norms of one parameter's, or of entries of it;
@@ -1521,6 +1523,8 @@ class Gradients:
 ROWS = ("keep examples first in every layer that trains, the same number of rows for "
         "each, or freeze the layer")
 
+Heard = dict[nn.Parameter, list[Tensor]]  # (B,) squared norms of output gradients
+
 class NotByExample(RuntimeError):
     "A layer's output is not ordered by example."
 
@@ -1534,11 +1538,20 @@ class Collected:
         self.forms: dict[nn.Parameter, set[Form]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
         self.shortened: tuple[Tensor, Tensor] | None = None  # an input, and so rounded
+        self.heard: Heard | None = None      # while gradients are compared, not kept
+        self.weights = torch.ones(())        # of the losses, meanwhile
 
-    def note(self, parameters: Iterable[nn.Parameter], form: Form) -> None:
+    def note(self, parameters: Iterable[nn.Parameter], form: Form,
+             gradient: Tensor) -> bool:  # whether it counts
         "In which form rows reach these parameters: how many an example has, and so on."
         for parameter in parameters:
             self.forms.setdefault(parameter, set()).add(form)
+            if self.heard is not None:
+                rows = full(by_example(gradient))
+                weights = self.weights.to(rows)[:, None]
+                self.heard.setdefault(parameter, []).append(
+                    row_sums((rows / weights).square()))
+        return self.heard is None
 
     def anchor(self, output: Tensor) -> Tensor:
         "A scalar that requires a gradient, one for each device."
@@ -1597,8 +1610,9 @@ def tap_layer(
     if output.is_leaf and output.requires_grad:  # made so for gradient checkpointing
         output = output.view_as(output)
     def receive(gradient: Tensor, *saved: Tensor) -> None:
-        collected.note(own.values(), form)
         gradient = collected.by_example(cut(gradient))
+        if not collected.note(own.values(), form, gradient):
+            return
         if bias is not None:
             collected.add(bias, rule.bias(layer, gradient))
         if weight is not None:
@@ -1629,9 +1643,9 @@ def tap_bare(
         copies = (parameter if here is None else here).detach().expand(
             collected.rows, *shape)
         def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
-            collected.note([parameter], form)
-            rows = gradient.reshape(len(gradient), *parameter.shape)
-            collected.add(parameter, Dense(rows))
+            if collected.note([parameter], form, gradient):
+                rows = gradient.reshape(len(gradient), *parameter.shape)
+                collected.add(parameter, Dense(rows))
         module.__dict__[name] = Tap.apply(copies, collected.anchor(copies), receive)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-untap-bare
@@ -1686,6 +1700,7 @@ class Recorder:
         self.trains = {id(p) for p in trainable(model).values()} - skipped
         self.where = lying(model)
         self.collected = Collected(0, groups)
+        self.strays: list[nn.Parameter] = []  # whose rows are not where they belong
         self.leaves: list[weakref.ref[Tensor]] = []  # that are not the model's
 
     def run(self, loss_fn: LossFunction, batch: Batch, held: Held,
@@ -1701,23 +1716,129 @@ class Recorder:
                                if not any(x is anchor for anchor in anchors)]
             if losses.requires_grad and anchors:
                 with torch.autocast(losses.device.type, enabled=False):
+                    if moves_rows(losses, self.collected.rows, self.where):
+                        self.strays = self.listen(losses, anchors)
                     torch.autograd.grad(losses.sum(), anchors, allow_unused=True)
             self.collected.shortened = None
         return losses.detach()
 
+    def listen(self, losses: Tensor, anchors: list[Tensor]) -> list[nn.Parameter]:
+        """Parameters with a row whose gradient does not double with its own unit's
+        loss."""
+        if self.where is not WHOLE:
+            raise NotByExample("rows change places on the way to the losses, and the "
+                               f"model lies over several processes; {ROWS}, or give "
+                               "every process the whole model")
+        rows, device = self.collected.rows, losses.device
+        number = self.groups.on(device)[0] if self.groups else torch.arange(
+            rows, device=device)
+        powers = 8 if losses.dtype == torch.float16 else 64
+        first = self.hear(losses, anchors, torch.ones_like(losses))
+        found, unit = dict.fromkeys(first, True), 1
+        while unit < rows:  # two numbers differ in one of their digits
+            weights = 2.0 ** (number // unit % powers).to(losses)
+            for p, again in self.hear(losses, anchors, weights).items():
+                found[p] &= all(torch.allclose(
+                    one, other, rtol=tolerance(one), atol=0, equal_nan=True)
+                    for one, other in zip(first[p], again, strict=True))
+            unit *= powers
+        return [p for p, same in found.items() if not same]
+
+    def hear(self, losses: Tensor, anchors: list[Tensor], weights: Tensor) -> Heard:
+        "What a backward pass of weighted losses brings, over the weights."
+        heard: Heard = {}
+        self.collected.heard, self.collected.weights = heard, weights
+        torch.autograd.grad((losses * weights).sum(), anchors, allow_unused=True,
+                            retain_graph=True)
+        self.collected.heard = None
+        return heard
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves
-def leaves_of(losses: Tensor) -> list[Tensor]:
-    "The tensors at the ends of a graph that would be given a gradient."
-    found, seen, todo = [], set(), [losses.grad_fn]
+def nodes_of(losses: Tensor) -> Iterator[Any]:
+    "The steps of a graph, the last one first."
+    seen, todo = set[Any](), [losses.grad_fn]
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        todo += [following for following, _ in node.next_functions]
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions]
+
+def leaves_of(losses: Tensor) -> list[Tensor]:
+    "The tensors at the ends of a graph that would be given a gradient."
+    return [node.variable for node in nodes_of(losses) if hasattr(node, "variable")]
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-moves
+UNPLACED = {  # that choose rows by values, or put features first
+    "AsStrided", "CopySlices", "Dot", "Embedding", "EmbeddingBag", "MaskedScatter",
+    "MaskedSelect", "Mv", "PackPaddedSequence", "Put", "T", "Take"}
+ADDS_ROWS = {"Mm": 1, "Addmm": 2, "Linear": 1}  # of which factor
+SIZES = "_saved_self_sym_sizes"
+DIMENSIONS = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
+
+@cache
+def kind_of(step: type) -> tuple[str, list[str]]:
+    "What a step of a graph is called, and where it keeps its dimensions."
+    own = issubclass(step, torch.autograd.function.BackwardCFunction)
+    name = "" if own else step.__name__.partition("Backward")[0]
+    return name, [x for x in DIMENSIONS if hasattr(step, x) and not own]
+
+def in_place(index: Tensor, size: int, rows: int) -> bool:
+    "Whether an index of a first dimension gives each example its own rows."
+    if index.dtype in (torch.bool, torch.uint8):
+        index = index.nonzero()[:, 0]
+    if index.ndim == 0 or len(index) % rows or size % rows:
+        return False
+    own = torch.arange(len(index), device=index.device) // max(1, len(index) // rows)
+    return bool((by_example(index) % size // (size // rows) == own[:, None]).all())
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-moves-steps
+def in_front(step: Any, places: list[str]) -> bool:
+    "Whether a step of a graph takes up the first dimension."
+    shape = step._input_metadata[0].shape
+    count = len(getattr(step, SIZES, shape))
+    for given in map(partial(getattr, step), places):
+        dims = [given] if isinstance(given, int) else [*(given or ())]
+        signed = [x - 2**64 if x >= 2**63 else x for x in dims]
+        if not hasattr(step, SIZES) and getattr(step, "_saved_keepdim", True) is False:
+            count = len(shape) + len(dims)
+        if any(x in (0, -count) for x in signed) or (not dims and given is not None):
+            return True
+    return False
+
+def picks_rows(step: Any, rows: int) -> bool:
+    "Whether an index gives an example the rows of another."
+    if kind_of(type(step))[0] == "Index":
+        index, *others = step._saved_indices
+        if index is None:
+            return False
+        if any(x is not None and x.ndim > index.ndim for x in others):
+            return True
+    else:
+        index = step._saved_index
+    return not in_place(index, getattr(step, SIZES)[0], rows)
+
+def may_move(step: Any, rows: int) -> bool:
+    "Whether a step of a graph may change the order of rows, or put others first."
+    name, places = kind_of(type(step))
+    if name in ADDS_ROWS:
+        return step.next_functions[ADDS_ROWS[name]][0] is not None
+    if name == "Permute":
+        return step._saved_dims[0] != 0
+    if name == "IndexPut":
+        return step._saved_indices[0] is not None
+    if name in UNPLACED or places and in_front(step, places):
+        return name != "IndexSelect" or picks_rows(step, rows)
+    sizes = getattr(step, SIZES, None)
+    return (name == "Index" and picks_rows(step, rows)) or (
+        sizes is not None and (not sizes or sizes[0] % rows != 0))
+
+def moves_rows(losses: Tensor, rows: int, where: Whole = WHOLE) -> bool:
+    """Whether rows may change places on the way to the losses; where a model lies over
+    several processes, whether an index moves them."""
+    return rows > 1 and any(
+        may_move(step, rows) for step in nodes_of(losses)
+        if where is WHOLE or kind_of(type(step))[0] in ("Index", "IndexSelect"))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outside
 class OutsideTheModel(ValueError):
@@ -2144,9 +2265,10 @@ class Ragged(TorchDispatchMode):
         rows = {len(x) for x in given if self.follows(x)}
         if any(name in func._schema.name for name in PUTS_BACK):
             rows &= {len(x) for x in given[:1] if self.follows(x)}
-        chosen = torch.Tag.dynamic_output_shape in func.tags and (
-            func is not torch.ops.aten.index.Tensor
-            or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:]))
+        chosen = "pack_padded" in func._schema.name or (
+            torch.Tag.dynamic_output_shape in func.tags and (
+                func is not torch.ops.aten.index.Tensor
+                or any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])))
         for x in made:
             if x.ndim and (chosen or len(x) in rows):
                 self.follow(x)
@@ -2169,9 +2291,11 @@ def reached_by_picked_rows(model: nn.Module, loss_fn: LossFunction,
     found: set[int] = set()
     rows = Ragged()
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if isinstance(output, Tensor) and output.ndim and any(map(rows.follows, given)):
-            rows.follow(output)
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor) and x.ndim]
+                       for part in ((args, kwargs), output))
+        if made and any(map(rows.follows, given)):
+            for values in made:
+                rows.follow(values)
             found.update(id(p) for p in module.parameters(recurse=False))
     with ExitStack() as stack:
         layers = (x for x in model.modules()
@@ -2377,7 +2501,7 @@ def record(
     size = groups.units if groups else len(losses)
     found = recorder.collected
     return Gradients(losses, trainable(model), found.uses, size, recorder.where,
-                     found.forms)
+                     found.forms, recorder.strays)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
 def can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
@@ -2414,7 +2538,8 @@ def counting(
     recorder, loss = Recorder(model, skip=skip), Counting(loss_fn, counts)
     with forked(model), buffers_kept(model, loss) as held:
         losses = recorder.run(loss, batch, held)
-    return Gradients(losses, trainable(model), recorder.collected.uses, len(losses))
+    return Gradients(losses, trainable(model), recorder.collected.uses, len(losses),
+                     strays=recorder.strays)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole
 def same_in_whole(
@@ -2435,6 +2560,8 @@ def same_in_whole(
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
         part = counting(model, loss_fn, select_rows(batch, rows), counts, skip)
+        if strays := {*whole.strays, *part.strays}:
+            return same_in_whole(model, loss_fn, batch, {*skip, *strays}, turn)
         if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
             raise ValueError(f"an example's gradient has a part in rows that are not "
                              f"its own; so its influence has no bound: {ROWS}, and "
@@ -2605,6 +2732,7 @@ def gradients(
     look_at_whole(model, loss_fn, batch, slow)
     taken = record(model, loss_fn, batch, groups, skip=slow)
     slow |= looked_at_again(model, loss_fn, batch, taken)
+    slow |= dict.fromkeys(taken.strays, per_example_gradients)
     for way in dict.fromkeys(slow.values()):
         with only_training(model, [parameter for parameter, chosen in slow.items()
                                    if chosen is way]):
