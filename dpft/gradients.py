@@ -43,7 +43,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import is_, itemgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -1776,12 +1776,16 @@ ADDS_ROWS = {"Mm": 1, "Addmm": 2, "Linear": 1}  # of which factor
 SIZES = "_saved_self_sym_sizes"
 DIMENSIONS = ("_saved_dim", "_saved_dims", "_saved_dim0", "_saved_dim1")
 
-@cache
-def kind_of(step: type) -> tuple[str, list[str]]:
+_kinds: dict[type, tuple[str, list[str]]] = {}
+
+def kind_of(step: Any) -> tuple[str, list[str]]:
     "What a step of a graph is called, and where it keeps its dimensions."
-    own = issubclass(step, torch.autograd.function.BackwardCFunction)
-    name = "" if own else step.__name__.partition("Backward")[0]
-    return name, [x for x in DIMENSIONS if hasattr(step, x) and not own]
+    kind = type(step)
+    if kind not in _kinds:
+        own = issubclass(kind, torch.autograd.function.BackwardCFunction)
+        _kinds[kind] = ("" if own else kind.__name__.partition("Backward")[0],
+                        [x for x in DIMENSIONS if hasattr(kind, x) and not own])
+    return _kinds[kind]
 
 def in_place(index: Tensor, size: int, rows: int) -> bool:
     "Whether an index of a first dimension gives each example its own rows."
@@ -1808,7 +1812,7 @@ def in_front(step: Any, places: list[str]) -> bool:
 
 def picks_rows(step: Any, rows: int) -> bool:
     "Whether an index gives an example the rows of another."
-    if kind_of(type(step))[0] == "Index":
+    if kind_of(step)[0] == "Index":
         index, *others = step._saved_indices
         if index is None:
             return False
@@ -1820,14 +1824,14 @@ def picks_rows(step: Any, rows: int) -> bool:
 
 def may_move(step: Any, rows: int) -> bool:
     "Whether a step of a graph may change the order of rows, or put others first."
-    name, places = kind_of(type(step))
+    name, places = kind_of(step)
     if name in ADDS_ROWS:
         return step.next_functions[ADDS_ROWS[name]][0] is not None
     if name == "Permute":
         return step._saved_dims[0] != 0
     if name == "IndexPut":
         return step._saved_indices[0] is not None
-    if name in UNPLACED or places and in_front(step, places):
+    if name in UNPLACED or (places and in_front(step, places)):
         return name != "IndexSelect" or picks_rows(step, rows)
     sizes = getattr(step, SIZES, None)
     return (name == "Index" and picks_rows(step, rows)) or (
@@ -1838,7 +1842,7 @@ def moves_rows(losses: Tensor, rows: int, where: Whole = WHOLE) -> bool:
     several processes, whether an index moves them."""
     return rows > 1 and any(
         may_move(step, rows) for step in nodes_of(losses)
-        if where is WHOLE or kind_of(type(step))[0] in ("Index", "IndexSelect"))
+        if where is WHOLE or kind_of(step)[0] in ("Index", "IndexSelect"))
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-outside
 class OutsideTheModel(ValueError):
