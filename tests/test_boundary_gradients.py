@@ -1,6 +1,9 @@
 """What a batch leaves behind besides its clipped sum: nothing in the loss, in buffers or in a message; and what is refused."""
 
+import queue
+import types
 import warnings
+from collections import deque
 from functools import partial
 
 import numpy as np
@@ -310,6 +313,121 @@ def test_what_a_pass_writes_into_an_array_is_put_back(where):
     for _ in range(3):
         clipped_sum(model, loss if where == "loss" else lambda model, batch: model.loss(model, batch), (noise(5, 4),), 1.0)
     assert loss.sums.tolist() == [1.0, 1.0]
+
+
+class Slotted:
+    __slots__ = ("rows",)
+
+    def __init__(self):
+        self.rows = []
+
+
+def namespace(**held):
+    return types.SimpleNamespace(**held)
+
+
+MEMORIES = {  # what is made, and the list in it
+    "namespaces in one another": (lambda: namespace(inner=namespace(rows=[])), lambda held: held.inner.rows),
+    "slots": (Slotted, lambda held: held.rows),
+    "queue": (lambda: namespace(queue=queue.Queue()), lambda held: held.queue.queue),
+    "dictionary of an object": (lambda: {"inner": namespace(rows=[])}, lambda held: held["inner"].rows),
+    "tuple": (lambda: ([],), lambda held: held[0]),
+}
+
+
+@pytest.mark.parametrize(("make", "rows"), MEMORIES.values(), ids=MEMORIES)
+def test_a_memory_of_rows_is_empty_again_wherever_the_model_keeps_it(make, rows):
+    class Remembers(Chain):
+        def forward(self, x):
+            x = super().forward(x)
+            rows(self.memory).extend(x.detach())
+            return x
+    model = Remembers(a=nn.Linear(4, 2))
+    model.memory = make()
+    clipped_sum(model, wave, (noise(5, 4),), 1.0)
+    assert not rows(model.memory)
+
+
+def test_a_memory_of_rows_in_the_class_of_a_model_is_empty_again():
+    class Remembers(Chain):
+        rows, seen = [], 0
+
+        def forward(self, x):
+            x = super().forward(x)
+            self.rows.extend(x.detach())
+            type(self).seen += len(x)
+            type(self).last = x.detach()
+            return x
+    clipped_sum(Remembers(a=nn.Linear(4, 2)), wave, (noise(5, 4),), 1.0)
+    assert not Remembers.rows and Remembers.seen == 0 and not hasattr(Remembers, "last")
+
+
+def losses_with_memories():
+    "By where a function keeps what it has seen: the function, and what it holds."
+    closed, mean = [], torch.zeros(2, dtype=torch.float64)
+    def in_a_closure(model, batch):
+        closed.extend(model(batch[0]).detach())
+        return wave(model, batch)
+    def in_a_default(model, batch, rows=[]):  # noqa: B006
+        rows.extend(model(batch[0]).detach())
+        return wave(model, batch)
+    def in_a_keyword(model, batch, *, rows=[]):  # noqa: B006
+        rows.extend(model(batch[0]).detach())
+        return wave(model, batch)
+    def in_an_attribute(model, batch):
+        in_an_attribute.rows.extend(model(batch[0]).detach())
+        return wave(model, batch)
+    def in_a_mean(model, batch):
+        mean.lerp_(model(batch[0]).detach().mean(0), 0.1)
+        return wave(model, batch)
+    in_an_attribute.rows = []
+    def helped(model, batch):
+        return in_a_closure(model, batch)
+    return {"closure": (in_a_closure, lambda: closed), "default": (in_a_default, lambda: in_a_default.__defaults__[0]),
+            "keyword": (in_a_keyword, lambda: in_a_keyword.__kwdefaults__["rows"]),
+            "attribute": (in_an_attribute, lambda: in_an_attribute.rows),
+            "mean": (in_a_mean, lambda: in_a_mean.__closure__[0].cell_contents.nonzero()),
+            "another function": (helped, lambda: closed)}
+
+
+@pytest.mark.parametrize("where", losses_with_memories())
+def test_a_memory_of_rows_around_a_function_is_empty_again(where):
+    loss, held = losses_with_memories()[where]
+    clipped_sum(Chain(a=nn.Linear(4, 2)), loss, (noise(5, 4),), 1.0)
+    assert len(held()) == 0
+
+
+def test_a_functions_own_record_of_its_calls_is_kept():
+    calls = []
+    def loss(model, batch):
+        calls.append(len(batch[0]))
+        return wave(model, batch)
+    for _ in range(2):
+        clipped_sum(Chain(a=nn.Linear(4, 2)), loss, (noise(5, 4),), 1.0)
+    assert calls[-1] == 5
+
+
+@pytest.mark.parametrize("memory", [np.zeros((70_000, 4)), [None] * 1001, deque([None] * 1001, 1001), dict.fromkeys(range(1001))],
+                         ids=["array", "list", "deque", "dictionary"])
+def test_a_memory_too_large_to_copy_is_refused_once_it_has_changed(memory):
+    class Remembers(Chain):
+        changes = False
+
+        def forward(self, x):
+            x = super().forward(x)
+            if self.changes and isinstance(memory, np.ndarray):
+                memory[:1000, :2] = x.detach()[0]
+            elif self.changes and isinstance(memory, dict):
+                memory[len(memory)] = x.detach()
+            elif self.changes:
+                memory.append(x.detach())
+            return x
+    model = Remembers(a=nn.Linear(4, 2))
+    model.memory = memory
+    clipped_sum(model, wave, (noise(5, 4),), 1.0)
+    Remembers.changes = True
+    with pytest.raises(RuntimeError, match=r"changed the buffers memory.*too large"):
+        clipped_sum(model, wave, (noise(5, 4),), 1.0)
 
 
 # ---- coupling --------------------------------------------------------------------------------------------------------------------

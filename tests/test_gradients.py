@@ -677,6 +677,17 @@ def test_a_loss_of_the_wrong_shape_is_refused(reduce):
         gradients(model, lambda m, b: reduce(loss_fn(m, b)), batch)
 
 
+def test_the_error_does_not_tell_how_many_examples_were_drawn():
+    "That number is drawn at random, and what hides an example in a batch."
+    model, loss_fn, batch = zoo.build("cnn")
+    def told(rows, reduce):
+        with pytest.raises(ValueError) as error:
+            gradients(model, lambda m, b: reduce(loss_fn(m, b)), dpft.gradients.select_rows(batch, torch.arange(rows)))
+        return str(error.value)
+    for reduce in (lambda losses: losses[:1], lambda losses: losses[:, None], lambda losses: 1.0, lambda losses: losses.repeat(2)):
+        assert told(2, reduce) == told(3, reduce)
+
+
 def test_nothing_to_train_and_no_tensor_are_refused():
     model, loss_fn, batch = zoo.build("cnn")
     with pytest.raises(ValueError, match="at least one tensor"):
@@ -943,3 +954,137 @@ def test_rows_are_followed_where_memory_cannot_be_read():
     rows = Ragged()
     rows.follow(picked)
     assert rows.follows(picked) and rows.follows(picked.detach()) and not rows.follows(other)
+
+
+# ---- rows that a model puts in another order
+
+
+def one_hot_rows(order, x):
+    return F.one_hot(order, len(order)).to(x)
+
+
+def assigned(x, order):
+    rows = torch.zeros_like(x)
+    for place, i in enumerate(order.tolist()):
+        rows[place] = x[i]
+    return rows
+
+
+WAYS_TO_SORT = {
+    "index": lambda x, order: x[order],
+    "index and columns": lambda x, order: x[order[:, None], torch.arange(x.shape[1])],
+    "list": lambda x, order: x[order.tolist()],
+    "numpy": lambda x, order: x[order.numpy()],
+    "mask": lambda x, order: torch.cat([x[torch.arange(len(x)) == i] for i in order]),
+    "index_select": lambda x, order: x.index_select(0, order),
+    "gather": lambda x, order: x.gather(0, order[:, None].expand_as(x)),
+    "take_along_dim": lambda x, order: torch.take_along_dim(x, order[:, None], 0),
+    "index_copy": lambda x, order: torch.zeros_like(x).index_copy(0, order.argsort(), x),
+    "index_put": lambda x, order: torch.zeros_like(x).index_put((order.argsort(),), x),
+    "scatter": lambda x, order: torch.zeros_like(x).scatter(0, order.argsort()[:, None].expand_as(x), x),
+    "stack": lambda x, order: torch.stack([x[i] for i in order]),
+    "cat": lambda x, order: torch.cat([x[i : i + 1] for i in order]),
+    "one-hot": lambda x, order: one_hot_rows(order, x) @ x,
+    "einsum": lambda x, order: torch.einsum("ij,jd->id", one_hot_rows(order, x), x),
+    "embedding": lambda x, order: F.embedding(order, x),
+    "second dimension": lambda x, order: x[None][:, order][0],
+    "transposed": lambda x, order: x.T[:, order].T,
+    "assignment": assigned,
+}
+
+
+class Sorts(Net):
+    "A layer that sees rows by their length, the first number; as a recurrent net sees packed texts."
+
+    def __init__(self, way):
+        super().__init__(layer=nn.Linear(4, 5), head=nn.Linear(5, 3))
+        self.way = way
+
+    def forward(self, x):
+        order = x[:, 0].argsort(descending=True, stable=True)
+        return self.head(self.way(torch.tanh(self.layer(self.way(x, order))), order.argsort()))
+
+
+def of_lengths(*lengths):
+    return (torch.cat([tensor(lengths).double()[:, None], noise(len(lengths), 3)], 1),)
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SORT.values(), ids=WAYS_TO_SORT)
+def test_rows_sorted_inside_a_model_keep_their_own_gradients(way):
+    model = Sorts(way)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gradients(model, wave, of_lengths(1, 1, 1, 1))   # nothing moves yet
+        for batch in (of_lengths(0, 1, 1, 1), of_lengths(1, 0.5, 1, 0, 1, 1)):
+            assert worst_error(model, wave, batch) <= 1e-9
+
+
+def test_rows_whose_neighbours_alone_are_sorted_are_looked_at_without_a_refusal():
+    "The first batch as a whole is not of one length; the three rows that are compared are."
+    assert worst_error(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(1, 1, 1, 1, 0, 1, 0.5)) <= 1e-9
+
+
+def test_a_layer_behind_the_sorted_ones_stays_fast():
+    model = Sorts(WAYS_TO_SORT["index"])
+    gradients(model, wave, of_lengths(1, 1, 1, 1))
+    found = gradients(model, wave, of_lengths(0, 1, 1, 1))
+    assert [found.names[id(p)] for p in found.strays] == ["layer.weight", "layer.bias"]
+
+
+def test_rows_that_stay_in_their_place_cost_no_second_pass(monkeypatch):
+    "A look-up of each example's last token, and a sort of what is sorted."
+    class Last(Chain):
+        def forward(self, x):
+            return self.last(self.first(x)[torch.arange(len(x)), (x[:, :, 0] > 0).sum(1) - 1])
+    model, listened = Last(first=nn.Linear(4, 5), last=nn.Linear(5, 3)), []
+    monkeypatch.setattr(dpft.gradients.Recorder, "listen", lambda *given: listened.append(given))
+    gradients(model, wave, (noise(5, 2, 4),))
+    gradients(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(1, 1, 1, 1))
+    assert not listened
+
+
+def test_persons_keep_what_is_theirs_when_rows_are_sorted():
+    model, groups = Sorts(WAYS_TO_SORT["index"]), tensor([0, 1, 0, 2, 1, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gradients(model, wave, of_lengths(1, 1, 1, 1))
+        assert worst_error(model, wave, of_lengths(0, 1, 1, 0.5, 1, 1), groups) <= 1e-9
+
+
+def test_padding_that_is_left_out_only_where_there_is_some():
+    "A branch that no look has taken, with a number of tokens that fits."
+    class Unpadded(Net):
+        def forward(self, x):
+            there = x[..., 0] > 0
+            if there.all():
+                rows = torch.tanh(self.layer(x.flatten(0, 1))).unflatten(0, there.shape)
+            else:
+                rows = x.new_zeros(*there.shape, 5)
+                rows[there] = torch.tanh(self.layer(x[there]))
+            return self.head(rows.sum(1))
+    model, full = Unpadded(layer=nn.Linear(4, 5), head=nn.Linear(5, 3)), noise(2, 6, 4).abs()
+    for tokens in (2, 3, 4):
+        gradients(model, wave, (full[:, :tokens],))
+    full[1, 2:] = 0    # 8 tokens are left: four for each, by their number
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert worst_error(model, wave, (full,)) <= 1e-9
+
+
+def test_packed_sequences_of_any_order_stay_exact():
+    class Unsorted(Packed):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            lengths = (x[..., 0] != 0).sum(1).cpu()
+            packed = nn.utils.rnn.pack_padded_sequence(self.inner(x), lengths, batch_first=True, enforce_sorted=False)
+            padded = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+            return self.head(padded[:, 0])
+    model, x = Unsorted(), noise(5, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gradients(model, wave, (x,))
+        x[0, 1:] = 0
+        assert worst_error(model, wave, (x,)) <= 1e-9
