@@ -95,15 +95,15 @@ def probes(
 
 def check_alone(
     batch: Any,      # tensors, in dictionaries or tuples
-    alone: Any,      # some of its rows, read without the others
+    alone: Any,      # one of its rows, read without the others
     size: int,       # rows of the batch
-    here: slice,     # where they stand in it
+    row: int,        # where it stands in the batch
 ) -> None:
-    "ValueError when rows are something else in a batch than by themselves."
+    "ValueError when a row is something else in a batch than by itself."
     apart = dict(_named(alone))
     for name, values in _named(batch):
         if values.ndim and len(values) == size and not _reads_alike(
-                values, here, apart.get(name)):
+                values, slice(row, row + 1), apart.get(name)):
             raise ValueError(APART)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-parts
@@ -111,10 +111,10 @@ def _named(batch: Any, name: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor
     "The tensors of a batch, each with its place."
     if isinstance(batch, Tensor):
         yield name, batch
-        return
-    for key, part in (batch.items() if isinstance(batch, Mapping)
-                      else enumerate(batch)):
-        yield from _named(part, (*name, key))
+    elif isinstance(batch, Mapping | list | tuple):
+        parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+        for key, part in parts:
+            yield from _named(part, (*name, key))
 
 def _reads_alike(values: Tensor, here: slice, alone: Tensor | None) -> bool:
     "Whether rows of a batch are, up to padding, what they are by themselves."
@@ -335,14 +335,17 @@ class Population:
         self.copies = self.augment.copies if self.augment else 1 # views of a picture
         whole = has_batch_protocol(data)
         self.collate_fn = settings.collate_fn or (None if whole else collate_for(data))
-        readers = [settings.collate_fn or (bare(data) if whole else None), self.augment]
         # whether code that is not the package's makes the batches
-        self.read_by_others = any(package_of(reader) != "dpft" for reader in readers
-                                  if reader is not None)
+        reader = bare(data) if self.collate_fn is None else self.collate_fn
+        self.read_by_others = package_of(reader) != "dpft"
         # of rows; a unit is as long as its longest
         self.lengths = getattr(data, "lengths", None)
         if self.units and self.lengths is not None:
             self.lengths = self.units.lengths(torch.as_tensor(self.lengths))
+
+    def read(self, rows: Tensor) -> Any:
+        "The batch of these rows, as it is read."
+        return gather(self.data, rows, self.collate_fn)
 
     def packed(self, units: Tensor, most: int,
                key: bytes) -> Iterator[tuple[Tensor, Tensor]]:

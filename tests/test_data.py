@@ -680,7 +680,7 @@ def test_rows_that_are_read_by_themselves_are_those_of_their_batch(name):
     from dpft.losses import to_device
     batch = to_device(gather(FULL, range(3), SOUND[name]), "cpu")
     for row in range(3):
-        check_alone(batch, to_device(gather(FULL, [row], SOUND[name]), "cpu"), 3, slice(row, row + 1))
+        check_alone(batch, to_device(gather(FULL, [row], SOUND[name]), "cpu"), 3, row)
 
 
 def mixed(items):
@@ -712,7 +712,7 @@ def test_rows_that_depend_on_their_neighbours_are_told_when_they_are_read_by_the
     batch = gather(FULL, range(3), UNSOUND[name])
     with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
         for row in range(3):
-            check_alone(batch, gather(FULL, [row], UNSOUND[name]), 3, slice(row, row + 1))
+            check_alone(batch, gather(FULL, [row], UNSOUND[name]), 3, row)
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
