@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['OVERHEAD', 'Call', 'Answers', 'LEAST', 'CHEAP', 'Key', 'TOKENS', 'STRAYED', 'hit_share', 'worth_it', 'intercepted',
            'aside', 'trial', 'random_state', 'set_random_state', 'has_drawn', 'evaluate', 'Leaf', 'Form', 'form_of',
-           'answerable', 'copied', 'rows_of', 'filled', 'nowhere', 'poison', 'close', 'is_live', 'live_modules',
-           'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments', 'first_outputs',
-           'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere', 'same_losses',
-           'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search', 'token_counts',
-           'is_by_token', 'raw', 'entries', 'ambient', 'numbers_of', 'fetched', 'on_host', 'row_keys', 'Shelf',
-           'FileShelf', 'trimmable', 'batch_form', 'stack_rows', 'check_plain', 'marked', 'given', 'same_rows',
-           'in_place', 'one_and_others', 'near', 'computed', 'answers_of', 'counted', 'Lookup', 'fresh_rows',
-           'searched', 'state_of', 'serves', 'Planner', 'search', 'Prefix']
+           'plain', 'answerable', 'copied', 'rows_of', 'filled', 'nowhere', 'poison', 'close', 'is_live',
+           'live_modules', 'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey', 'recomputed_segments',
+           'first_outputs', 'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere',
+           'same_losses', 'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search',
+           'token_counts', 'is_by_token', 'numbers_of', 'raw', 'entries', 'ambient', 'fetched', 'on_host', 'row_keys',
+           'Shelf', 'FileShelf', 'trimmable', 'batch_form', 'stack_rows', 'check_plain', 'marked', 'given', 'same_rows',
+           'in_place', 'one_and_others', 'note_probe', 'as_noted', 'near', 'computed', 'answers_of', 'counted',
+           'Lookup', 'fresh_rows', 'searched', 'state_of', 'serves', 'Planner', 'still_noted', 'search', 'Prefix']
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-imports
 import hashlib
@@ -178,15 +178,19 @@ def form_of(output: Any, rows: int) -> Form:
     return Form(spec, tuple(map(leaf, leaves)))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-answerable
+def plain(value: Any) -> bool:
+    "Whether a value is a constant."
+    return value is None or isinstance(value, (bool, int, float, str))
+
 def answerable(output: Any) -> bool:
     "Whether an output can be given: a tree of floating-point tensors and constants."
     leaves = tree_flatten(output)[0]
-    def plain(x: Any) -> bool:
+    def simple(x: Any) -> bool:
         if isinstance(x, Tensor):
             dense = x.layout == torch.strided and not x.is_nested
             return x.is_floating_point() and x.ndim > 0 and dense
-        return x is None or isinstance(x, (bool, int, float, str))
-    return all(map(plain, leaves)) and any(isinstance(x, Tensor) for x in leaves)
+        return plain(x)
+    return all(map(simple, leaves)) and any(isinstance(x, Tensor) for x in leaves)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-rows-of
 def copied(output: Any) -> Any:
@@ -406,8 +410,7 @@ class Watch:
         "Bytes of the samples, one tensor for each device."
         devices: dict[torch.device, list[Tensor]] = {}
         for view in self.views:
-            own = view.contiguous().reshape(-1).view(torch.uint8)
-            devices.setdefault(view.device, []).append(own)
+            devices.setdefault(view.device, []).append(numbers_of(view))
         return [torch.cat(parts) for parts in devices.values()]
 
     def same_structure(self) -> bool:
@@ -443,6 +446,8 @@ class Plan:
     trims: bool | None = None     # whether padding can be left out; None: not known yet
     by_token: list[bool] = field(default_factory=list)  # of each stored tensor
     looks: int = 0                # at how the rows of a batch stand
+    # of each autocast one row, and what the calls were given for it
+    probes: dict[tuple, tuple[Batch, list[Any]]] = field(default_factory=dict)
 
     def keep(self, rows: int) -> Callable[[Call, Any], tuple[Form, list[Tensor]]]:
         "Of each output the form, and of those in the cut the tensors."
@@ -646,9 +651,14 @@ def is_by_token(name: Any, value: Tensor, batch: Batch) -> bool:
     return value.shape[1] == batch["attention_mask"].shape[1]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-raw
+def numbers_of(values: Tensor) -> Tensor:
+    "The bytes of a tensor, in a row."
+    flat = values.detach().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)   # of one number, too
+
 def raw(values: Tensor) -> Any:
     "The bytes of a tensor, as an array."
-    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return numbers_of(values.cpu()).numpy()
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-entries
 def entries(batch: Batch) -> list[tuple[Any, Any]]:
@@ -662,10 +672,6 @@ def ambient() -> list[Any]:
             for kind in ("cpu", "cuda")]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-on-host
-def numbers_of(values: Tensor) -> Tensor:
-    "The bytes of a tensor, in a row."
-    return values.detach().contiguous().reshape(-1).view(torch.uint8)
-
 def fetched(far: Sequence[Tensor]) -> list[Tensor]:
     "Tensors of a device on the CPU; the device is asked once."
     parts = torch.cat([*map(numbers_of, far)]).cpu().split([x.nbytes for x in far])
@@ -992,6 +998,32 @@ def one_and_others(plan: Plan, rows: int) -> list[list[int]]:
     others = [i for i in reversed(range(rows)) if i != alone]
     return [[alone], others] if others else []
 
+# %% ../nbs/5_notes/76_prefix.ipynb #prefix-probe
+def note_probe(
+    model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch
+) -> None:
+    "Keep the first row of the first batch, and what the calls are given for it."
+    if tuple(ambient()) not in plan.probes:
+        row = copied(select_rows(batch, torch.tensor([0])))
+        with aside(model):
+            found = given(model, loss_fn, plan, row, torch.tensor([0]))
+        plan.probes[tuple(ambient())] = row, found
+
+def as_noted(model: nn.Module, loss_fn: LossFunction, plan: Plan) -> list[Tensor]:
+    "Whether the calls are given for that row what they were given then; not asked yet."
+    if tuple(ambient()) not in plan.probes:
+        return []
+    row, before = plan.probes[tuple(ambient())]
+    with aside(model):
+        now = given(model, loss_fn, plan, row, torch.tensor([0]))
+    def same(x: Any, y: Any) -> Tensor:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if x.shape == y.shape and x.dtype == y.dtype:
+                return (numbers_of(x) == numbers_of(y)).all()
+            return torch.tensor(False)
+        return torch.tensor(type(x) is type(y) and (not plain(x) or x == y))
+    return [torch.tensor(len(now) == len(before)), *map(same, now, before)]
+
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-computed
 def near(found: list[Tensor], wanted: list[Tensor]) -> bool:
     "Whether two rows are the same up to rounding, at the scale of the row."
@@ -1014,7 +1046,8 @@ def computed(
     witness, *others = wanted.values()
     numbers = [witness, witness, *(others or [witness]), witness]
     some, keep = select_rows(batch, torch.tensor(numbers)), plan.keep(len(numbers))
-    found = first_outputs(model, loss_fn, some, plan.calls, plan.live, keep)
+    unwatched = {*model.modules()} - {*plan.watch.structures}
+    found = first_outputs(model, loss_fn, some, plan.calls, unwatched, keep)
     forms = {call: output_form for call, (output_form, _) in found.items()}
     if plan.forms.setdefault(batch_form(batch), forms) != forms:
         raise Strayed
@@ -1079,29 +1112,47 @@ class Lookup:
         if keys is None or (self.shelf.full and not known):
             self.misses += batch_rows(batch)
             return None
+        noted = as_noted(self.model, self.loss_fn, plan)
+        if any(key not in self.shelf for key in keys) and not all(noted):
+            self.misses += len(keys)
+            self.forget(plan)  # before what is stored is compared with new rows
+            return None
         fresh = fresh_rows(self, plan, batch, keys, counts)
+        note_probe(self.model, self.loss_fn, plan, batch)
         rows = [fresh.get(key) or self.shelf.get(key) for key in keys]
+        return self.answered(plan, batch, rows, [*noted, *copies])
+
+    def answered(
+        self, plan: Plan, batch: Batch, rows: list[list[Tensor]], same: list[Tensor],
+    ) -> Tensor | None:
+        "The losses from these rows, or None; Strayed if they are not in their places."
         answers = answers_of(plan, plan.forms[batch_form(batch)], rows)
         look = partial(in_place, self.model, self.loss_fn, plan, batch,
-                       one_and_others(plan, len(keys)))
+                       one_and_others(plan, len(rows)))
         places, state = look(), random_state(self.model)
         losses = evaluate(self.model, self.loss_fn, batch, answers)
-        watched, device = (*places, *copies, *plan.watch.alike()), losses.device
-        alike = [same.to(device, non_blocking=True) for same in watched]
-        finite, *same = torch.stack([losses.isfinite().all(), *alike]).tolist()
-        placed, same = all(same[:len(places)]), same[len(places):]
-        if not placed and not all(map(bool, look(exact=False))):
+        asked, device = (*places, *same, *plan.watch.alike()), losses.device
+        alike = [each.to(device, non_blocking=True) for each in asked]
+        finite, *told = torch.stack([losses.isfinite().all(), *alike]).tolist()
+        if not all(told[:len(places)]) and not all(map(bool, look(exact=False))):
             set_random_state(self.model, state)
             raise Strayed
         plan.looks += 1
-        if not all(same):  # edited behind torch's count, or a batch after it was copied
-            plan.watch.note()
-            plan.trims, plan.by_token = None, []
-            self.shelf.clear()
-        if answers or not finite or not all(same):  # poison was read, or so
+        unchanged = all(told[len(places):])
+        if not unchanged:  # edited behind torch's count, or a batch after it was copied
+            self.forget(plan)
+        if answers or not finite or not unchanged:  # poison was read, or so
             set_random_state(self.model, state)
             return None
         return losses
+
+    def forget(self, plan: Plan) -> None:
+        "All rows, and what was found out for them."
+        plan.watch.note()
+        plan.trims, plan.by_token = None, []
+        plan.probes.clear()
+        self.shelf.clear()
+
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-fresh
 def fresh_rows(
@@ -1191,6 +1242,13 @@ class Planner:
             self.plan, self.last = None, self.plan or self.last
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-planner-search
+def still_noted(planner: Planner, last: Plan | None) -> bool:
+    "Whether the calls of the last plan are given what they were given then."
+    try:
+        return last is None or all(as_noted(planner.model, planner.loss_fn, last))
+    except Strayed:
+        return False
+
 def search(planner: Planner, batch: Batch) -> None:
     "Find the plan on this batch, or keep the reason why there is none."
     planner.live |= live_modules(planner.model)
@@ -1202,7 +1260,7 @@ def search(planner: Planner, batch: Batch) -> None:
         for_good = not isinstance(error, NotOnThisBatch)
         return planner.refuse(str(error) or STRAYED, for_good)
     last, planner.last, planner.plan, planner.reason = planner.last, None, plan, None
-    if not serves(last, plan):
+    if not serves(last, plan) or not still_noted(planner, last):
         planner.forget()
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-class

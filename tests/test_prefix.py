@@ -1028,6 +1028,60 @@ def test_calls_of_one_module_that_change_their_parts(pieces):
         assert difference(model, square_loss, prefix, batch) <= 1e-12
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_the_frozen_part_is_given_may_change_with_time(inside):
+    """A schedule that a callback moves: of the size of images, say, or of a factor between two frozen layers."""
+    class Factor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.last(torch.tanh(self.first(x if inside else x * factor[0])) * (factor[0] if inside else 1)))
+
+    factor, model = [1.0], Factor().double()
+    train_from(model, "head")
+    prefix, batch = Prefix(model, square_loss), numbers()
+    for factor[0] in (1.0, 1.0, 0.5, 0.5, 2.0):
+        for part in (batch, select_rows(batch, torch.tensor([4, 2]))):
+            assert torch.allclose(prefix(model, part), square_loss(model, part), rtol=1e-12)
+    assert prefix.reason is None and prefix.hits > 18
+
+
+class Detour(nn.Module):
+    "Some rows go through one more frozen layer."
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.more, self.last, self.head = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x, far = torch.tanh(self.first(x)), x[:, :1] > 5
+        if far.any():
+            x = torch.where(far, self.more(x), x)
+        return self.head(self.last(x))
+
+
+def test_a_layer_that_comes_into_use_later_is_watched_too():
+    model, far = Detour().double(), of_length(8.0, rows=3, seed=1)
+    train_from(model, "head")
+    prefix, near = Prefix(model, square_loss), of_length(0.0)
+    for change in (lambda: None, lambda: model.more.weight.data.mul_(2), lambda: model.more.requires_grad_(True)):
+        change()
+        for batch in (near, joined(near, far), far):
+            assert difference(model, square_loss, prefix, batch) <= 1e-12
+
+
+def test_a_single_row_cut_from_a_table():
+    model, (x, y) = small(), numbers()
+    prefix = Prefix(model, lambda model, batch: (model(batch[0]).mean(1) - batch[1]).square())
+    one = (x[::3][:1], y[:, 2][:1])
+    assert one[1].stride() == (4,)
+    for _ in range(2):
+        assert torch.equal(prefix(model, one), prefix.loss_fn(model, one))
+    assert prefix.hits
+
+
 class Tally(nn.Module):
     "Counts its calls in a buffer, and scales by it."
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -291,7 +292,7 @@ def test_one_more_row_moves_bounded_rows_by_the_bound_at_most(dtype):
     "In half precision the sum stood still, and then leapt by 64 bounds."
     for values in (torch.ones(401, 64), torch.rand(401, 64) * 100, torch.full((401, 4), 300.0), torch.full((401, 1), 3e4)):
         sums = [bounded_rows(values[:rows].to(dtype), 1.0).double() for rows in range(360, 402)]
-        assert max((y - x).norm().item() for x, y in zip(sums, sums[1:])) <= 1 + 1e-6
+        assert max((y - x).norm().item() for x, y in pairwise(sums)) <= 1 + 1e-6
         assert sums[-1].norm() > 300
     odd = torch.tensor([[math.nan, 0.0], [math.inf, 1.0], [3.0, 4.0], [0.0, 0.0]]).to(dtype)
     assert torch.allclose(bounded_rows(odd, 1.0).double(), torch.tensor([0.6, 0.8], dtype=torch.float64))
