@@ -22,8 +22,7 @@ from .datasets import has_batch_protocol
 from .gradients import (
     WHOLE, Batch, Block, Coupling, Groups, LossFunction, lying, reuse_memory, trainable)
 from .guarantee import Guarantee, promised, secrets_in
-from .identity import (
-    content_of, facts_of, fingerprint_of, known_of, record_of, versions_of)
+from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .ledger import Ledger, record_weights
 from .losses import chosen_loss, task_of
 from .method import Access, Context, Method, check_method, noted, said_of
@@ -151,8 +150,7 @@ def opened(
     def open_store() -> Store:
         facts, complete = facts_of(engine, start)
         return Store(given.checkpoint, facts, content, given.seed, complete=complete,
-                     further=engine.known.run,
-                     version=f"{__version__}, {versions_of(engine.model)}")
+                     further=engine.known.run, version=__version__)
     store: Store = engine.processes.first(open_store)
     store.folder = store.folder if engine.processes.is_first else None
     keystream = Keystream(store.secret)

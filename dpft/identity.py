@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -35,7 +34,7 @@ from .settings import Reading, Settings, package_of, parts_of
 __all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_of', 'shared_rows', 'check_disjoint_rows',
            'repeated_rows', 'name_of_code', 'name_of_optimizer', 'Identity', 'identity', 'known_of', 'plain_data',
            'usual_numbers', 'turned', 'weights_of', 'model_fingerprint', 'fingerprint_of', 'rewritten', 'is_as_left',
-           'content_of', 'names_by_group', 'versions_of', 'facts_of', 'record_of']
+           'content_of', 'names_by_group', 'facts_of', 'record_of']
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
@@ -432,15 +431,6 @@ def names_by_group(optimizer: Any, model: nn.Module) -> list[list[str]]:
     names = {id(one): name for name, one in model.named_parameters()}
     return [[names.get(id(one), "") for one in group["params"]]
             for group in getattr(optimizer, "param_groups", ())]
-
-# %% ../nbs/5_notes/66_identity.ipynb #identity-versions
-def versions_of(model: nn.Module) -> str:
-    "The versions of torch and of the packages that a model's layers come from."
-    packages = {"torch", *map(package_of, model.modules())}
-    found = {name: getattr(sys.modules.get(name), "__version__", "")
-             for name in sorted(packages)}
-    return ", ".join(f"{name} {version.partition('+')[0]}"
-                     for name, version in found.items() if version)
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-store
 def facts_of(engine: Any, start: Callable[[], str]) -> tuple[dict[str, Any], bool]:

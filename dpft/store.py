@@ -208,7 +208,7 @@ class Facts:
     complete: bool = False     # whether these hold all that changes a sum
     # what a checkpoint must agree with besides
     further: dict[str, Any] = field(default_factory=dict)
-    version: str = ""          # of the code: part of the secret alone
+    version: str = ""          # of dpft: part of the secret alone
 
     def secret(self, seed: int | None) -> bytes:
         "The secret of a new run."

@@ -385,27 +385,6 @@ def test_a_collate_fn_leaves_the_identity_incomplete_as_a_data_set_of_ones_own_d
     assert store().portable and not store(collate_fn=by_rows).portable
 
 
-def test_another_version_of_what_a_model_is_made_of_is_another_secret(monkeypatch):
-    "A library's code is not read, and dropout of another torch may be another one."
-    import transformers as hf
-    def llama():
-        torch.manual_seed(0)
-        return LlamaForSequenceClassification(LlamaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                                          intermediate_size=8, pad_token_id=0, num_labels=2))
-    def both():
-        return store().secret, store(llama(), loss_fn=lambda model, batch: 0).secret
-    found = [both()]
-    monkeypatch.setattr(hf, "__version__", "0.1")
-    found.append(both())
-    monkeypatch.setattr(torch, "__version__", torch.__version__.partition("+")[0] + "+another.build")
-    found.append(both())
-    monkeypatch.setattr(torch, "__version__", "0.1")
-    found.append(both())
-    plain, named = (list(secrets) for secrets in zip(*found, strict=True))
-    assert plain[0] == plain[1] == plain[2] != plain[3] and named[0] != named[1] == named[2] != named[3]
-
-
-
 def test_selected_columns_are_plain_where_their_table_is():
     from dpft.identity import plain_data
     from dpft.texts import Selected
