@@ -10,9 +10,10 @@ __all__ = ['OVERHEAD', 'Call', 'Answers', 'LEAST', 'CHEAP', 'Key', 'TOKENS', 'ST
            'first_outputs', 'jolted', 'own_tensors', 'structure', 'versions', 'sampled', 'Watch', 'Plan', 'Elsewhere',
            'same_losses', 'holds', 'by_example', 'settled_calls', 'arithmetic', 'cheapest_cut', 'Search',
            'token_counts', 'is_by_token', 'numbers_of', 'raw', 'entries', 'ambient', 'fetched', 'on_host', 'row_keys',
-           'Shelf', 'FileShelf', 'trimmable', 'batch_form', 'stack_rows', 'check_plain', 'marked', 'given', 'same_rows',
-           'in_place', 'one_and_others', 'note_probe', 'as_noted', 'near', 'computed', 'answers_of', 'counted',
-           'Lookup', 'fresh_rows', 'searched', 'state_of', 'serves', 'Planner', 'still_noted', 'search', 'Prefix']
+           'Shelf', 'FileShelf', 'trimmable', 'batch_form', 'late', 'stack_rows', 'check_plain', 'marked',
+           'row_numbers', 'given', 'same_rows', 'in_place', 'one_and_others', 'note_probe', 'as_noted', 'near',
+           'beside_witness', 'computed', 'answers_of', 'counted', 'Lookup', 'fresh_rows', 'searched', 'state_of',
+           'serves', 'Planner', 'still_noted', 'search', 'Prefix']
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-imports
 import hashlib
@@ -881,16 +882,19 @@ def batch_form(batch: Batch) -> tuple:
     return (*ambient(), *((name, shape(x)) for name, x in entries(batch)))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-stack-rows
+def late(device: torch.device) -> bool:
+    "Whether nobody waits for a copy to this device."
+    return device.type != "mps"
+
 def stack_rows(rows: Sequence[Tensor], leaf: Leaf) -> Tensor:
     "(B, k, ...) from stored rows; zeros where padding was left out."
     shape = torch.Size((leaf.per, *leaf.shape))
-    late = leaf.device.type != "mps"   # whether nobody waits for the copy
     if all(row.shape == shape for row in rows):
-        return torch.stack(list(rows)).to(leaf.device, non_blocking=late)
+        return torch.stack(list(rows)).to(leaf.device, non_blocking=late(leaf.device))
     stacked = torch.zeros(len(rows), *shape, dtype=leaf.dtype)
     for i, row in enumerate(rows):
         stacked[i, :, :row.shape[1]] = row
-    return stacked.to(leaf.device, non_blocking=late)
+    return stacked.to(leaf.device, non_blocking=late(leaf.device))
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-check-plain
 def check_plain(model: nn.Module, loss_fn: LossFunction, live: set[nn.Module]) -> None:
@@ -917,14 +921,20 @@ def marked(
     "An output of this form, of random numbers that are each row's own."
     def own(x: Leaf) -> Tensor:
         last = x.shape[-1:]
-        numbers = torch.randn(rows, *last, generator=generator)[chosen]
+        numbers = torch.randn(rows, *last, generator=generator).to(x.dtype)
+        numbers = numbers.to(x.device, non_blocking=late(x.device))[chosen]
         numbers = numbers.view(len(chosen), *[1] * len(x.shape[:-1]), 1, *last)
-        wide = numbers.to(x.device, x.dtype).expand(len(chosen), x.per, *x.shape)
+        wide = numbers.expand(len(chosen), x.per, *x.shape)
         return wide.flatten(0, 1).contiguous()
     leaves = [own(x) if isinstance(x, Leaf) else x for x in form.leaves]
     return tree_unflatten(leaves, form.spec)
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-given
+def row_numbers(numbers: Sequence[int], batch: Batch) -> Tensor:
+    "Numbers of rows, where the batch is; nobody waits for the copy."
+    device = next(iter(tensors(batch))).device
+    return torch.tensor(numbers).to(device, non_blocking=late(device))
+
 def given(
     model: nn.Module, loss_fn: LossFunction, plan: Plan,
     batch: Batch, chosen: Tensor,   # numbers of its rows
@@ -970,7 +980,7 @@ def same_rows(
         whole = whole.flatten(dim, dim + 1)
     if whole.shape == some.shape and exact:
         return (whole == some).all()
-    return torch.tensor(not exact and close(some, whole), device=whole.device)
+    return torch.tensor(not exact and close(some, whole))
 
 def in_place(
     model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Batch,
@@ -981,7 +991,7 @@ def in_place(
     if not runs:
         return []
     rows = batch_rows(batch)
-    answers, arranged = [], [torch.arange(rows), *map(torch.tensor, runs)]
+    answers, arranged = [], [row_numbers(run, batch) for run in (range(rows), *runs)]
     with aside(model):
         whole, *parts = (
             given(model, loss_fn, plan, batch, chosen) for chosen in arranged)
@@ -1004,9 +1014,10 @@ def note_probe(
 ) -> None:
     "Keep the first row of the first batch, and what the calls are given for it."
     if tuple(ambient()) not in plan.probes:
-        row = copied(select_rows(batch, torch.tensor([0])))
+        first = row_numbers([0], batch)
+        row = copied(select_rows(batch, first))
         with aside(model):
-            found = given(model, loss_fn, plan, row, torch.tensor([0]))
+            found = given(model, loss_fn, plan, row, first)
         plan.probes[tuple(ambient())] = row, found
 
 def as_noted(model: nn.Module, loss_fn: LossFunction, plan: Plan) -> list[Tensor]:
@@ -1015,7 +1026,7 @@ def as_noted(model: nn.Module, loss_fn: LossFunction, plan: Plan) -> list[Tensor
         return []
     row, before = plan.probes[tuple(ambient())]
     with aside(model):
-        now = given(model, loss_fn, plan, row, torch.tensor([0]))
+        now = given(model, loss_fn, plan, row, row_numbers([0], row))
     def same(x: Any, y: Any) -> Tensor:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if x.shape == y.shape and x.dtype == y.dtype:
@@ -1034,27 +1045,31 @@ def near(found: list[Tensor], wanted: list[Tensor]) -> bool:
         return bool((x - y).norm() <= tolerance(wanted[0]) * y.norm())
     return all(map(same, found, wanted))
 
+def beside_witness(numbers: Iterable[int]) -> list[int]:
+    "Rows as they are computed: the first of them is the witness."
+    witness, *others = numbers
+    return [witness, witness, *(others or [witness]), witness]
+
 def computed(
     model: nn.Module,
     loss_fn: LossFunction,
     plan: Plan,
     batch: Batch,
-    wanted: dict[Key, int],    # numbers of rows in the batch; the first is the witness
+    wanted: dict[Key, int],    # numbers of rows in the batch
+    arranged: list[int],       # of the rows as they are computed, with their witness
     counts: list[int] | None,  # (B,) real tokens of each text, if padding is left out
 ) -> dict[Key, list[Tensor]]:
     "Rows of the outputs in the cut; Strayed when forms or places are not as before."
-    witness, *others = wanted.values()
-    numbers = [witness, witness, *(others or [witness]), witness]
-    some, keep = select_rows(batch, torch.tensor(numbers)), plan.keep(len(numbers))
+    some = select_rows(batch, row_numbers(arranged, batch))
+    keep = plan.keep(len(arranged))
     unwatched = {*model.modules()} - {*plan.watch.structures}
     found = first_outputs(model, loss_fn, some, plan.calls, unwatched, keep)
     forms = {call: output_form for call, (output_form, _) in found.items()}
     if plan.forms.setdefault(batch_form(batch), forms) != forms:
         raise Strayed
-    look = partial(in_place, model, loss_fn, plan, batch, [numbers])
     leaves = [leaf.cpu() for call in plan.stored for leaf in found[call][1]]
     if not all(near([leaf[j] for leaf in leaves], [leaf[0] for leaf in leaves])
-               for j in (1, -1)) or not (all(look()) or all(look(exact=False))):
+               for j in (1, -1)):
         raise Strayed
     tokens = plan.by_token or [False] * len(leaves)
     def row(j: int, i: int) -> list[Tensor]:
@@ -1113,22 +1128,26 @@ class Lookup:
             self.misses += batch_rows(batch)
             return None
         noted = as_noted(self.model, self.loss_fn, plan)
-        if any(key not in self.shelf for key in keys) and not all(noted):
-            self.misses += len(keys)
-            self.forget(plan)  # before what is stored is compared with new rows
+        try:
+            fresh, runs = fresh_rows(self, plan, batch, keys, counts)
+        except Strayed:
+            if all(noted):
+                raise
+            self.forget(plan)
             return None
-        fresh = fresh_rows(self, plan, batch, keys, counts)
         note_probe(self.model, self.loss_fn, plan, batch)
         rows = [fresh.get(key) or self.shelf.get(key) for key in keys]
-        return self.answered(plan, batch, rows, [*noted, *copies])
+        runs += one_and_others(plan, len(rows))
+        return self.answered(plan, batch, rows, runs, [*noted, *copies])
 
     def answered(
-        self, plan: Plan, batch: Batch, rows: list[list[Tensor]], same: list[Tensor],
+        self, plan: Plan, batch: Batch, rows: list[list[Tensor]],
+        runs: list[list[int]],   # that show how the rows of the batch stand
+        same: list[Tensor],      # whether things are as they were; not asked yet
     ) -> Tensor | None:
         "The losses from these rows, or None; Strayed if they are not in their places."
         answers = answers_of(plan, plan.forms[batch_form(batch)], rows)
-        look = partial(in_place, self.model, self.loss_fn, plan, batch,
-                       one_and_others(plan, len(rows)))
+        look = partial(in_place, self.model, self.loss_fn, plan, batch, runs)
         places, state = look(), random_state(self.model)
         losses = evaluate(self.model, self.loss_fn, batch, answers)
         asked, device = (*places, *same, *plan.watch.alike()), losses.device
@@ -1158,7 +1177,7 @@ class Lookup:
 def fresh_rows(
     lookup: Lookup, plan: Plan, batch: Batch, keys: list[Key],
     counts: list[int] | None,   # (B,) real tokens of each text, if padding is left out
-) -> dict[Key, list[Tensor]]:
+) -> tuple[dict[Key, list[Tensor]], list[list[int]]]: # and the arrangement, if any
     "The rows that were not stored; Strayed if those stored do not come out again."
     shelf = lookup.shelf
     numbers = {key: i for i, key in reversed([*enumerate(keys)])}
@@ -1167,14 +1186,17 @@ def fresh_rows(
     lookup.hits += len(keys) - len(missing)
     known = {key: numbers[key] for key in shelf.strangers(keys)}
     if not missing and len(known) == 1 and batch_form(batch) in plan.forms:
-        return {}
-    fresh = computed(lookup.model, lookup.loss_fn, plan, batch, known | missing, counts)
+        return {}, []
+    wanted = known | missing
+    arranged = beside_witness(wanted.values())
+    fresh = computed(
+        lookup.model, lookup.loss_fn, plan, batch, wanted, arranged, counts)
     if not all(near(fresh.pop(key), shelf.get(key)) for key in known):
         raise Strayed
     for key, row in fresh.items():
         shelf.put(key, row)
-    shelf.join(known | missing)
-    return fresh
+    shelf.join(wanted)
+    return fresh, [arranged]
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-serves
 STRAYED = ("the calls below, or the places of the rows in them, are not the same for "

@@ -1042,8 +1042,9 @@ def test_what_the_frozen_part_is_given_may_change_with_time(inside):
     factor, model = [1.0], Factor().double()
     train_from(model, "head")
     prefix, batch = Prefix(model, square_loss), numbers()
-    for factor[0] in (1.0, 1.0, 0.5, 0.5, 2.0):
-        for part in (batch, select_rows(batch, torch.tensor([4, 2]))):
+    for step, factor[0] in enumerate((1.0, 1.0, 0.5, 0.5, 2.0)):
+        more = joined(numbers(rows=2, seed=step + 1), batch)     # some rows are new, and some are not
+        for part in (more, batch, select_rows(batch, torch.tensor([4, 2]))):
             assert torch.allclose(prefix(model, part), square_loss(model, part), rtol=1e-12)
     assert prefix.reason is None and prefix.hits > 18
 
