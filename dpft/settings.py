@@ -85,8 +85,7 @@ class Settings:
         "loop", identifies="")
     unit: Any = knob(
         None,
-        "column that names each row's person, or one name a row; None: as the data "
-        "say, else an example",
+        "column that names each row's person, or a name a row; None: as the data say",
         identifies="")
     unit_cap: int | None = knob(
         None, "most rows that a unit brings to a draw; None: all")
