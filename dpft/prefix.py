@@ -973,7 +973,8 @@ def same_rows(
 ) -> Tensor:            # whether they are the same; it is not asked yet
     "Whether an argument for some rows is that part of the one for all."
     sizes = zip(whole.shape, some.shape) if whole.ndim == some.ndim else ()
-    by_row = [i for i, (x, y) in enumerate(sizes) if x * len(chosen) == y * rows]
+    by_row = [i for i, (x, y) in enumerate(sizes)
+              if x % rows == 0 and x * len(chosen) == y * rows]
     if by_row and whole.numel():
         dim, chosen = by_row[0], chosen.to(whole.device)
         whole = whole.unflatten(dim, (rows, -1)).index_select(dim, chosen)
