@@ -1777,6 +1777,7 @@ def tapped(model: nn.Module, collected: Collected, trains: set[int]) -> Iterator
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-recorder
 class Recorder:
     "A forward and a backward pass that collect contributions instead of gradients."
+    hearing = False  # whether a backward pass is followed by another
 
     def __init__(
         self,
@@ -1837,9 +1838,12 @@ class Recorder:
         "What a backward pass of weighted losses brings, over the weights."
         heard: Heard = {}
         self.collected.heard, self.collected.weights = heard, weights
-        torch.autograd.grad((losses * weights).sum(), anchors, allow_unused=True,
-                            retain_graph=True)
-        self.collected.heard = None
+        Recorder.hearing = True
+        try:
+            torch.autograd.grad((losses * weights).sum(), anchors, allow_unused=True,
+                                retain_graph=True)
+        finally:
+            self.collected.heard, Recorder.hearing = None, False
         return heard
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves

@@ -373,7 +373,8 @@ def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
     "(C, H, W) of the pictures, where there are some."
     if task.kind != "image" or column_names(data):
         return None
-    return tuple(data[0][0].shape)
+    first = data[0][0]
+    return tuple(first.shape) if hasattr(first, "shape") else task.image_shape
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-readable
 def _check_readable(schema: Schema, data: Any) -> None:

@@ -361,7 +361,7 @@ def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
     """The options as `fine_tune` takes them;
     ValueError for a value that no run can have."""
     for name in PLACES:
-        if knobs[name] == "":  # a Path would be the folder that one is in
+        if knobs.get(name) == "":  # a Path would be the folder that one is in
             raise ValueError(f"--{name.replace('_', '-')} is empty; name a place, or "
                              "leave it out")
     columns = knobs["columns"]
