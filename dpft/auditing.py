@@ -479,7 +479,7 @@ def in_processes(settings: dict[str, Any]) -> Audit:
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-rank
 def _rank(rank: int, settings: dict[str, Any], folder: str) -> None:
-    "One of the processes: the first writes down what was found."
+    "Run in one of the processes: the first one saves the result."
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank,
                             world_size=settings["processes"])
