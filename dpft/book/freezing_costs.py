@@ -57,7 +57,7 @@ def freezing_engine(
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing-whole-steps
 def whole_steps(engine: Engine) -> Contender:
-    "One step after another; the batch that a contender is given does not matter."
+    "One step after another; the batch that the contender is given is ignored."
     optimizer, left = torch.optim.SGD(engine.model.parameters(), 0.1), iter(engine)
     def step(batch: Batch) -> dict[str, Tensor]:
         next(left).take(optimizer)
@@ -65,7 +65,7 @@ def whole_steps(engine: Engine) -> Contender:
     return Contender(engine.model, step)
 
 def same_draws(engines: Iterable[Engine]) -> None:
-    "Give engines the draws of the first: a seed with another method makes others."
+    "Give all engines the draws of the first; with other methods a seed gives others."
     first, *others = engines
     for engine in others:
         engine.draws.keystream = first.draws.keystream
