@@ -236,7 +236,7 @@ class Key:
         return hmac.new(key, content.encode(), hashlib.sha256).hexdigest()
 
     def same(self, before: Any, now: Any) -> bool:
-        "Whether two records are of the same data; old ones hold the fingerprint itself."
+        "Whether two records are of the same data; old ones hold a fingerprint."
         return now == before or (isinstance(before, str) and now == self.mac(before))
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-owned

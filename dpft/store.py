@@ -218,7 +218,7 @@ class Facts:
         return secret_of(seed, self.identity | more, self.private)
 
     def under(self, secret: bytes) -> dict[str, Any]:
-        "Everything a checkpoint must agree with; data as digests under the run's secret."
+        "Everything a checkpoint must agree with, data as digests under the secret."
         return {**self.identity, **self.further,
                 **keyed(Keystream(secret), self.private)}
 
@@ -315,7 +315,7 @@ class Store:
             write_state(self.folder / "state.pt", state)
 
     def remove(self) -> None:
-        "Remove state and secret, in this order, and files that a kill left half written."
+        "Remove state and secret, in this order, and files that were left half written."
         if self.folder is not None:
             for name in ("state.part", "state.pt"):
                 (self.folder / name).unlink(missing_ok=True)
@@ -511,7 +511,7 @@ def put_back(
     optimizer: Any,
     schedule: Any,
 ) -> dict[str, Any]:        # what the loop wanted back
-    "Restore a snapshot into model, optimizer and schedule; returns what else was saved."
+    "Restore a snapshot into model, optimizer and schedule; return what else it has."
     parameters = dict(engine.model.named_parameters())
     with torch.no_grad():
         for name, value in state["trained"].items():
