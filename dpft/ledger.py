@@ -353,7 +353,7 @@ class LedgerReader:
         return bool(found) if digest is None else digest in found
 
     def holds_more(self, runs: Sequence[str]) -> bool:
-        "Whether the ledger has charges, or runs without a guarantee, beside these runs."
+        "Whether the ledger has charges, or runs without a guarantee, of other runs."
         others = [run for run in self.runs() if run not in runs]
         return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))
 
@@ -375,7 +375,7 @@ class LedgerReader:
         self,
         path: str | Path, # an existing copy is replaced
     ) -> None:
-        "Copy all rows without the key, for the owner to read elsewhere, not to publish."
+        "Copy all rows without the key, for the owner to read elsewhere only."
         copy_without_key(self.chain.file, path)
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-ledger
@@ -459,7 +459,7 @@ class Ledger(LedgerReader):
     def seal(
         self,
         run: str,    # begun before
-        digest: str, # of what was said about it
+        digest: str, # of the statement about it
     ) -> None:
         "Record the digest of a statement about a run, once."
         self._records.begun(run)
