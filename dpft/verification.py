@@ -48,7 +48,7 @@ def verify(
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-agree
 def _agree(what: str, stated: Any, recorded: Any) -> None:
-    "Refuse a difference in one sentence."
+    "Refuse a difference, with one sentence."
     if stated != recorded:
         raise VerificationError(f"{what}: the guarantee says {stated!r}, the record "
                                 f"{recorded!r}; this guarantee is not to be trusted")
@@ -65,7 +65,7 @@ def _promises_nothing(guarantee: Guarantee, content: dict[str, Any]) -> str:
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-chain
 def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
-    "The ledger is whole, is the one that was meant, and has the run."
+    "The ledger is intact, is the right one, and contains the run."
     yield f"ledger {book.path}: all rows in place" # verified when it was opened
     for run in guarantee.runs:
         if run not in book.runs():
@@ -83,7 +83,7 @@ SETTINGS = ("accountant", "method", "clip", "clipping", "unit", "reproducible")
 
 
 def _settings(guarantee: Guarantee, plans: Sequence[dict[str, Any]]) -> list[str]:
-    "The settings that the plans recorded, each of which must agree."
+    "The names of the settings in the plans, each of which must agree."
     stated = {"delta": guarantee.target_delta}
     stated |= {name: getattr(guarantee, name) for name in SETTINGS}
     if guarantee.secure_mode:
@@ -97,7 +97,7 @@ def _settings(guarantee: Guarantee, plans: Sequence[dict[str, Any]]) -> list[str
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-lines
 def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str, Any]]:
-    "Mechanisms as they are, or those of several runs by noise and rate."
+    "Mechanisms as they are, or those of several runs summed by noise and rate."
     if not summed:
         return [asdict(m) for m in mechanisms]
     steps: dict[tuple[float, float], int] = {}
@@ -109,7 +109,7 @@ def _lines(mechanisms: Sequence[SampledGaussian], summed: bool) -> list[dict[str
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-spent
 def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
-    "It says what was recorded before the first draw, and all that was charged."
+    "It states what was recorded before the first draw, and everything charged."
     plans = [book.plan(run) for run in guarantee.runs]
     names = ", ".join(_settings(guarantee, plans)) or "nothing but its mechanisms"
     yield f"run {guarantee.run}: {names} as recorded before the first draw"
@@ -126,7 +126,7 @@ def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-arithmetic
 def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
-    "All readings come out again, and epsilon is not below an independent value."
+    "All values are confirmed, and epsilon is not below an independent value."
     one, replaced = guarantee.epsilon(), guarantee.replace_epsilon()
     rate = guarantee.tpr(0.01)
     older = max(one, replaced) # older versions never stated the second below the first
@@ -151,7 +151,7 @@ def _arithmetic(guarantee: Guarantee, content: dict[str, Any]) -> Iterator[str]:
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-seal
 def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterator[str]:
-    "The statement is the one whose digest the ledger has."
+    "The guarantee is the one whose digest the ledger has."
     digest = content_digest(content)
     if all(book.sealed(run, digest) for run in guarantee.runs):
         yield "every word of the guarantee: as sealed in the ledger"
@@ -167,7 +167,7 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-files
 def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> None:
-    "None is missing or changed, and none was added."
+    "No file is missing, changed or added."
     for name, digest in sealed.items():
         if name not in found:
             raise VerificationError(f"{folder / name} is missing: it was there when "
@@ -182,7 +182,7 @@ def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> 
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-sealed-files
 def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
-    "Weights, card and all other files are those that were sealed; none was added."
+    "Weights, card and all other files are the sealed ones; none was added."
     if not guarantee.files:
         yield from _card(guarantee, folder)
         return
