@@ -474,7 +474,7 @@ class Modes:
         self.keep()
 
     def keep(self) -> None:
-        "Restore the modes that a loop or a score has changed, before data pass the model."
+        "Restore modes that a loop or a score has changed, before data pass the model."
         modules = [*self.model.modules()]
         if not self.checked.keys() >= {*modules}:   # at first, or one has joined
             validate(self.model, self.dropout)
