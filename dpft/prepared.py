@@ -60,7 +60,7 @@ class Prepared:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"
 
     def reading(self) -> str:
-        "The columns that are read, in one line; for pictures, as their task names them."
+        "The columns that are read, in one line; of pictures, as their task names them."
         schema = self.schema
         if schema.kind == "items" and not schema.reads and len(self.columns) > 1:
             *reads, label = self.columns
