@@ -454,7 +454,7 @@ def repeated(value: Any, copies: int, size: int) -> Any:
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-pictures
 def check_pictures(images: Any, crop: int) -> None:
-    "Refuse a value that is not a batch of pictures, or pictures too small for the crop."
+    "Refuse a value that is not a batch of pictures, or pictures too small to be moved."
     tensor = isinstance(images, Tensor) and images.is_floating_point()
     if not tensor or images.dim() != 4:
         raise ValueError("augment= takes pictures: batches of (images (B, C, H, W), "
