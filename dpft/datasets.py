@@ -86,7 +86,7 @@ def take(
 class TableData:
     "Named columns of one length; an item is a dictionary, `data[name]` a column."
 
-    privacy_unit: str | None = None  # the column of the unit that a run on it protects
+    privacy_unit: str | None = None  # the column of whom a run on it protects
 
     def __init__(
         self,

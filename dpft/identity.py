@@ -250,7 +250,7 @@ def repeated_rows(
 # %% ../nbs/5_notes/66_identity.ipynb #settings-identity
 def name_of_code(
     value: Any,
-    apart: Iterable[Tensor] = (),  # tensors that enter the identity separately
+    apart: Iterable[Tensor] = (),  # tensors that enter the identity by themselves
 ) -> tuple[str, bool]: # the name; whether it changes whenever what it names does
     "How a value, a function or an object enters a run's identity."
     reading = Reading(package_of(value))

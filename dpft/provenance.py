@@ -22,10 +22,10 @@ from .privacy import SampledGaussian, epsilon
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-note
 def note_of(
-    run: str,        # name; empty: unknown
-    private: bool,   # whether it has a guarantee
+    run: str,        # its name; empty: unknown
+    private: bool,   # whether it promises anything
     unit: str,       # what one record of its data is, such as "example"
-    delta: float,    # of its guarantee
+    delta: float,    # of its promise
     accountant: str, # by which its mechanisms become epsilon
     mechanisms: Sequence[dict[str, Any]], # fields of its `SampledGaussian`s
     stated: float | None = None, # the epsilon of its guarantee, where there is one
@@ -125,7 +125,7 @@ def came_from(
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-in-ledger
 def notes_in(
     ledger: Ledger,
-    fingerprint: Callable[[], str], # of initial weights; called only if needed
+    fingerprint: Callable[[], str], # of a start; called only if the ledger may know it
 ) -> list[dict[str, Any]]:
     "The runs of a ledger that ended with these weights, as notes."
     found = []

@@ -179,7 +179,7 @@ def _guessed(kinds: dict[str, str], unit: str | None,
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-written
 def _written(candidates: Sequence[str], label: str | None) -> str:
-    "The column to be generated; refused beside a label, which may mark bad examples."
+    "The column to be generated; refused with a label, which may mark bad examples."
     if len(candidates) > 1 or label is not None:
         known = [*candidates, *([] if label is None else [label])]
         raise ValueError(f"cannot tell which of {_listed(known)} is to be learned; "

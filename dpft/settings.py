@@ -235,7 +235,7 @@ class Reading:
     "The state of reading code."
     home: str           # the package where it began
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by id: number
-    around: set[int] = field(default_factory=set)    # ids of the lists around it
+    around: set[int] = field(default_factory=set)    # ids of the lists that it is in
 
     def met(self, value: Any) -> str:
         "The number of a value that occurred before; empty at its first occurrence."

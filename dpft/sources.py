@@ -30,7 +30,7 @@ __all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictu
            'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
-PARTS = {  # by their use
+PARTS = {  # by what they are used for
     "train": ("train",), "test": ("test",),
     "dev": ("validation", "valid", "val", "dev", "validation_matched", "test")}
 
@@ -50,7 +50,7 @@ def read_folder(
     if parts := {name: read_file(path, unit) for name, path in files.items()
                  if any(name in known for known in PARTS.values())}:
         return parts
-    # `metadata` describes the pictures beside it
+    # `metadata` says what pictures beside it show
     if len(files) == 1 and "metadata" not in files:
         return {"train": read_file(next(iter(files.values())), unit)}
     if pictures := read_pictures(folder):
