@@ -68,13 +68,13 @@ class Method:
                             *fresh_head(context.model)])
 
     def adapt(self, context: "Context") -> list[nn.Parameter]:
-        """Of a method that adds: what it lets train besides what does already,
+        """For a method that adds: what it lets train besides what trains already,
         head excluded."""
         raise NotImplementedError(UNSAID.format(type(self).__name__))
 
     def choose(self, context: "Context",
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Of a method that selects: which of these, none in the head, train;
+        """For a method that selects: which of these, none in the head, train;
         by default `adapt`."""
         return self.adapt(context)
 
@@ -82,7 +82,7 @@ class Method:
         "Before step t, counted from 0: freeze or unfreeze."
 
     def blocks(self, context: "Context") -> list[Block]:
-        "The blocks that are bounded by themselves; by default all that trains, as one."
+        "The blocks that are bounded separately; by default all that trains, as one."
         return [Block(list(trainable(context.model).values()))]
 
     def rate_factor(self, context: "Context", t: int) -> float:
@@ -112,7 +112,7 @@ class Method:
 def said_of(
     value: Any,
 ) -> str:
-    "A wrong argument in an error: its name or its type, for it may hold private rows."
+    "How an error shows a wrong argument, which may hold private rows: name or type."
     plain = value is None or isinstance(value, (str, int, float))
     return getattr(value, "__name__", None) or (
         repr(value) if plain else f"a {type(value).__name__}")
@@ -120,7 +120,7 @@ def said_of(
 def check_method(
     method: Any,  # as it was given
 ) -> None:
-    "TypeError for what is no method."
+    "TypeError for anything that is not a method."
     if isinstance(method, Method):
         return
     named = said_of(method)
@@ -172,8 +172,8 @@ def _(value: Method, reading: Reading) -> Parts:
 
 # %% ../nbs/1_start/12_method.ipynb #method-identity-holds
 def _holds_more(method: Method) -> bool:
-    """Whether an object, as it is made, holds more than its arguments,
-    which then came from somewhere."""
+    """Whether a newly made object holds more than its arguments,
+    so that something in it came from elsewhere."""
     given = list(given_to(method))
     places: list[Any] = []
     named: dict[str, Any] = {}
@@ -350,7 +350,7 @@ def public_batches(access: Access, data: Public) -> Iterator[Batch]:
 def unpaid_draw(
     unpaid: Sequence[str], access: Access, sample_rate: float, name: str,
 ) -> Iterator[Batch]:
-    "A whole draw that is not charged; ValueError unless the run promises nothing."
+    "A whole draw that is not charged; ValueError unless the run has no guarantee."
     if not unpaid:
         raise ValueError("an unpaid access to private data: call context.forfeit(what) "
                          "in requests(context), and the run promises nothing")
