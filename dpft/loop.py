@@ -304,7 +304,7 @@ class Progress:
                         unit="step")
 
     def epsilon_so_far(self) -> float:
-        "Of the plan, up to the last step at which it was computed."
+        "Epsilon of the plan, up to the last step at which it was computed."
         engine = self.engine
         if progress_is_due(engine.t, engine.plan.steps) or not self.epsilon:
             charges = engine.charges

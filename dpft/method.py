@@ -325,7 +325,7 @@ class View:
         trainable(self.model)
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        "These train no more; ValueError when nothing is left that trains."
+        "Freeze these parameters; ValueError when nothing is left that trains."
         for parameter in parameters:
             parameter.requires_grad_(False)
         trainable(self.model)

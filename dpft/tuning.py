@@ -111,17 +111,17 @@ class Tuning:
 
     @property
     def guarantee(self) -> Guarantee:
-        "Of the whole search, for a unit of the training data: the run's."
+        "The guarantee of the whole search, for a unit of the training data."
         return self.run.guarantee
 
     @property
     def score_guarantee(self) -> Guarantee | None:
-        "For a row or person of the development set, where scores are charged."
+        "For a row or person of the development set, if scores are charged."
         return self.run.score_guarantee
 
     @property
     def score(self) -> float:
-        "Of the best trial."
+        "The score of the best trial."
         return max(trial.score for trial in self.trials)
 
     def report(self) -> str:
