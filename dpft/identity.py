@@ -26,6 +26,7 @@ from .datasets import (
     ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
     made_on_the_fly, names_a_row)
 from .gradients import full
+from .noise import bytes_of, raw_bytes
 from .processes import whole
 from .schema import TAGS, WORDS, kind_of
 from .settings import Reading, Settings, package_of, parts_of
@@ -69,8 +70,8 @@ def _absorb(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype in UNKNOWN_TO_NUMPY:
-            own = value.contiguous().flatten().view(torch.uint8)
-            return _absorb(digest, [str(value.dtype), list(value.shape), own])
+            parts = [str(value.dtype), list(value.shape), bytes_of(value)]
+            return _absorb(digest, parts)
         value = value.numpy()
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
         value = np.asarray(value)
@@ -379,10 +380,9 @@ def model_fingerprint(model: nn.Module) -> str:
     "Hash of the names, shapes and values of its weights: tells one start from another."
     digest = hashlib.sha256()
     for name, value in weights_of(model):
-        values = full(whole(value.detach())).cpu().contiguous().flatten().view(
-            torch.uint8)
+        raw = raw_bytes(full(whole(value.detach())).cpu())
         digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(memoryview(values.numpy()))  # type: ignore[arg-type]
+        digest.update(memoryview(raw))  # type: ignore[arg-type]
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-fingerprint

@@ -309,7 +309,7 @@ def _(value: torch.Tensor, reading: Reading) -> Parts:
           and value.layout is torch.strided and not value.is_quantized):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = memoryview(
-            plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            plain.reshape(-1)[:, None].view(torch.uint8).numpy())  # type: ignore[arg-type]
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
     else:
         yield None
