@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'undecoded', 'column',
-           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'class_list',
-           'class_names', 'label_values', 'Task', 'protecting', 'unit_for', 'did_you_mean']
+           'has_batch_protocol', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly', 'column_names',
+           'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels',
+           'class_list', 'class_names', 'label_values', 'Task', 'protecting', 'unit_for']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -153,7 +152,7 @@ def as_dataset(
         return TableData(data.to_pydict())
     if isinstance(data, (list, tuple)):
         return _from_items(data)
-    _check_drawable(data)
+    check_drawable(data)
     shown = getattr(data, "format", None)
     if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
         return data.with_format(None, columns=shown["columns"])  # rows as they are
@@ -204,8 +203,13 @@ def _from_items(items: Sequence[Any]) -> Any:
     return TableData({name: [item[name] for item in items] for name in names})
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-drawable
-def _check_drawable(data: Any) -> None:
+def check_drawable(
+    data: Any,  # in any form
+) -> None:
     "Refuse what has no length, or no rows by number."
+    if isinstance(data, Task):
+        raise ValueError("a Task is several data sets; give one of them, such as "
+                         "task.train, task.dev or task.test")
     kind = type(data).__name__
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
@@ -512,15 +516,3 @@ def unit_for(
     said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
     raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
                      "says another; leave out one of them")
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-mean
-def did_you_mean(
-    name: str,             # that nothing answers to
-    known: Iterable[str],  # what something answers to
-) -> str:
-    "The end of a refusal: the nearest of the known names in any case, or all of them."
-    names = {one.lower(): one for one in known}
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(names[one] for one in near)}?"
-    return f"choose {', '.join(names.values())}"

@@ -10,8 +10,9 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type', 'method_from', 'options_of', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'did_you_mean', 'method_type', 'method_from', 'options_of',
+           'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -82,13 +84,24 @@ def loaded(
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
                          "with a module that Python finds, or file.py:Class") from error
 
+# %% ../nbs/5_notes/85_registry.ipynb #registry-mean
+def did_you_mean(
+    name: str,             # that nothing answers to
+    known: Iterable[str],  # what something answers to
+) -> str:
+    "The end of a refusal: the nearest of the known names in any case, or all of them."
+    names = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(names[one] for one in near)}?"
+    return f"choose {', '.join(names.values())}"
+
 # %% ../nbs/5_notes/85_registry.ipynb #registry-type
 def method_type(
     name: str,  # a known name, a class of `dpft`, `module:Class` or `file.py:Class`
 ) -> type[Method]:
     "The class of a method by its name; ValueError with the nearest names."
     import dpft
-    from dpft.datasets import did_you_mean
     from dpft.method import Method
     known = known_methods()
     name = known[name].kind if name in known else name

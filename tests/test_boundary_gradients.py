@@ -906,7 +906,8 @@ def test_a_form_that_was_compared_is_not_looked_at_again(monkeypatch):
     assert len(looks) == 1
 
 
-@pytest.mark.parametrize("slice_of", [lambda: torch.zeros(4, 3)[:1, 1:2], lambda: torch.ones(3)[::3], lambda: torch.ones(2, dtype=torch.complex64).conj(),
+@pytest.mark.parametrize("slice_of", [lambda: torch.zeros(4, 3)[:1, 1:2], lambda: torch.ones(3)[::3],
+                                      lambda: torch.ones(2, dtype=torch.complex64).conj(),
                                       lambda: torch.ones(2, dtype=torch.complex64).conj().imag])
 def test_a_tensor_that_lies_in_memory_in_its_own_way_is_compared_by_its_bits(slice_of):
     module = nn.Module()

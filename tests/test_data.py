@@ -19,11 +19,11 @@ from dpft.datasets import (
     TableData,
     TensorData,
     check_labels,
-    did_you_mean,
 )
 from dpft.files import read_file
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
+from dpft.registry import did_you_mean
 from dpft.sampling import Augmentation, check_alone, chosen_views, gather, physical_batches, poisson_draw, probes
 from dpft.sources import load_data, task_of
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
