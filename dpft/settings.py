@@ -308,8 +308,8 @@ def _(value: torch.Tensor, reading: Reading) -> Parts:
     elif (type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
           and value.layout is torch.strided and not value.is_quantized):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = memoryview(
-            plain.reshape(-1)[:, None].view(torch.uint8).numpy())  # type: ignore[arg-type]
+        flat = plain.reshape(-1)[:, None].view(torch.uint8)
+        raw = memoryview(flat.numpy())  # type: ignore[arg-type]
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
     else:
         yield None
