@@ -47,11 +47,24 @@ def fingerprint(
     if hasattr(data, "content"):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
-        _absorb(digest, {name: list(data[name]) for name in column_names(data)})
+        _take_in(digest, {name: list(data[name]) for name in column_names(data)})
     else:
         for row in range(len(data)):
-            _absorb(digest, data[row])
+            _take_in(digest, data[row])
     return digest.hexdigest()
+
+def _take_in(digest: Any, item: Any) -> None:
+    "Feed columns, or an item, to a hash; ValueError names the column that cannot be."
+    try:
+        return _absorb(digest, item)
+    except ValueError:
+        for name, value in item.items() if isinstance(item, Mapping) else ():
+            try:
+                _absorb(hashlib.sha256(), value)
+            except ValueError as error:
+                raise ValueError(f"column {name!r}: {error}; where nothing reads the "
+                                 "column, leave it out") from None
+        raise
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-absorb
 UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -60,7 +73,8 @@ UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 def _absorb(digest: Any, value: Any) -> None:
     "Feed a value to a hash so that two different values never feed the same bytes."
     if isinstance(value, Mapping):
-        value = [part for key in sorted(value) for part in (key, value[key])]
+        keys = sorted(value, key=lambda key: (type(key).__name__, key))  # of any types
+        value = [part for key in keys for part in (key, value[key])]
         _absorb(digest, "dict")
     if isinstance(value, (list, tuple)):
         digest.update(b"list %d;" % len(value))
