@@ -9,8 +9,8 @@ __all__ = ['UNSAID', 'NO_RUN', 'overrides', 'Method', 'said_of', 'check_method',
 
 # %% ../nbs/1_start/12_method.ipynb #method-imports
 import inspect
-import re
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy

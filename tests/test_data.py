@@ -191,7 +191,7 @@ def test_a_column_that_has_no_fingerprint_is_named_with_the_way_out(strange):
     columns = {"text": ["a", "b"], "label": [0, 1], "extra": [None, strange]}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for data in (TableData(columns), Items(rows)):
-        with pytest.raises(ValueError, match="^column 'extra': cannot fingerprint a .*where nothing reads the column, leave it out$"):
+        with pytest.raises(ValueError, match=r"^column 'extra': cannot fingerprint a .*where nothing reads the column, leave it out$"):
             fingerprint(data)
 
 
