@@ -13,16 +13,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from inspect import signature
+from functools import cache
+from inspect import findsource, signature
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'did_you_mean', 'method_type', 'method_from', 'options_of',
-           'method_named']
+__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type', 'method_from',
+           'options_of', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -83,6 +85,29 @@ def loaded(
     except ImportError as error:
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
                          "with a module that Python finds, or file.py:Class") from error
+
+# %% ../nbs/5_notes/85_registry.ipynb #registry-written
+@cache
+def _codes(text: str, flags: int) -> dict[tuple[str, int], CodeType]:
+    "The code of each function in a file's text, by its name and its line."
+    found, ahead = {}, [compile(text, "", "exec", flags, dont_inherit=True)]
+    while ahead:
+        code = ahead.pop()
+        found[code.co_qualname, code.co_firstlineno] = code
+        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
+
+def is_as_written(
+    function: FunctionType,
+) -> bool:
+    "Whether the file of a function still says what runs."
+    code = function.__code__
+    try:
+        text = "".join(findsource(function)[0])
+        codes = _codes(text, code.co_flags & annotations.compiler_flag)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return False
+    return codes.get((code.co_qualname, code.co_firstlineno)) == code
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(

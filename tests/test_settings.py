@@ -126,6 +126,18 @@ def test_an_argument_of_a_method_enters_by_what_it_is_and_not_by_how_it_is_print
     assert not store(method=Takes(object())).portable and not store(method=Takes(lambda x: x)).portable
 
 
+def test_code_whose_file_was_edited_since_keeps_the_digest_in_its_keys(tmp_path):
+    known = store(method=written(tmp_path, HALF).Half())
+    for change in (("[-self.k:]", "[:self.k]"), ("SHARE = 0.5", "# more\nSHARE = 0.5"), (HALF, "(")):
+        own = written(tmp_path, HALF)
+        method = own.Half()
+        assert store(method=method).secret == known.secret and known.portable
+        Path(own.__file__).write_text(Path(own.__file__).read_text().replace(*change))
+        run = store(method=method)
+        assert not run.portable and run.secret != known.secret
+    assert store(method=written(tmp_path, HALF).Half()).secret == known.secret
+
+
 WORDS = """
 from dpft import Full
 def weigh(x): return x
