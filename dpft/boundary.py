@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .datasets import TensorData
 from .loop import Run, fine_tune
 from .method import Method
-from .noise import Keystream
+from .noise import Keystream, raw_bytes
 from .step import Releases
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-blank
@@ -76,8 +76,7 @@ def told_by(run: Run) -> dict[str, bytes]:
     found = {name: text.encode() for name, text in texts.items()}
     for name, value in run.model.state_dict().items():
         if isinstance(value, Tensor):
-            flat = value.detach().cpu().contiguous().flatten()
-            found[f"model: {name}"] = flat.view(torch.uint8).numpy().tobytes()
+            found[f"model: {name}"] = raw_bytes(value.cpu()).tobytes()
     return found
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-files

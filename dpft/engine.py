@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .account import Account, Told
-from .datasets import has_batch_protocol
+from .datasets import check_drawable, has_batch_protocol
 from .gradients import (
     WHOLE, Batch, Block, Coupling, Groups, LossFunction, lying, reuse_memory, trainable)
 from .guarantee import Guarantee, promised, secrets_in
@@ -96,6 +96,7 @@ def check_input(
     model: nn.Module, method: Method, train: Any, settings: Settings,
 ) -> None:
     "ValueError for a model and data that cannot go through a run together."
+    check_drawable(train)
     check_whole(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={said_of(model)}: pass a module")

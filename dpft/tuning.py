@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from .datasets import Public, Task, as_dataset, did_you_mean, unit_for
+from .datasets import Public, Task, as_dataset, unit_for
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows
 from .ledger import Ledger
@@ -31,6 +31,7 @@ from .plan import check_sizes, sizes_of, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .provenance import restate
+from .registry import did_you_mean
 from .sampling import units_of
 from .scores import NoisyAccuracy, apart, check_measure, scorer
 from .selection import (
