@@ -17,7 +17,7 @@ def clip_factor(
     clip: float | Tensor,  # bound C; a (K,) tensor bounds K blocks
     style: str = "flat",   # "flat": min(1, C / norm); "automatic": C / (norm + 0.01)
 ) -> Tensor:        # same shape as `norms`: what each gradient is multiplied with
-    """Factors after which no gradient is longer than `clip`.
+    """Factors after which no gradient has a norm above `clip`.
 
     Exactly 0 for a gradient that is zero, not finite, or beyond precise scaling.
     Raises ValueError on another style or a bound that is not positive.

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'as_dataset', 'check_names', 'made_on_the_fly', 'column_names', 'undecoded', 'column',
-           'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels', 'class_list',
-           'class_names', 'label_values', 'Task', 'protecting', 'unit_for', 'did_you_mean']
+__all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'TensorData', 'take', 'TableData', 'bare',
+           'has_batch_protocol', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly', 'column_names',
+           'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels',
+           'class_list', 'class_names', 'label_values', 'Task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -36,8 +35,8 @@ class TensorData:
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
-            sizes = f"{len(self.images)} images but {len(self.labels)} labels"
-            raise ValueError(f"{sizes}; give one label for each image")
+            raise ValueError(f"{len(self.images)} images but {len(self.labels)} "
+                             "labels; give one label for each image")
         if not self.labels.is_floating_point():
             self.labels = self.labels.long()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
@@ -88,10 +87,7 @@ class TableData:
 
     privacy_unit: str | None = None  # the column of whom a run on it protects
 
-    def __init__(
-        self,
-        columns: dict[str, list[Any]],  # the values of each column
-    ):
+    def __init__(self, columns: dict[str, list[Any]]):  # the values of each column
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"columns must be of one length, not {sizes}")
@@ -147,13 +143,14 @@ def as_dataset(
         _check_columns(data)
         return TableData(data)
     if hasattr(data, "iloc") and hasattr(data, "columns"):
-        return _from_frame(data)
+        check_names([str(name) for name in data.columns])    # its index is none
+        return TableData({str(name): data[name].tolist() for name in data.columns})
     if hasattr(data, "to_pydict"):                 # of Arrow
         check_names(list(data.schema.names))
         return TableData(data.to_pydict())
     if isinstance(data, (list, tuple)):
         return _from_items(data)
-    _check_drawable(data)
+    check_drawable(data)
     shown = getattr(data, "format", None)
     if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
         return data.with_format(None, columns=shown["columns"])  # rows as they are
@@ -161,7 +158,6 @@ def as_dataset(
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-splits
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
-
 
 def _check_columns(data: dict[str, Any]) -> None:
     "Refuse a dictionary whose values are data sets themselves."
@@ -173,12 +169,6 @@ def _check_columns(data: dict[str, Any]) -> None:
     if data and (tables or rows):
         raise ValueError(f"the data holds the splits {', '.join(map(str, data))}; give "
                          "one of them to train on, and another to score on")
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-forms-parts
-def _from_frame(frame: Any) -> TableData:
-    "A pandas frame as a table, without its index."
-    check_names([str(name) for name in frame.columns])
-    return TableData({str(name): frame[name].tolist() for name in frame.columns})
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-check-names
 def check_names(names: Sequence[str]) -> None:
@@ -204,8 +194,11 @@ def _from_items(items: Sequence[Any]) -> Any:
     return TableData({name: [item[name] for item in items] for name in names})
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-drawable
-def _check_drawable(data: Any) -> None:
+def check_drawable(data: Any) -> None:
     "Refuse data without a length or without rows by number."
+    if isinstance(data, Task):
+        raise ValueError("a Task is several data sets; give one of them, such as "
+                         "task.train, task.dev or task.test")
     kind = type(data).__name__
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
@@ -280,7 +273,6 @@ ASIDE = re.compile(  # names a row or a person, and is never read unless it is a
     rf"|^({PERSONS})[_-]?(id|name|no|nr|number|code)$"
     r"|^(name|__index_level_0__|unnamed: 0|)$")
 
-
 def names_a_row(
     name: str,  # of a column
 ) -> bool:
@@ -324,8 +316,7 @@ class Public:
 def is_missing(
     value: Any,  # of one row
 ) -> bool:
-    """Whether a value is missing: None, NaN, NaT, pandas' NA, a blank text,
-    or one of these written as text."""
+    "Whether a value is missing: None, NaN, NaT, NA, a blank text, or these in text."
     if value is None:
         return True
     if isinstance(value, str):
@@ -485,16 +476,41 @@ class Task:
         return self.make_public() if self.make_public else None
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-unit
+MARK = "A run on these rows protects whom this column says: (.+)"  # in a description
+
 def protecting(
     data: Any,  # a data set
     unit: str,  # its column
 ) -> Any:       # the same rows; what holds no mark is returned as it is
     "Data that name the unit that a run on them protects."
-    if getattr(data, "table", None) is None and not hasattr(data, "column_names"):
+    alone = getattr(data, "table", None) is None
+    if mark_of(data) == unit or (alone and not hasattr(data, "column_names")):
         return data
+    if hasattr(data, "info"):    # of `datasets`: each choice of rows has a copy of it
+        marked = data.select(range(len(data)))
+        said = re.sub(MARK, "", marked.info.description or "", flags=re.M).strip()
+        marked.info.description = f"{said}\n{MARK.replace('(.+)', unit)}".strip()
+        return marked
     marked = copy(data)
     marked.privacy_unit = unit
     return marked
+
+def mark_of(
+    data: Any,     # a data set
+) -> str | None:   # a column; ValueError where parts name several
+    "The unit that a data set, or the data set behind a choice of rows, names."
+    rows = bare(data)
+    held, info = getattr(rows, "__dict__", {}), getattr(rows, "info", None)
+    said = re.findall(MARK, getattr(info, "description", None) or "", re.M)
+    parts = held.get("datasets")
+    inner = [held.get("table"), held.get("dataset"),
+             *(parts if isinstance(parts, list) else ())]
+    found = {held.get("privacy_unit"), *said} - {None} or {
+        mark_of(one) for one in inner if one is not None} - {None}
+    if len(found) > 1:
+        raise ValueError("the data were put together of rows that name different "
+                         "units; load all of them with one unit=")
+    return next(iter(found), None)
 
 def unit_for(
     data: Any,         # a data set, or a `Task`
@@ -502,25 +518,11 @@ def unit_for(
 ) -> Any:              # None: a row
     "The privacy unit of a run; ValueError if the data name another than requested."
     own = data.unit if isinstance(data, Task) else None
-    rows = data.train if isinstance(data, Task) else data
-    while own is None and rows is not None:
-        own, rows = getattr(rows, "privacy_unit", None), getattr(rows, "table", None)
-    if unit is None or own is None:
-        return own if unit is None else unit
-    if unit is own or (isinstance(unit, str) and unit == own):
-        return own
+    if own is None:
+        own = mark_of(data.train if isinstance(data, Task) else data)
+    same = unit is None or unit is own or (isinstance(unit, str) and unit == own)
+    if own is None or same:
+        return unit if own is None else own
     said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
     raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
                      "says another; leave out one of them")
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-mean
-def did_you_mean(
-    name: str,             # that nothing answers to
-    known: Iterable[str],  # what something answers to
-) -> str:
-    "The end of an error message: the nearest known names in any case, or all of them."
-    names = {one.lower(): one for one in known}
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(names[one] for one in near)}?"
-    return f"choose {', '.join(names.values())}"

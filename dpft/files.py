@@ -77,14 +77,43 @@ IN_QUOTES = re.compile(rb'(?:\A|(?<=[,\r\n]))'
                        rb'(?:"[^"]*(?:""[^"]*)*"(?=[,\r\n]|\Z)|(?P<open>"))')
 
 def _check_quotes(path: Path) -> None:
-    "ValueError for a quotation mark before a value that does not end with one."
+    "ValueError for a mark that its value does not end with, or that joins rows."
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    values = []
     for found in IN_QUOTES.finditer(content):
         if found["open"]:
             line = content.count(b"\n", 0, found.start()) + 1
             raise ValueError(f"line {line} of {path.name} has a quotation mark that is "
                              "not closed at the end of its value; close it, or double "
                              "each mark that belongs to a text, within marks")
+        if b"\n" in found[0]:
+            values.append(found.span())
+    if values and (span := _joined(content, values)):
+        first, last = (content.count(b"\n", 0, place) + 1 for place in span)
+        raise ValueError(f"lines {first} to {last} of {path.name} stand between two "
+                         "quotation marks and read as rows of their own; double each "
+                         "mark that belongs to a text, within marks, or write the "
+                         "text on one line")
+
+# %% ../nbs/6_appendices/109_files.ipynb #files-joined
+def _joined(content: bytes, values: list[tuple[int, int]]) -> tuple[int, int] | None:
+    "The first value of several lines that read as rows; None: there is none."
+    plain = (line.split(b",") for line in IN_QUOTES.sub(b'"', content).splitlines()
+             if b'"' not in line)
+    known: dict[int, list[set[bytes]]] = {}    # what rows have in each place, by width
+    for row in plain:
+        places = known.setdefault(len(row), [set() for _ in row])
+        for place, value in zip(places, row, strict=True):
+            place.add(value)
+    for start, end in values:
+        last = content.find(b"\n", end)
+        lines = content[content.rfind(b"\n", 0, start) + 1:last if last >= 0 else None]
+        own = [line.split(b",") for line in lines.replace(b'"', b"").splitlines()]
+        if {len(row) for row in own} == {max(2, len(own[0]))} and any(
+                set(mine) <= place for mine, place in zip(
+                    zip(*own, strict=True), known.get(len(own[0]), ()), strict=False)):
+            return start, end
+    return None
 
 # %% ../nbs/6_appendices/109_files.ipynb #files-spelled
 def _as_spelled(table: Any, read: Any, unit: str | None) -> Any:

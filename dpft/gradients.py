@@ -204,8 +204,8 @@ def unlike(pairs: Mapping[int, tuple[Tensor, Tensor]]) -> set[int]:
     "Which pairs differ in a bit; each device but the CPU is asked once."
     found, far = set[int](), dict[torch.device, dict[int, Tensor]]()
     for key, pair in pairs.items():
-        one, other = (x.detach().reshape(-1).contiguous().view(torch.uint8)
-                      for x in pair)
+        one, other = (x.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+                      .unsqueeze(1).view(torch.uint8) for x in pair)
         if one.shape == other.shape and one.device.type != "cpu":
             far.setdefault(one.device, {})[key] = (one != other).any()
         elif not torch.equal(one, other):

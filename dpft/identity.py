@@ -26,6 +26,7 @@ from .datasets import (
     ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
     made_on_the_fly, names_a_row)
 from .gradients import full
+from .noise import bytes_of, raw_bytes
 from .processes import whole
 from .schema import TAGS, WORDS, kind_of
 from .settings import Reading, Settings, package_of, parts_of
@@ -46,11 +47,24 @@ def fingerprint(
     if hasattr(data, "content"):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
-        _absorb(digest, {name: list(data[name]) for name in column_names(data)})
+        _take_in(digest, {name: list(data[name]) for name in column_names(data)})
     else:
         for row in range(len(data)):
-            _absorb(digest, data[row])
+            _take_in(digest, data[row])
     return digest.hexdigest()
+
+def _take_in(digest: Any, item: Any) -> None:
+    "Feed columns, or an item, to a hash; ValueError names the column that cannot be."
+    try:
+        return _absorb(digest, item)
+    except ValueError:
+        for name, value in item.items() if isinstance(item, Mapping) else ():
+            try:
+                _absorb(hashlib.sha256(), value)
+            except ValueError as error:
+                raise ValueError(f"column {name!r}: {error}; where nothing reads the "
+                                 "column, leave it out") from None
+        raise
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-absorb
 UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -59,7 +73,8 @@ UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 def _absorb(digest: Any, value: Any) -> None:
     "Feed a value to a hash so that two different values never feed the same bytes."
     if isinstance(value, Mapping):
-        value = [part for key in sorted(value) for part in (key, value[key])]
+        keys = sorted(value, key=lambda key: (type(key).__name__, key))  # of any types
+        value = [part for key in keys for part in (key, value[key])]
         _absorb(digest, "dict")
     if isinstance(value, (list, tuple)):
         digest.update(b"list %d;" % len(value))
@@ -69,8 +84,8 @@ def _absorb(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype in UNKNOWN_TO_NUMPY:
-            own = value.contiguous().flatten().view(torch.uint8)
-            return _absorb(digest, [str(value.dtype), list(value.shape), own])
+            parts = [str(value.dtype), list(value.shape), bytes_of(value)]
+            return _absorb(digest, parts)
         value = value.numpy()
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
         value = np.asarray(value)
@@ -379,10 +394,9 @@ def model_fingerprint(model: nn.Module) -> str:
     "Hash of the names, shapes and values of the weights, to recognise initial weights."
     digest = hashlib.sha256()
     for name, value in weights_of(model):
-        values = full(whole(value.detach())).cpu().contiguous().flatten().view(
-            torch.uint8)
+        raw = raw_bytes(full(whole(value.detach())).cpu())
         digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(memoryview(values.numpy()))  # type: ignore[arg-type]
+        digest.update(memoryview(raw))  # type: ignore[arg-type]
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-fingerprint

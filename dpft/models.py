@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .datasets import Public, did_you_mean, has_batch_protocol
+from .datasets import Public, has_batch_protocol
 from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
 from .networks import BUILT
+from .registry import did_you_mean
 from .sampling import gather
 from .texts import collate_for
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'generator_state',
            'drawn_below', 'box_muller', 'cipher_pieces', 'part_of', 'add_pieces', 'usable_cores', 'threads',
-           'side_by_side', 'Keystream', 'digests', 'raw_bytes', 'factors_of', 'device_hashes', 'flat_scale',
+           'side_by_side', 'Keystream', 'digests', 'bytes_of', 'raw_bytes', 'factors_of', 'device_hashes', 'flat_scale',
            'noise_jobs', 'Noise', 'secure_pieces', 'noise_key', 'grid_step', 'on_grid', 'perturbed_on_grid',
            'secure_std']
 
@@ -292,9 +292,14 @@ def digests(
         lambda each: one(*each), [*zip(raws, values, contexts, strict=True)])
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-device-hashes
+def bytes_of(value: Tensor) -> Tensor:
+    "The bytes of a tensor in a row, where it lies; also of one number with a stride."
+    flat = value.detach().contiguous().reshape(-1)
+    return flat.unsqueeze(1).view(torch.uint8).flatten()
+
 def raw_bytes(value: Tensor) -> np.ndarray:
     "The bytes of a tensor on the CPU."
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return bytes_of(value).numpy()
 
 def factors_of(
     stream: Keystream, device: torch.device,

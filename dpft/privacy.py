@@ -25,7 +25,7 @@ def check(
     holds: bool,  # what must be true of a value that a user gave
     message: str, # one sentence: the value, and the way out
 ) -> None:
-    "ValueError with this sentence, unless it holds."
+    "Raise ValueError with this message unless the condition holds."
     if not holds:
         raise ValueError(message)
 
@@ -68,7 +68,7 @@ def rdp_conversion(
     order: float, # alpha > 1
     delta: float, # in (0, 1)
 ) -> float:       # what @lem-rdp adds to the divergence
-    "From a divergence to epsilon; @lem-rdp."
+    "Term that turns a divergence into epsilon; @lem-rdp."
     log_delta = math.log(delta) + math.log(order)
     return math.log((order - 1) / order) - log_delta / (order - 1)
 
@@ -207,7 +207,7 @@ def _first(
     high: float,                    # suffices
     tolerance: float,
 ) -> float:
-    "The first point that suffices of the grid that halvings to the tolerance reach."
+    "First sufficient point of the grid that bisection to the tolerance would reach."
     cells = 1
     while (high - low) / cells > tolerance:
         cells *= 2
@@ -278,7 +278,7 @@ def noise_multiplier(
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-request
 @dataclass(frozen=True)
 class Request:
-    "What a method must spend besides training; never a noise multiplier."
+    "What a method spends besides training, without a noise multiplier."
     sample_rate: float   # q in (0, 1]
     steps: int           # T, at least 1
     share: float         # share of epsilon, in (0, 1)

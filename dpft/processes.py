@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .noise import Keystream, Noise
+from .noise import Keystream, Noise, bytes_of
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-error
 class ProcessError(ValueError):
@@ -117,7 +117,7 @@ def take_over(value: Tensor) -> None:
     "The first process's values, bit for bit, in place of this one's."
     whole = value.detach().contiguous()
     with reached():
-        dist.broadcast(whole.flatten().view(torch.uint8), src=0)
+        dist.broadcast(bytes_of(whole), src=0)
     if whole.data_ptr() != value.data_ptr():
         value.detach().copy_(whole)
 

@@ -10,17 +10,21 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
+from difflib import get_close_matches
+from functools import cache
+from inspect import findsource, signature
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'method_type', 'method_from', 'options_of', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type', 'method_from',
+           'options_of', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -82,13 +86,47 @@ def loaded(
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
                          "with a module that Python finds, or file.py:Class") from error
 
+# %% ../nbs/5_notes/85_registry.ipynb #registry-written
+@cache
+def _codes(text: str, flags: int) -> dict[tuple[str, int], CodeType]:
+    "The code of each function in a file's text, by its name and its line."
+    found, ahead = {}, [compile(text, "", "exec", flags, dont_inherit=True)]
+    while ahead:
+        code = ahead.pop()
+        found[code.co_qualname, code.co_firstlineno] = code
+        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
+
+def is_as_written(
+    function: FunctionType,
+) -> bool:
+    "Whether the file of a function still says what runs."
+    code = function.__code__
+    try:
+        text = "".join(findsource(function)[0])
+        codes = _codes(text, code.co_flags & annotations.compiler_flag)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return False
+    return codes.get((code.co_qualname, code.co_firstlineno)) == code
+
+# %% ../nbs/5_notes/85_registry.ipynb #registry-mean
+def did_you_mean(
+    name: str,             # that nothing answers to
+    known: Iterable[str],  # what something answers to
+) -> str:
+    "The end of a refusal: the nearest of the known names in any case, or all of them."
+    names = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(names[one] for one in near)}?"
+    return f"choose {', '.join(names.values())}"
+
 # %% ../nbs/5_notes/85_registry.ipynb #registry-type
 def method_type(
     name: str,  # a known name, a class of `dpft`, `module:Class` or `file.py:Class`
 ) -> type[Method]:
     "The class of a method by its name; ValueError with the nearest names."
     import dpft
-    from dpft.datasets import did_you_mean
     from dpft.method import Method
     known = known_methods()
     name = known[name].kind if name in known else name

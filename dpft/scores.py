@@ -196,7 +196,8 @@ def check_measure(
     "ValueError where the task has no such score, or where there is nothing to score."
     if callable(score):
         return
-    rows = score.data if isinstance(score, (NoisyAccuracy, Public)) else score
+    marked = isinstance(score, (NoisyAccuracy, Public))
+    rows = as_dataset(score.data if marked else score)
     if not len(rows):
         raise ValueError("the data that should score have no rows to score on; give "
                          "some that are not trained on")

@@ -31,6 +31,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .registry import is_as_written
+
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
 def knob(
     default: Any,             # what holds when the knob is left out
@@ -308,8 +310,8 @@ def _(value: torch.Tensor, reading: Reading) -> Parts:
     elif (type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
           and value.layout is torch.strided and not value.is_quantized):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = memoryview(
-            plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        flat = plain.reshape(-1)[:, None].view(torch.uint8)
+        raw = memoryview(flat.numpy())  # type: ignore[arg-type]
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
     else:
         yield None
@@ -383,10 +385,9 @@ def source_of(value: FunctionType | ModuleType) -> str | None:
         tree = ast.parse("if 1:\n" * source[:1].isspace() + source)
     except (OSError, TypeError, SyntaxError):
         return None
-    if isinstance(value, ModuleType):
-        return repr(tree_of(tree))
-    told_apart = value.__name__ != "<lambda>"     # two of them may stand on one line
-    whole = told_apart and set(value.__code__.co_freevars) <= {"__class__"}
+    whole = isinstance(value, ModuleType) or (
+        value.__name__ != "<lambda>"     # two of them may stand on one line
+        and set(value.__code__.co_freevars) <= {"__class__"} and is_as_written(value))
     return repr(tree_of(tree)) if whole else None
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-function-parts
@@ -498,8 +499,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
 
 def hooks_of(value: Any) -> list[Any]:
     "The hooks of a module or of a tensor."
-    tables = (getattr(value, name, None) or {} for name in HOOKS)
-    return [hook for table in tables for hook in table.values()]
+    return [*chain(*((getattr(value, name, None) or {}).values() for name in HOOKS))]
 
 def constants_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     "The constants of a module, its tensors and hooks, and what trains at the start."

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .gradients import Measured, Whole, as_it_is, full
+from .noise import bytes_of
 from .processes import local, reached
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-spans
@@ -177,7 +178,7 @@ def copy_from_first(values: Tensor, group: Any) -> None:
         return
     same = values.contiguous()
     with reached():
-        dist.broadcast(same.view(-1).view(torch.uint8), group=group, group_src=0)
+        dist.broadcast(bytes_of(same), group=group, group_src=0)
     if same.data_ptr() != values.data_ptr():
         values.copy_(same)
 

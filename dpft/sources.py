@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .datasets import (
     TableData, Task, TensorData, as_dataset, class_list, class_names, column,
-    column_names, did_you_mean, label_values, protecting, take, undecoded)
+    column_names, label_values, protecting, take, undecoded)
 from .files import READERS, read_file
+from .registry import did_you_mean
 from .schema import (
     Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
 from .tasks import LOCAL, digits, font_digits

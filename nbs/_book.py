@@ -280,11 +280,11 @@ def devices(chapter: Chapter) -> list[str]:
 
 
 def header(chapter: Chapter, seconds: float, threads: int) -> str:
-    "How long a chapter runs and what it stands on, in one line."
+    "How long a chapter runs, and on what its records were made, in one line."
     known = devices(chapter)
-    told = f"stands on records made on {' and on '.join(known)}, and on what is computed here" if known else "is computed here"
-    run = f"{5 * max(1, round(seconds / 5))} s on {threads} thread{'s' * (threads > 1)} of a CPU"
-    return f"*Runs in about {run}; what it shows {told}.*"
+    made = f"; its records were made on {' and on '.join(known)}" if known else ""
+    run = f"{5 * max(1, round(seconds / 5))} s on {'one CPU thread' if threads == 1 else f'{threads} CPU threads'}"
+    return f"*Runs in about {run}{made}.*"
 
 
 def problems() -> list[str]:

@@ -22,6 +22,7 @@ from dpft.gradients import (
     gradients,
     per_example_gradients,
     per_example_losses,
+    unlike,
 )
 from dpft.step import Lowered
 
@@ -903,3 +904,14 @@ def test_a_form_that_was_compared_is_not_looked_at_again(monkeypatch):
     for size in (5, 2, 1, 7):
         clipped_sum(model, wave, (noise(size, 4),), 1.0)
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("slice_of", [lambda: torch.zeros(4, 3)[:1, 1:2], lambda: torch.ones(3)[::3],
+                                      lambda: torch.ones(2, dtype=torch.complex64).conj(),
+                                      lambda: torch.ones(2, dtype=torch.complex64).conj().imag])
+def test_a_tensor_that_lies_in_memory_in_its_own_way_is_compared_by_its_bits(slice_of):
+    module = nn.Module()
+    module.register_buffer("kept", slice_of())
+    held = Held(module)
+    assert not held.put_back()
+    assert unlike({0: (module.kept, module.kept.clone()), 1: (module.kept, module.kept + 1)}) == {1}

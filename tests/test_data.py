@@ -19,11 +19,11 @@ from dpft.datasets import (
     TableData,
     TensorData,
     check_labels,
-    did_you_mean,
 )
 from dpft.files import read_file
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
+from dpft.registry import did_you_mean
 from dpft.sampling import Augmentation, check_alone, chosen_views, gather, physical_batches, poisson_draw, probes
 from dpft.sources import load_data, task_of
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
@@ -184,6 +184,33 @@ def test_fingerprint_sees_bytes_shapes_types_and_scaling():
     assert len({fingerprint(item) for item in items}) == len(items)
     with pytest.raises(ValueError, match="cannot fingerprint a set"):
         fingerprint([{1, 2}])
+
+
+@pytest.mark.parametrize("strange", [{1, 2}, object(), [{"a": object()}], range(3)])
+def test_a_column_that_has_no_fingerprint_is_named_with_the_way_out(strange):
+    columns = {"text": ["a", "b"], "label": [0, 1], "extra": [None, strange]}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for data in (TableData(columns), Items(rows)):
+        with pytest.raises(ValueError, match=r"^column 'extra': cannot fingerprint a .*where nothing reads the column, leave it out$"):
+            fingerprint(data)
+
+
+def test_names_of_several_types_within_a_value_have_an_order():
+    mixed, other = ([{1: "a", "b": 2, None: 3}], [{None: 3, "b": 2, 1: "a"}])
+    assert fingerprint(TableData({"extra": mixed})) == fingerprint(TableData({"extra": other}))
+
+
+class Items(torch.utils.data.Dataset):
+    "Rows that are made when they are asked for."
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.rows[row]
 
 
 def test_fingerprint_of_a_table_and_of_a_datasets_dataset_agree():

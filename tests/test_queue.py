@@ -220,7 +220,7 @@ def test_the_time_of_a_run_that_was_interrupted_is_added_up_or_not_told(killed, 
         if next(counted) == 5:
             raise SystemExit(1)
         return done(step)
-    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    monkeypatch.setattr(experiments, "_kept", tmp_path)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Step, "done", stopped)
         experiments.make_record("e", measured_run, settings, True)
@@ -242,7 +242,7 @@ def test_the_state_of_a_run_is_known_by_its_experiment_its_code_and_its_packages
         with experiments.unfinished(settings) as folder:
             seen.append(folder)
         return {}
-    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    monkeypatch.setattr(experiments, "_kept", tmp_path)
     experiments.make_record("e", looking, TINY, True)
     experiments.make_record("e", looking, TINY, True)
     experiments.make_record("f", looking, TINY, True)
@@ -301,7 +301,7 @@ def test_a_worker_leaves_an_interrupt_to_its_queue(tmp_path):
 def test_the_state_of_a_run_is_known_by_the_code_of_its_method(method, module, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(experiments, "source_hash", lambda *modules: asked.extend(modules) or "hash")
-    monkeypatch.setattr(experiments, "_KEPT", [tmp_path])
+    monkeypatch.setattr(experiments, "_kept", tmp_path)
     with experiments.unfinished({**TINY, "method": method}):
         pass
     assert module in asked

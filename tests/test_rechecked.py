@@ -8,7 +8,7 @@ import torch
 
 from dpft.book import evidence, queue
 from dpft.book.experiments import Experiment, make_record, measured_run, packed, read_records, write_records
-from dpft.book.provenance import is_stale, made_by, recheck_of, way_of, why_stale
+from dpft.book.provenance import is_stale, maker_of, recheck_of, way_of, why_stale
 
 ROWS = 400
 ANSWERS = torch.arange(ROWS) % 10
@@ -89,7 +89,7 @@ def test_records_of_other_code_or_packages_stay_stale(world, tmp_path):
     assert is_stale({**entry, "source_hash": "1" * 16}) and is_stale({**entry, "versions": {**entry["versions"], "torch": "0.1"}})
     write_records(tmp_path / "planted.jsonl", [{**entry, "source_hash": "1" * 16}])
     assert [its.records for its in queue.planned_repeats(source(tmp_path))] == [1]
-    assert made_by(entry) != made_by({**entry, "source_hash": "1" * 16})
+    assert maker_of(entry) != maker_of({**entry, "source_hash": "1" * 16})
 
 
 def test_code_that_changes_after_a_recheck_makes_the_records_stale_again(world, tmp_path):

@@ -26,6 +26,7 @@ from dpft.bitfit import add_biases, biases, remove_added
 from dpft.card import how_to_load
 from dpft.composition import Chain
 from dpft.datasets import TableData
+from dpft.identity import fingerprint, model_fingerprint, name_of_code
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.saving import (
@@ -389,6 +390,19 @@ def test_the_fingerprint_sees_every_frozen_parameter_and_nothing_else():
         other.get_parameter(name).data.flatten()[0] += 1e-3
         assert (frozen_fingerprint(other, trained) == one) == (name in trained), name
     assert frozen_fingerprint(model, trained - {min(trained)}) != one
+
+
+def test_a_parameter_of_one_number_that_lies_apart_has_a_fingerprint_as_any_other():
+    plain, apart = nn.Linear(2, 1), nn.Linear(2, 1)
+    apart.load_state_dict(plain.state_dict())
+    apart.bias = nn.Parameter(plain.bias.detach().repeat(3)[::3])
+    assert apart.bias.stride() == (3,) and model_fingerprint(apart) == model_fingerprint(plain)
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.ones(3, dtype=dtype)
+        assert fingerprint([one[::3]]) == fingerprint([one[:1]]) and name_of_code(one[::3]) == name_of_code(one[:1])
+    examples = [(noise, noise[:1]) for noise in torch.randn(20, 2, generator=torch.Generator().manual_seed(0))]
+    assert dpft.fine_tune(apart, examples, dpft.Full(), epsilon=3.0, delta=0.01, steps=2, batch_size=5, progress=False,
+                     loss_fn=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1)).epsilon <= 3
 
 
 def test_nothing_is_called_that_did_not_allow_it(tmp_path):

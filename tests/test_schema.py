@@ -940,6 +940,23 @@ def test_marks_that_are_closed_or_stand_within_a_text_are_read(tmp_path):
     assert read_file(tmp_path / "x.csv")[:] == {"label": [0, 1], "text": ['5" disk', 'a "b"']}
 
 
+@pytest.mark.parametrize("content, lines", [
+    ('text,label\n"secret one,1\nsecret two,0\nthree,1\nfour",0\nfive,1\nsix,0\n', "2 to 5"),
+    ('label,text\r\nyes,one\r\nno,two\r\nyes,"secret\r\nno,four"\r\nyes,five', "4 to 5"),
+    ('id,label,text\n1,0,a\n2,1,"b\n3,0,c\n4,1,d"\n5,1,e\n', "3 to 5")])
+def test_two_stray_marks_that_join_rows_to_one_value_are_refused(tmp_path, content, lines):
+    with pytest.raises(ValueError, match=f"lines {lines} of x.csv stand between two quotation marks and read as rows") as caught:
+        read_file(written(tmp_path, "x.csv", content))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_text_of_several_lines_is_a_value(tmp_path):
+    for content in ('text,label\n"one, and\ntwo, or",1\nthree,0\n', 'label,text\n1,"Great\nLoved it, mostly"\n0,c\n1,d\n',
+                    'label,text\n1,"Dear all,\n\nno, yes"\n0,c\n1,d\n', 'text\n"a\nb"\na\nb\n'):
+        rows = read_file(written(tmp_path, "x.csv", content))
+        assert any("\n" in text for text in rows["text"])
+
+
 @pytest.mark.parametrize("form", ["lines", "list", "nested"])
 def test_half_of_a_character_is_refused_by_its_row_and_not_shown(tmp_path, form):
     half = '{"text": "secret \\ud83d", "label": 0}' if form != "nested" else '{"text": ["secret \\ud83d"], "label": 0}'

@@ -126,6 +126,44 @@ def test_an_argument_of_a_method_enters_by_what_it_is_and_not_by_how_it_is_print
     assert not store(method=Takes(object())).portable and not store(method=Takes(lambda x: x)).portable
 
 
+def test_code_whose_file_was_edited_since_keeps_the_digest_in_its_keys(tmp_path):
+    known = store(method=written(tmp_path, HALF).Half())
+    for change in (("[-self.k:]", "[:self.k]"), ("SHARE = 0.5", "# more\nSHARE = 0.5"), (HALF, "(")):
+        own = written(tmp_path, HALF)
+        method = own.Half()
+        assert store(method=method).secret == known.secret and known.portable
+        Path(own.__file__).write_text(Path(own.__file__).read_text().replace(*change))
+        run = store(method=method)
+        assert not run.portable and run.secret != known.secret
+    assert store(method=written(tmp_path, HALF).Half()).secret == known.secret
+
+
+WORDS = """
+from dpft import Full
+def weigh(x): return x
+class Words(Full):
+    def __init__(self, what=None, **more): self.what, self.more = what, more
+"""
+
+
+def test_sets_and_functions_enter_alike_in_every_process(tmp_path):
+    forth, back = [set(members) for members in ((0, 8), (8, 0))]
+    assert [*forth] != [*back]                      # as strings are, by the hashes of each process
+    given = {"{0, 8}": lambda numbers, _: numbers, "frozenset({0, 8})": lambda numbers, _: frozenset(numbers),
+             "<function weigh>": lambda _, own: own.weigh, "{(0, 'a')}": lambda _, own: {(0, "a")}}
+    secrets = set()
+    for said, argument in given.items():
+        runs = []
+        for numbers in (forth, back):
+            own = written(tmp_path, WORDS)
+            method = own.Words(argument(numbers, own), more=argument(numbers, own))
+            assert repr(method) == f"Words(what={said}, more={said})"
+            runs.append(store(method=method))
+        assert runs[0].portable and runs[0].secret == runs[1].secret
+        secrets.add(runs[0].secret)
+    assert len(secrets) == len(given)
+
+
 def test_a_model_that_computes_something_else_is_another_run():
     "With equal weights: another layer without weights, another constant, other buffers."
     plain = store(net()).secret

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import engine, net, run_all, toy, weights
@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import dpft
-from dpft.datasets import TableData, Task, TensorData, as_dataset, take
+from dpft.datasets import TableData, Task, TensorData, as_dataset, protecting, take, unit_for
 from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
 from dpft.prepared import as_task, prepare
@@ -549,6 +549,36 @@ def test_the_unit_of_a_task_stays_when_its_rows_are_chosen(tmp_path):
         assert some.unit == "who" and ready.schema.unit == "who" and len(units_of(ready.train, None)) == units
     assert tuned(replace(task, train=task.train.select(range(12)))).guarantee.unit == "who"
     assert task.train.select(range(3))["text"][:] == task.train["text"][:3]
+
+
+CHOICES = {"select": lambda rows: rows.select([20, 1, 2, 5, 7, 9, 10, 11, 13, 3, 4, 0]), "first": lambda rows: rows.select(range(12)),
+           "filter": lambda rows: rows.filter(lambda row: row["label"] < 2), "shuffle": lambda rows: rows.shuffle(seed=0),
+           "split": lambda rows: rows.train_test_split(0.5, seed=0)["train"], "map": lambda rows: rows.map(lambda row: {"more": 1}),
+           "Subset": lambda rows: torch.utils.data.Subset(rows, range(12)), "sort": lambda rows: rows.sort("text"),
+           "Subset of it": lambda rows: torch.utils.data.Subset(torch.utils.data.Subset(rows, range(20)), range(15)),
+           "two": lambda rows: torch.utils.data.ConcatDataset([rows.select(range(12)), rows.select(range(12, 24))]),
+           "joined": lambda rows: concatenate_datasets([rows.select(range(12)), rows.select(range(12))])}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_rows_that_are_chosen_from_marked_ones_protect_the_same_people(tmp_path, choice):
+    rows = CHOICES[choice](dpft.load_data(people_file(tmp_path), unit="who").train)
+    names = {row["who"] for row in rows}
+    ready = prepare(zoo.build("bert")[0].float(), rows, words_of())
+    alone = dpft.Engine(ready.model, None, dpft.BiTFiT(), ready.train, epsilon=4.0, batch_size=4, steps=2, accountant="rdp", delta=1e-2)
+    assert ready.schema.unit == "who" == alone.unit and alone.population.size == len(names)
+
+
+def test_whom_rows_protect_is_said_once_and_does_not_reach_the_rows_it_was_said_of(tmp_path):
+    plain = dpft.load_data(people_file(tmp_path)).train
+    plain.info.description = "Stories."
+    marked = protecting(protecting(plain, "label"), "who")
+    assert plain.info.description == "Stories." and unit_for(plain) is None and unit_for(marked) == "who"
+    assert protecting(marked, "who") is marked and marked.info.description.count("\n") == 1
+    with pytest.raises(ValueError, match="put together of rows that name different units; load all of them with one unit="):
+        unit_for(concatenate_datasets([marked, protecting(plain, "label")]))
+    with pytest.raises(ValueError, match="no column 'who'"):
+        tuned(marked.remove_columns("who"))
 
 
 @pytest.mark.parametrize("other", ["text2", "example", [0, 1] * 12])

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 import dpft
+from dpft.datasets import Task
+from dpft.identity import shared_rows
 from dpft.ledger import Ledger
+from dpft.scores import NoisyAccuracy
 
 DIGITS = {"--data": "digits", "--model": "mlp", "--limit": "60", "--steps": "1", "--accountant": "rdp", "--epsilon": "4",
           "--score": "none"}
@@ -187,6 +190,15 @@ def test_calls_are_refused_and_charge_nothing(tmp_path, changed, said):
             assert len(book.runs()) == 1 and not book.spent()
     else:
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", [
+    lambda task: dpft.Public(task, "somewhere"), lambda task: NoisyAccuracy(task), lambda task: shared_rows(task, task.train),
+    lambda task: dpft.Engine(OWN, None, dpft.Full(), task, noise_multiplier=1.0, steps=1),
+    lambda task: dpft.tune(OWN, ROWS, dpft.Full(), {"clip": [0.1, 0.2]}, task, epsilon=1.0, delta=1e-3, steps=1)])
+def test_a_task_where_one_data_set_is_asked_for_is_refused_with_its_parts(asked):
+    with pytest.raises(ValueError, match=r"a Task is several data sets; give one of them, such as task.train, task.dev or task.test"):
+        asked(Task("rows", "image", ROWS, ROWS))
 
 
 def test_a_budget_that_is_passed_and_a_ledger_that_is_none_charge_nothing(run, tmp_path):

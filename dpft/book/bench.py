@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['TEAMS', 'PART', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'Shape', 'PEERS', 'TINY', 'STEPS', 'UNITS', 'PROCESSES_MARK',
-           'BF16_MARKS', 'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'COLOURS', 'MARKERS', 'WORDS',
-           'TRAINED', 'AXES', 'watched', 'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed',
-           'measure_largest', 'largest_of', 'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench',
-           'number_ways', 'measure_numbers', 'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes',
-           'plan_bf16', 'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'shape_name', 'whole_rows',
-           'peers_table', 'numbers_table', 'processes_table', 'bf16_table', 'judged', 'judged_peers', 'marks_table',
-           'panels', 'cost_figure', 'plain_of', 'beside_plain', 'batch_figure', 'model_figure', 'peers_figure', 'begun',
+           'BF16_MARKS', 'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS', 'TRAINED',
+           'AXES', 'watched', 'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed', 'measure_largest',
+           'largest_of', 'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways',
+           'measure_numbers', 'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_bf16',
+           'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table',
+           'numbers_table', 'processes_table', 'bf16_table', 'judged', 'judged_peers', 'marks_table', 'panels',
+           'cost_figure', 'plain_of', 'beside_plain', 'batch_figure', 'model_figure', 'peers_figure', 'begun',
            'write_bench', 'bench_report']
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-imports
@@ -668,9 +668,9 @@ def marks_table(found: Iterable[dict[str, Any]]) -> str:
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-figure
 # Okabe and Ito's
-COLOURS = {"opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9",
+HUES = {"opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9",
            "dpft": "#009E73"}
-MARKERS = {"opacus": "s", "opacus-ghost": "^", "fastdp": "v", "dpft": "D"}
+SHAPES = {"opacus": "s", "opacus-ghost": "^", "fastdp": "v", "dpft": "D"}
 WORDS = {"opacus": "Opacus", "opacus-ghost": "ghost clipping", "fastdp": "fastDP",
          "dpft": "dpft"}
 TRAINED = {"biases": "biases train", "full": "all parameters train"}
@@ -712,12 +712,12 @@ def _lines(axis: Any, entries: list[dict[str, Any]], along: str, field: str) -> 
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xscale("log")
     ends = {}
-    for who, colour in COLOURS.items():
+    for who, colour in HUES.items():
         own = sorted((e for e in entries if e["who"] == who and e.get(field)),
                      key=lambda e: e[along])
         if own:
             points = [(e[along], e[field]) for e in own]
-            axis.plot(*zip(*points, strict=True), marker=MARKERS[who], markersize=4,
+            axis.plot(*zip(*points, strict=True), marker=SHAPES[who], markersize=4,
                       linewidth=1.2, color=colour, label=who)
             ends[WORDS[who]] = points[-1]
             if field == "time_ratio":
@@ -725,7 +725,7 @@ def _lines(axis: Any, entries: list[dict[str, Any]], along: str, field: str) -> 
     _ratio_axis(axis)
     plain = {"plain": (max((x for x, _ in ends.values()), default=1.0), 1.0)}
     names_at_lines(axis, plain | ends, {"plain": "black"}
-                   | {WORDS[who]: colour for who, colour in COLOURS.items()})
+                   | {WORDS[who]: colour for who, colour in HUES.items()})
 
 def _bars(
     axis: Any, entries: list[dict[str, Any]], places: list[float], colour: str,
@@ -829,7 +829,7 @@ def _whole_row(
 ) -> dict[str, tuple[float, str]]:
     "The marks of one shape; by name, where each stands and in which colour."
     looks = {
-        who: (COLOURS[who.removesuffix("-step")], MARKERS[who.removesuffix("-step")])
+        who: (HUES[who.removesuffix("-step")], SHAPES[who.removesuffix("-step")])
         for who in STEPS}
     named = {}
     for who, (colour, marker) in looks.items():

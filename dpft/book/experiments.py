@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -46,7 +47,7 @@ from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (
     forget_peak, origin, provenance, read_records, results_file, roots_of,
-    settings_of, source_hash, surroundings, versions, write_records)
+    settings_in, source_hash, surroundings, versions, write_records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record
 def record(
@@ -129,7 +130,7 @@ def is_among(
     "Whether some record is of this run of this grid."
     wanted = json.loads(json.dumps(settings, default=_in_words))
     return any((entry.get("experiment"), entry.get("reduced")) == (name, not full)
-               and settings_of(entry) == wanted for entry in records)
+               and settings_in(entry) == wanted for entry in records)
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-make-record
 @dataclass
@@ -146,7 +147,8 @@ class Making:
         return (None if self.earlier is None
                 else round(self.earlier + time.perf_counter() - self.began, 2))
 
-_MAKING: list[Making] = []  # the run of `make_record`, while there is one
+# the run of `make_record`, while there is one
+_making: ContextVar[Making | None] = ContextVar("making", default=None)
 
 def make_record(
     name: str,                               # of the experiment
@@ -157,12 +159,12 @@ def make_record(
     "Make one run, and say all that is known of it."
     source = origin(roots_of(measure, settings))
     making = Making([name, source["source_hash"], versions()])
-    _MAKING[:] = [making]
+    before = _making.set(making)
     try:
         forget_peak()
         found = measure(settings)
     finally:
-        _MAKING.clear()
+        _making.reset(before)
     took = {} if making.seconds is None else {"seconds": making.seconds}
     return {"experiment": name, **settings, "reduced": not full, **found, **took,
             **surroundings(), **source}
@@ -182,7 +184,7 @@ def add_record(path: str | Path, entry: Settings) -> bool:
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
-        new = not is_among(recorded(path), entry["experiment"], settings_of(entry),
+        new = not is_among(recorded(path), entry["experiment"], settings_in(entry),
                            not entry["reduced"])
         if new:
             write_records(path, [entry])
@@ -249,27 +251,28 @@ def seen_in(run: Run) -> Settings:
                            for name in ("loss", "clipped")}}
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-unfinished
-_KEPT: list[Path] = []  # the folder for unfinished runs, while there is one
+_kept: Path | None = None  # the folder for unfinished runs, while there is one
 
 def keep_unfinished(folder: Path | None) -> None:
     "From now on, keep the state of runs in a folder; None: in none."
-    _KEPT[:] = [] if folder is None else [folder]
+    global _kept
+    _kept = folder
 
 def kept_in() -> Path | None:
     "Where the state of runs is kept, if it is."
-    return _KEPT[0] if _KEPT else None
+    return _kept
 
 @contextmanager
 def unfinished(settings: Settings) -> Iterator[Path | None]:
     """The folder of a run's state, which vanishes when the run is finished, and beside
     it the seconds that it took until it was interrupted; None where none is kept."""
-    if not _KEPT:
+    if _kept is None:
         yield None
         return
-    making = (_MAKING[0] if _MAKING
-              else Making([source_hash(*roots_of(measured_run, settings))]))
+    making = _making.get() or Making(
+        [source_hash(*roots_of(measured_run, settings))])
     known = json.dumps([settings, making.known], sort_keys=True, default=_in_words)
-    folder = _KEPT[0] / hashlib.sha256(known.encode()).hexdigest()[:16]
+    folder = _kept / hashlib.sha256(known.encode()).hexdigest()[:16]
     spent = folder.with_suffix(".seconds")
     if folder.exists():
         making.earlier = float(spent.read_text()) if spent.exists() else None

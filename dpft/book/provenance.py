@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NUMERIC', 'write_records', 'replace_records', 'read_records', 'results_file', 'results_in', 'machine', 'versions',
            'device_name', 'modules_behind', 'imported_by', 'source_hash', 'roots_of', 'provenance', 'surroundings',
-           'origin', 'what_changed', 'settings_of', 'way_of', 'made_by', 'recheck_of', 'is_stale', 'why_stale',
+           'origin', 'what_changed', 'settings_in', 'way_of', 'maker_of', 'recheck_of', 'is_stale', 'why_stale',
            'commit', 'forget_peak']
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-imports
@@ -279,7 +279,7 @@ def _release(name: str, its: str) -> list[str]:
     return its.partition("+")[0].split(".")[:2 if name == "python" else None]
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-way
-def settings_of(entry: dict[str, Any]) -> dict[str, Any]:
+def settings_in(entry: dict[str, Any]) -> dict[str, Any]:
     "The settings of the run that made a record: what stands before `reduced`."
     names = list(entry)
     ends = names.index("reduced") if "reduced" in entry else 0
@@ -288,7 +288,7 @@ def settings_of(entry: dict[str, Any]) -> dict[str, Any]:
 def way_of(entry: dict[str, Any]) -> dict[str, Any]:
     "The experiment and the settings of a record without their numbers."
     return {"experiment": entry.get("experiment"),
-            **_without_numbers(settings_of(entry))}
+            **_without_numbers(settings_in(entry))}
 
 def _without_numbers(value: Any) -> Any:
     if isinstance(value, dict):
@@ -299,7 +299,7 @@ def _without_numbers(value: Any) -> Any:
             else value)
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-recheck
-def made_by(entry: dict[str, Any]) -> dict[str, Any]:
+def maker_of(entry: dict[str, Any]) -> dict[str, Any]:
     "The source and the packages that a record was made by."
     return {name: entry.get(name) for name in ("source_hash", "versions")}
 
@@ -308,7 +308,7 @@ def recheck_of(entry: dict[str, Any]) -> dict[str, Any] | None:
     file = results_file("rechecked")
     if not file.exists():
         return None
-    way, maker = way_of(entry), made_by(entry)
+    way, maker = way_of(entry), maker_of(entry)
     for line in reversed(_rechecks(file.resolve(), file.stat().st_mtime_ns)):
         if line["way"] == way and line["of"] == maker and not what_changed(line):
             return line if line["equal"] else None

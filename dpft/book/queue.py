@@ -30,7 +30,7 @@ from ..processes import at_first_signal, worker_context
 from .experiments import (
     Experiment, Settings, add_record, cache_folder, is_among, keep_unfinished,
     make_record, recorded, results_file, unpacked, write_records)
-from .provenance import made_by, settings_of, way_of, why_stale
+from .provenance import maker_of, settings_in, way_of, why_stale
 
 # %% ../../nbs/6_appendices/95_queue.ipynb #queue-job
 @dataclass(frozen=True)
@@ -473,7 +473,7 @@ ABOUT = ("experiment", "reduced", "seconds", "device", "versions", "peak_memory_
 
 def found_in(entry: Settings) -> Settings:
     "What the measurement of a record returned, as JSON has it."
-    settings = settings_of(entry)
+    settings = settings_in(entry)
     return json.loads(json.dumps({
         name: value for name, value in entry.items() if name not in ABOUT
         and (name not in settings or name in ("epsilon", "delta"))}))
@@ -482,11 +482,11 @@ def rechecked(
     its: Experiment, entry: Settings,
 ) -> Settings: # a line of rechecked.jsonl
     "Make a record's run again, and say whether it is the same."
-    settings = settings_of(entry)
+    settings = settings_in(entry)
     made = make_record(entry["experiment"], its.measure, settings, not entry["reduced"])
     unequal, shares = differences(found_in(entry), found_in(made))
     about = {name: made[name] for name in ABOUT[3:] if name in made}
-    return {"way": way_of(entry), "settings": settings, "of": made_by(entry),
+    return {"way": way_of(entry), "settings": settings, "of": maker_of(entry),
             "of_commit": entry.get("commit"), "equal": not unequal,
             "unequal": unequal[:20], "same_answers": shares, "seconds": made["seconds"],
             "seconds_before": entry["seconds"], **about}
@@ -499,7 +499,7 @@ class Repeat:
     records: int
 
     def __str__(self) -> str:
-        about = settings_of(self.entry)
+        about = settings_in(self.entry)
         parts = [about.get("label") or about.get("method", ""),
                  *(str(about[name]) for name in ("variant", "clipping", "data")
                    if name in about)]
@@ -515,8 +515,8 @@ def repeats(
     for entry in recorded(file):
         known = (entry["experiment"] == name
                  and "reduced" in entry and "seconds" in entry)
-        if known and wanted(name, settings_of(entry)) and why_stale(entry):
-            key = json.dumps([way_of(entry), made_by(entry)], sort_keys=True)
+        if known and wanted(name, settings_in(entry)) and why_stale(entry):
+            key = json.dumps([way_of(entry), maker_of(entry)], sort_keys=True)
             groups.setdefault(key, []).append(entry)
     return [Repeat(min(its, key=lambda entry: entry["seconds"]), len(its))
             for its in groups.values()]

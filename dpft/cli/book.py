@@ -159,7 +159,7 @@ def source_of(names: list[str], full: bool, data: str | None,
     ValueError for a name that nothing answers to."""
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.queue import Source
-    from dpft.datasets import did_you_mean
+    from dpft.registry import did_you_mean
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"unknown experiment {name!r}; "
@@ -355,7 +355,7 @@ def figures_named(
     ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
 ) -> None:
     "Draw the book's figures again from records, those of $DPFT_RESULTS or nbs/results."
-    from dpft.datasets import did_you_mean
+    from dpft.registry import did_you_mean
     from dpft.book.evidence import FIGURES
     from dpft.book.figures import redraw
 
