@@ -190,7 +190,7 @@ def charge_step(
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-unpaid
 def note_unpaid_run(budgets: Budgets, run: str, reason: str) -> None:
-    "Record a run that no epsilon covers, unless a budget holds."
+    "Record a run without a guarantee; BudgetError if a budget is set."
     chain = budgets.chain
     with chain.file.writing():
         if (budget := budgets.current) is not None:

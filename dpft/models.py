@@ -344,15 +344,15 @@ def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
 
 # %% ../nbs/5_notes/74_models.ipynb #models-freeze
 class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
-    "Of vectors and sequences."
+    "Frozen normalisation of vectors and sequences."
 
 
 class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
-    "Of images."
+    "Frozen normalisation of images."
 
 
 class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
-    "Of volumes."
+    "Frozen normalisation of volumes."
 
 # %% ../nbs/5_notes/74_models.ipynb #models-frozen-class
 @cache

@@ -137,7 +137,7 @@ def cipher_pieces(
         yield from box_muller(bits, std, room).chunk(2)
 
 def part_of(scale: Tensor | float, here: slice) -> Tensor | float:
-    "The standard deviations of some numbers, or the one of all."
+    "The standard deviations of a slice of the numbers, or the common one."
     return scale[here] if isinstance(scale, Tensor) and scale.ndim else scale
 
 def add_pieces(
@@ -326,7 +326,7 @@ def device_hashes(stream: Keystream, values: Sequence[Tensor]) -> list[np.ndarra
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-add
 def flat_scale(std: Tensor | float, like: Tensor) -> Tensor | float:
-    "The standard deviation of each number of a flattened sum, or of all."
+    "The standard deviation of each number of a flattened sum, or the common one."
     return (std.expand_as(like).reshape(-1) if isinstance(std, Tensor) and std.ndim
             else std)
 

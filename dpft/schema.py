@@ -420,7 +420,7 @@ def read_tags(
     name: str = "tags",       # of the column
     classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
 ) -> Tags:
-    "Class numbers of each word; what is neither a number nor a name is refused."
+    "Class numbers of each word; tags that are neither numbers nor names are refused."
     known, counted = class_list(classes)
     count = len(known)
     given = [_plain(row, place, name) for place, row in enumerate(values)]

@@ -232,7 +232,7 @@ def _texts(data: Any, name: str) -> list[str]:
     return values
 
 def _is_text(value: Any) -> bool:
-    "Whether a tokenizer takes a value: a text without half of a character."
+    "Whether a tokenizer takes a value: a text without unpaired surrogates."
     try:
         return isinstance(value, str) and (value.isascii() or bool(value.encode()))
     except UnicodeEncodeError:
@@ -307,7 +307,7 @@ def _chat_rows(
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-chat-tokens
 def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Row:
-    "The tokens of a conversation, and which of them the assistant says."
+    "The tokens of a conversation, and which of them are the assistant's."
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = tokenizer.get_chat_template()
