@@ -237,7 +237,7 @@ def column_names(
 def undecoded(
     data: Any,  # a data set
 ) -> Any:       # the same rows, with pictures as files where it opens them by itself
-    "The data with pictures left undecoded, if they are columns of `datasets`."
+    "The same rows, with pictures left undecoded where `datasets` would decode them."
     features, shown = getattr(data, "features", None) or {}, getattr(data, "format", 0)
     plain = isinstance(shown, dict) and shown.get("type") is None
     for name, kind in features.items() if plain else ():
