@@ -59,7 +59,7 @@ class Attended(torch.autograd.Function):
             key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
         # (B, H, T, S), recomputed, not kept
         scores = query @ key.mT * ctx.scaling
-        weights = _masked(scores, mask).softmax(-1).nan_to_num(0)  # some rows are masked
+        weights = _masked(scores, mask).softmax(-1).nan_to_num(0)  # masked rows
         to_value = weights.mT @ modified / 2
         to_weights = modified @ value.mT / 2
         to_scores = through_softmax(ctx.rules, scores, weights, to_weights)
