@@ -380,7 +380,7 @@ class Phases(Several):
 # %% ../nbs/2_methods/29_composition.ipynb #composition-turn
 class Turning(Phases):
     "Two methods, the second of which begins where the first ends."
-    _boundary: dict[str, Any] | None = None  # what a checkpoint of the second needs
+    _boundary: dict[str, Any] | None = None  # for checkpoints of the second
     _touched: set[nn.Parameter]              # what the first phase has trained
 
     def start(self, context: Context) -> None:
@@ -419,7 +419,7 @@ class Turning(Phases):
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-boundary
 def boundary(context: Context, phases: Turning) -> dict[str, Any]:
-    "What a checkpoint of the second phase needs of the first."
+    "The part of the first phase that a checkpoint of the second needs."
     names = {p: name for name, p in context.model.named_parameters()}
     weights = {names[p]: p.detach().clone() for p in phases._touched}
     return {"first": phases.first.state(phases.views(context)[0]),

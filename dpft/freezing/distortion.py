@@ -244,7 +244,7 @@ def _means(sums: dict[str, Vector], size: float) -> dict[str, Vector]:
 def signals(
     model: nn.Module,
     loss_fn: LossFunction,              # (model, batch) -> (B,) losses
-    batch: Batches,                     # a draw, whole or in physical batches
+    batch: Batches,                     # one batch, whole or in physical batches
     clip: float,                        # C
     noise_multiplier: float = 0.0,      # sigma
     *,
@@ -253,7 +253,7 @@ def signals(
     batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
-    # which rows make one unit of privacy; None: every row is one
+    # rows of each privacy unit; None: every row is one
     groups: GroupsOf = lambda batch: None,
 ) -> Signals:
     """The signals of a batch for what trains now, from one pass.
@@ -275,7 +275,7 @@ def signals(
 def distortion_angles(
     model: nn.Module,
     loss_fn: LossFunction,              # (model, batch) -> (B,) losses
-    batch: Batches,                     # a draw, whole or in physical batches
+    batch: Batches,                     # one batch, whole or in physical batches
     clip: float,                        # C
     noise_multiplier: float,            # sigma
     # M sets of parameters; None: everything that trains, as one
@@ -287,7 +287,7 @@ def distortion_angles(
     batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
-    # which rows make one unit of privacy; None: every row is one
+    # rows of each privacy unit; None: every row is one
     groups: GroupsOf = lambda batch: None,
 ) -> Angles:
     """Angles by which clipping and noise turn a step, layer by layer.
@@ -348,7 +348,7 @@ def left_in(norms: Tensor) -> Tensor:
 def freezing_effect(
     model: nn.Module,
     loss_fn: LossFunction,              # (model, batch) -> (B,) losses
-    batch: Batches,                     # a draw, whole or in physical batches
+    batch: Batches,                     # one batch, whole or in physical batches
     clip: float,                        # C
     noise_multiplier: float,            # sigma
     # M layers that train after freezing; the rest of what trains now would freeze
@@ -360,7 +360,7 @@ def freezing_effect(
     batch_size: float | None = None,
     style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise, the same before and after
-    # which rows make one unit of privacy; None: every row is one
+    # rows of each privacy unit; None: every row is one
     groups: GroupsOf = lambda batch: None,
 ) -> FreezingEffect:
     """Strength and angles of the kept layers as they are, and as they would be with the
@@ -428,7 +428,7 @@ def clip_groups(
     *,
     # true_gradient of all the data; None: angles against the batch's mean gradient
     true: Vector | None = None,
-    # which rows make one unit of privacy; None: every row is one
+    # rows of each privacy unit; None: every row is one
     groups: GroupsOf = lambda batch: None,
 ) -> ClipGroups:
     """Whether clipped gradients have the smaller angle to the reference.
@@ -461,7 +461,7 @@ def status_changes(
     clip: float,                # C
     kept: Sequence[Partition],  # M layers that train after freezing
     *,
-    # which rows make one unit of privacy; None: every row is one
+    # rows of each privacy unit; None: every row is one
     groups: GroupsOf = lambda batch: None,
 ) -> StatusChanges:
     """How many examples freezing moves from clipped to unclipped.

@@ -55,7 +55,7 @@ def check_pair(x: Tensor, y: Tensor) -> None:
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-enough
 def check_enough(values: Tensor, name: str, way_out: str) -> None:
-    """ValueError when examples are so few that any two sets of activations look alike.
+    """ValueError for so few examples that any two sets of activations correlate.
 
     @lem-cca-bias.
     """
@@ -69,7 +69,7 @@ def check_enough(values: Tensor, name: str, way_out: str) -> None:
 def basis(
     values: Tensor,          # (N, d), N > d + 1
 ) -> tuple[Tensor, Tensor]:  # (N, r) orthonormal, and (r, d) the centred columns in it
-    """An orthonormal basis of what varies, in float64.
+    """An orthonormal basis of the columns' variation, in float64.
 
     Columns and directions that are constant but for rounding are left out.
     """
@@ -124,8 +124,8 @@ def cca(
 def mean_cca(
     x: Any,    # (N, d1), N > d1 + 1
     y: Any,    # (N, d2), N > d2 + 1
-) -> float:    # in [0, 1]; 0: each can be read off the other
-    """1 less the mean canonical correlation.
+) -> float:    # in [0, 1]; 0: one is affine in the other
+    """1 minus the mean canonical correlation.
 
     Invariant to invertible linear maps of either side; a diagnostic where the data is
     private; @lem-cca-invariance.
@@ -140,7 +140,7 @@ def pwcca(
     # 1: weights as published; 2: shares of the variance of x, which rotations of x
     # leave alone
     order: int = 1,
-) -> float:           # in [0, 1]; 0: x can be read off y
+) -> float:           # in [0, 1]; 0: x is affine in y, if y has no smaller rank
     """Projection-weighted CCA distance of y from x.
 
     Invariant to translation of both and invertible linear maps of y; not to mixing the
@@ -176,11 +176,11 @@ def svcca(
     y: Any,              # (N, d2) of the same examples
     keep: float = 0.99,  # share of each side's variance that is kept
 ) -> float:              # in [0, 1]
-    """1 less the mean canonical correlation of the principal components that hold most
-    of the variance; @svcca.
+    """1 minus the mean canonical correlation of the principal components with most of
+    the variance; @svcca.
 
     Invariant to rotations, scaling and translation of either side, not to all
-    invertible maps: what holds little is dropped.
+    invertible maps: components of small variance are dropped.
     A diagnostic that is not charged.
     """
     if not 0 < keep <= 1:
@@ -199,8 +199,8 @@ def listening(
     model: nn.Module,
     layers: Sequence[str],  # names, as in `model.named_modules()`
 ) -> Iterator[dict[str, list[tuple[nn.Module, Any]]]]:
-    """Hooks on the named layers, taken off at the end; for each layer a list of what
-    it put out, call by call; ValueError on an unknown name."""
+    """Hooks on the named layers, removed at the end; for each layer a list of its
+    outputs, call by call; ValueError for an unknown name."""
     modules = dict(model.named_modules())
     heard = {name: list[tuple[nn.Module, Any]]() for name in layers}
     if unknown := [name for name in layers if name not in modules]:
@@ -256,9 +256,9 @@ def pooled(
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-vectors
 def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
             batch: Batch) -> tuple[Tensor, Tensor]:
-    """What one layer put out for a batch, by position.
+    """The outputs of one layer for a batch, by position.
 
-    ValueError when it was not used once, or not example by example.
+    ValueError unless it was used once, with an output for each example.
     """
     calls = list(calls)
     if len(calls) != 1:
@@ -293,9 +293,9 @@ def activations(
     collate: Callable[[list[Any]], Any] | None = None,  # None: that of `collate_for`
     seed: int = 0,                    # of which positions; the same seed takes the same
 ) -> dict[str, Tensor]:  # layer -> (N, d), or (N positions, d), on the CPU
-    """What layers put out for each example, in the data's order and in evaluation mode.
+    """Outputs of layers for each example, in the data's order and in evaluation mode.
 
-    The model is left as it was.
+    The model is not changed.
 
     Activations of private data are as private as the data and are not charged, so
     neither they nor what is computed from them

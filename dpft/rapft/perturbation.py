@@ -87,7 +87,7 @@ def _masked(part: Mapping[nn.Parameter, Tensor], clip: float, noise: float) -> B
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-blocks
 def relevance_blocks(
-    whole: Block,                        # what trains, as one
+    whole: Block,                        # the whole trainable block
     weak: Mapping[nn.Parameter, Tensor], # of each parameter, which entries are weak
     allocation: str = "tight",
     preference: float | None = None,     # of "weighted": strong over weak

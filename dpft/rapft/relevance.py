@@ -102,8 +102,8 @@ def keep_top_p(probabilities: Tensor, how: Initialisation) -> Tensor:
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-beams
 def keep_beams(probabilities: Tensor, how: Initialisation) -> Tensor:
-    """The tokens of the most probable sequences, where the positions are independent
-    given the text, as one pass sees them."""
+    """The tokens of the most probable sequences, with positions taken as independent
+    given the text."""
     values, tokens = probabilities.topk(how.beams)  # (T, b)
     score, steps = values.new_zeros(1), []
     for step in values.log():
@@ -205,7 +205,7 @@ def starting_scores(model: nn.Module, batch: Batch) -> Tensor:
 @cache
 def relevance_loss(
     how: Initialisation,
-    # under which it is used: what the engine has found out holds for them alone
+    # under which it is used: the engine's findings hold for them alone
     rules: Rules,
 ) -> LossFunction:  # (model, batch) -> (B,) total relevance
     """The loss that is propagated; the same function for the same arguments.
