@@ -49,7 +49,7 @@ def noisy_entries(
     method: "EntrySelection",
     pieces: Sequence[Partition],
 ) -> Tensor:  # (entries,)
-    "The magnitudes of all entries of these partitions over one draw, released."
+    "The released magnitudes of all entries of these partitions over one batch."
     def measure(batches: Iterator[Batch], reduce: Reduce) -> Tensor:
         return entry_magnitudes(
             context.model, context.loss_fn, batches, pieces, method.kind == "mgna",
@@ -60,27 +60,27 @@ def noisy_entries(
 
 # %% ../../nbs/2_methods/18_frost_entries.ipynb #entries-masking
 class Masking(Method):
-    """Single entries train under one bound, and a fresh head;
-    which, a run remembers by name."""
+    """Single entries train under one bound, and a fresh head; the masks are part of
+    the state of a run, by name."""
     _masks: dict[nn.Parameter, Tensor]
-    _names: list[str]  # of what has a mask, as it was called when it was chosen
+    _names: list[str]  # of parameters with a mask, when they were chosen
 
     @property
     def masks(self) -> dict[nn.Parameter, Tensor]:
-        "Of each parameter that was chosen from, which entries train."
+        "Of each parameter with chosen entries, which entries train."
         return self._masks
 
     def keep(self, model: nn.Module, masks: dict[nn.Parameter, Tensor]) -> None:
-        "These entries train from now on."
+        "Let these entries train from now on."
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._masks, self._names = masks, [names[id(parameter)] for parameter in masks]
 
     def state(self, context: Context) -> dict[str, Tensor]:
-        "Which entries were chosen."
+        "The masks, by name."
         return dict(zip(self._names, self._masks.values(), strict=True))
 
     def restore(self, context: Context, state: dict[str, Tensor]) -> None:
-        "Go on with what was chosen."
+        "Restore the masks."
         named, self._names = dict(context.model.named_parameters()), list(state)
         self._masks = {named[name]: mask.to(named[name].device)
                        for name, mask in state.items()}

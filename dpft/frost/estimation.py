@@ -19,7 +19,7 @@ def misfit(
     scales: Tensor,         # (t,) lambda
     values: Tensor,         # (M,) v
 ) -> Tensor:                # ()
-    """Squared distance of what was seen from what is assumed, each round in units of
+    """Squared distance of the released values from the model, each round in units of
     its sensitivity; @def-misfit."""
     off = (noisy - scales[:, None] * values) / sensitivities[:, None]
     return torch.where(noisy.isnan(), 0.0, off).square().sum()
@@ -30,7 +30,7 @@ def best_values(
     noisy: Tensor,          # (t, M) 0 where not observed
     sensitivities: Tensor,  # (t,)
     scales: Tensor,         # (t,)
-) -> Tensor:                # (M,) NaN where no round tells
+) -> Tensor:                # (M,) NaN where not observed in any round
     """The values of least misfit for given scales.
 
     Lemma 5 of DP-FROST, @lem-best-values.
@@ -43,7 +43,7 @@ def best_scales(
     seen: Tensor,    # (t, M)
     noisy: Tensor,   # (t, M) 0 where not observed
     values: Tensor,  # (M,)
-) -> Tensor:  # (t,) at least 0, as a ratio of magnitudes is; 1 where no value tells
+) -> Tensor:  # (t,) at least 0, as a ratio of magnitudes is; 1 where undetermined
     """The scales of least misfit for given values.
 
     Lemma 4 of DP-FROST, @lem-best-values.
@@ -55,7 +55,7 @@ def best_scales(
 @dataclass
 class Estimate:
     "Magnitudes over all data, estimated from noisy rounds."
-    values: Tensor         # (M,) float64; NaN where no round tells
+    values: Tensor         # (M,) float64; NaN where not observed in any round
     scales: Tensor         # (t,) of the rounds; the first is the sampling rate
     sensitivities: Tensor  # (t,)
     seen: Tensor           # (t, M) 1 where observed, else 0
@@ -65,7 +65,7 @@ class Estimate:
         self,
         noise_multiplier: float,
     ) -> Tensor:  # (M,)
-        """Standard deviation of each value through the noise, for scales as they are.
+        """Standard deviation of each value by the noise, for given scales.
 
         Lemma 6 of DP-FROST, @lem-value-variance.
         """
@@ -75,9 +75,9 @@ class Estimate:
 # %% ../../nbs/2_methods/16_frost_estimation.ipynb #estimation-checked
 def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
              sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
-    """What was seen as (t, M) float64 on the CPU, and the sensitivities.
+    """The observed values as (t, M) float64 on the CPU, and the sensitivities.
 
-    ValueError on what cannot be estimated from.
+    ValueError for inputs from which nothing can be estimated.
     """
     if not 0 < sample_rate <= 1 or iterations < 1:
         raise ValueError(
