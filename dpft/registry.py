@@ -55,7 +55,7 @@ METHODS = {
 GROUP = "dpft.methods"  # of entry points
 
 def known_methods() -> dict[str, Known]:
-    "Every name: those of this package, then those of packages that are installed."
+    "Every name: those of this package, then those of other installed packages."
     import dpft
     others = {entry.name: Known(entry.value)
               for entry in importlib.metadata.entry_points(group=GROUP)}
@@ -66,7 +66,7 @@ def known_methods() -> dict[str, Known]:
 def loaded(
     where: str,  # a file that ends in .py, or a module
 ) -> Any:
-    "The module, or the file as one; ValueError when there is none."
+    "The module, or the file loaded as one; ValueError if it does not exist."
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
@@ -174,7 +174,7 @@ def options_of(
 # %% ../nbs/5_notes/85_registry.ipynb #registry-named
 def method_named(
     name: str,                  # as for `method_type`
-    given: Sequence[str] = (),  # name=value, in place of what the name stands for
+    given: Sequence[str] = (),  # name=value, in place of the name's own options
 ) -> tuple[Method, float | None]:
     "A method, and the learning rate to start from; ValueError for an unknown option."
     its = known_methods().get(name, Known(name))
