@@ -67,12 +67,12 @@ def charged(ledger: Ledger, store: Store, name: str, number: int, digest: str) -
 
 # %% ../nbs/5_notes/78_account.ipynb #account-known
 class Charged:
-    "What a run has been charged, as each of its processes knows it."
+    "The charges of a run, as known to each of its processes."
 
     def __init__(self, store: Store, charges: bool):
-        # whether the run answers for what it releases
+        # whether the run is charged for its releases
         self.store, self.charges = store, charges
-        self.begun = False               # whether its plan stands in the ledger
+        self.begun = False               # whether its plan is in the ledger
         self.held: Ledger | None = None  # by the first process
         self.told = NOTHING              # to the others
 

@@ -228,7 +228,7 @@ def found_scores(evaluation: Evaluation, last: bool) -> dict[str, float]:
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-note
 def note_look(evaluation: Evaluation) -> None:
-    "Name in the guarantee on what a run is scored."
+    "Name in the guarantee the data on which a run is scored."
     engine, given = evaluation.engine, evaluation.given
     if isinstance(given, Public):
         fact = f"the evaluation data ({given.source})"
@@ -280,5 +280,5 @@ def more_is_better(model: nn.Module, data: Any, collate: Collate | None = None) 
     "Whether the task's measure rises as a model improves."
     try:
         return measure_for(model, data, collate).higher
-    except Exception:  # told when it is scored
+    except Exception:  # reported when it is scored
         return True

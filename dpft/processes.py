@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def reached() -> Iterator[None]:
-    """A `ProcessError` with the way to go on, when the other processes
+    """A `ProcessError` that says how to continue, when the other processes
     cannot be reached."""
     try:
         yield
@@ -131,14 +131,14 @@ SAME_CHOICE = ("a method must draw its choices from torch's generator, which is 
 class Processes:
     """The processes of one run, as in torch.distributed;
     with one process every method is trivial. @sec-one-draw"""
-    sharded = False  # whether the model lies over several
+    sharded = False  # whether the model is sharded over several
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.size = ((dist.get_rank(), dist.get_world_size())
                                 if several else (0, 1))
         self.alone = self.size == 1 # whether there is no other
-        # that keeps ledger and checkpoint, adds the noise, and speaks
+        # that keeps ledger and checkpoint, adds the noise, and prints
         self.is_first = self.rank == 0
         # sets its keys apart from the others'
         self.mark = () if self.alone else (self.rank,)

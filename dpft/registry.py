@@ -100,7 +100,7 @@ def _codes(text: str, flags: int) -> dict[tuple[str, int], CodeType]:
 def is_as_written(
     function: FunctionType,
 ) -> bool:
-    "Whether the file of a function still says what runs."
+    "Whether the file of a function still contains the code that runs."
     code = function.__code__
     try:
         text = "".join(findsource(function)[0])
@@ -111,10 +111,10 @@ def is_as_written(
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(
-    name: str,             # that nothing answers to
-    known: Iterable[str],  # what something answers to
+    name: str,             # unknown
+    known: Iterable[str],  # the known names
 ) -> str:
-    "The end of a refusal: the nearest of the known names in any case, or all of them."
+    "The end of an error: the nearest known names, ignoring case, or all of them."
     names = {one.lower(): one for one in known}
     near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     if near:
@@ -158,7 +158,7 @@ def method_from(
 def options_of(
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
-    "Values by name: JSON, or text where it is none; ValueError for what has no name."
+    "Values by name: JSON, or else text; ValueError for a value without a name."
     options = {}
     for pair in given:
         name, equals, value = pair.partition("=")

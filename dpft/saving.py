@@ -57,7 +57,7 @@ def note_addition(
 def additions(
     model: nn.Module,
 ) -> list[dict[str, Any]]:  # in order
-    "What was added to a model, as `note_addition` wrote it down."
+    "The additions to a model that `note_addition` noted."
     return model.__dict__.setdefault("_added", [])
 
 def adapter_names(model: nn.Module) -> list[str]:
@@ -149,7 +149,7 @@ def frozen_fingerprint(
     model: nn.Module,        # the trained one, or its base
     without: Iterable[str],  # names in the base model of what trained or was added
 ) -> str:                    # sha256, hex
-    """Identity of what a run left frozen, the same for the base model itself;
+    """Identity of a run's frozen parameters, the same for the base model itself;
     @def-frozen-fingerprint."""
     digest, skipped, adapters = hashlib.sha256(), set(without), adapter_names(model)
     # also the statistics of a norm

@@ -117,7 +117,7 @@ class ShardStream:
 
     def jobs(self, total: Tensor, std: Tensor | float, *context: Context,
              made: float = 1.0) -> list[Callable[[], None]]:
-        "What adds std times the part's entries of the whole noise, of deviation made."
+        "The jobs that add std times the part's entries of noise with deviation `made`."
         key = self._stream.key("normal", *context)
         return noise_into(self.piece, partial(window, key, std=made), total, std)
 

@@ -180,7 +180,7 @@ def steps_on_demand(
     setting: Setting,
     rank: int,     # of this process in its team
     size: int,     # of the team
-    cut: bool,     # whether the model lies over the team
+    cut: bool,     # whether the model is sharded over the team
     meeting: str,  # a file by which the processes connect
     pipe: Any,     # for requests of steps
 ) -> None:
@@ -195,7 +195,7 @@ def steps_on_demand(
     if cut:
         cut_layers(model)
     contender = dpft_step(model, watched(setting), setting.rows // PART)
-    with suppress(EOFError):  # nobody asks any more
+    with suppress(EOFError):  # no more requests
         while pipe.recv():
             contender.step(batch)
             pipe.send(True)
@@ -224,7 +224,7 @@ def team(setting: Setting, size: int, cut: bool) -> Iterator[Contender]:
             pipe.close()
 
 def measure_processes(setting: Setting) -> Iterator[dict[str, Any]]:
-    "One record for each team: rows a second, beside one process in the same rounds."
+    "One record for each team: rows a second, over one process in the same rounds."
     device = torch.device("cpu")
     with ExitStack() as stack:
         them = {who: stack.enter_context(team(setting, *TEAMS[who][0]))
@@ -244,7 +244,7 @@ def run_bench(
     settings: Iterable[Setting],
     device: torch.device | None = None,  # None: the GPU if there is one
     rate: bool = False,                  # measure the device's matrix rate too
-    numbers: int = 0,                    # and what each of so many numbers costs
+    numbers: int = 0,                    # entries whose cost is measured too
 ) -> Iterator[dict[str, Any]]:           # records, as they come
     """Measure all settings, with freed memory kept in the same way for all contenders;
     one that is not installed gets one record that says so."""
@@ -905,8 +905,8 @@ def write_bench(
     output: Path,        # folder
     name: str = "costs", # of the file of records
     rate: bool = False,
-    numbers: int = 0,    # measure what each of so many numbers costs, too
-    resume: bool = False,  # keep what the file holds, and measure what it lacks
+    numbers: int = 0,    # entries of a sum whose cost is measured too
+    resume: bool = False,  # keep the file's records, and measure the missing ones
 ) -> list[dict[str, Any]]:
     """Measure, write each record at once, and draw the possible figures;
     returns the records."""

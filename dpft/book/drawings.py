@@ -430,7 +430,7 @@ BRANCHES = {"one": "layer that trains", "upper": "frozen layers",
 @style()
 def layers_figure(records: Records) -> "Figure":
     """Accuracy less that of training all layers: one layer trains, the lowest are
-    frozen, or the lower half is for so many steps."""
+    frozen, or the lower half is frozen for some steps."""
     from matplotlib import pyplot as plt
 
     known = list(records)

@@ -87,7 +87,7 @@ class Experiment:
     single: bool = False  # whether there is one grid alone, which is the full one
     # of a run in a queue: the lowest first
     priority: Callable[[Settings], float] = lambda settings: 0.0
-    # of a run on one core, before any record tells
+    # of a run on one core, before there are records
     seconds: Callable[[Settings], float] = lambda settings: 60.0
     # runs that share what the first of them makes
     group: Callable[[Settings], str] = lambda settings: ""
@@ -135,7 +135,7 @@ def is_among(
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-make-record
 @dataclass
 class Making:
-    "A run that is being made: what it is known by, and how long it takes."
+    "A run that is being made: its identities, and how long it takes."
     known: list[Any]
     began: float = field(default_factory=time.perf_counter)
     # seconds before it was interrupted; None: unknown
@@ -230,7 +230,7 @@ def check_known(settings: Settings) -> None:
                          f"of {', '.join(OWN)}")
 
 def arguments_of(settings: Settings) -> Settings:
-    "Those for `fine_tune`; a noise multiplier stands in place of a target."
+    "Those for `fine_tune`; a noise multiplier replaces a target."
     target = (None if "noise_multiplier" in settings
               else float(settings["target_epsilon"]))
     return {"epsilon": target, **{name: value for name, value in settings.items()

@@ -63,7 +63,7 @@ EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}
 
 @cache
 def t_quantile(number: int) -> float: # of values, two or more
-    "The 97.5 % quantile of Student's distribution for so many values, to two decimals."
+    "The 97.5 % quantile of Student's distribution for `number` values, to 2 decimals."
     from scipy.special import stdtrit
 
     return round(float(stdtrit(number - 1, 0.975)), 2)
@@ -153,7 +153,7 @@ def draw_tradeoff(
     budgets = sorted({epsilon for row in table.values() for epsilon in row})
     alone, ends = len(budgets) == 1, {}
     for number, (label, row) in enumerate(table.items()):
-        # so that bars do not hide each other
+        # so that bars do not overlap
         shift = 1.05 ** (number - (len(table) - 1) / 2)
         points = [(number if alone else place_of_budget(e, budgets) * shift,
                    *interval(values, examples)) for e, values in row.items()]
@@ -470,8 +470,8 @@ def standing_on(
 ) -> tuple[
     list[dict[str, Any]], list[str],
 ]: # records, and the names of which there are none
-    """The records of a figure: those of the full grid if what it needs has such, or
-    what it takes as well where that alone is of a grid; else the reduced ones."""
+    """The records of a figure: full ones if its needed experiments have some (or the
+    optional ones, if only those have a grid); else the reduced ones."""
     found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
                     or entry.get("data") in drawing.data]
              for name in (*drawing.needs, *drawing.also)}

@@ -334,7 +334,7 @@ def headless(kind: str) -> nn.Module:
 
 @torch.no_grad()
 def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
-    "(N, width) what a network without its head says of each row, in the data's order."
+    "(N, width) outputs of a network without its head for all rows, in their order."
     found = [logits(model, batch)
              for batch in evaluation_batches(model, data, None, batch_size)]
     return torch.cat(found)[evaluation_order(data).argsort()]

@@ -132,7 +132,7 @@ def imported_by(module: str) -> tuple[str, ...]:
                         if name.partition(".")[0] in tops and _source(name)))
 
 def _home(origin: str, name: str) -> str:
-    "The module that a name of a package stands for, or comes from."
+    "The module that a name of a package refers to, or comes from."
     spec = _spec(origin)
     if spec is None or spec.submodule_search_locations is None:
         return origin
@@ -280,7 +280,7 @@ def _release(name: str, its: str) -> list[str]:
 
 # %% ../../nbs/6_appendices/94_book_provenance.ipynb #provenance-way
 def settings_in(entry: dict[str, Any]) -> dict[str, Any]:
-    "The settings of the run that made a record: what stands before `reduced`."
+    "The settings of the run that made a record: the fields before `reduced`."
     names = list(entry)
     ends = names.index("reduced") if "reduced" in entry else 0
     return {name: entry[name] for name in names[:ends] if name != "experiment"}

@@ -629,7 +629,7 @@ def train_command(
     delta: float | None,
     best: Any,
 ) -> str:
-    "What would train the recommended plan."
+    "The command that would train the recommended plan."
     return (f"dpft train --data {data or 'YOUR_DATA'} --model {model or 'YOUR_MODEL'} "
             f"--method {method} --epsilon {epsilon:g} "
             + (f"--delta {delta:g} " if delta is not None else "")

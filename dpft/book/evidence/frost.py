@@ -227,7 +227,7 @@ def clock() -> float:
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-measure-cost-grid
 def cost_grid(full: bool) -> Iterator[Settings]:
-    """At the paper's settings, five times; reduced: eight steps of training stand for
+    """At the paper's settings, five times; reduced: eight steps of training represent
     all 197."""
     for seed in range(5):
         yield {**text_run(True), "method": "DPFrost",
