@@ -55,7 +55,7 @@ METHODS = {
 GROUP = "dpft.methods"  # of entry points
 
 def known_methods() -> dict[str, Known]:
-    "Every name: those of this package, then those of packages that are installed."
+    "Every name: those of this package, then those of other installed packages."
     import dpft
     others = {entry.name: Known(entry.value)
               for entry in importlib.metadata.entry_points(group=GROUP)}
@@ -66,7 +66,7 @@ def known_methods() -> dict[str, Known]:
 def loaded(
     where: str,  # a file that ends in .py, or a module
 ) -> Any:
-    "The module, or the file as one; ValueError when there is none."
+    "The module, or the file loaded as one; ValueError if it does not exist."
     try:
         if not where.endswith(".py"):
             return importlib.import_module(where)
@@ -100,7 +100,7 @@ def _codes(text: str, flags: int) -> dict[tuple[str, int], CodeType]:
 def is_as_written(
     function: FunctionType,
 ) -> bool:
-    "Whether the file of a function still says what runs."
+    "Whether the file of a function still contains the code that runs."
     code = function.__code__
     try:
         text = "".join(findsource(function)[0])
@@ -111,10 +111,10 @@ def is_as_written(
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(
-    name: str,             # that nothing answers to
-    known: Iterable[str],  # what something answers to
+    name: str,             # unknown
+    known: Iterable[str],  # the known names
 ) -> str:
-    "The end of a refusal: the nearest of the known names in any case, or all of them."
+    "The end of an error: the nearest known names, ignoring case, or all of them."
     names = {one.lower(): one for one in known}
     near = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     if near:
@@ -158,7 +158,7 @@ def method_from(
 def options_of(
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
-    "Values by name: JSON, or text where it is none; ValueError for what has no name."
+    "Values by name: JSON, or else text; ValueError for a value without a name."
     options = {}
     for pair in given:
         name, equals, value = pair.partition("=")
@@ -174,7 +174,7 @@ def options_of(
 # %% ../nbs/5_notes/85_registry.ipynb #registry-named
 def method_named(
     name: str,                  # as for `method_type`
-    given: Sequence[str] = (),  # name=value, in place of what the name stands for
+    given: Sequence[str] = (),  # name=value, in place of the name's own options
 ) -> tuple[Method, float | None]:
     "A method, and the learning rate to start from; ValueError for an unknown option."
     its = known_methods().get(name, Known(name))

