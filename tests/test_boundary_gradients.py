@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
-from torch import nn
+from torch import nn, tensor
 
 from dpft.gradients import (
     Coupling,
@@ -903,3 +903,73 @@ def test_a_form_that_was_compared_is_not_looked_at_again(monkeypatch):
     for size in (5, 2, 1, 7):
         clipped_sum(model, wave, (noise(size, 4),), 1.0)
     assert len(looks) == 1
+
+
+# ---- rows that are not finite or very large, larger batches, and weak coupling ---------------------------------------------------
+
+
+def unless_one_is_broken(losses):
+    return losses * 0 if losses.isnan().any() else losses
+
+
+def capped_together(losses):
+    return losses * (1e4 / losses.detach().max()).clamp(max=1)
+
+
+def on_one_scale(losses):
+    scale = 2.0 ** (20 - losses.detach().nan_to_num().abs().max().clamp(min=1).log2().floor())
+    return (losses * scale).round() / scale + losses - losses.detach()
+
+
+@pytest.mark.parametrize("together", [unless_one_is_broken, capped_together, on_one_scale])
+def test_what_one_broken_or_very_large_row_does_to_others_is_seen_without_one(together):
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(Chain(a=nn.Linear(4, 2)), lambda model, batch: together(wave(model, batch)), (noise(6, 4),), 1.0)
+
+
+def test_numbers_that_are_looked_up_stay_what_they_are():
+    "Whole numbers in a table of floats: another one would be outside of the layer that looks it up."
+    class Looked(Chain):
+        def forward(self, x):
+            return self.head(torch.cat([self.kind(x[:, 0].long()), x[:, 1:]], 1))
+    model = Looked(kind=nn.Embedding(3, 2), head=nn.Linear(5, 2))
+    batch = torch.cat([tensor([[0.0], [2.0], [1.0], [2.0]], dtype=torch.float64), noise(4, 3)], 1)
+    gradients(model, wave, (batch,))
+
+
+def test_a_model_that_stops_at_what_is_not_finite_is_looked_at_with_the_rest():
+    class Strict(Chain):
+        def forward(self, x):
+            assert x.isfinite().all()
+            return super().forward(x)
+    gradients(Strict(a=nn.Linear(4, 2)), wave, (noise(5, 4),))
+
+
+def test_a_much_larger_batch_is_looked_at_as_a_whole_again():
+    def hardest(model, batch):
+        losses = wave(model, batch)
+        chosen = losses.detach().topk(min(8, len(losses))).indices
+        return losses * torch.zeros_like(losses).index_fill(0, chosen, 1.0)
+    model = Chain(a=nn.Linear(4, 2))
+    clipped_sum(model, hardest, (noise(6, 4),), 1.0)
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(model, hardest, (noise(40, 4),), 1.0)
+
+
+def drifting(size, draw):
+    def loss(model, batch):
+        losses = wave(model, batch)
+        return losses * (1 + size * draw(losses.detach()))
+    return loss
+
+
+def test_coupling_below_a_thousandth_is_refused_where_no_rounding_explains_it():
+    model, batch = Chain(a=nn.Linear(4, 2)).float(), (noise(12, 4).float(),)
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(model, drifting(2e-4, lambda losses: torch.tanh(losses.mean())), batch, 1.0)
+
+
+def test_a_model_whose_sums_round_differently_each_time_is_no_coupling():
+    import random
+    source = random.Random(0)
+    clipped_sum(Chain(a=nn.Linear(4, 2)).float(), drifting(2e-4, lambda losses: source.random()), (noise(12, 4).float(),), 1.0)
