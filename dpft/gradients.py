@@ -27,9 +27,9 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'few_roundings', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed',
            'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
            'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'Counting', 'counting', 'extreme', 'same_in_whole', 'same_share', 'refuse_other_share', 'look_at_whole',
-           'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms',
-           'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'Counting', 'counting', 'same_in_whole', 'same_share', 'refuse_other_share', 'extreme',
+           'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
+           'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -2648,21 +2648,6 @@ def counting(
                      strays=recorder.strays)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole
-def extreme(batch: Batch, rows: Tensor) -> Batch:
-    """The examples `rows` in turn not finite and very large; whole numbers stay, since
-    a model may look them up."""
-    size = batch_rows(batch)
-    factors = torch.ones(size, dtype=torch.float64)
-    factors[rows[::2]], factors[rows[1::2]] = math.nan, 1e4
-    def scaled(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or (
-                value.ndim == 0 or len(value) != size):
-            return value
-        factor = factors.to(value).view(-1, *(1,) * (value.ndim - 1))
-        return torch.where((value != value.round()).any(0), value * factor, value)
-    return ({name: scaled(x) for name, x in batch.items()} if isinstance(batch, Mapping)
-            else tuple(map(scaled, batch)))
-
 def same_in_whole(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
     skip: Iterable[nn.Parameter],
@@ -2682,12 +2667,7 @@ def same_in_whole(
     for kept, others in (halves, halves[::-1]):
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
-        copies = select_rows(batch, rows)
-        part = None
-        with suppress(*PASS_FAILS, AssertionError):   # a model may stop there
-            if others is halves[1]:
-                part = counting(model, loss_fn, extreme(copies, others), counts, skip)
-        part = part or counting(model, loss_fn, copies, counts, skip)
+        part = counting(model, loss_fn, select_rows(batch, rows), counts, skip)
         if strays := {*whole.strays, *part.strays}:
             return same_in_whole(model, loss_fn, batch, {*skip, *strays}, turn)
         if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
@@ -2727,6 +2707,36 @@ def refuse_other_share(whole: Gradients, part: Gradients, kept: Tensor,
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
                                         NEIGHBOURS))
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-extremes
+def extreme(value: Any, factors: Tensor) -> Any:
+    """A batch's value, times a factor for each example; whole numbers stay, since a
+    model may look them up."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or (
+            value.ndim == 0 or len(value) != len(factors)):
+        return value
+    factors = factors.to(value).view(-1, *(1,) * (value.ndim - 1))
+    return torch.where((value != value.round()).any(0), value * factors, value)
+
+def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
+                         batch: Batch) -> None:
+    "ValueError when losses change beside examples that are not finite or very large."
+    if not any(x.is_floating_point() for x in tensors(batch)):
+        return
+    size, exact = batch_rows(batch), getattr(loss_fn, "full_precision", loss_fn)
+    factors = torch.ones(size, dtype=torch.float64)
+    factors[1::3], factors[2::3] = math.nan, 1e4
+    other = ({name: extreme(x, factors) for name, x in batch.items()}
+             if isinstance(batch, Mapping)
+             else tuple(extreme(x, factors) for x in batch))
+    def losses(part: Batch) -> Tensor:
+        with torch.no_grad(), forked(model):
+            return per_example_losses(model, exact, part)[::3]
+    try:
+        beside = losses(other)
+    except (*PASS_FAILS, AssertionError):
+        return    # a model may stop there
+    refuse_change(losses(batch), beside, "the examples beside it", NEIGHBOURS)
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
 
@@ -2745,10 +2755,12 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
         loss_fn, {"work": 0, "spent": 0, "looks": 0, "rows": 0})
     size = sum(x.numel() for x in tensors(batch))
     counted["work"] += size
-    affordable = counted["spent"] + 3 * size <= LOOKS_SHARE * counted["work"]
-    if rows <= 1.25 * counted["rows"] and not affordable:
+    larger = rows > 1.25 * counted["rows"]
+    if not larger and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
         return
     same_in_whole(model, loss_fn, batch, skip, counted["looks"])
+    if larger:
+        same_beside_extremes(model, loss_fn, batch)
     counted["spent"] += 3 * size
     counted["looks"] += 1
     counted["rows"] = max(rows, counted["rows"])
