@@ -2728,13 +2728,16 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
     other = ({name: extreme(x, factors) for name, x in batch.items()}
              if isinstance(batch, Mapping)
              else tuple(extreme(x, factors) for x in batch))
+    held = Held(model, exact, every=True)
     def losses(part: Batch) -> Tensor:
         with torch.no_grad(), forked(model):
-            return per_example_losses(model, exact, part)[::3]
+            return per_example_losses(model, exact, part, held)[::3]
     try:
         beside = losses(other)
     except (*PASS_FAILS, AssertionError):
         return    # a model may stop there
+    finally:      # a buffer that is no number would stay so
+        refuse_lost(held, held.put_back())
     refuse_change(losses(batch), beside, "the examples beside it", NEIGHBOURS)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
