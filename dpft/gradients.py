@@ -1778,7 +1778,6 @@ def tapped(model: nn.Module, collected: Collected, trains: set[int]) -> Iterator
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-recorder
 class Recorder:
     "A forward and a backward pass that collect contributions instead of gradients."
-    hearing = False  # whether a backward pass is followed by another
 
     def __init__(
         self,
@@ -1800,35 +1799,54 @@ class Recorder:
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
         # checkpointed layers run again inside
         with tapped(self.model, self.collected, self.trains):
-            losses = per_example_losses(self.model, loss_fn, batch, held)
-            anchors = [*self.collected.anchors.values()]
+            losses, anchors = self.forward(loss_fn, batch, held)
             if search:
                 self.leaves = [weakref.ref(x) for x in leaves_of(losses)
                                if not any(x is anchor for anchor in anchors)]
             if losses.requires_grad and anchors:
+                if moves_rows(losses, self.collected.rows, self.where):
+                    again = self.listen(losses, anchors, loss_fn, batch, held)
+                    losses, anchors = again or (losses, anchors)
                 with torch.autocast(losses.device.type, enabled=False):
-                    if moves_rows(losses, self.collected.rows, self.where):
-                        self.strays = self.listen(losses, anchors)
                     torch.autograd.grad(losses.sum(), anchors, allow_unused=True)
             self.collected.shortened = None
         return losses.detach()
 
-    def listen(self, losses: Tensor, anchors: list[Tensor]) -> list[nn.Parameter]:
-        """Parameters with a row whose gradient does not double with its own unit's
-        loss."""
+    def forward(self, *given: Any) -> tuple[Tensor, list[Tensor]]:
+        "The losses, and the anchors of the taps."
+        losses = per_example_losses(self.model, *given)
+        return losses, [*self.collected.anchors.values()]
+
+    def listen(self, losses: Tensor, anchors: list[Tensor],
+               *given: Any) -> tuple[Tensor, list[Tensor]] | None:
+        "Fill `strays`; a new pass where the last one was used up."
         if self.where is not WHOLE:
             raise NotByExample("rows change places on the way to the losses, and the "
                                f"model lies over several processes; {ROWS}, or give "
                                "every process the whole model")
+        def anew(weights: Tensor) -> Heard:
+            with forked(self.model):
+                return self.hear(*self.forward(*given), weights)
+        try:
+            self.strays = self.not_own(losses, partial(self.hear, losses, anchors))
+        except Exception:   # some steps go back once only
+            self.strays = self.not_own(losses, anew)
+            return self.forward(*given)
+        return None
+
+    def not_own(self, losses: Tensor,
+                hear: Callable[[Tensor], Heard]) -> list[nn.Parameter]:
+        """Parameters with a row whose gradient does not double with its own unit's
+        loss."""
         rows, device = self.collected.rows, losses.device
         number = self.groups.on(device)[0] if self.groups else torch.arange(
             rows, device=device)
         powers = 8 if losses.dtype == torch.float16 else 64
-        first = self.hear(losses, anchors, torch.ones_like(losses))
+        first = hear(torch.ones_like(losses))
         found, unit = dict.fromkeys(first, True), 1
         while unit < rows:  # two numbers differ in one of their digits
             weights = 2.0 ** (number // unit % powers).to(losses)
-            for p, again in self.hear(losses, anchors, weights).items():
+            for p, again in hear(weights).items():
                 found[p] &= all(torch.allclose(
                     one, other, rtol=tolerance(one), atol=0, equal_nan=True)
                     for one, other in zip(first[p], again, strict=True))
@@ -1839,12 +1857,12 @@ class Recorder:
         "What a backward pass of weighted losses brings, over the weights."
         heard: Heard = {}
         self.collected.heard, self.collected.weights = heard, weights
-        Recorder.hearing = True
         try:
-            torch.autograd.grad((losses * weights).sum(), anchors, allow_unused=True,
-                                retain_graph=True)
+            with torch.autocast(losses.device.type, enabled=False):
+                torch.autograd.grad((losses * weights).sum(), anchors,
+                                    allow_unused=True, retain_graph=True)
         finally:
-            self.collected.heard, Recorder.hearing = None, False
+            self.collected.heard = None
         return heard
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves

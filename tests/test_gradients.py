@@ -1072,6 +1072,33 @@ def test_padding_that_is_left_out_only_where_there_is_some():
         assert worst_error(model, wave, (full,)) <= 1e-9
 
 
+class Once(torch.autograd.Function):
+    "A step that gives its tensor away as it goes back, so it cannot do so twice."
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.signs = x.sign()
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        signs, ctx.signs = ctx.signs, None
+        return signs.mul_(gradient)
+
+
+def test_a_step_that_goes_back_once_is_listened_to_in_passes_of_its_own():
+    class Abs(Sorts):
+        def forward(self, x):
+            return Once.apply(super().forward(F.dropout(x, 0.2, self.training)))
+    model = Abs(WAYS_TO_SORT["index"]).eval()
+    gradients(model, wave, of_lengths(3, 3, 3, 3))
+    found = gradients(model, wave, of_lengths(1, 3, 3, 3))
+    assert [found.names[id(p)] for p in found.strays] == ["layer.weight", "layer.bias"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert worst_error(model, wave, of_lengths(3, 2, 3, 1, 3, 3)) <= 1e-9
+
+
 def test_packed_sequences_of_any_order_stay_exact():
     class Unsorted(Packed):
         def __init__(self):
