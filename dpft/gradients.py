@@ -7,7 +7,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around', 'called_with',
+           'PASS_FAILS', 'Share', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around', 'called_with',
            'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs', 'holds_tensors', 'copy_of',
            'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds',
            'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth', 'token_products',
@@ -27,7 +27,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'few_roundings', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed',
            'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
            'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'Counting', 'counting', 'same_in_whole', 'same_share', 'refuse_other_share', 'extreme',
+           'Counting', 'counting', 'same_in_whole', 'share_of', 'same_share', 'refuse_other_share', 'extreme',
            'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
            'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
@@ -2679,49 +2679,61 @@ def same_in_whole(
     size = batch_rows(batch)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(turn))
     halves = order[:size // 2], order[size // 2:]
-    again = partial(counting, model, loss_fn, batch,
-                    torch.ones(size, dtype=torch.bool), skip)
-    whole = again()
-    for kept, others in (halves, halves[::-1]):
+    def take(rows: Tensor, counts: Tensor) -> Gradients:
+        return counting(model, loss_fn, select_rows(batch, rows), counts, skip)
+    def again(kept: Tensor) -> Share:
+        return share_of(take(*every), kept)
+    every = torch.arange(size), torch.ones(size, dtype=torch.bool)
+    whole = take(*every)
+    strays, shares = {*whole.strays}, [share_of(whole, kept) for kept in halves]
+    del whole   # it holds as much as a step
+    for share, kept, others in zip(shares, halves, halves[::-1], strict=True):
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
-        part = counting(model, loss_fn, select_rows(batch, rows), counts, skip)
-        if strays := {*whole.strays, *part.strays}:
+        part = take(rows, counts)
+        if strays := strays | {*part.strays}:
             return same_in_whole(model, loss_fn, batch, {*skip, *strays}, turn)
         if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
             raise ValueError(f"an example's gradient has a part in rows that are not "
                              f"its own; so its influence has no bound: {ROWS}, and "
                              f"{NEIGHBOURS}")
-        same_share(whole, part, kept.to(part.losses.device), again)
+        other = share_of(part, kept)
+        del part
+        same_share(share, other, partial(again, kept))
 
-def same_share(
-    whole: Gradients, part: Gradients, kept: Tensor, again: Callable[[], Gradients],
-) -> None:
-    """ValueError when losses or gradients of the examples `kept` differ by more than
-    rounding, or than a second pass of the whole differs from the first."""
+Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
+
+def share_of(taken: Gradients, kept: Tensor) -> Share:
+    "What the examples `kept` have in a pass."
+    norms, kept = taken.norms(), kept.to(taken.losses.device)
+    own = kept[norms[kept].isfinite() & (norms[kept] > 0)]
+    factors = torch.zeros_like(norms)
+    factors[own] = 1 / norms[own]
+    return taken.losses[kept], norms[kept], taken.weighted_sum(factors)
+
+def same_share(one: Share, other: Share, again: Callable[[], Share]) -> None:
+    """ValueError when losses or gradients differ by more than rounding, or than those
+    of a second pass."""
     try:
-        refuse_other_share(whole, part, kept, few_roundings)
+        refuse_other_share(one, other, few_roundings)
     except ValueError:
-        refuse_other_share(whole, part, kept, tolerance)
+        refuse_other_share(one, other, tolerance)
         try:
-            refuse_other_share(whole, again(), kept, few_roundings)
+            refuse_other_share(one, again(), few_roundings)
         except ValueError:
             return
         raise
 
-def refuse_other_share(whole: Gradients, part: Gradients, kept: Tensor,
+def refuse_other_share(one: Share, other: Share,
                        allowed: Callable[[Tensor], float]) -> None:
-    "ValueError when losses or gradients of the examples `kept` differ."
-    refuse_change(whole.losses[kept], part.losses[kept], "the examples beside it",
-                  NEIGHBOURS, allowed(whole.losses))
-    norms, others = whole.norms(), part.norms()[kept]
-    own = norms[kept].isfinite() & others.isfinite() & (norms[kept] > 0)
-    near, factors = 10 * allowed(norms), torch.zeros_like(norms)
-    factors[kept[own]] = 1 / norms[kept[own]]
-    one, other = whole.weighted_sum(factors), part.weighted_sum(factors)
-    off = _norm(one[name] - other[name] for name in one)
-    alike = torch.allclose(norms[kept], others, rtol=near, atol=0, equal_nan=True)
-    if not alike or not off <= near * max(1, len(kept)) ** 0.5:
+    "ValueError when losses or gradients differ by more than is allowed."
+    (losses, norms, total), (*_, others, sums) = one, other
+    refuse_change(losses, other[0], "the examples beside it", NEIGHBOURS,
+                  allowed(losses))
+    near = 10 * allowed(norms)
+    off = _norm(total[name] - sums[name] for name in total)
+    alike = torch.allclose(norms, others, rtol=near, atol=0, equal_nan=True)
+    if not alike or not off <= near * max(1, len(norms)) ** 0.5:
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
                                         NEIGHBOURS))
 
@@ -2751,12 +2763,12 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
         with torch.no_grad(), forked(model):
             return per_example_losses(model, exact, part, held)[::3]
     try:
-        beside = losses(other)
+        beside, among = losses(other), losses(batch)
     except (*PASS_FAILS, AssertionError):
         return    # a model may stop there
     finally:      # a buffer that is no number would stay so
         refuse_lost(held, held.put_back())
-    refuse_change(losses(batch), beside, "the examples beside it", NEIGHBOURS)
+    refuse_change(among, beside, "the examples beside it", NEIGHBOURS)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
