@@ -2759,16 +2759,17 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
              if isinstance(batch, Mapping)
              else tuple(extreme(x, factors) for x in batch))
     held = Held(model, exact, every=True)
-    def losses(part: Batch) -> Tensor:
+    def share(part: Batch) -> Share:
         with torch.no_grad(), forked(model):
-            return per_example_losses(model, exact, part, held)[::3]
+            losses = per_example_losses(model, exact, part, held)[::3]
+        return losses, torch.zeros_like(losses), {}
     try:
-        beside, among = losses(other), losses(batch)
-    except (*PASS_FAILS, AssertionError):
-        return    # a model may stop there
+        among = beside = share(batch)
+        with suppress(*PASS_FAILS, AssertionError):   # a model may stop there
+            beside = share(other)
+        same_share(among, beside, partial(share, batch))
     finally:      # a buffer that is no number would stay so
         refuse_lost(held, held.put_back())
-    refuse_change(among, beside, "the examples beside it", NEIGHBOURS)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
