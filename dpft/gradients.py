@@ -137,7 +137,10 @@ class Slots:
                 setattr(self.owner, name, value)
 
 def around(function: FunctionType) -> Iterator[Any]:
-    "What a function uses without being given it."
+    "What a function uses without being given it; of a framework's, what it wraps."
+    if function.__globals__.get("__name__", "").partition(".")[0] in FRAMES:
+        yield from vars(function).values()
+        return
     yield from (function.__defaults__, function.__kwdefaults__, vars(function))
     yield from map(Slots, function.__closure__ or ())
     for value in map(function.__globals__.get, function.__code__.co_names):

@@ -407,6 +407,14 @@ def test_a_functions_own_record_of_its_calls_is_kept():
     assert calls[-1] == 5
 
 
+def test_the_compilers_own_records_are_left_to_it_and_what_it_wraps_is_followed():
+    memories = losses_with_memories()["closure"]
+    compiled = torch.compile(memories[0], backend="eager")
+    held = Held(Chain(a=nn.Linear(4, 2)), compiled)
+    assert not {id(getattr(place, "owner", None)) for place, _ in held.places} & {id(cell) for cell in compiled.__closure__}
+    assert id(memories[1]()) in {id(place) for place, _ in held.places}
+
+
 @pytest.mark.parametrize("memory", [np.zeros((70_000, 4)), [None] * 1001, deque([None] * 1001, 1001), dict.fromkeys(range(1001))],
                          ids=["array", "list", "deque", "dictionary"])
 def test_a_memory_too_large_to_copy_is_refused_once_it_has_changed(memory):
