@@ -7,13 +7,13 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'Share', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around', 'called_with',
-           'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs', 'holds_tensors', 'copy_of',
-           'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds',
-           'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth', 'token_products',
-           'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'short_factors', 'token_norms',
-           'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
-           'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
+           'PASS_FAILS', 'Share', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around',
+           'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs', 'holds_tensors',
+           'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept', 'per_example_losses',
+           'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth',
+           'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'short_factors',
+           'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between',
+           'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
            'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight',
            'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
            'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying',
@@ -27,9 +27,10 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'few_roundings', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed',
            'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
            'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'Counting', 'counting', 'same_in_whole', 'share_of', 'same_share', 'refuse_other_share', 'extreme',
-           'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
-           'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps', 'same_share', 'refuse_other_share', 'extreme',
+           'TriedFirst', 'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared',
+           'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
+           'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -41,7 +42,8 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence)
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +57,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -2684,13 +2686,13 @@ def same_in_whole(
     halves = order[:size // 2], order[size // 2:]
     def take(rows: Tensor, counts: Tensor) -> Gradients:
         return counting(model, loss_fn, select_rows(batch, rows), counts, skip)
-    def again(kept: Tensor) -> Share:
-        return share_of(take(*every), kept)
+    def share(kept: Tensor, *given: Tensor) -> Share:
+        return share_of(take(*given), kept)
     every = torch.arange(size), torch.ones(size, dtype=torch.bool)
     whole = take(*every)
     strays, shares = {*whole.strays}, [share_of(whole, kept) for kept in halves]
     del whole   # it holds as much as a step
-    for share, kept, others in zip(shares, halves, halves[::-1], strict=True):
+    for among, kept, others in zip(shares, halves, halves[::-1], strict=True):
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
         part = take(rows, counts)
@@ -2700,9 +2702,10 @@ def same_in_whole(
             raise ValueError(f"an example's gradient has a part in rows that are not "
                              f"its own; so its influence has no bound: {ROWS}, and "
                              f"{NEIGHBOURS}")
-        other = share_of(part, kept)
+        beside = share_of(part, kept)
         del part
-        same_share(share, other, partial(again, kept))
+        same_share(among, beside, partial(share, kept, *every),
+                   partial(share, kept, rows, counts))
 
 Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
 
@@ -2714,18 +2717,38 @@ def share_of(taken: Gradients, kept: Tensor) -> Share:
     factors[own] = 1 / norms[own]
     return taken.losses[kept], norms[kept], taken.weighted_sum(factors)
 
-def same_share(one: Share, other: Share, again: Callable[[], Share]) -> None:
-    """ValueError when losses or gradients differ by more than rounding, or than those
-    of a second pass."""
+class Steps(TorchDispatchMode):
+    "The steps of a pass, in order, each with the shapes that it is given."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Hashable] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.taken.append((func, *(x.shape for x in tree_leaves((args, kwargs))
+                                   if isinstance(x, Tensor))))
+        return func(*args, **kwargs)
+
+def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
+    """ValueError when losses or gradients differ by more than rounding; where a second
+    pass differs, or the other one takes other steps, sums may round anew."""
     try:
         refuse_other_share(one, other, few_roundings)
     except ValueError:
         refuse_other_share(one, other, tolerance)
+        passes = []
+        for take in again:
+            with Steps() as steps:
+                passes.append((take(), steps.taken))
+        (repeated, taken), (_, others) = passes
         try:
-            refuse_other_share(one, again(), few_roundings)
+            refuse_other_share(one, repeated, few_roundings)
         except ValueError:
             return
-        raise
+        if taken == others:
+            raise
 
 def refuse_other_share(one: Share, other: Share,
                        allowed: Callable[[Tensor], float]) -> None:
@@ -2750,6 +2773,35 @@ def extreme(value: Any, factors: Tensor) -> Any:
     factors = factors.to(value).view(-1, *(1,) * (value.ndim - 1))
     return torch.where((value != value.round()).any(0), value * factors, value)
 
+# parts of the names of steps that check the numbers they are given
+CHECKS = ("assert", "bernoulli", "bincount", "cross_entropy", "embedding", "gather",
+          "index", "margin_loss", "multinomial", "nll_loss", "put", "scatter", "take")
+
+class TriedFirst(TorchDispatchMode):
+    """Steps that check numbers are tried on the CPU, which raises an error where an
+    accelerator stops for good."""
+
+    def __init__(self, near: Collection[str] = ("cpu",)):  # devices that raise errors
+        super().__init__()
+        self.near = near
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(part in func._schema.name for part in CHECKS) and any(
+                x.device.type not in self.near for x in given):
+            own = {name: x for name, x in kwargs.items() if name != "generator"}
+            args_near, own = tree_map_only(Tensor, self.copy, (args, own))
+            with torch.random.fork_rng([]):
+                func(*args_near, **own)
+        return func(*args, **kwargs)
+
+    def copy(self, values: Tensor) -> Tensor:
+        "On the CPU, which knows few steps in half precision."
+        kind = torch.float32 if values.is_floating_point() else values.dtype
+        return values.to("cpu", kind, copy=True)
+
 def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
                          batch: Batch) -> None:
     "ValueError when losses change beside examples that are not finite or very large."
@@ -2768,9 +2820,9 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
         return losses, torch.zeros_like(losses), {}
     try:
         among = beside = share(batch)
-        with suppress(*PASS_FAILS, AssertionError):   # a model may stop there
+        with suppress(Exception), TriedFirst():   # a model may stop there
             beside = share(other)
-        same_share(among, beside, partial(share, batch))
+        same_share(among, beside, partial(share, batch), partial(share, other))
     finally:      # a buffer that is no number would stay so
         refuse_lost(held, held.put_back())
 

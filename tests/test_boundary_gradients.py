@@ -13,10 +13,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
 from torch import nn, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpft.gradients import (
     Coupling,
     Held,
+    TriedFirst,
     check_uncoupled,
     clipped_sum,
     gradients,
@@ -981,3 +983,53 @@ def test_a_model_whose_sums_round_differently_each_time_is_no_coupling():
     import random
     source = random.Random(0)
     clipped_sum(Chain(a=nn.Linear(4, 2)).float(), drifting(2e-4, lambda losses: source.random()), (noise(12, 4).float(),), 1.0)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, OverflowError, Stopped])
+def test_whatever_a_model_raises_at_what_is_not_finite_is_its_own(error):
+    class Strict(Chain):
+        def forward(self, x):
+            if not x.isfinite().all():
+                raise error("not finite")
+            return super().forward(x)
+    gradients(Strict(a=nn.Linear(4, 2)), wave, (noise(5, 4),))
+
+
+def test_sums_that_are_added_up_in_other_shapes_may_round_otherwise():
+    "As a library's kernel may for another number of rows, here of those that are picked."
+    def added_up(model, batch):
+        picked = (batch[0][:, 0] > 0).nonzero()
+        sums = sum(part.sum(1) for part in batch[0].chunk(1 + len(picked) % 7, 1))
+        return wave(model, batch).abs() * (2 + (100 * sums).sin())
+    clipped_sum(Chain(a=nn.Linear(40, 2)).float(), added_up, (noise(16, 40).float(),), 1.0)
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+def test_steps_that_would_stop_an_accelerator_for_good_are_tried_on_the_cpu_first():
+    table, state = noise(3, 2), torch.get_rng_state()
+    with Calls() as calls, TriedFirst(near=()):
+        F.embedding(tensor([0, 2]), table)
+        torch.bernoulli(tensor([0.5]).half(), generator=torch.Generator())
+        with pytest.raises(IndexError):
+            F.embedding(tensor([0, 3]), table)
+        with pytest.raises(RuntimeError, match="between 0 and 1"):
+            F.binary_cross_entropy(tensor([torch.nan]), tensor([1.0]))
+    assert calls.names.count("aten::embedding") == 3
+    assert calls.names.count("aten::binary_cross_entropy") == 1
+    assert torch.equal(state, torch.get_rng_state())
+    with Calls() as calls, TriedFirst():
+        F.embedding(tensor([0, 2]), table)
+    assert calls.names.count("aten::embedding") == 1
