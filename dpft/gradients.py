@@ -7,30 +7,30 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'Share', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around',
-           'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs', 'holds_tensors',
-           'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept', 'per_example_losses',
-           'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth',
-           'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'short_factors',
-           'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between',
-           'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
-           'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight',
-           'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
-           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying',
-           'OneParameter', 'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured',
-           'doubled_floats', 'measured_again', 'place_of', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped',
-           'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums',
-           'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare',
-           'tap_hooks', 'tapped', 'Recorder', 'nodes_of', 'leaves_of', 'kind_of', 'in_place', 'in_front', 'picks_rows',
-           'may_move', 'moves_rows', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
-           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
-           'few_roundings', 'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed',
-           'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see',
-           'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip',
-           'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps', 'same_share', 'refuse_other_share', 'extreme',
-           'TriedFirst', 'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared',
-           'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
-           'reuse_memory']
+           'PASS_FAILS', 'Share', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots',
+           'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
+           'holds_tensors', 'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept',
+           'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
+           'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
+           'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule',
+           'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias',
+           'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
+           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
+           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
+           'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares', 'squares_of',
+           'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'place_of', 'same_input', 'kept_pair',
+           'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept',
+           'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
+           'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'nodes_of', 'leaves_of', 'kind_of',
+           'in_place', 'in_front', 'picks_rows', 'may_move', 'moves_rows', 'OutsideTheModel', 'refuse_leaves',
+           'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still',
+           'steady', 'different_rows', 'tolerance', 'few_roundings', 'refuse_change', 'same_losses_in_all_settings',
+           'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled',
+           'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients',
+           'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps',
+           'same_share', 'differ', 'refuse_other_share', 'extreme', 'TriedFirst', 'same_beside_extremes',
+           'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients',
+           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -2731,24 +2731,37 @@ class Steps(TorchDispatchMode):
                                    if isinstance(x, Tensor))))
         return func(*args, **kwargs)
 
+AGAIN = 5   # more passes of each batch, once two differ
+
 def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
-    """ValueError when losses or gradients differ by more than rounding; where a second
-    pass differs, or the other one takes other steps, sums may round anew."""
+    """ValueError when losses or gradients differ by more than rounding.
+
+    Where a batch differs from itself as well, or the other one from its steps, sums may
+    round otherwise each time.
+    """
+    try:
+        return refuse_other_share(one, other, few_roundings)
+    except ValueError as error:
+        coupled = error
+    refuse_other_share(one, other, tolerance)
+    taken: list[list[Hashable]] = []
+    for take, same, far in zip(again, (one, other), (other, one), strict=True):
+        for _ in range(AGAIN):
+            with Steps() as steps:
+                share = take()
+            taken.append(steps.taken)
+            if (steps.taken != taken[0] or differ(same, share)
+                    or not differ(far, share)):
+                return
+    raise coupled
+
+def differ(one: Share, other: Share) -> bool:
+    "Whether two shares differ by more than a few roundings."
     try:
         refuse_other_share(one, other, few_roundings)
     except ValueError:
-        refuse_other_share(one, other, tolerance)
-        passes = []
-        for take in again:
-            with Steps() as steps:
-                passes.append((take(), steps.taken))
-        (repeated, taken), (_, others) = passes
-        try:
-            refuse_other_share(one, repeated, few_roundings)
-        except ValueError:
-            return
-        if taken == others:
-            raise
+        return True
+    return False
 
 def refuse_other_share(one: Share, other: Share,
                        allowed: Callable[[Tensor], float]) -> None:
