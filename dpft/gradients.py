@@ -2692,7 +2692,7 @@ def same_in_whole(
     whole = take(*every)
     strays, shares = {*whole.strays}, [share_of(whole, kept) for kept in halves]
     del whole   # it holds as much as a step
-    for among, kept, others in zip(shares, halves, halves[::-1], strict=True):
+    for kept, others in zip(halves, halves[::-1], strict=True):
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
         part = take(rows, counts)
@@ -2704,8 +2704,9 @@ def same_in_whole(
                              f"{NEIGHBOURS}")
         beside = share_of(part, kept)
         del part
-        same_share(among, beside, partial(share, kept, *every),
+        same_share(shares.pop(0), beside, partial(share, kept, *every),
                    partial(share, kept, rows, counts))
+        del beside
 
 Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
 
@@ -2770,7 +2771,8 @@ def refuse_other_share(one: Share, other: Share,
     refuse_change(losses, other[0], "the examples beside it", NEIGHBOURS,
                   allowed(losses))
     near = 10 * allowed(norms)
-    off = _norm(total[name] - sums[name] for name in total)
+    off = _norm(x - y for name in total for x, y in zip(
+        *(of[name].flatten().split(LARGE) for of in (total, sums)), strict=True))
     alike = torch.allclose(norms, others, rtol=near, atol=0, equal_nan=True)
     if not alike or not off <= near * max(1, len(norms)) ** 0.5:
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
