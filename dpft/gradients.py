@@ -2699,9 +2699,8 @@ def same_in_whole(
         if strays := strays | {*part.strays}:
             return same_in_whole(model, loss_fn, batch, {*skip, *strays}, turn)
         if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
-            raise ValueError(f"an example's gradient has a part in rows that are not "
-                             f"its own; so its influence has no bound: {ROWS}, and "
-                             f"{NEIGHBOURS}")
+            raise ValueError("an example's gradient has a part in rows not its own; so "
+                             f"its influence has no bound: {ROWS}, and {NEIGHBOURS}")
         beside = share_of(part, kept)
         del part
         same_share(shares.pop(0), beside, partial(share, kept, *every),

@@ -984,7 +984,8 @@ def test_a_model_whose_sums_round_differently_each_time_is_no_coupling(size):
     import random
     for seed in range(12):
         source = random.Random(seed)
-        clipped_sum(Chain(a=nn.Linear(4, 2)).float(), drifting(size, lambda losses, draw=source.random: draw()), (noise(12, 4).float(),), 1.0)
+        loss = drifting(size, lambda losses, draw=source.random: draw())
+        clipped_sum(Chain(a=nn.Linear(4, 2)).float(), loss, (noise(12, 4).float(),), 1.0)
 
 
 class Stopped(Exception):
