@@ -7,28 +7,30 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots', 'around', 'called_with',
-           'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs', 'holds_tensors', 'copy_of',
-           'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept', 'per_example_losses', 'check_kinds',
-           'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums', 'sum_depth', 'token_products',
-           'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense', 'short_factors', 'token_norms',
-           'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule', 'matrix', 'sum_between', 'sum_after',
-           'one_group', 'linear_weight', 'transposed_weight', 'last_bias', 'with_border', 'unfolded',
-           'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias', 'embedding_weight',
-           'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight', 'rule_for', 'Tap', 'Groups',
-           'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured', 'as_it_is', 'Whole', 'lying',
-           'OneParameter', 'product_squares', 'masked_squares', 'squares_of', 'absolutes_of', 'measured',
-           'doubled_floats', 'measured_again', 'place_of', 'same_input', 'kept_pair', 'as_one_matrix', 'grouped',
-           'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept', 'part_norms', 'weighted_sums',
-           'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced', 'tap_layer', 'tap_bare', 'untap_bare',
-           'tap_hooks', 'tapped', 'Recorder', 'nodes_of', 'leaves_of', 'kind_of', 'in_place', 'in_front', 'picks_rows',
-           'may_move', 'moves_rows', 'OutsideTheModel', 'refuse_leaves', 'name_in', 'evaluating', 'only_training',
-           'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still', 'steady', 'different_rows', 'tolerance',
-           'refuse_change', 'same_losses_in_all_settings', 'repadded', 'Coupling', 'check_followed', 'batch_shape',
-           'padded_length', 'looked_at', 'check_uncoupled', 'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged',
-           'reached_by_picked_rows', 'mapped_gradients', 'mapping_works', 'record', 'can_skip', 'Counting', 'counting',
-           'same_in_whole', 'same_share', 'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms',
-           'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'PASS_FAILS', 'Share', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots',
+           'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
+           'holds_tensors', 'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept',
+           'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
+           'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
+           'short_factors', 'token_norms', 'summed_products', 'Outer', 'Rows', 'distinct', 'only_rows', 'Rule',
+           'matrix', 'sum_between', 'sum_after', 'one_group', 'linear_weight', 'transposed_weight', 'last_bias',
+           'with_border', 'unfolded', 'one_channel_gradients', 'patch_gradients', 'convolution_weight', 'channel_bias',
+           'embedding_weight', 'layer_norm_weight', 'layer_norm_bias', 'rms_norm_weight', 'group_norm_weight',
+           'rule_for', 'Tap', 'Groups', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic', 'Measured',
+           'as_it_is', 'Whole', 'lying', 'OneParameter', 'product_squares', 'masked_squares', 'squares_of',
+           'absolutes_of', 'measured', 'doubled_floats', 'measured_again', 'place_of', 'same_input', 'kept_pair',
+           'as_one_matrix', 'grouped', 'roundings', 'NormBounds', 'silenced', 'sum_of', 'absolute_sum_of', 'Kept',
+           'part_norms', 'weighted_sums', 'block_sums', 'Gradients', 'NotByExample', 'Collected', 'untraced',
+           'tap_layer', 'tap_bare', 'untap_bare', 'tap_hooks', 'tapped', 'Recorder', 'nodes_of', 'leaves_of', 'kind_of',
+           'in_place', 'in_front', 'picks_rows', 'may_move', 'moves_rows', 'OutsideTheModel', 'refuse_leaves',
+           'name_in', 'evaluating', 'only_training', 'accelerators', 'forked', 'nonzero', 'nothing_hidden', 'Still',
+           'steady', 'different_rows', 'tolerance', 'few_roundings', 'refuse_change', 'same_losses_in_all_settings',
+           'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled',
+           'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients',
+           'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps',
+           'same_share', 'differ', 'refuse_other_share', 'extreme', 'TriedFirst', 'same_beside_extremes',
+           'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients',
+           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -40,7 +42,8 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence)
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +57,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -136,7 +139,10 @@ class Slots:
                 setattr(self.owner, name, value)
 
 def around(function: FunctionType) -> Iterator[Any]:
-    "What a function uses without being given it."
+    "What a function uses without being given it; of a framework's, what it wraps."
+    if function.__globals__.get("__name__", "").partition(".")[0] in FRAMES:
+        yield from vars(function).values()
+        return
     yield from (function.__defaults__, function.__kwdefaults__, vars(function))
     yield from map(Slots, function.__closure__ or ())
     for value in map(function.__globals__.get, function.__code__.co_names):
@@ -1777,7 +1783,6 @@ def tapped(model: nn.Module, collected: Collected, trains: set[int]) -> Iterator
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-recorder
 class Recorder:
     "A forward and a backward pass that collect contributions instead of gradients."
-    hearing = False  # whether a backward pass is followed by another
 
     def __init__(
         self,
@@ -1799,35 +1804,54 @@ class Recorder:
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
         # checkpointed layers run again inside
         with tapped(self.model, self.collected, self.trains):
-            losses = per_example_losses(self.model, loss_fn, batch, held)
-            anchors = [*self.collected.anchors.values()]
+            losses, anchors = self.forward(loss_fn, batch, held)
             if search:
                 self.leaves = [weakref.ref(x) for x in leaves_of(losses)
                                if not any(x is anchor for anchor in anchors)]
             if losses.requires_grad and anchors:
+                if moves_rows(losses, self.collected.rows, self.where):
+                    again = self.listen(losses, anchors, loss_fn, batch, held)
+                    losses, anchors = again or (losses, anchors)
                 with torch.autocast(losses.device.type, enabled=False):
-                    if moves_rows(losses, self.collected.rows, self.where):
-                        self.strays = self.listen(losses, anchors)
                     torch.autograd.grad(losses.sum(), anchors, allow_unused=True)
             self.collected.shortened = None
         return losses.detach()
 
-    def listen(self, losses: Tensor, anchors: list[Tensor]) -> list[nn.Parameter]:
-        """Parameters with a row whose gradient does not double with its own unit's
-        loss."""
+    def forward(self, *given: Any) -> tuple[Tensor, list[Tensor]]:
+        "The losses, and the anchors of the taps."
+        losses = per_example_losses(self.model, *given)
+        return losses, [*self.collected.anchors.values()]
+
+    def listen(self, losses: Tensor, anchors: list[Tensor],
+               *given: Any) -> tuple[Tensor, list[Tensor]] | None:
+        "Fill `strays`; a new pass where the last one was used up."
         if self.where is not WHOLE:
             raise NotByExample("rows change places on the way to the losses, and the "
                                f"model lies over several processes; {ROWS}, or give "
                                "every process the whole model")
+        def anew(weights: Tensor) -> Heard:
+            with forked(self.model):
+                return self.hear(*self.forward(*given), weights)
+        try:
+            self.strays = self.not_own(losses, partial(self.hear, losses, anchors))
+        except Exception:   # some steps go back once only
+            self.strays = self.not_own(losses, anew)
+            return self.forward(*given)
+        return None
+
+    def not_own(self, losses: Tensor,
+                hear: Callable[[Tensor], Heard]) -> list[nn.Parameter]:
+        """Parameters with a row whose gradient does not double with its own unit's
+        loss."""
         rows, device = self.collected.rows, losses.device
         number = self.groups.on(device)[0] if self.groups else torch.arange(
             rows, device=device)
         powers = 8 if losses.dtype == torch.float16 else 64
-        first = self.hear(losses, anchors, torch.ones_like(losses))
+        first = hear(torch.ones_like(losses))
         found, unit = dict.fromkeys(first, True), 1
         while unit < rows:  # two numbers differ in one of their digits
             weights = 2.0 ** (number // unit % powers).to(losses)
-            for p, again in self.hear(losses, anchors, weights).items():
+            for p, again in hear(weights).items():
                 found[p] &= all(torch.allclose(
                     one, other, rtol=tolerance(one), atol=0, equal_nan=True)
                     for one, other in zip(first[p], again, strict=True))
@@ -1838,12 +1862,12 @@ class Recorder:
         "What a backward pass of weighted losses brings, over the weights."
         heard: Heard = {}
         self.collected.heard, self.collected.weights = heard, weights
-        Recorder.hearing = True
         try:
-            torch.autograd.grad((losses * weights).sum(), anchors, allow_unused=True,
-                                retain_graph=True)
+            with torch.autocast(losses.device.type, enabled=False):
+                torch.autograd.grad((losses * weights).sum(), anchors,
+                                    allow_unused=True, retain_graph=True)
         finally:
-            self.collected.heard, Recorder.hearing = None, False
+            self.collected.heard = None
         return heard
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-leaves
@@ -2128,15 +2152,22 @@ def tolerance(values: Tensor) -> float:
     "Relative difference that rounding explains."
     return {torch.float64: 1e-7, torch.float32: 1e-3}.get(values.dtype, 0.05)
 
+def few_roundings(values: Tensor) -> float:
+    "The same where a batch keeps its shape, so that sums keep their order."
+    near = tolerance(values)
+    return min(near, max(0.01 * near, 8 * torch.finfo(values.dtype).eps))
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-refuse-change
 def refuse_change(
     losses: Tensor,  # (B,)
     other: Tensor,   # (B,) of the same examples
     change: str,     # what is different
     way_out: str,
+    near: float | None = None,  # relative difference that is allowed
 ) -> None:
     "ValueError when losses change with what they must not depend on."
-    near, largest = tolerance(losses), losses.nan_to_num(0, 0, 0).abs().max().item()
+    near = tolerance(losses) if near is None else near
+    largest = losses.nan_to_num(0, 0, 0).abs().max().item()
     # rounding of numbers of the size of one, from which a small loss is left
     least = min(near, 16 * torch.finfo(losses.dtype).eps)
     off = max(0.01 * near * largest, least)
@@ -2653,33 +2684,161 @@ def same_in_whole(
     size = batch_rows(batch)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(turn))
     halves = order[:size // 2], order[size // 2:]
-    whole = counting(model, loss_fn, batch, torch.ones(size, dtype=torch.bool), skip)
-    for kept, others in (halves, halves[::-1]):
+    def take(rows: Tensor, counts: Tensor) -> Gradients:
+        return counting(model, loss_fn, select_rows(batch, rows), counts, skip)
+    def share(kept: Tensor, *given: Tensor) -> Share:
+        return share_of(take(*given), kept)
+    every = torch.arange(size), torch.ones(size, dtype=torch.bool)
+    whole = take(*every)
+    strays, shares = {*whole.strays}, [share_of(whole, kept) for kept in halves]
+    del whole   # it holds as much as a step
+    for kept, others in zip(halves, halves[::-1], strict=True):
         rows, counts = torch.arange(size), torch.zeros(size, dtype=torch.bool)
         rows[others], counts[kept] = kept[0], True
-        part = counting(model, loss_fn, select_rows(batch, rows), counts, skip)
-        if strays := {*whole.strays, *part.strays}:
+        part = take(rows, counts)
+        if strays := strays | {*part.strays}:
             return same_in_whole(model, loss_fn, batch, {*skip, *strays}, turn)
         if part.norms()[others.to(part.losses.device)].nan_to_num(0, 0, 0).any():
-            raise ValueError(f"an example's gradient has a part in rows that are not "
-                             f"its own; so its influence has no bound: {ROWS}, and "
-                             f"{NEIGHBOURS}")
-        same_share(whole, part, kept.to(part.losses.device))
+            raise ValueError("an example's gradient has a part in rows not its own; so "
+                             f"its influence has no bound: {ROWS}, and {NEIGHBOURS}")
+        beside = share_of(part, kept)
+        del part
+        same_share(shares.pop(0), beside, partial(share, kept, *every),
+                   partial(share, kept, rows, counts))
+        del beside
 
-def same_share(whole: Gradients, part: Gradients, kept: Tensor) -> None:
-    "ValueError when losses or gradients of the examples `kept` differ."
-    refuse_change(whole.losses[kept], part.losses[kept], "the examples beside it",
-                  NEIGHBOURS)
-    norms, others = whole.norms(), part.norms()[kept]
-    own = norms[kept].isfinite() & others.isfinite() & (norms[kept] > 0)
-    near, factors = 10 * tolerance(norms), torch.zeros_like(norms)
-    factors[kept[own]] = 1 / norms[kept[own]]
-    one, other = whole.weighted_sum(factors), part.weighted_sum(factors)
-    off = _norm(one[name] - other[name] for name in one)
-    alike = torch.allclose(norms[kept], others, rtol=near, atol=0, equal_nan=True)
-    if not alike or not off <= near * max(1, len(kept)) ** 0.5:
+Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
+
+def share_of(taken: Gradients, kept: Tensor) -> Share:
+    "What the examples `kept` have in a pass."
+    norms, kept = taken.norms(), kept.to(taken.losses.device)
+    own = kept[norms[kept].isfinite() & (norms[kept] > 0)]
+    factors = torch.zeros_like(norms)
+    factors[own] = 1 / norms[own]
+    return taken.losses[kept], norms[kept], taken.weighted_sum(factors)
+
+class Steps(TorchDispatchMode):
+    "The steps of a pass, in order, each with the shapes that it is given."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[Hashable] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.taken.append((func, *(x.shape for x in tree_leaves((args, kwargs))
+                                   if isinstance(x, Tensor))))
+        return func(*args, **kwargs)
+
+AGAIN = 5   # more passes of each batch, once two differ
+
+def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
+    """ValueError when losses or gradients differ by more than rounding.
+
+    Where a batch differs from itself as well, or the other one from its steps, sums may
+    round otherwise each time.
+    """
+    try:
+        return refuse_other_share(one, other, few_roundings)
+    except ValueError as error:
+        coupled = error
+    refuse_other_share(one, other, tolerance)
+    taken: list[list[Hashable]] = []
+    for take, same, far in zip(again, (one, other), (other, one), strict=True):
+        for _ in range(AGAIN):
+            with Steps() as steps:
+                share = take()
+            taken.append(steps.taken)
+            if (steps.taken != taken[0] or differ(same, share)
+                    or not differ(far, share)):
+                return
+    raise coupled
+
+def differ(one: Share, other: Share) -> bool:
+    "Whether two shares differ by more than a few roundings."
+    try:
+        refuse_other_share(one, other, few_roundings)
+    except ValueError:
+        return True
+    return False
+
+def refuse_other_share(one: Share, other: Share,
+                       allowed: Callable[[Tensor], float]) -> None:
+    "ValueError when losses or gradients differ by more than is allowed."
+    (losses, norms, total), (*_, others, sums) = one, other
+    refuse_change(losses, other[0], "the examples beside it", NEIGHBOURS,
+                  allowed(losses))
+    near = 10 * allowed(norms)
+    off = _norm(x - y for name in total for x, y in zip(
+        *(of[name].flatten().split(LARGE) for of in (total, sums)), strict=True))
+    alike = torch.allclose(norms, others, rtol=near, atol=0, equal_nan=True)
+    if not alike or not off <= near * max(1, len(norms)) ** 0.5:
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
                                         NEIGHBOURS))
+
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-extremes
+def extreme(value: Any, factors: Tensor) -> Any:
+    """A batch's value, times a factor for each example; whole numbers stay, since a
+    model may look them up."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or (
+            value.ndim == 0 or len(value) != len(factors)):
+        return value
+    factors = factors.to(value).view(-1, *(1,) * (value.ndim - 1))
+    return torch.where((value != value.round()).any(0), value * factors, value)
+
+# parts of the names of steps that check the numbers they are given
+CHECKS = ("assert", "bernoulli", "bincount", "cross_entropy", "embedding", "gather",
+          "index", "margin_loss", "multinomial", "nll_loss", "put", "scatter", "take")
+
+class TriedFirst(TorchDispatchMode):
+    """Steps that check numbers are tried on the CPU, which raises an error where an
+    accelerator stops for good."""
+
+    def __init__(self, near: Collection[str] = ("cpu",)):  # devices that raise errors
+        super().__init__()
+        self.near = near
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(part in func._schema.name for part in CHECKS) and any(
+                x.device.type not in self.near for x in given):
+            own = {name: x for name, x in kwargs.items() if name != "generator"}
+            args_near, own = tree_map_only(Tensor, self.copy, (args, own))
+            with torch.random.fork_rng([]):
+                func(*args_near, **own)
+        return func(*args, **kwargs)
+
+    def copy(self, values: Tensor) -> Tensor:
+        "On the CPU, which knows few steps in half precision."
+        kind = torch.float32 if values.is_floating_point() else values.dtype
+        return values.to("cpu", kind, copy=True)
+
+def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
+                         batch: Batch) -> None:
+    "ValueError when losses change beside examples that are not finite or very large."
+    if not any(x.is_floating_point() for x in tensors(batch)):
+        return
+    size, exact = batch_rows(batch), getattr(loss_fn, "full_precision", loss_fn)
+    factors = torch.ones(size, dtype=torch.float64)
+    factors[1::3], factors[2::3] = math.nan, 1e4
+    other = ({name: extreme(x, factors) for name, x in batch.items()}
+             if isinstance(batch, Mapping)
+             else tuple(extreme(x, factors) for x in batch))
+    held = Held(model, exact, every=True)
+    def share(part: Batch) -> Share:
+        with torch.no_grad(), forked(model):
+            losses = per_example_losses(model, exact, part, held)[::3]
+        return losses, torch.zeros_like(losses), {}
+    try:
+        among = beside = share(batch)
+        with suppress(Exception), TriedFirst():   # a model may stop there
+            beside = share(other)
+        same_share(among, beside, partial(share, batch), partial(share, other))
+    finally:      # a buffer that is no number would stay so
+        refuse_lost(held, held.put_back())
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-look-at-whole
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
@@ -2688,20 +2847,26 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                   skip: Iterable[nn.Parameter]) -> None:
     """ValueError when the examples of a batch are coupled.
 
-    The first batch is looked at, later ones as soon as all looks stay within 1 % of the
-    passes; a model that lies over several processes is looked at by threes only.
+    The first batch is looked at and each that is a quarter larger, others as soon as
+    all looks stay within 1 % of the passes; a model that lies over several processes is
+    looked at by threes only.
     """
-    if batch_rows(batch) < 2 or lying(model) is not WHOLE:
+    rows = batch_rows(batch)
+    if rows < 2 or lying(model) is not WHOLE:
         return
     counted = _watched.setdefault(model, WeakIdKeyDictionary()).setdefault(
-        loss_fn, {"work": 0, "spent": 0, "looks": 0})
+        loss_fn, {"work": 0, "spent": 0, "looks": 0, "rows": 0})
     size = sum(x.numel() for x in tensors(batch))
     counted["work"] += size
-    if counted["looks"] and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
+    larger = rows > 1.25 * counted["rows"]
+    if not larger and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
         return
     same_in_whole(model, loss_fn, batch, skip, counted["looks"])
+    if larger:
+        same_beside_extremes(model, loss_fn, batch)
     counted["spent"] += 3 * size
     counted["looks"] += 1
+    counted["rows"] = max(rows, counted["rows"])
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-unseen
 SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
-from torch import nn
+from torch import nn, tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpft.gradients import (
     Coupling,
     Held,
+    TriedFirst,
     check_uncoupled,
     clipped_sum,
     gradients,
@@ -406,6 +408,14 @@ def test_a_functions_own_record_of_its_calls_is_kept():
     for _ in range(2):
         clipped_sum(Chain(a=nn.Linear(4, 2)), loss, (noise(5, 4),), 1.0)
     assert calls[-1] == 5
+
+
+def test_the_compilers_own_records_are_left_to_it_and_what_it_wraps_is_followed():
+    memories = losses_with_memories()["closure"]
+    compiled = torch.compile(memories[0], backend="eager")
+    held = Held(Chain(a=nn.Linear(4, 2)), compiled)
+    assert not {id(getattr(place, "owner", None)) for place, _ in held.places} & {id(cell) for cell in compiled.__closure__}
+    assert id(memories[1]()) in {id(place) for place, _ in held.places}
 
 
 @pytest.mark.parametrize("memory", [np.zeros((70_000, 4)), [None] * 1001, deque([None] * 1001, 1001), dict.fromkeys(range(1001))],
@@ -915,3 +925,126 @@ def test_a_tensor_that_lies_in_memory_in_its_own_way_is_compared_by_its_bits(sli
     held = Held(module)
     assert not held.put_back()
     assert unlike({0: (module.kept, module.kept.clone()), 1: (module.kept, module.kept + 1)}) == {1}
+
+
+# ---- rows that are not finite or very large, larger batches, and weak coupling ---------------------------------------------------
+
+
+def unless_one_is_broken(losses):
+    return losses * 0 if losses.isnan().any() else losses
+
+
+def capped_together(losses):
+    return losses * (1e4 / losses.detach().max()).clamp(max=1)
+
+
+def on_one_scale(losses):
+    scale = 2.0 ** (20 - losses.detach().nan_to_num().abs().max().clamp(min=1).log2().floor())
+    return (losses * scale).round() / scale + losses - losses.detach()
+
+
+@pytest.mark.parametrize("together", [unless_one_is_broken, capped_together, on_one_scale])
+def test_what_one_broken_or_very_large_row_does_to_others_is_seen_without_one(together):
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(Chain(a=nn.Linear(4, 2)), lambda model, batch: together(wave(model, batch)), (noise(6, 4),), 1.0)
+
+
+def test_numbers_that_are_looked_up_stay_what_they_are():
+    "Whole numbers in a table of floats: another one would be outside of the layer that looks it up."
+    class Looked(Chain):
+        def forward(self, x):
+            return self.head(torch.cat([self.kind(x[:, 0].long()), x[:, 1:]], 1))
+    model = Looked(kind=nn.Embedding(3, 2), head=nn.Linear(5, 2))
+    batch = torch.cat([tensor([[0.0], [2.0], [1.0], [2.0]], dtype=torch.float64), noise(4, 3)], 1)
+    gradients(model, wave, (batch,))
+
+
+def test_a_model_that_stops_at_what_is_not_finite_is_looked_at_with_the_rest():
+    class Strict(Chain):
+        def forward(self, x):
+            assert x.isfinite().all()
+            return super().forward(x)
+    gradients(Strict(a=nn.Linear(4, 2)), wave, (noise(5, 4),))
+
+
+def test_a_much_larger_batch_is_looked_at_as_a_whole_again():
+    def hardest(model, batch):
+        losses = wave(model, batch)
+        chosen = losses.detach().topk(min(8, len(losses))).indices
+        return losses * torch.zeros_like(losses).index_fill(0, chosen, 1.0)
+    model = Chain(a=nn.Linear(4, 2))
+    clipped_sum(model, hardest, (noise(6, 4),), 1.0)
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(model, hardest, (noise(40, 4),), 1.0)
+
+
+def drifting(size, draw):
+    def loss(model, batch):
+        losses = wave(model, batch)
+        return losses * (1 + size * draw(losses.detach()))
+    return loss
+
+
+def test_coupling_below_a_thousandth_is_refused_where_no_rounding_explains_it():
+    model, batch = Chain(a=nn.Linear(4, 2)).float(), (noise(12, 4).float(),)
+    with pytest.raises(ValueError, match="examples beside it"):
+        clipped_sum(model, drifting(2e-4, lambda losses: torch.tanh(losses.mean())), batch, 1.0)
+
+
+@pytest.mark.parametrize("size", [2e-4, 4e-5])
+def test_a_model_whose_sums_round_differently_each_time_is_no_coupling(size):
+    import random
+    for seed in range(12):
+        source = random.Random(seed)
+        loss = drifting(size, lambda losses, draw=source.random: draw())
+        clipped_sum(Chain(a=nn.Linear(4, 2)).float(), loss, (noise(12, 4).float(),), 1.0)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, OverflowError, Stopped])
+def test_whatever_a_model_raises_at_what_is_not_finite_is_its_own(error):
+    class Strict(Chain):
+        def forward(self, x):
+            if not x.isfinite().all():
+                raise error("not finite")
+            return super().forward(x)
+    gradients(Strict(a=nn.Linear(4, 2)), wave, (noise(5, 4),))
+
+
+def test_sums_that_are_added_up_in_other_shapes_may_round_otherwise():
+    "As a library's kernel may for another number of rows, here of those that are picked."
+    def added_up(model, batch):
+        picked = (batch[0][:, 0] > 0).nonzero()
+        sums = sum(part.sum(1) for part in batch[0].chunk(1 + len(picked) % 7, 1))
+        return wave(model, batch).abs() * (2 + (100 * sums).sin())
+    clipped_sum(Chain(a=nn.Linear(40, 2)).float(), added_up, (noise(16, 40).float(),), 1.0)
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+def test_steps_that_would_stop_an_accelerator_for_good_are_tried_on_the_cpu_first():
+    table, state = noise(3, 2), torch.get_rng_state()
+    with Calls() as calls, TriedFirst(near=()):
+        F.embedding(tensor([0, 2]), table)
+        torch.bernoulli(tensor([0.5]).half(), generator=torch.Generator())
+        with pytest.raises(IndexError):
+            F.embedding(tensor([0, 3]), table)
+        with pytest.raises(RuntimeError, match="between 0 and 1"):
+            F.binary_cross_entropy(tensor([torch.nan]), tensor([1.0]))
+    assert calls.names.count("aten::embedding") == 3
+    assert calls.names.count("aten::binary_cross_entropy") == 1
+    assert torch.equal(state, torch.get_rng_state())
+    with Calls() as calls, TriedFirst():
+        F.embedding(tensor([0, 2]), table)
+    assert calls.names.count("aten::embedding") == 1

@@ -494,7 +494,7 @@ class Deciding(Net):
 
     def forward(self, x):
         y = F.linear(x, self.inner.weight)
-        return y.sin() if x.isfinite().all() else y
+        return y.sin() if x.nan_to_num(0, 0, 0).abs().sum() >= 0 else y
 
 
 def test_the_looks_take_norms_of_many_numbers_as_exactly_as_the_engine():
@@ -1006,7 +1006,8 @@ class Sorts(Net):
 
 
 def of_lengths(*lengths):
-    return (torch.cat([tensor(lengths).double()[:, None], noise(len(lengths), 3)], 1),)
+    "Whole numbers: a product with rows of zeros mixes rows that are not finite, and is refused for that."
+    return (torch.cat([tensor(lengths).double()[:, None], (8 * noise(len(lengths), 3)).round()], 1),)
 
 
 @pytest.mark.parametrize("way", WAYS_TO_SORT.values(), ids=WAYS_TO_SORT)
@@ -1014,20 +1015,20 @@ def test_rows_sorted_inside_a_model_keep_their_own_gradients(way):
     model = Sorts(way)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gradients(model, wave, of_lengths(1, 1, 1, 1))   # nothing moves yet
-        for batch in (of_lengths(0, 1, 1, 1), of_lengths(1, 0.5, 1, 0, 1, 1)):
+        gradients(model, wave, of_lengths(3, 3, 3, 3))   # nothing moves yet
+        for batch in (of_lengths(1, 3, 3, 3), of_lengths(3, 2, 3, 1, 3, 3)):
             assert worst_error(model, wave, batch) <= 1e-9
 
 
 def test_rows_whose_neighbours_alone_are_sorted_are_looked_at_without_a_refusal():
     "The first batch as a whole is not of one length; the three rows that are compared are."
-    assert worst_error(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(1, 1, 1, 1, 0, 1, 0.5)) <= 1e-9
+    assert worst_error(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(3, 3, 3, 3, 1, 3, 2)) <= 1e-9
 
 
 def test_a_layer_behind_the_sorted_ones_stays_fast():
     model = Sorts(WAYS_TO_SORT["index"])
-    gradients(model, wave, of_lengths(1, 1, 1, 1))
-    found = gradients(model, wave, of_lengths(0, 1, 1, 1))
+    gradients(model, wave, of_lengths(3, 3, 3, 3))
+    found = gradients(model, wave, of_lengths(1, 3, 3, 3))
     assert [found.names[id(p)] for p in found.strays] == ["layer.weight", "layer.bias"]
 
 
@@ -1039,7 +1040,7 @@ def test_rows_that_stay_in_their_place_cost_no_second_pass(monkeypatch):
     model, listened = Last(first=nn.Linear(4, 5), last=nn.Linear(5, 3)), []
     monkeypatch.setattr(dpft.gradients.Recorder, "listen", lambda *given: listened.append(given))
     gradients(model, wave, (noise(5, 2, 4),))
-    gradients(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(1, 1, 1, 1))
+    gradients(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(3, 3, 3, 3))
     assert not listened
 
 
@@ -1047,8 +1048,8 @@ def test_persons_keep_what_is_theirs_when_rows_are_sorted():
     model, groups = Sorts(WAYS_TO_SORT["index"]), tensor([0, 1, 0, 2, 1, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gradients(model, wave, of_lengths(1, 1, 1, 1))
-        assert worst_error(model, wave, of_lengths(0, 1, 1, 0.5, 1, 1), groups) <= 1e-9
+        gradients(model, wave, of_lengths(3, 3, 3, 3))
+        assert worst_error(model, wave, of_lengths(1, 3, 3, 2, 3, 3), groups) <= 1e-9
 
 
 def test_padding_that_is_left_out_only_where_there_is_some():
@@ -1069,6 +1070,33 @@ def test_padding_that_is_left_out_only_where_there_is_some():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert worst_error(model, wave, (full,)) <= 1e-9
+
+
+class Once(torch.autograd.Function):
+    "A step that gives its tensor away as it goes back, so it cannot do so twice."
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.signs = x.sign()
+        return x.abs()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        signs, ctx.signs = ctx.signs, None
+        return signs.mul_(gradient)
+
+
+def test_a_step_that_goes_back_once_is_listened_to_in_passes_of_its_own():
+    class Abs(Sorts):
+        def forward(self, x):
+            return Once.apply(super().forward(F.dropout(x, 0.2, self.training)))
+    model = Abs(WAYS_TO_SORT["index"]).eval()
+    gradients(model, wave, of_lengths(3, 3, 3, 3))
+    found = gradients(model, wave, of_lengths(1, 3, 3, 3))
+    assert [found.names[id(p)] for p in found.strays] == ["layer.weight", "layer.bias"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert worst_error(model, wave, of_lengths(3, 2, 3, 1, 3, 3)) <= 1e-9
 
 
 def test_packed_sequences_of_any_order_stay_exact():

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dpft.baselines import insert_adapters, partitions
 from dpft.bitfit import biases
 from dpft.book.contenders import LiveBytes
-from dpft.gradients import Groups, Partition, evaluating, per_example_gradients, select_rows, trainable
+from dpft.gradients import Groups, Partition, evaluating, gradients, per_example_gradients, select_rows, trainable
 from dpft.losses import logits
 from dpft.networks import TemperedSigmoid
 from dpft.rapft import relevance
@@ -759,3 +759,26 @@ def test_a_map_of_tokens_that_cancel_moves_the_sum_by_no_more_than_the_bound():
     clipped_relevance(model, (torch.randn(8, 4, 64), labels), 1.0)
     every, less = (clipped_relevance(model, (rows[:n], labels[:n]), 0.01)["w.weight"].double() for n in (8, 7))
     assert (every - less).norm() <= 0.01
+
+
+class Sorts(nn.Sequential):
+    "A layer that sees rows in the order of their first number."
+
+    def forward(self, x):
+        order = x[:, 0].argsort(stable=True)
+        return self[1](torch.tanh(self[0](x[order]))[order.argsort()])
+
+
+def test_relevance_is_heard_again_where_a_model_moves_rows():
+    model = Sorts(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    batch, moved = ((drawn(6, 4, seed=seed) + torch.arange(6)[:, None] * sign, torch.zeros(6, dtype=torch.long))
+                    for seed, sign in ((0, 9), (1, -9)))
+    with evaluating(model), relevance_rules(model) as rules:
+        loss = relevance_loss(Initialisation(), rules)
+        gradients(model, loss, batch)
+        found = gradients(model, loss, moved)
+        factors = torch.arange(1.0, 7).double()
+        oracle = per_example_gradients(model, loss, moved)
+        for name, values in found.weighted_sum(factors).items():
+            assert torch.allclose(values, torch.tensordot(factors, oracle[name], 1), rtol=1e-9, atol=1e-12), name
+    assert [found.names[id(p)] for p in found.strays] == ["0.weight", "0.bias"]

@@ -616,7 +616,8 @@ def forget(model: nn.Module) -> None:
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-measure-memory
 def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
                    device: torch.device) -> Memory:
-    "Count one step's bytes."
+    "Count one step's bytes, without what a larger batch is looked at for."
+    contender.step(batch)
     forget(contender.model)
     gc.disable()  # what waits for it is held
     held: list[int] = []

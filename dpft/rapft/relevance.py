@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..clipping import clip_factor
 from ..gradients import (
     Batch, Contribution, Gradients, Groups, LossFunction, NotByExample, Outer,
-    Partition, Recorder, Rows, batch_rows, by_example, evaluating, full, gradients,
+    Partition, Rows, batch_rows, by_example, evaluating, full, gradients,
     per_example_losses, select_rows, trainable)
 from ..losses import ASK, logits
 from .propagation import relevance_rules
@@ -176,8 +176,8 @@ def initial_relevance(
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-seeded
 class Seeded(torch.autograd.Function):
-    """Each example's sum of score times seed; its last backward pass returns the
-    seed itself, not a copy."""
+    """Each example's sum of score times seed, whose backward pass hands on the seed
+    itself, once, and not a copy."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, seed: Tensor) -> Tensor:
@@ -187,8 +187,6 @@ class Seeded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
-        if Recorder.hearing:
-            return ctx.seed * per_row(modified, ctx.seed), None
         seed, ctx.seed = ctx.seed, None
         return seed.mul_(per_row(modified, seed)), None
 
