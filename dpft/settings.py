@@ -51,30 +51,30 @@ def knob(
 class Settings:
     """Every setting of a run; `fine_tune`, `Engine`, the command line,
     the ledger and a run's identity are derived from it."""
-    epsilon: float | None = knob(None, "target epsilon; inf: the non-private reference")
+    epsilon: float | None = knob(None, "target epsilon; inf: non-private reference")
     delta: float | None = knob(None, "target delta; None: 1 / (2 N)")
     noise_multiplier: float | None = knob(
-        None, "noise multiplier instead of epsilon, as papers do")
-    accountant: str = knob("prv", "'prv' or 'rdp'")
+        None, "noise multiplier, in place of epsilon")
+    accountant: str = knob("prv", "privacy accountant: 'prv' or 'rdp'")
     epochs: float = knob(3, "expected passes over the data")
     steps: int | None = knob(None, "training steps, instead of epochs")
     batch_size: int | None = knob(
-        None, "expected privacy units in a draw; "
+        None, "expected privacy units in a batch; "
         "None: 1,024, or an eighth of a small data set")
-    clip: float = knob(0.1, "bound on one unit's gradient, 2-norm")
-    clipping: str = knob("flat", "'flat' or 'automatic'")
+    clip: float = knob(0.1, "bound on the 2-norm of one unit's gradient")
+    clipping: str = knob("flat", "clipping rule: 'flat' or 'automatic'")
     learning_rate: float = knob(1e-3, "learning rate", "loop")
     schedule: Any = knob(
         "constant",
-        "learning rate over the run: 'constant', 'linear', 'cosine', or one's own",
+        "learning-rate schedule: 'constant', 'linear', 'cosine', or one's own",
         "loop")
     warmup: float = knob(
-        0, "steps of rising learning rate, or a share of the run below 1", "loop")
+        0, "learning-rate warm-up in steps; below 1: a share of the run", "loop")
     optimizer: Any = knob(
         "adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
     weight_decay: float = knob(0.0, "weight decay of the optimizer", "loop")
     average: float | None = knob(
-        None, "decay of the average of the parameters; None: no average",
+        None, "decay of an exponential average of the parameters; None: no average",
         "loop", identifies="run")
     loss_fn: Callable[..., Any] | None = knob(
         None, "(model, batch) -> (B,) losses; None: from the model and the data")
@@ -87,24 +87,24 @@ class Settings:
         "loop", identifies="")
     unit: Any = knob(
         None,
-        "column that names each row's person, or a name a row; None: as the data say",
+        "column of each row's person, or one name a row; None: as the data say",
         identifies="")
     unit_cap: int | None = knob(
-        None, "most rows that a unit brings to a draw; None: all")
-    augment: Any = knob(None, "views of each picture, averaged before the bound")
+        None, "largest number of rows of one unit in a batch; None: all")
+    augment: Any = knob(None, "views of each picture, averaged before clipping")
     public_size: int | None = knob(
-        None, "number of units, if it is public; "
-        "None: as counted, listed as assumed public")
+        None, "number of privacy units, if it is public; "
+        "None: as counted, which the report lists as assumed public")
     physical_batch_size: int | None = knob(
-        None, "rows in memory at once, Opacus' max_physical_batch_size; None: 64")
+        None, "rows in memory at once, as Opacus's max_physical_batch_size; None: 64")
     precision: str | None = knob(None, "'bf16' autocast; None: the model's own")
     dropout: bool = knob(True, "False: evaluation mode throughout")
     secure_mode: bool = knob(
-        False, "add noise on a grid, whose lowest bits tell nothing")
+        False, "add noise on a grid, so that the lowest bits reveal nothing")
     cache: float = knob(
-        1.0, "GiB for the outputs of a frozen trunk; 0: none", identifies="")
+        1.0, "GiB to cache the outputs of a frozen trunk; 0: none", identifies="")
     cache_folder: Any = knob(
-        None, "folder of that cache; None: in memory", identifies="")
+        None, "folder for that cache; None: in memory", identifies="")
     evaluate: Any = knob(
         None, "data set, or function of the model, to score the result on",
         "loop", identifies="")
@@ -116,25 +116,25 @@ class Settings:
         "loop", identifies="given")
     ledger: Any = knob(None, "Ledger or its path; None: the run's own", identifies="")
     checkpoint: Any = knob(
-        None, "folder from which an interrupted run continues", identifies="")
+        None, "checkpoint folder, to continue an interrupted run", identifies="")
     checkpoint_every: int | None = knob(
-        None, "steps between checkpoints; None: ten in a run", "loop", identifies="")
+        None, "steps between checkpoints; None: ten per run", "loop", identifies="")
     keep_secrets: bool = knob(
         False, "leave the noise key in the checkpoint folder", identifies="")
     output: Any = knob(
-        None, "folder to save the finished run in, before the noise key is removed",
+        None, "folder to save the finished run in, before its noise key is removed",
         "loop", identifies="")
     overwrite: bool = knob(
-        False, "whether a run that is saved there may be replaced",
+        False, "replace a run that is saved there",
         "loop", identifies="")
     statement: Any = knob(
         None, "a Statement: what only people know, for the model card", identifies="")
     seed: int | None = knob(
-        None, "reproducible run; None: the operating system's entropy", identifies="")
+        None, "seed of a reproducible run; None: the system's entropy", identifies="")
     show_loss: bool = knob(
-        False, "show and record the loss and the share of clipped gradients, uncharged",
+        False, "show and record loss and share of clipped gradients, not accounted for",
         "loop", identifies="")
-    progress: bool = knob(True, "progress bar", "loop", identifies="")
+    progress: bool = knob(True, "show a progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
         whole = {name: int(value) for name, value in vars(self).items()

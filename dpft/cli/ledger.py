@@ -19,22 +19,26 @@ from .core import AS_JSON, app, check_positive, print_json
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-account
 @app.command()
 def account(
-    ledger: Annotated[Path, typer.Argument(help="A ledger file.")],
-    delta: Annotated[float | None, typer.Option(help="Delta of epsilon. "
+    ledger: Annotated[Path, typer.Argument(help="Ledger file.")],
+    delta: Annotated[float | None, typer.Option(
+        help="Delta at which epsilon is stated. "
         "(default: the budget's, or the smallest of the runs')")] = None,
     accountant: Annotated[str, typer.Option(
-        help="Of each run by itself: rdp, which budgets use too, or prv.")] = "rdp",
+        help="Accountant for each run by itself: rdp, which budgets use too, or "
+             "prv.")] = "rdp",
     budget: Annotated[float | None, typer.Option(
-        help="Hold all runs to this epsilon from now on; needs --delta.")] = None,
+        help="Limit all runs together to this epsilon from now on; needs "
+             "--delta.")] = None,
     remove_budget: Annotated[bool, typer.Option(
-        "--remove-budget", help="Hold the runs to nothing from now on.")] = False,
+        "--remove-budget", help="Remove the budget.")] = False,
     reason: Annotated[str, typer.Option(
-        help="Why the budget is loosened or removed; recorded.")] = "",
+        help="Why the budget is loosened or removed; the ledger records it.")] = "",
     who: Annotated[str | None, typer.Option(
-        help="Your name, recorded with a budget.")] = None,
+        help="Your name, which the ledger records with the budget.")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
-    "Print what each run of a ledger spent, and what is left; or set its budget."
+    ("Print what each run of a ledger has spent and what is left of its budget, or set "
+     "the budget.")
     from dpft.ledger import Ledger
     from dpft.store import nothing_left
 
@@ -137,13 +141,13 @@ def account_lines(found: dict[str, Any]) -> list[str]:
 @app.command()
 def verify(
     folder: Annotated[Path, typer.Argument(
-        help="A folder that a run was saved in, or its guarantee.json.")],
+        help="Folder of a saved run, or its guarantee.json.")],
     ledger: Annotated[Path | None, typer.Option(
-        help="The run's ledger. (default: ledger.sqlite in the folder)")] = None,
+        help="Ledger of the run. (default: ledger.sqlite in the folder)")] = None,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     ("Recompute a saved guarantee from its ledger; "
-     "what does not agree ends in exit status 1.")
+     "any disagreement ends in exit status 1.")
     from dpft import verification
 
     said: Iterable[str] = verification.verify(folder, ledger)
