@@ -418,7 +418,7 @@ def believed(settings: Settings) -> float:
     return 30 + each * settings["batch_size"] / 2048 * steps
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-experiments
-TABLE = Experiment("Table 1: does freezing the lower half late help?",
+TABLE = Experiment("Table 1: does freezing the lower half late in training help?",
                    table_grid, table_entry,
                    "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 h on a "
                    "GPU",
@@ -427,8 +427,8 @@ TABLE = Experiment("Table 1: does freezing the lower half late help?",
 EXPERIMENTS = {
     "lf-table1": TABLE,
     "lf-glorot": replace(TABLE, grid=glorot_grid,
-                         question="Table 1 from larger first weights: Glorot's"),
-    "lf-start": Experiment("How large should the first weights be?",
+                         question="Table 1: does it help from Glorot's weights?"),
+    "lf-start": Experiment("How large should the initial weights be?",
                            start_grid, start_entry,
                            "CIFAR-10; about 3 minutes a run on one core", single=True),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
@@ -438,6 +438,6 @@ EXPERIMENTS = {
                            similarity_grid, similarity_entry,
                            "Fashion-MNIST and CIFAR-10; about 3 h on a GPU",
                            group=same_trunk),
-    "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: what happens to signals and "
-                            "angles?", angle_grid, angle_entry,
+    "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: how does freezing change "
+                            "signals and angles?", angle_grid, angle_entry,
                             "CIFAR-10; about 1 h on a GPU")}

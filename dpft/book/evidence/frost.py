@@ -286,20 +286,22 @@ def _peaks(settings: Settings, task: Task) -> Settings:
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-experiments
 EXPERIMENTS = {
-    "frost-tuning": Experiment("Which learning rate and ratio?", tuning_grid, measured,
+    "frost-tuning": Experiment("Which learning rate and ratio are best?",
+                               tuning_grid, measured,
                                "SST-2, MiniLM; 28 runs, 2 min each on a GPU"),
-    "frost-text": Experiment("Table 1: DP-FROST beside Full, BiTFiT and LastLayer on "
-                             "SST-2", text_grid, measured,
+    "frost-text": Experiment("Table 1: is DP-FROST better than Full, BiTFiT and "
+                             "LastLayer on SST-2?", text_grid, measured,
                              "frost-tuning's records; SST-2, MiniLM; 124 runs, about "
                              "2 min each on a GPU"),
-    "frost-vision": Experiment("Table 2: the same on images", vision_grid, measured,
+    "frost-vision": Experiment("Table 2: is DP-FROST better than those on images?",
+                               vision_grid, measured,
                                "CIFAR-10 and CIFAR-100; 60 runs, about 2 min each on "
                                "a GPU"),
-    "frost-ablation": Experiment("Tables 3 and 7: how to measure and how often to look",
-                                 ablation_grid, measured,
+    "frost-ablation": Experiment("Tables 3 and 7: how should magnitudes be measured, "
+                                 "and how often?", ablation_grid, measured,
                                  "frost-tuning's records; SST-2, MiniLM, digits; "
                                  "about 2 h on a GPU"),
-    "frost-reselection": Experiment("Table 4: is it worth selecting again?",
+    "frost-reselection": Experiment("Table 4: does selecting again during a run help?",
                                     reselection_grid, measured,
                                     "frost-tuning's records; SST-2, MiniLM, digits; "
                                     "about 1 h on a GPU"),
@@ -307,5 +309,6 @@ EXPERIMENTS = {
                              rate_grid, measured,
                              "frost-tuning's records; SST-2, MiniLM, digits; about 2 h "
                              "on a GPU"),
-    "frost-cost": Experiment("What does selecting cost?", cost_grid, cost_entry,
+    "frost-cost": Experiment("How much time and memory does a selection take?",
+                             cost_grid, cost_entry,
                              "SST-2, MiniLM; 2 min on a GPU")}

@@ -578,24 +578,25 @@ def _called(work: Callable[[], Any], batch: Any) -> Any:
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-experiments
 EXPERIMENTS = {
-    "e2e-tuning": Experiment("Which learning rate on E2E?", tuning_grid, language_run,
+    "e2e-tuning": Experiment("Which learning rates are best on E2E?",
+                             tuning_grid, language_run,
                              "E2E and the public text; about 1 h on a GPU"),
-    "e2e-methods": Experiment("Table 4 of DP-BiTFiT: which method writes best?",
+    "e2e-methods": Experiment("Table 4 of DP-BiTFiT: which method is best on E2E?",
                               methods_grid, language_run,
                               "E2E and the public text; 37 runs, about 4 min each on "
                               "a GPU"),
-    "rap-tables": Experiment("Tables I and II of Rap-FT: is noise by relevance better "
-                             "noise?", rap_grid, language_run,
+    "rap-tables": Experiment("Tables I and II of Rap-FT: does noise by relevance lower "
+                             "perplexity?", rap_grid, language_run,
                              "E2E and the public text; 252 runs, about 4 min each on "
                              "a GPU"),
-    "rap-beta": Experiment("Figure 5 of Rap-FT: how large a part is of little "
-                           "relevance?", beta_grid, language_run,
+    "rap-beta": Experiment("Figure 5 of Rap-FT: what share of the entries should count "
+                           "as weakly significant?", beta_grid, language_run,
                            "E2E and the public text; 60 runs, about 4 min each on a "
                            "GPU"),
-    "rap-init": Experiment("Table IV of Rap-FT: does it matter where relevance begins?",
+    "rap-init": Experiment("Table IV of Rap-FT: does the choice of init matter?",
                            init_grid, language_run,
                            "E2E and the public text; 30 runs, about 4 min each on a "
                            "GPU"),
-    "rap-cost": Experiment("Tables III and IV of Rap-FT: what does a step cost, and "
-                           "what a relevance?", cost_grid, cost_entry,
+    "rap-cost": Experiment("Tables III and IV of Rap-FT: how much time and memory do a "
+                           "step and a relevance map take?", cost_grid, cost_entry,
                            "E2E and the public text; 10 min on a GPU")}

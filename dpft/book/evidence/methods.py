@@ -347,32 +347,35 @@ def comparisons(
 
 # %% ../../../nbs/3_found/36_methods_evidence.ipynb #methods-evidence-experiments
 EXPERIMENTS = {
-    "methods-tuning": Experiment("Which learning rate for the methods beside "
-                                 "DP-FROST's four?", others_tuning, measured,
+    "methods-tuning": Experiment("Which learning rates are best for the methods that "
+                                 "frost-tuning leaves out?", others_tuning, measured,
                                  "frost-tuning's records; SST-2, MiniLM; 20 runs, 2 "
                                  "min each on a GPU"),
-    "methods-text": Experiment("LoRA, adapters, norms, random partitions and the "
-                               "largest weights on SST-2", others_grid, measured,
+    "methods-text": Experiment("How accurate are LoRA, adapters, norms, random "
+                               "partitions and the largest weights on SST-2?",
+                               others_grid, measured,
                                "methods-tuning's records; SST-2, MiniLM; 155 runs, "
                                "about 2 min each on a GPU"),
-    "methods-headline": Experiment("All nine methods at epsilon 2, ten seeds",
+    "methods-headline": Experiment("Which of nine methods is best on SST-2 at "
+                                   "epsilon 2?",
                                    headline_grid, measured,
                                    "methods-tuning's records; SST-2, MiniLM; 90 runs, "
                                    "about 2 min each on a GPU"),
-    "methods-images": Experiment("Tables 5, 6 and 14: the last layer, the biases, "
-                                 "everything, and everything first", images_grid,
+    "methods-images": Experiment("Tables 5, 6 and 14: does BiTFiT gain from full "
+                                 "fine-tuning before it on images?", images_grid,
                                  measured,
                                  "CIFAR-10 and CIFAR-100; 35 runs, about 2 min each "
                                  "on a GPU"),
     "methods-rate": Experiment("Appendix E.4: how much does the learning rate matter?",
                                sensitivity_grid, measured,
                                "digits; 180 runs, 10 s each on a CPU"),
-    "methods-cost": Experiment("What does a step of each method cost?", cost_grid,
-                               cost_entry,
+    "methods-cost": Experiment("How much time and memory does a step of each method "
+                               "take?", cost_grid, cost_entry,
                                "frost-tuning's records; SST-2, MiniLM; 10 min on a "
                                "CPU"),
-    "compositions-parts": Experiment("At which rates are the parts best?", parts_grid,
-                                     measured, "digits; 140 runs, 10 s each on a CPU"),
+    "compositions-parts": Experiment("At which learning rates are the parts of "
+                                     "compositions best?", parts_grid, measured,
+                                     "digits; 140 runs, 10 s each on a CPU"),
     "compositions": Experiment("Which composition is best?", search_grid, measured,
                                "the records of compositions-parts; digits; 90 runs, "
                                "10 s each on a CPU"),

@@ -406,7 +406,7 @@ def experiments_of(
                           priority=partial(weight, study),
                           seconds=partial(believed, study))
     return {
-        f"{name}-tuning": made(f"{question} Its tuning.",
+        f"{name}-tuning": made(f"{question} Tuning runs.",
                                partial(tuning_grid, f"{name}-tuning", study), needs),
         name: made(question, partial(study_grid, name, study),
                    f"{name}-tuning's records; {needs}")}
@@ -444,36 +444,35 @@ def rates_grid(full: bool) -> Iterator[Settings]:
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
-                     "digits, a transformer that has learned printed ones"),
+                     "digits, a transformer pre-trained on printed digits"),
     "digits": ("Are the biases of a vision transformer enough?",
-               "digits, a transformer that has learned printed ones"),
-    "images-head": ("How far does a private head go on CIFAR-10?",
+               "digits, a transformer pre-trained on printed digits"),
+    "images-head": ("How accurate is a private head on CIFAR-10 at 128 pixels?",
                     "CIFAR-10, EfficientNet-Lite0"),
-    "images-head-224": ("How far does it go on pictures of ImageNet's size?",
+    "images-head-224": ("How accurate is a private head on CIFAR-10 at 224 pixels?",
                         "CIFAR-10, EfficientNet-Lite0"),
-    "images-head-600": ("And in four times as many steps?",
+    "images-head-600": ("How accurate is that head after 600 steps?",
                         "CIFAR-10, EfficientNet-Lite0"),
-    "images": ("Does training more than the head pay on CIFAR-10?",
+    "images": ("Does training more than the head help on CIFAR-10?",
                "CIFAR-10, EfficientNet-Lite0"),
-    "images-small": ("And with 5,000 rows?", "CIFAR-10, EfficientNet-Lite0"),
-    "text-head": ("How far does a private head go on SST-2?", "SST-2, MiniLM"),
-    "text-head-large": ("And in twice as many steps of twice as many rows?",
+    "images-small": ("Does training more than the head help on 5,000 rows of CIFAR-10?",
+                     "CIFAR-10, EfficientNet-Lite0"),
+    "text-head": ("How accurate is a private head on SST-2?", "SST-2, MiniLM"),
+    "text-head-large": ("How accurate is a private head on SST-2 after 400 steps?",
                         "SST-2, MiniLM"),
-    "text-full": ("Which method is best on SST-2 at the paper's length?",
+    "text-full": ("Which method is best on SST-2 in as many steps as the paper takes?",
                   "SST-2, MiniLM"),
-    "text-short": ("Which method is best on SST-2 in a twentieth of that?",
-                   "SST-2, MiniLM"),
+    "text-short": ("Which method is best on SST-2 in 40 steps?", "SST-2, MiniLM"),
     "language": ("Which method is best on E2E with a pre-trained language model?",
                  "E2E, SmolLM2"),
-    "language-open": ("How well does it write when nothing is private?",
+    "language-open": ("How well does the same model write without privacy?",
                       "E2E, SmolLM2"),
-    "language-small": ("Is Rap-FT ahead of what it wraps when both are tuned?",
+    "language-small": ("Is Rap-FT better than the method it wraps, with both tuned?",
                        "E2E, the public text"),
-    "language-least": ("How far are the biases behind on a smaller model?",
+    "language-least": ("How far is BiTFiT behind full fine-tuning on a smaller model?",
                        "E2E, the public text"),
-    "language-mini": ("How far are the biases behind on a larger model?",
+    "language-mini": ("How far is BiTFiT behind full fine-tuning on a larger model?",
                       "E2E, the public text")}
-
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-measures
 MEASURES = {**{name: language_measured for name in STUDIES
@@ -484,12 +483,13 @@ EXPERIMENTS = {
     for each, its in experiments_of(
         name, study, MEASURES.get(name, measured), *QUESTIONS[name]).items()}
 EXPERIMENTS["images-small-alike"] = Experiment(
-    "Is what Rap-FT gains there the mask's, the blocks' or the tuning's?", alike_grid,
-    measured, "images-small's records; CIFAR-10, EfficientNet-Lite0", single=True,
+    "Is Rap-FT's gain on images-small due to the mask, the blocks or the tuning?",
+    alike_grid, measured,
+    "images-small's records; CIFAR-10, EfficientNet-Lite0", single=True,
     seconds=partial(believed, STUDIES["images-small"]))
 EXPERIMENTS["digits-rates"] = Experiment(
-    "How much does it cost to miss the rate?", rates_grid, digits_measured,
-    "digits' records; digits, a transformer that has learned printed ones",
+    "How much accuracy does a wrong learning rate cost?", rates_grid, digits_measured,
+    "digits' records; digits, a transformer pre-trained on printed digits",
     single=True, priority=partial(weight, STUDIES["digits"]),
     seconds=partial(believed, STUDIES["digits"]))
 
