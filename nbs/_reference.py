@@ -1,6 +1,7 @@
-"""The reference: a page for each module, made from its source when the book is built: signatures, parameters, docstrings, where they stand.
+"""The API reference: one page per module with signatures, parameters, docstrings and links to the source, generated when the book is built.
 
-`python nbs/_reference.py` writes the pages under reference/, where Quarto looks for them; `… lacking` lists what has no words yet."""
+`python nbs/_reference.py` writes the pages to reference/, where Quarto finds them;
+`python nbs/_reference.py lacking` lists the names and parameters that have no description yet."""
 
 import ast
 import io
@@ -22,54 +23,58 @@ BY_HAND = {"__init__.py", "__main__.py", "_modidx.py"}
 FRONT = "---\nrepo-actions: false\ncode-tools: false\n---\n\n"  # the repository has no such page
 CELL = re.compile(r"(?m)^# %% (?:\.\./)+(?:nbs/)?(\S+\.ipynb) #(\S+)")
 
-SHARED = {  # what parameters of these names mean wherever they have no words of their own
+SHARED = {  # descriptions of parameters by name, used where a parameter has none of its own
     "model": "the model; changed in place where the docstring says so",
-    "loss_fn": "`loss_fn(model, batch)` gives one loss per example, (B,)",
-    "batch": "what a data loader yields: a dictionary or tuple of tensors, a row for each example",
-    "batches": "physical batches, one after the other",
-    "context": "what a method sees of its run and may ask of it (`dpft.method.Context`)",
-    "t": "the step that is about to be taken, from 0",
-    "state": "what the method's `state` gave before the run was interrupted",
+    "loss_fn": "`loss_fn(model, batch)` returns one loss per example, (B,)",
+    "batch": "a batch as a data loader yields it: a dictionary or tuple of tensors with one row per example",
+    "batches": "physical batches, in order",
+    "context: str | int": "texts and numbers that name one random stream of the run",
+    "context": "the run's context: all that a method may read from its run or request of it (`dpft.method.Context`)",
+    "t": "index of the next step, from 0",
+    "state": "what the method's `state` returned before the run was interrupted",
     "among": "the partitions to choose from",
-    "at_end": "called after the last step, before the ledger is closed: it makes the final weights",
-    "data": "a data set: anything with a length that gives a row for a number",
-    "views": "whether pictures come in the views of `augment`",
-    "work": "a function; what it gives must be picklable",
-    "method": "what trains, and when",
-    "steps": "logical steps: draws, noise and one update each",
-    "batch_size": "expected number of units in a logical step",
-    "sample_rate": "probability with which each unit is drawn",
-    "noise_multiplier": "standard deviation of the noise over the sensitivity",
-    "learning_rate": "of the optimizer",
-    "weight_decay": "of the optimizer",
-    "clip": "bound on one unit's contribution, in the norm of `order`",
-    "order": "of the norm: 1 or 2",
-    "epsilon": "the budget, at `delta`",
-    "target_epsilon": "the budget that the whole plan must meet, at `delta`",
-    "delta": "probability that the bound by epsilon does not cover",
-    "accountant": '"prv" or "rdp"',
-    "mechanisms": "what was run on the private data (`dpft.privacy.SampledGaussian`)",
-    "ledger": "path of the record of what has been spent, or a `Ledger`",
-    "run": "identity of a run in the ledger",
-    "seed": "makes the run reproducible, and not private against whoever knows it",
-    "device": "where to compute",
-    "precision": '"bf16" for mixed precision; None: as the model is',
-    "dropout": "whether layers that train keep their dropout",
-    "progress": "whether a progress bar is shown",
-    "tokenizer": "turns texts into tokens; None: the model's own",
-    "columns": "which columns of the data are inputs and labels; None: by their names",
-    "collate_fn": "makes a batch of examples; None: by the type of the data",
-    "physical_batch_size": "examples that are computed at once; None: what fits",
-    "parameters": "parameters of the model",
+    "at_end": "called after the last step, before the ledger is closed, to make the final weights",
+    "data": "a data set: any object with a length whose rows are read by index",
+    "views": "whether to use the views of each picture that `augment` makes",
+    "work": "a function whose result can be pickled",
+    "method": "the fine-tuning method: which parameters train, and when",
+    "steps": "number of training steps",
+    "batch_size": "number of examples in a batch; in private training, the expected number of privacy units",
+    "sample_rate": "probability with which each privacy unit is sampled in a step",
+    "noise_multiplier": "standard deviation of the noise divided by the sensitivity",
+    "learning_rate": "learning rate of the optimizer",
+    "weight_decay": "weight decay of the optimizer",
+    "clip": "clipping bound on the norm of one privacy unit's contribution",
+    "order": "order of the norm: 1 or 2",
+    "epsilon": "privacy budget epsilon, at `delta`",
+    "target_epsilon": "privacy budget epsilon for the whole plan, at `delta`",
+    "delta": "the delta of (epsilon, delta)-differential privacy",
+    "accountant": 'privacy accountant: "prv" or "rdp"',
+    "mechanisms": "the mechanisms that were run on the private data (`dpft.privacy.SampledGaussian`)",
+    "ledger": "the ledger that records what has been spent: a `Ledger` or its path",
+    "run": "identifier of the run in the ledger",
+    "seed": "makes the result reproducible; a run is not private against anyone who knows its seed",
+    "device": "device on which to compute",
+    "precision": '"bf16" for mixed precision; None: the precision of the model',
+    "dropout": "whether the layers that train keep their dropout",
+    "progress": "whether to show a progress bar",
+    "tokenizer": "the tokenizer of the texts; None: the model's own",
+    "columns": "names of the columns that hold the inputs and the labels; None: found by name and type",
+    "collate_fn": "turns a list of examples into a batch; None: chosen by the type of the data",
+    "physical_batch_size": "number of rows processed at once",
+    "parameters": "the parameters of the model",
     "sums": "tensors by name",
-    "what": "in words, for the report",
+    "what": "a description in words, for the report",
     "partitions": "groups of parameters (`dpft.gradients.Partition`)",
-    "settings": "of one run, as its record keeps them",
-    "full": "the whole grid rather than the reduced one",
-    "records": "of experiments, one dictionary a run",
-    "folder": "where the files are, or go",
-    "output": "where the files go",
+    "settings": "the settings of one run",
+    "full": "whether to use the full grid instead of the reduced one",
+    "records": "records of experiments, one dictionary per run",
+    "folder": "folder of the files to read or write",
+    "output": "folder to which files are written",
 }
+OF_TYPE = {  # types that these descriptions are for, where parameters of one name differ in type
+    "columns": r"tuple|Sequence", "context": "Context", "data": r"^(?!str|DataShape)", "dropout": "bool", "order": "^int",
+    "output": "Path|str", "run": "^str", "t": "^int", "views": "bool"}
 
 
 @dataclass
@@ -80,12 +85,12 @@ class Parameter:
     type: str
     default: str
     meaning: str
-    own: bool  # whether the words are its own
+    own: bool  # whether the description is its own
 
 
 @dataclass
 class Entry:
-    "A function, class, method or constant with what its page says of it."
+    "A function, class, method or constant, and how its page describes it."
 
     name: str  # BiTFiT.adapt
     node: ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -98,7 +103,7 @@ class Entry:
 
     @cached_property
     def maker(self) -> ast.FunctionDef | None:
-        "The function whose parameters these are: a class is called like its `__init__`."
+        "The function whose parameters are shown; for a class, its `__init__`."
         if isinstance(self.node, ast.FunctionDef):
             return self.node
         body = getattr(self.node, "body", [])
@@ -106,7 +111,7 @@ class Entry:
 
     @cached_property
     def parameters(self) -> list[Parameter]:
-        "Arguments, or the fields of a data class."
+        "The arguments, or the fields of a data class."
         if self.maker:
             rows = [self._row(*pair) for pair in _arguments(self.maker) if pair[0].arg not in ("self", "cls")]
             return [row for one in rows for row in ([one] if one.name != "knobs" else self._knobs([row.name for row in rows]))]
@@ -117,12 +122,12 @@ class Entry:
 
     def _field(self, node: ast.AnnAssign) -> Parameter:
         value, words = node.value, self.module.words_at(node.end_lineno, node.lineno)
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":            # a knob says itself what it is
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":            # a knob carries its own description
             value, words = value.args[0], ast.literal_eval(value.args[1])
         return self._described(node.target.id, node.annotation, value, words)
 
     def _knobs(self, known: list[str]) -> list[Parameter]:
-        "The knobs that a function takes: those of `Settings`, each declared there once."
+        "The knobs that a function takes, each declared once, in `Settings`."
         decorator = next((d for d in self.maker.decorator_list if ast.unparse(d).startswith("takes_settings")), None)
         if decorator is None:
             return []
@@ -136,24 +141,24 @@ class Entry:
     def _row(self, argument: ast.arg, default: ast.expr | None) -> Parameter:
         line = (default or argument).end_lineno
         alone = [other for other, value in _arguments(self.maker) if (value or other).end_lineno == line] == [argument]
-        last = self.maker.returns is not None and self.maker.returns.lineno == line    # its words are those of what comes back
+        last = self.maker.returns is not None and self.maker.returns.lineno == line    # then the comment describes the returned value
         words = self.module.words_at(line, argument.lineno) if alone and not last else ""
         return self._described(argument.arg, argument.annotation, default, words)
 
     def _described(self, name: str, annotation: ast.expr | None, default: ast.expr | None, words: str) -> Parameter:
         kind, value = (ast.unparse(node) if node else "" for node in (annotation, default))
-        return Parameter(name, kind.strip("'"), value, words or SHARED.get(name, ""), bool(words))
+        return Parameter(name, kind.strip("'"), value, words or _shared(name, kind), bool(words))
 
     @property
     def returns(self) -> tuple[str, str] | None:
-        "What a function gives, and the words for it."
+        "The type that a function returns, and its description."
         if not isinstance(self.node, ast.FunctionDef) or self.node.returns is None or ast.unparse(self.node.returns) == "None":
             return None
         return ast.unparse(self.node.returns).strip("'"), self.module.comments.get(self.node.returns.end_lineno, "")
 
     @property
     def signature(self) -> str:
-        "How it is called; types stand in the table."
+        "The call without types, which are in the table."
         if isinstance(self.node, ast.FunctionDef) and any(ast.unparse(d).endswith("property") for d in self.node.decorator_list):
             return self.name
         given = list(_bare(self.maker)) if self.maker else [_with_default(p.name, p.default) for p in self.parameters]
@@ -163,13 +168,20 @@ class Entry:
 
     @property
     def source(self) -> str:
-        "A link to the cell that defines it."
+        "The address of the cell that defines it."
         cell = [name for line, name in self.module.cells if line < self.node.lineno][-1]
         return f"../nbs/{self.module.chapter}#{cell}"
 
     @property
     def anchor(self) -> str:
         return f"ref-{self.module.stem}-{self.name}".replace(".", "-")
+
+
+def _shared(name: str, kind: str) -> str:
+    "The description that parameters of a name share, if it fits the type."
+    kind = kind.strip("'")
+    fits = not kind or re.search(OF_TYPE.get(name, ""), kind)
+    return SHARED.get(f"{name}: {kind}") or (SHARED.get(name, "") if fits else "")
 
 
 def _arguments(function: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
@@ -196,7 +208,7 @@ def _bare(function: ast.FunctionDef) -> Iterator[str]:
 
 
 class Module:
-    "A module as its page shows it."
+    "A module, as its page describes it."
 
     def __init__(self, path: Path):
         self.text = path.read_text(encoding="utf-8")
@@ -243,25 +255,25 @@ class Module:
 
     @property
     def chapter(self) -> str:
-        "The notebook that it comes from, as nbs/ holds it."
+        "The notebook that exports the module, relative to nbs/."
         return CELL.search(self.text)[1]
 
     @property
     def title(self) -> str:
-        "What that chapter is called."
+        "The title of that chapter."
         path = PACKAGE.parent / "nbs" / self.chapter
         first = source(json.loads(path.read_text(encoding="utf-8"))["cells"][0]) if path.exists() else ""
         return HEADING.match(first.splitlines()[0])[2] if first.startswith("# ") else "its chapter"
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
-    "The names that an assignment makes."
+    "The names that an assignment defines."
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
     return [name.id for name in (target.elts if isinstance(target, ast.Tuple) else [target]) if isinstance(name, ast.Name)]
 
 
 def _code(text: str) -> str:
-    "As code, in which a table's bars need no backslash."
+    "Text as code, in which the bars of a table need no backslash."
     return f"`{text}`" if text else ""
 
 
@@ -270,22 +282,22 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    "Words as they stand: in a docstring `^` raises nothing, `~` lowers nothing, and `__len__` is a name."
+    "Text with `^`, `~` and `__` escaped, which a docstring uses without their meaning in Markdown."
     return outside_code(text, lambda piece: re.sub(r"([\^~]|_(?=_)|(?<=_)_)", r"\\\1", piece))
 
 
 def described(entry: Entry) -> str:
-    "One name of a page."
+    "The section of a page that describes one name."
     level = "###" if entry.owner else "##"
     kind = "class " if isinstance(entry.node, ast.ClassDef) else ""
     gives, rows = entry.returns, [(_code(p.name), _code(p.type), _code(p.default), _cell(p.meaning)) for p in entry.parameters]
-    alone = f" -> {gives[0]}" if gives and not rows else ""                        # a table for one type would be too much
+    alone = f" -> {gives[0]}" if gives and not rows else ""                        # one type needs no table
     lines = [f"{level} {entry.name} {{#{entry.anchor} .unnumbered}}", "", "```python", kind + entry.signature + alone, "```", "",
              f"{_plain(entry.docstring)} [[source]({entry.source})]", ""]
     if alone and gives[1]:
-        lines += [f"*Gives* {_plain(gives[1])}.", ""]
+        lines += [f"*Returns* {_plain(gives[1])}.", ""]
     elif gives and rows:
-        rows.append(("*gives*", _code(gives[0]), "", _cell(gives[1])))
+        rows.append(("*returns*", _code(gives[0]), "", _cell(gives[1])))
     if any(row[1] or row[3] for row in rows):
         lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
         lines += [*(f"| {' | '.join(row)} |" for row in rows), ":::", ""]
@@ -306,7 +318,7 @@ def constants(entries: list[Entry]) -> str:
 
 
 def page(module: Module, first: frozenset[str] = frozenset()) -> str:
-    "A module's page; what a user meets first stands first, then the order of the source."
+    "The page of a module: first the names that `offered` lists, then the others, both in the order of the source."
     values = [entry for entry in module.entries if isinstance(entry.node, ast.Assign | ast.AnnAssign)]
     others = sorted((entry for entry in module.entries if entry not in values), key=lambda entry: entry.name.split(".")[0] not in first)
     words = _plain(ast.get_docstring(module.tree) or "")
@@ -323,7 +335,7 @@ def modules() -> list[Module]:
 
 
 def offered() -> list[tuple[str, Entry]]:
-    "What a user meets first, with the package to import it from: the names of `dpft`, `dpft.frost`, `dpft.freezing` and `dpft.rapft`."
+    "The names in `dpft`, `dpft.frost`, `dpft.freezing` and `dpft.rapft`, each with the package to import it from."
     entries = {(module.name, entry.name): entry for module in modules() for entry in module.entries}
     found: dict[str, tuple[str, Entry]] = {}
     for path in (PACKAGE / "__init__.py", *sorted(PACKAGE.glob("[fr]*/__init__.py"))):
@@ -337,11 +349,12 @@ def offered() -> list[tuple[str, Entry]]:
 
 
 def overview() -> str:
-    "The first page: what `dpft` itself offers, and the modules."
-    lines = ["# Overview {#sec-reference .unnumbered}", "", "> Every public name, made from the source when the book is built.", "",
-             "The names below are what most uses need, by the chapter that they come from; each can be imported from `dpft`,",
-             "unless another package stands beside it. All names of a module are on the module's page.",
-             "Where a parameter has no words of its own, those of its name are shown: the same name means the same everywhere.", ""]
+    "The first page: the names that most programs need, and the modules."
+    lines = ["# Overview {#sec-reference .unnumbered}", "", "> Every public name, generated from the source when the book is built.", "",
+             "Most programs need only the names below, which are grouped by the chapter that defines them.",
+             "Import them from `dpft`, or from the package that is named in parentheses.",
+             "The page of each module lists all of its names.",
+             "A parameter without a description of its own has the description that parameters of its name share.", ""]
     names = offered()
     for module in modules():
         own = sorted((pair for pair in names if pair[1].module is module), key=lambda pair: pair[1].node.lineno)
@@ -350,32 +363,32 @@ def overview() -> str:
             words = _cell(" ".join(entry.docstring.partition("\n\n")[0].split())) + ("" if package == "dpft" else f" (`{package}`)")
             lines.append(f"| [`{entry.name}`]({entry.module.stem}.qmd#{entry.anchor}) | {words} |")
         lines += [""] if own else []
-    lines += ["", "## Modules {.unnumbered}", "", "| module | what lives there |", "|:---|:-------|"]
+    lines += ["", "## Modules {.unnumbered}", "", "| module | contents |", "|:---|:-------|"]
     lines += [f"| [`{m.name}`]({m.stem}.qmd) | {_cell(ast.get_docstring(m.tree) or '')} |" for m in modules()]
     return "\n".join([*lines, ""])
 
 
 def architectures() -> str:
-    "Which models train by which methods: the table that tests/test_table.py tries pair by pair."
+    "The table of models and methods, each pair of which tests/test_table.py tests."
     table = json.loads((ROOT / "nbs" / "results" / "models.json").read_text(encoding="utf-8"))
     methods, said = table["methods"], {(one["model"], one["method"]): one["sentence"] for one in table["refused"]}
     pairs = len(methods) * len(table["models"])
-    lines = ["# Models and methods {#sec-ref-architectures .unnumbered}", "", "> Which architectures train by which methods.", "",
-             f"Of {pairs} pairs, {pairs - len(said)} work and {len(said)} are refused by a sentence that names the way out.",
-             "Each pair is tried on a small model of the class with its default loss: the sum of clipped gradients agrees with one",
-             "backward pass for each example to a part in 100,000 of the bound, and private steps are taken.", "",
+    lines = ["# Models and methods {#sec-ref-architectures .unnumbered}", "", "> Which methods can train which architectures.", "",
+             f"Of {pairs} pairs, {pairs - len(said)} work and {len(said)} are refused with a message that says what to do instead.",
+             "Each pair is tested on a small model of the class with its default loss: private steps are taken, and the sum of",
+             "clipped gradients must agree with one backward pass per example to within 1/100,000 of the clipping bound.", "",
              f"| model | class | {' | '.join(methods)} |", f"|:---|:---|{':---|' * len(methods)}"]
     for name, kind in table["models"].items():
         cells = ["no" if (name, method) in said else "yes" for method in methods]
         lines.append(f"| {name}{' (slow)' if name in table['slow'] else ''} | `{kind}` | {' | '.join(cells)} |")
-    lines += ["", "Slow: for some of its parameters no fast rule gives the gradients' lengths, so their per-example gradients are",
-              "written out, and a warning names them.", "", "## What is refused, and how {.unnumbered}", ""]
+    lines += ["", "Slow: for some parameters of the model no fast rule gives the norms of per-example gradients, so these gradients",
+              "are materialised, and a warning names the parameters.", "", "## Refused pairs and their messages {.unnumbered}", ""]
     lines += [f"- {name}, {method}: {_code(sentence)}" for (name, method), sentence in said.items()]
     return "\n".join([*lines, ""])
 
 
 def write() -> None:
-    "All pages, under reference/."
+    "Write all pages to reference/."
     FOLDER.mkdir(exist_ok=True)
     first = {module.stem: frozenset(entry.name for _, entry in offered() if entry.module is module) for module in modules()}
     pages = {"overview": overview(), "architectures": architectures()}
@@ -388,7 +401,7 @@ def write() -> None:
 
 
 def lacking(entries: list[Entry]) -> list[str]:
-    "Names without a docstring, and parameters without words."
+    "Names without a docstring, and parameters without a description."
     found = [f"{entry.module.name}: {entry.name} has no docstring" for entry in entries
              if not entry.docstring and not isinstance(entry.node, ast.Assign | ast.AnnAssign)]
     return found + [f"{entry.module.name}: {entry.name} does not say what {p.name} is"
@@ -396,7 +409,7 @@ def lacking(entries: list[Entry]) -> list[str]:
 
 
 def promised() -> list[Entry]:
-    "What is offered, and the methods of its classes."
+    "The names that `offered` lists, and the methods of their classes."
     chosen = [entry for _, entry in offered()]
     own = [entry for module in {id(e.module): e.module for e in chosen}.values() for entry in module.entries if entry.owner]
     return [*chosen, *(method for method in own if any(method.owner is entry.node for entry in chosen))]

@@ -293,11 +293,11 @@ def test_a_page_has_signatures_tables_docstrings_and_sources(reference, made):
     page = reference.page(made)
     assert "work(first, *rest, model, last='a | b')" in page and "class Thing(size, wide=None)" in page and "Thing.grown(by=1)" in page
     assert "| `first` | `dict[str, int]` |  | by name |" in page and "| `rest` | `int` |  | more |" in page
-    assert "| `last` | `str` | `'a | b'` |  |" in page and "| *gives* | `int | None` |  | how many |" in page
-    assert "| `by` | `int` | `1` | how much |" in page and "| *gives* | `Thing` |  | a larger one |" in page
+    assert "| `last` | `str` | `'a | b'` |  |" in page and "| *returns* | `int | None` |  | how many |" in page
+    assert "| `by` | `int` | `1` | how much |" in page and "| *returns* | `Thing` |  | a larger one |" in page
     assert f"| `model` | `Base` |  | {reference.SHARED['model']} |" in page
     assert "Itself, larger; @lem-a. [[source](../nbs/01_a.ipynb#a-things)]" in page and "01_a.ipynb#a-work" in page
-    assert page.count("| `size` | `int` |  |  |") == 3 and "| *gives* | `int` |  | a length |" in page and "not of one" not in page
+    assert page.count("| `size` | `int` |  |  |") == 3 and "| *returns* | `int` |  | a length |" in page and "not of one" not in page
     assert "| `LIMIT` | `3` | at most |" in page and "_own" not in page
 
 
