@@ -76,7 +76,7 @@ def score_attack(
         if len(scores) < 2 or not np.isfinite(scores).all():
             raise ValueError(f"{np.isfinite(scores).sum()} of the {len(scores)} scores "
                              f"of {name} are finite; an attack needs two or more of "
-                             "each kind, and none that is not")
+                             "each kind, all of them finite")
     beaten, others = placements(inside, outside), placements(outside, inside)
     variance = beaten.var(ddof=1) / len(beaten) + others.var(ddof=1) / len(others)
     return Membership(float(beaten.mean()), math.sqrt(variance),

@@ -107,8 +107,8 @@ def canary_losses(
         losses = torch.cat([canary_loss(model, (pictures(rows).double(), rows))
                             for rows in torch.arange(canaries).split(512)]).numpy()
     if not np.isfinite(losses).all():
-        raise ValueError("the released model is not finite, which tells that some "
-                         "example was not: no bound on epsilon holds for it")
+        raise ValueError("the released model is not finite, which reveals that some "
+                         "example was not, so no bound on epsilon holds for it")
     return losses
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-shares

@@ -278,7 +278,7 @@ def _check_pretrained(model: nn.Module, among: Sequence[nn.Parameter]) -> None:
              if id(p) in inside and place(name)[1]]
     if added:
         raise ValueError(
-            f"{added[0]} is not pre-trained, so how large it is says nothing; let "
+            f"{added[0]} is not pre-trained, so its size carries no information; let "
             "LargestWeights choose before an adapter is added, or choose among "
             "adapters with DPFrost or RandomPartitions")
 

@@ -79,8 +79,8 @@ CAUTION = 10.0      # a larger epsilon gets a warning
 def claim(guarantee: Guarantee) -> str:
     "The guarantee in one sentence."
     if guarantee.unpaid:
-        return (f"**No privacy guarantee.** No noise hides {guarantee.unpaid}: this "
-                "model may reveal any training example.")
+        return ("**No privacy guarantee.** No noise was added to "
+                f"{guarantee.unpaid}: this model may reveal any training example.")
     if not guarantee.private:
         return ("**No privacy guarantee.** This model was trained without noise: it "
                 "may reveal any training example.")
@@ -110,15 +110,15 @@ def cautions(guarantee: Guarantee) -> list[str]:
     if not guarantee.private:
         return []
     large = ([f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
-              f"promises one {guarantee.unit} very little. Do not call this model "
+              f"protects one {guarantee.unit} very little. Do not call this model "
               "anonymous."] if guarantee.epsilon() > CAUTION else [])
     found = [*large, *_spending(guarantee)]
     if guarantee.reproducible:
         found.append("The run used a fixed seed: it can be reproduced, and it is not "
                      "private against anybody who knows the seed.")
     if guarantee.secrets:
-        found.append("Kept on purpose, and able to undo the noise, so never to be "
-                     "published: " + "; ".join(guarantee.secrets) + ".")
+        found.append("Kept on purpose, and enough to remove the noise, so never "
+                     "publish: " + "; ".join(guarantee.secrets) + ".")
     return found
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-meaning
@@ -138,32 +138,32 @@ def _worth(guarantee: Guarantee) -> str:
         "without. Whatever anybody then does with the model, the probability of every "
         f"outcome differs by {factor}, apart from a probability of "
         f"{rounded_up(delta, 3):.2e}. "
-        f"Somebody who knows everything else, tries to tell whether the {unit} was "
-        "there, and accepts 1 % of false alarms, finds out at most "
-        f"{rounded_up(found, 3):.3g} % of those that were; guessing finds 1 %.")
+        f"An attacker who knows everything else, must decide whether the {unit} was "
+        "there, and accepts 1 % of false alarms, detects it with a probability of at "
+        f"most {rounded_up(found, 3):.3g} %; a guess detects it with 1 %.")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-unit
 def _unit(guarantee: Guarantee) -> str:
     unit, replaced = guarantee.unit, guarantee.replace_epsilon()
     two, ten = (rounded_up(guarantee.epsilon(group=size)) for size in (2, 10))
     note = "" if replaced > guarantee.epsilon() else (
-        f" (less than the value above because {guarantee.accountant} is the looser way "
-        "to count, not because the promise is weaker)")
+        f" (less than the value above only because {guarantee.accountant} is the "
+        "looser accountant)")
     return (
-        f"What the unit is: one {unit}. Somebody to whom two of them belong is "
-        f"protected with epsilon {two:.2f}, ten with {ten:.2f}, at the same delta. If "
-        f"neighbours replace one {unit} instead of adding or removing it, epsilon is "
-        f"{rounded_up(replaced):.2f}{note}.")
+        f"What the unit is: one {unit}. A person to whom two of them belong is "
+        f"protected with epsilon {two:.2f}, one with ten of them with {ten:.2f}, at "
+        f"the same delta. If neighbours replace one {unit} instead of adding or "
+        f"removing it, epsilon is {rounded_up(replaced):.2f}{note}.")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-not-covered
 def _not_covered(guarantee: Guarantee) -> str:
     runs = {True: "The ledger that this run belongs to has charged more than this "
                   "run; ask its owner what the total is.",
             False: "The run's ledger had charged nothing else when this was stated.",
-            None: "Other runs on the same data cost something too, and are not "
+            None: "Other runs on the same data have a privacy cost too, which is not "
                   "counted here."}
-    return ("What is not covered: what the data teach about everybody alike, whoever "
-            "took part, and what is listed below as public or not charged. "
+    return ("What is not covered: what the data reveal about people whether or not "
+            "they took part, and all that is listed below as public or not charged. "
             + runs[guarantee.others])
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-details
@@ -194,15 +194,16 @@ def details(guarantee: Guarantee) -> str:
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumptions
 ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
-    False: ["nobody reads the lowest bits of what was released: noise was added in "
-            "floating point, where they can tell for certain which of two sums it was "
-            "added to (secure_mode=True closes this)",
-            "nobody predicts the generator of the noise, ChaCha20 on a CPU and "
+    False: ["nobody reads the lowest bits of the released values: the noise was added "
+            "in floating point, where these bits can reveal for certain which of two "
+            "sums it was added to (secure_mode=True prevents this)",
+            "nobody predicts the output of the noise generator, ChaCha20 on a CPU and "
             "torch's own on a GPU",
             "rounding while a sum is formed is not counted in the bound"],
     True: ["secure mode: sums and noise were added on a grid, exactly; the noise, half "
            "the sum of four normal numbers in float64, is taken to be normal",
-           "nobody tells the output of ChaCha20 and of keyed BLAKE2b from random bits",
+           "nobody distinguishes the output of ChaCha20 and of keyed BLAKE2b from "
+           "random bits",
            "rounding while a sum is formed is not counted in the bound"]}
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumed
@@ -210,13 +211,13 @@ def assumptions(guarantee: Guarantee) -> str:
     "What was assumed, which accesses were not charged, and what was checked."
     arithmetic = ARITHMETIC.get(guarantee.secure_mode, []) if guarantee.private else []
     unpaid = guarantee.uncharged or [
-        "nothing that the run knows of; choices made by people who saw the data are "
+        "none that the run knows of; choices made by people who saw the data are "
         "never charged"]
     lists = {
         "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the "
                                                               "method itself"],
         "Assumed of the arithmetic:": arithmetic,
-        "Looked at private data and not charged:": unpaid,
+        "Accesses to private data that were not charged:": unpaid,
         "Checked in the run:": guarantee.checked}
     return "\n\n".join("\n".join([title, "", *(f"- {item}" for item in items)])
                        for title, items in lists.items() if items)

@@ -282,8 +282,8 @@ def check_budget(
     if budget is not None and unpaid:
         run, reason = unpaid[0]
         raise BudgetError(
-            f'ledger {path}: run "{run}" promised nothing ({reason}), so no budget '
-            "can hold; begin another ledger for what it never saw")
+            f'ledger {path}: run "{run}" has no privacy guarantee ({reason}), so no '
+            "budget can hold; begin another ledger for data that it never used")
     if budget is None or (total := budget.share(account.charged())) <= 1 + 1e-9:
         return
     raise BudgetError(

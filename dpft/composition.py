@@ -108,7 +108,7 @@ def flattened(
         if not isinstance(part, Method):
             hint = f"; write {part.__name__}()" if isinstance(part, type) else ""
             problem: str | None = (
-                f"Chain takes methods, and {said_of(part)} is none{hint}")
+                f"Chain takes methods, and {said_of(part)} is not one{hint}")
         else:
             problem = refusal(part, parts[:number])
         if problem:
@@ -325,8 +325,8 @@ def check_phases(first: Any, epochs: float | None, second: Any, steps: int | Non
     for method in (first, second):
         if not isinstance(method, Method):
             hint = "; write it with ()" if isinstance(method, type) else ""
-            raise ValueError(f"Then takes two methods, and {said_of(method)} is none"
-                             f"{hint}")
+            raise ValueError(f"Then takes two methods, and {said_of(method)} is not "
+                             f"one{hint}")
     if isinstance(second, Trainable):
         raise ValueError("Trainable trains what requires a gradient when the run "
                          "begins, so in Then it can only be the first phase")

@@ -232,7 +232,7 @@ class PrivacyCurve:
         relation: str = "remove",              # "remove" | "add" | "replace"
     ):
         if relation == "replace" and group != 1:
-            raise ValueError(f"group={group}: replacing is priced for one unit; for "
+            raise ValueError(f"group={group}: \"replace\" is for one unit; for "
                              'groups ask for "remove" and "add"')
         plan = [m for m in mechanisms if m.steps]
         self._loss = composed_loss(plan, group, relation) if plan else None
@@ -427,6 +427,6 @@ def odometer_epsilon(
     with np.errstate(all="ignore"):
         value = odometer(moment, delta) if plan else 0.0
     if math.isinf(value):
-        raise BudgetError(f"no order can price {plan} at delta={delta}; use a larger "
-                          "noise multiplier or fewer steps")
+        raise BudgetError(f"no Rényi order gives a finite epsilon for {plan} at "
+                          f"delta={delta}; use more noise or fewer steps")
     return value

@@ -56,7 +56,7 @@ def noise_of_scores(
     plan = engine.plan
     if not engine.charges:
         raise ValueError("evaluate=NoisyAccuracy(data) takes its noise from the run's "
-                         "epsilon, and this run promises none; give it a "
+                         "epsilon, and this run has no finite epsilon; give it a "
                          "noise_multiplier")
     return noise_multiplier(plan.epsilon(), plan.delta, 1.0, times,
                             accountant=plan.accountant)

@@ -2968,7 +2968,7 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
         mapped = mapping_works(model, exact, small, list(slow.values()))
         ways |= dict.fromkeys(
             slow.values(), mapped_gradients if mapped else per_example_gradients)
-        how = "written out with vmap" if mapped else "taken one example at a time"
+        how = "materialised by vmap" if mapped else "computed one example at a time"
         warnings.warn(f"{', '.join(slow)}: no fast rule gives these per-example "
                       f"gradients, so they are {how}", stacklevel=5)
     return ways

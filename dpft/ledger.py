@@ -195,10 +195,10 @@ def note_unpaid_run(budgets: Budgets, run: str, reason: str) -> None:
     with chain.file.writing():
         if (budget := budgets.current) is not None:
             raise BudgetError(
-                f"ledger {chain.file.path} holds its data set to "
-                f"epsilon={budget.epsilon:g}, and this run promises nothing "
-                f"({reason}); pay for it, or run it with another ledger and never "
-                "release what comes out")
+                f"ledger {chain.file.path} limits its data set to "
+                f"epsilon={budget.epsilon:g}, and this run has no privacy guarantee "
+                f"({reason}); make it private, or use another ledger and never release "
+                "the result")
         if not budgets.account.records.marked("unpaid", run):
             chain.append("unpaid", run, content=reason)
 

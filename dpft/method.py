@@ -360,8 +360,9 @@ def unpaid_draw(
 ) -> Iterator[Batch]:
     "A whole draw that is not charged; ValueError unless the run has no guarantee."
     if not unpaid:
-        raise ValueError("an unpaid access to private data: call context.forfeit(what) "
-                         "in requests(context), and the run promises nothing")
+        raise ValueError("draw_unpaid reads private data without a charge; call "
+                         "context.forfeit(what) in requests(context), which leaves the "
+                         "run without a privacy guarantee")
     return access.draw_whole(sample_rate, name)
 
 # %% ../nbs/1_start/12_method.ipynb #method-context
@@ -453,7 +454,8 @@ class Context(View):
         return public_batches(self.needs(), data)
 
     def forfeit(self, what: str) -> None:
-        "In requests(context): this access is uncharged, and the run promises nothing."
+        """In requests(context): this access is uncharged, and the run has no privacy
+        guarantee."""
         noted(self.unpaid, what)
 
     def draw_unpaid(

@@ -193,7 +193,7 @@ def scaled_blocks(
         raise ValueError("every block needs a positive clip and a positive noise")
     if (least := clip * min(block.clip for block in blocks)) < LEAST_CLIP:
         raise ValueError(f"a block is bounded by {least:g}, and norms below "
-                         f"{LEAST_CLIP:g} cannot be told in float32; multiply the loss "
+                         f"{LEAST_CLIP:g} are inexact in float32; multiply the loss "
                          "and clip by the same number")
     check_disjoint(blocks, parameters)
     scale = sigma * math.sqrt(sum((block.clip / block.noise) ** 2 for block in blocks))

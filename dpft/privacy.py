@@ -149,8 +149,9 @@ def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
     except (ArithmeticError, ValueError, RuntimeError, IndexError) as error:
         way_out = 'use accountant="rdp"' if accountant == "prv" \
             else "use a larger noise multiplier or fewer steps"
-        raise BudgetError(f"the {accountant} accountant cannot price {list(history)} "
-                          f"at delta={delta} ({error}); {way_out}") from error
+        raise BudgetError(f"the {accountant} accountant finds no epsilon for "
+                          f"{list(history)} at delta={delta} ({error}); {way_out}"
+                          ) from error
     return max(value, 0.0)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-epsilon

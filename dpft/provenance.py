@@ -149,8 +149,8 @@ def sentence(note: dict[str, Any]) -> str:
     "The guarantee's sentence about an earlier run that made the initial weights."
     called = f'run "{note["run"]}"' if note["run"] else "an earlier run"
     if not note["private"]:
-        return (f"{START}: {called} trained them and promises nothing, so whoever is "
-                "in its data is not protected by this run either")
+        return (f"{START}: {called} trained them without a privacy guarantee, so "
+                "nobody in its data is protected by this run either")
     spent = max(note.get("stated", 0.0), epsilon(
         [SampledGaussian(**one) for one in note["mechanisms"]],
         note["delta"], note["accountant"]))
@@ -183,8 +183,8 @@ def look_at_start(engine: Any, fingerprint: Callable[[], str]) -> None:
         if not note["private"]:
             raise ValueError(
                 f'run "{note["run"]}" of this ledger has trained this model on the '
-                "same data without privacy, so no noise that comes now hides it; start "
-                "from the weights as they were before that run, or set epsilon=inf")
+                "same data without privacy, which noise that is added now cannot undo; "
+                "start from the weights before that run, or set epsilon=inf")
     found += [note for note in held if note["run"] not in known | {engine.store.run}]
     if found:
         engine.assumed_public = [one for one in engine.assumed_public

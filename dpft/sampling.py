@@ -178,8 +178,8 @@ def check_kinds(
         different = dict.fromkeys(zip(map(type, values), values, strict=True))
         kinds = {kind_of(value) for _, value in different}
     except TypeError:  # a list cannot be looked up
-        raise ValueError(f"unit {name!r} holds lists or other values that name nobody; "
-                         "give each row one name") from None
+        raise ValueError(f"unit {name!r} holds lists or other values that are no "
+                         "names; give each row one name") from None
     if len(kinds) > 1:
         raise ValueError(
             f"unit {name!r} holds {' and '.join(sorted(kinds))} values, so a person "

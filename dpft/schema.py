@@ -287,7 +287,7 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
                          "to learn; add rows of another, or give the list of classes")
     if counted and len(own) < len(known):
         raise ValueError(f"column {name!r} names {len(own)} of the {len(known)} "
-                         "classes, and nothing tells the others; give the list of "
+                         "classes, and the others are unknown; give the list of "
                          "classes")
     number = {text: place for place, text in enumerate(names)}
     for row, text in enumerate(values):

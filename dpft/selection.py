@@ -195,8 +195,8 @@ def selection_epsilon(
     whole = _whole_renyi(history, law, accountant)
     value = whole + [rdp_conversion(order, delta) for order in ORDERS]
     if not np.isfinite(value).any():
-        raise BudgetError(f"a selection among about {law.mean:g} trials of {plan} "
-                          "cannot be priced; use more noise")
+        raise BudgetError(f"no epsilon can be stated for a selection among about "
+                          f"{law.mean:g} trials of {plan}; use more noise")
     return max(0.0, float(np.nanmin(value)))
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-price-class

@@ -334,7 +334,7 @@ def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str,
         answered = write(messages[:turn + 1], tokenize=False)
         if not whole.startswith(answered) or not answered.startswith(asked):
             raise ValueError(f"row {row}: the chat template rewrites earlier turns, so "
-                             "nothing tells what the assistant says; mark it in the "
+                             "the assistant's part cannot be found; mark it in the "
                              "template with {% generation %}, or give prompt and "
                              "completion as two columns")
         spans.append((len(asked), len(answered)))

@@ -136,9 +136,10 @@ def check_paid(
 ) -> None:
     "Refuse a trial without a guarantee in a search that is to have one."
     if unpaid and target < math.inf:
-        raise ValueError(f"no noise hides {', or '.join(unpaid)}, so a trial promises "
-                         "nothing and a search cannot meet its epsilon; pay for that "
-                         "look, take it from public data, or say epsilon=math.inf")
+        raise ValueError(f"no noise is added to {', or '.join(unpaid)}, so a trial has "
+                         "no privacy guarantee, and a search cannot meet its epsilon; "
+                         "charge that access, use public data for it, or give "
+                         "epsilon=math.inf")
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-check-kind
 def check_kind(
@@ -227,7 +228,7 @@ def check_methods(
             check_paid(context.unpaid, target)
         if method.may_spend and search.charge != "none":
             raise ValueError(f"{type(method).__name__} may spend besides training, "
-                             "which a search cannot price yet; use charge='none'")
+                             "which a search cannot account for; use charge='none'")
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-order
 def trial_order(

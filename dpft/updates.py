@@ -76,8 +76,8 @@ def check_closure(
     if closure is not None and closure.default is closure.empty:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(f"{kind.__name__} needs a closure that computes the gradient "
-                         "again, which nothing would bound; take an optimizer whose "
-                         "step needs none, such as \"adamw\"")
+                         "again, without clipping; take an optimizer whose step "
+                         "needs none, such as \"adamw\"")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-held
 def check_held(
@@ -96,7 +96,7 @@ def check_held(
     if foreign := [shape for one, shape in held.items() if one not in inside]:
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameters outside the model (the "
-            f"first of shape {foreign[0]}), whose gradients nothing bounds; make them "
+            f"first of shape {foreign[0]}), whose gradients are not clipped; make them "
             "part of the model, or leave them out")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-holding
@@ -130,7 +130,7 @@ class Movers:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if own & self.fixed:
             raise RuntimeError("an optimizer was about to step between the draw and "
-                               "privatize(), with gradients that nothing bounds; call "
+                               "privatize(), with gradients that are not clipped; call "
                                "add(batch), privatize(), optimizer.step(), then done()")
         self.held = own | (self.held or set())
 

@@ -59,9 +59,9 @@ def _promises_nothing(guarantee: Guarantee, content: dict[str, Any]) -> str:
         _agree(f"{name} of a run that is not private", getattr(guarantee, name), [])
     for name in READINGS:
         _agree(f"{name} of a run that is not private", content.get(name), None)
-    why = f"no noise hides {guarantee.unpaid}" if guarantee.unpaid else \
+    why = f"no noise was added to {guarantee.unpaid}" if guarantee.unpaid else \
         "the run was not private"
-    return f"the guarantee promises nothing: {why}"
+    return f"there is no privacy guarantee: {why}"
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-chain
 def _chain(guarantee: Guarantee, book: Ledger) -> Iterator[str]:

@@ -253,4 +253,4 @@ def test_the_command_compares_the_outputs_of_ones_own_method(tmp_path, monkeypat
     status, out, _ = run("audit", "--boundary", "--method", "mine.py:Honest")
     assert status == 0 and "6 pairs" in out and "0 of which differ" in out
     status, _, err = run("audit", "--boundary", "--method", "mine.py:Careless")
-    assert status == 1 and "gives private data away" in err and "model: first" in err
+    assert status == 1 and "leaks private data" in err and "model: first" in err

@@ -535,7 +535,8 @@ class OwnBlocks(OwnStart):
 
 twice = Adds("1.bias")
 BAD = [
-    (lambda: Chain(), "needs at least one"), (lambda: Chain(dpft.BiTFiT), r"write BiTFiT\(\)"), (lambda: Chain("bias"), "'bias' is none"),
+    (lambda: Chain(), "needs at least one"), (lambda: Chain(dpft.BiTFiT), r"write BiTFiT\(\)"),
+    (lambda: Chain("bias"), "'bias' is not one"),
     (lambda: Chain(twice, twice), "there twice"), (lambda: Chain(dpft.BiTFiT(), Then(Full(), 1, dpft.BiTFiT())), r"Then\(Chain\("),
     (lambda: Chain(dpft.BiTFiT(), OwnBlocks()), r"OwnBlocks\(Chain\("), (lambda: Chain(OwnBlocks()), r"OwnBlocks\(Chain\("),
     (lambda: Chain(dpft.BiTFiT(), Full()), "Full says by itself.*undoes BiTFiT"),

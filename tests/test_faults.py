@@ -197,17 +197,17 @@ def test_a_run_that_promises_nothing_shows_in_a_shared_ledger(tmp_path, run):
     with Ledger(path) as ledger:
         (name, reason), = ledger.unpaid().items()
         assert reason == "epsilon is infinite" and ledger.runs() == [] and ledger.epsilon(1e-5) == ledger.epsilon(1e-5, name) == math.inf
-        with pytest.raises(BudgetError, match=f'run "{name}" promised nothing .epsilon is infinite., so no budget can hold'):
+        with pytest.raises(BudgetError, match=f'run "{name}" has no privacy guarantee .epsilon is infinite., so no budget can hold'):
             ledger.set_budget(2.0, 1e-5)
         assert ledger.budgets() == []
     status, out, _ = run("account", path)
-    assert status == 0 and f"run {name} promises nothing: epsilon is infinite" in out
+    assert status == 0 and f"run {name} has no privacy guarantee: epsilon is infinite" in out
 
 
 def test_a_ledger_with_a_budget_refuses_a_run_that_promises_nothing(tmp_path):
     with Ledger(tmp_path / "team.sqlite") as ledger:
         ledger.set_budget(2.0, 1e-5)
-        with pytest.raises(BudgetError, match=r"holds its data set to epsilon=2, and this run promises nothing .epsilon is infinite."):
+        with pytest.raises(BudgetError, match=r"limits its data set to epsilon=2, and this run has no privacy guarantee .epsilon is inf"):
             tune(epsilon=math.inf, ledger=ledger)
         assert ledger.unpaid() == {} and ledger.head
 

@@ -295,7 +295,7 @@ def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tm
     (results / "methods-text.jsonl").unlink()
     status, out, _ = run("figures", "pwcca", "tradeoff-text", "--output", tmp_path / "a", "--format", "png")
     lines = out.splitlines()
-    assert status == 0 and lines[0] == "pwcca: skipped, for there are no records of lf-pwcca; dpft run lf-pwcca makes them."
+    assert status == 0 and lines[0] == "pwcca: skipped, because there are no records of lf-pwcca; dpft run lf-pwcca makes them."
     assert "none yet of methods-text" in lines[1] and lines[2].startswith("1 figure in")
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["tradeoff-text.png"]
 

@@ -90,7 +90,7 @@ def exact(model, loss_fn, batch, **settings):
         assert worst_error(model, loss_fn, batch, **settings) <= 1e-9
 
 
-def slow_but_exact(model, loss_fn, batch, *names, way="written out with vmap"):
+def slow_but_exact(model, loss_fn, batch, *names, way="materialised by vmap"):
     "The engine agrees with the oracle, with one warning that names the parameters and the way they take."
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -503,7 +503,8 @@ def test_the_looks_take_norms_of_many_numbers_as_exactly_as_the_engine():
 
 
 def test_what_vmap_cannot_follow_is_taken_one_by_one():
-    slow_but_exact(Deciding(inner=nn.Linear(4, 4, bias=False)), wave, (noise(5, 3, 4),), "inner.weight", way="taken one example at a time")
+    slow_but_exact(Deciding(inner=nn.Linear(4, 4, bias=False)), wave, (noise(5, 3, 4),), "inner.weight",
+                   way="computed one example at a time")
 
 
 def test_vmap_under_dropout_and_in_chunks_bounds_every_example(monkeypatch):

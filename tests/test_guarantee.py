@@ -300,7 +300,7 @@ def test_report_names_everything():
                      method="BiTFiT()", run="a1b2", data="cd" * 32).report()
     for text in ("differentially private", "one person", "1.00e-05", "Poisson", "rdp", "flat, bound 0.1", "0.8838", "197 steps",
                  "the two classes", "development accuracy", "fixed seed", "opacus", "add/remove one unit", "select", "BiTFiT()", "a1b2",
-                 "What it means", "What the unit is", "What is not covered", "guessing finds 1 %", "replace one person",
+                 "What it means", "What the unit is", "What is not covered", "a guess detects it with 1 %", "replace one person",
                  "the checkpoint in ckpt", "no example moves another's loss"):
         assert text in report, text
     assert "cdcd" not in report  # no digest of the data
@@ -498,7 +498,7 @@ def test_bad_places(tmp_path):
 
 def test_a_run_without_privacy_promises_nothing(tmp_path):
     Guarantee([], target_delta=1e-4).save(tmp_path / "guarantee.json")
-    assert "promises nothing" in verify(tmp_path)[0]
+    assert "no privacy guarantee" in verify(tmp_path)[0]
     for lie in ({"epsilon": 1.0}, {"planned": [asdict(TRAIN)]}):
         Guarantee([], target_delta=1e-4).save(tmp_path / "guarantee.json")
         with pytest.raises(VerificationError):
@@ -599,7 +599,7 @@ def test_replacing_is_stated_as_such():
     text = example().report()
     assert f"epsilon is {rounded_up(example().replace_epsilon()):.2f}" in text and example().replace_epsilon() != example().epsilon()
     quiet = Guarantee([SampledGaussian(50.0, 0.01, 3)], target_delta=1e-5, accountant="rdp").report()
-    assert "rdp is the looser way to count" in quiet and "looser way" not in example(accountant="prv").report()
+    assert "rdp is the looser accountant" in quiet and "looser accountant" not in example(accountant="prv").report()
 
 
 def test_what_people_know_is_stated_or_said_to_be_missing():
@@ -827,7 +827,7 @@ def test_a_run_without_privacy_is_published_without_a_ledger(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "ledger.sqlite").write_bytes(b"of an earlier run")
     Guarantee([], target_delta=1e-4).publish(tmp_path)
-    assert not (tmp_path / "ledger.sqlite").exists() and "promises nothing" in verify(tmp_path)[0]
+    assert not (tmp_path / "ledger.sqlite").exists() and "no privacy guarantee" in verify(tmp_path)[0]
     (tmp_path / "README.md").write_text("(0.1, 1e-9)-differentially private")
     with pytest.raises(VerificationError, match=r"README.md was changed"):
         verify(tmp_path)

@@ -21,13 +21,13 @@ ASKED = {  # a point of the list that only people can answer -> where its answer
     "timing and other side channels": "side_channels", "retention": "retention", "who ran it, and when": "author"}
 COMPUTED = {  # a point that the run itself answers -> what the card says of it
     "privacy unit": "| unit | patient |", "relation of neighbours": "| adjacency | add/remove one unit |",
-    "what a group is promised": "Somebody to whom two of them belong is protected with epsilon",
+    "what a group is promised": "A person to whom two of them belong is protected with epsilon",
     "replace-one": "If neighbours replace one patient instead", "sampling": "| sampling | Poisson |",
     "accountant": "| accountant | rdp |", "mechanism": "noise multiplier 1, sampling rate 0.01, 300 steps",
     "bound on a contribution": "bound 0.5", "what was public": "Assumed to be public:",
-    "what was not charged": "Looked at private data and not charged:", "arithmetic of the noise": "Assumed of the arithmetic:",
+    "what was not charged": "Accesses to private data that were not charged:", "arithmetic of the noise": "Assumed of the arithmetic:",
     "versions": "| version of torch |", "what is not covered": "What is not covered:",
-    "what an attacker finds": "accepts 1 % of false alarms", "cost of other runs": "Other runs on the same data cost something too"}
+    "what an attacker finds": "accepts 1 % of false alarms", "cost of other runs": "Other runs on the same data have a privacy cost too"}
 
 
 def example(**knobs):

@@ -155,7 +155,7 @@ def test_unknown_accountant():
 
 @pytest.mark.parametrize("plan, delta", [(SampledGaussian(0.05, 0.5, 1000), 1e-5), (SampledGaussian(1.0, 0.01, 100), 1e-12)])
 def test_prv_names_rdp_where_it_cannot_be_trusted(plan, delta):
-    with pytest.raises(BudgetError, match=r'prv accountant cannot price.*use accountant="rdp"'):
+    with pytest.raises(BudgetError, match=r'prv accountant finds no epsilon.*use accountant="rdp"'):
         epsilon(plan, delta)
     assert math.isfinite(epsilon(plan, delta, "rdp"))
 

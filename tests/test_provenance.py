@@ -108,7 +108,7 @@ def test_a_run_that_spent_more_than_its_plan_is_named_with_what_it_spent(tmp_pat
 def test_a_start_without_noise_is_called_that():
     first = made(epsilon=math.inf)
     public, unpaid = said(made(copy.deepcopy(first.model)))
-    assert not public and "promises nothing" in unpaid[0]
+    assert not public and "without a privacy guarantee" in unpaid[0]
     assert said(made(first.model, epsilon=math.inf)) == ([f"{START} (Sequential)"], [])      # which promises nothing itself
 
 
@@ -147,7 +147,7 @@ def test_the_card_of_a_saved_run_says_so(tmp_path):
     second = made(made().model)
     second.save(tmp_path / "saved")
     card = (tmp_path / "saved" / "README.md").read_text()
-    unpaid = card.split("Looked at private data and not charged:")[1].split("Checked before")[0]
+    unpaid = card.split("Accesses to private data that were not charged:")[1].split("Checked before")[0]
     assert START in unpaid and START not in card.split("Assumed to be public:")[1].split("Assumed of the arithmetic")[0]
     assert verify(tmp_path / "saved")
 
@@ -254,7 +254,7 @@ def test_a_merged_model_is_no_public_start_even_where_the_ledger_is_the_same(tmp
     ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
     first = made(of_peft(toy_network()), method=Trainable(), epsilon=math.inf, ledger=ledger)
     public, unpaid = said(made(first.model.merge_and_unload(), ledger=ledger))
-    assert not public and "promises nothing" in unpaid[0]
+    assert not public and "without a privacy guarantee" in unpaid[0]
 
 
 def test_a_file_of_parameters_with_notes_is_read_again_without_running_code(tmp_path):

@@ -428,7 +428,7 @@ def test_an_unpaid_map_is_named_wherever_the_run_is_described(tmp_path, run):
     assert read.epsilon() == math.inf and reason in read.unpaid and read.tpr(0.01) == 1.0
     assert any(reason in line for line in verify(tmp_path))
     status, out, _ = run("verify", tmp_path)
-    assert status == 0 and reason in out and "promises nothing" in out
+    assert status == 0 and reason in out and "has no privacy guarantee" in out
 
 
 def test_a_guarantee_with_an_unpaid_look_is_never_private():
@@ -447,7 +447,7 @@ def test_a_part_of_another_method_cannot_hide_it():
 @pytest.mark.parametrize("bad,told", [
     (dict(relevance_data="private"), "needs share"), (dict(relevance_data="paper"), "allow_non_private=True"),
     (dict(relevance_data="private", share=1.0), "share=1.0"), (dict(relevance_data="private", share=0.0), "share=0.0"),
-    (dict(relevance_data="paper", allow_non_private=True, share=0.1), "only private relevance is paid for"),
+    (dict(relevance_data="paper", allow_non_private=True, share=0.1), "only private relevance takes a share"),
     (dict(relevance_data=[1, 2]), "choose Public"), (dict(allocation="even"), "allocation='even'"),
     (dict(allocation="weighted"), "needs a preference"), (dict(preference=2.0), "has no preference"),
     (dict(allocation="weighted", preference=0.0), "preference=0.0"), (dict(allocation="weighted", preference=math.inf), "preference=inf"),

@@ -568,7 +568,7 @@ def test_a_method_that_looks_unpaid_is_refused_by_its_name_and_searched_without_
     unpaid = RapFT(BiTFiT(), relevance_data="paper", allow_non_private=True)
     model = load_model("mlp", 10, "image") if model == "module" else model
     with Ledger(tmp_path / "l.sqlite") as ledger:
-        with pytest.raises(ValueError, match=r"no noise hides the relevance mask of Rap-FT.*epsilon=math.inf"):
+        with pytest.raises(ValueError, match=r"no noise is added to the relevance mask of Rap-FT.*epsilon=math.inf"):
             search(digits, charge, method=unpaid, model=model, ledger=ledger)
         assert not ledger.runs()
     assert search(digits, charge, method=unpaid, model=model, epsilon=math.inf, score=lambda model: 0.0).run.guarantee.unpaid

@@ -455,7 +455,7 @@ def redraw(
     for name, drawing in drawings.items():
         records, missing = standing_on(drawing)
         if lacks := [part for part in drawing.needs if part in missing]:
-            yield (f"{name}: skipped, for there are no records of "
+            yield (f"{name}: skipped, because there are no records of "
                    f"{' and '.join(lacks)}; {made_by(lacks[0])} makes them.")
             continue
         figure = drawing.draw(records)

@@ -452,10 +452,10 @@ def told(name: str, found: Any, as_json: bool) -> None:
               f"of which its plan costs {found.claim:.3f}\n"
               f"audited at 95 % confidence: at least {said}")
     if chance < ACCUSED:
-        raise ValueError(f"the claim of {name} is false: scores like these come with "
+        raise ValueError(f"the claim of {name} is false: scores like these have "
                          f"probability {chance:.1g} if it is true")
     if not as_json:
-        print("not refuted: scores like these, or farther apart, come with "
+        print("not refuted: scores like these, or farther apart, have "
               f"probability {chance:.2g} if the claim is true")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-boundary
@@ -474,7 +474,7 @@ def audit_outputs(method: str, option: Sequence[str], as_json: bool) -> None:
     if crossed:
         first = crossed[0]
         raise ValueError(
-            f"{method} gives private data away: {', '.join(first.differs)} "
+            f"{method} leaks private data: {', '.join(first.differs)} differs "
             f"({first.setting}, the first record {first.neighbour})")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-all

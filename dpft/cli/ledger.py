@@ -121,7 +121,7 @@ def account_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{'run':18s} {'who':10s} {'method':24s} {'state':12s} "
                      f"{'released':32s} {'of budget':>9s} {'epsilon':>8s}")
     lines += map(run_line, found["runs"])
-    lines += [f"run {run} promises nothing: {reason}"
+    lines += [f"run {run} has no privacy guarantee: {reason}"
               for run, reason in found["unpaid"].items()]
     if found["runs"]:
         several = len(found["runs"]) > 1

@@ -122,20 +122,20 @@ def check_source(relevance_data: Any, share: float | None,
             "pays for the relevance, such as share=0.05")
     if share is not None and not (private and 0 < share < 1):
         raise ValueError(
-            f"share={share}: only private relevance is paid for, by a share "
+            f"share={share}: only private relevance takes a share of epsilon, "
             "strictly between 0 and 1")
     if paper and not allow_non_private:
         raise ValueError(
             'relevance_data="paper" takes the mask from private data without '
-            "paying, so the run promises nothing; say "
-            'allow_non_private=True if that is meant, or choose "private"')
+            "a charge, so the run has no privacy guarantee; set "
+            'allow_non_private=True if you accept that, or choose "private"')
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-check-wrapped
 def check_wrapped(method: Any) -> None:
     "ValueError unless this is a method whose one block can be split for a whole run."
     if not isinstance(method, Method):
         hint = "; write it with ()" if isinstance(method, type) else ""
-        raise ValueError(f"RapFT wraps a method, and {method!r} is none{hint}")
+        raise ValueError(f"RapFT wraps a method, and {method!r} is not one{hint}")
     if isinstance(method, (RapFT, Then)) or method.unfreezes:
         raise ValueError(
             f"{type(method).__name__} cuts blocks of its own, or lets train "
