@@ -110,7 +110,7 @@ def cautions(guarantee: Guarantee) -> list[str]:
     if not guarantee.private:
         return []
     large = ([f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
-              f"protects one {guarantee.unit} very little. Do not call this model "
+              f"promises one {guarantee.unit} very little. Do not call this model "
               "anonymous."] if guarantee.epsilon() > CAUTION else [])
     found = [*large, *_spending(guarantee)]
     if guarantee.reproducible:
@@ -216,9 +216,9 @@ def assumptions(guarantee: Guarantee) -> str:
     lists = {
         "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the "
                                                               "method itself"],
-        "Assumed of the arithmetic:": arithmetic,
+        "Assumed about the arithmetic:": arithmetic,
         "Accesses to private data that were not charged:": unpaid,
-        "Checked in the run:": guarantee.checked}
+        "Checked during the run:": guarantee.checked}
     return "\n\n".join("\n".join([title, "", *(f"- {item}" for item in items)])
                        for title, items in lists.items() if items)
 

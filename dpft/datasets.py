@@ -181,7 +181,7 @@ def _from_items(items: Sequence[Any]) -> Any:
     "A list of dictionaries as a table; any other list as it is."
     arrays = (Tensor, np.ndarray)
     if len(items) == 2 and all(isinstance(part, arrays) for part in items):
-        raise ValueError("two arrays are no data set of examples; "
+        raise ValueError("two arrays are not a data set of examples; "
                          "give torch.utils.data.TensorDataset(inputs, labels)")
     if not items or not all(isinstance(item, dict) for item in items):
         return items
@@ -353,7 +353,7 @@ def check_labels(
     for row, value in enumerate(values):
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not whole or value < 0:
-            raise ValueError(f"the label of row {row} is no class number; "
+            raise ValueError(f"the label of row {row} is not a class number; "
                              "drop such rows, map the labels to 0, 1, 2, ..., or give "
                              "their names as classes=")
         if count is not None and value >= count:
@@ -461,7 +461,7 @@ class Task:
         try:
             return tuple(self.train[0][0].shape)
         except (AttributeError, IndexError, KeyError, TypeError):
-            raise ValueError("the items are no pictures with labels; give texts as a "
+            raise ValueError("the items are not pictures with labels; give texts as a "
                              "table, such as {'text': [...], 'label': [...]}, and "
                              "pictures as tensors") from None
 

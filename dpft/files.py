@@ -191,7 +191,7 @@ def _json(path: Path) -> Any:
     _check_object(text, path.name)
     rows = _json_rows(text, path.name)
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path.name} has no rows, or rows that are no objects with "
+        raise ValueError(f"{path.name} has no rows, or rows that are not objects with "
                          "names")
     _check_whole(text, rows, path.name)
     try:
@@ -214,14 +214,15 @@ def _check_object(text: str, name: str) -> None:
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-json-rows
 def _json_rows(text: str, name: str) -> list[Any]:
-    "The rows of JSON lines or of one list; ValueError names a line that is no JSON."
+    "The rows of JSON lines or of one list; ValueError names a line that is not JSON."
     whole, rows = text.lstrip().startswith("["), []
     for number, line in enumerate([text] if whole else text.split("\n"), start=1):
         try:
             found = json.loads(line) if line.strip() else []
         except (json.JSONDecodeError, RecursionError) as error:
             place = getattr(error, "lineno", 1) if whole else number
-            raise ValueError(f"line {place} of {name} is no JSON; correct it") from None
+            raise ValueError(
+                f"line {place} of {name} is not JSON; correct it") from None
         rows += found if isinstance(found, list) else [found]
     return rows
 
@@ -244,7 +245,8 @@ def _parquet(path: Path) -> Any:
     try:
         return parquet.read_table(path)
     except ArrowException:
-        raise ValueError(f"{path.name} is no Parquet file, or a damaged one") from None
+        raise ValueError(
+            f"{path.name} is not a Parquet file, or a damaged one") from None
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-arrow-file
 def _arrow(path: Path) -> Any:
@@ -255,7 +257,7 @@ def _arrow(path: Path) -> Any:
             return opened(path.read_bytes()).read_all()
         except ArrowException:
             continue
-    raise ValueError(f"{path.name} is no Arrow file, or a damaged one")
+    raise ValueError(f"{path.name} is not an Arrow file, or a damaged one")
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-endings
 READERS = {".csv": _csv, ".tsv": _csv, ".json": _json, ".jsonl": _json,

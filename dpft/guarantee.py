@@ -337,7 +337,7 @@ def loaded(kind: type[Guarantee], path: Path) -> Guarantee:
         return kind(**content)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError,
             AttributeError) as error:
-        raise ValueError(f"{path} is no guarantee that this version can read "
+        raise ValueError(f"{path} is not a guarantee that this version can read "
                          f"({error})") from error
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-each-once

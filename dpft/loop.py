@@ -187,7 +187,7 @@ def load(
     """
     folder = Path(path)
     if not (folder / "dpft.json").exists():
-        raise ValueError(f"{folder} is no saved run: it has no dpft.json; pass a "
+        raise ValueError(f"{folder} is not a saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
     description = json.loads((folder / "dpft.json").read_text(encoding="utf-8"))
     return came_from(read_model(folder, description, model), folder)

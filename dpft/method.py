@@ -321,13 +321,14 @@ class View:
 
     def train_only(self, parameters: Iterable[nn.Parameter]) -> None:
         """Only these parameters train from now on; ValueError when there are none, and
-        for what is no parameter of the model."""
+        for what is not a parameter of the model."""
         chosen = {id(parameter): parameter for parameter in parameters}
         own = {id(parameter): parameter for parameter in self.model.parameters()}
         if odd := [chosen[key] for key in chosen if key not in own]:
             what = repr(odd[0]) if isinstance(odd[0], str) else type(odd[0]).__name__
-            raise ValueError(f"{what} is no parameter of {type(self.model).__name__}, "
-                             "so it cannot train; choose among model.parameters()")
+            raise ValueError(f"{what} is not a parameter of "
+                             f"{type(self.model).__name__}, so it cannot train; choose "
+                             "among model.parameters()")
         for key, parameter in own.items():
             parameter.requires_grad_(key in chosen)
         trainable(self.model)

@@ -301,7 +301,7 @@ def check_outputs(
     counted = labels[labels != -100].tolist()
     lowest, highest = min(counted, default=0), max(counted, default=0)
     if lowest < 0:
-        raise ValueError(f"{lowest} is no class number; number the classes from 0")
+        raise ValueError(f"{lowest} is not a class number; number the classes from 0")
     if highest >= outputs:
         raise ValueError(f"the {'tags' if tags else 'labels'} go up to {highest} and "
                          f"the model has {outputs} classes; correct them, or load it "

@@ -136,7 +136,7 @@ def _make_tables(file: LedgerFile) -> None:
             for statement in _TABLE.strip().split(";\n"):
                 file.query(statement)
         elif not _is_ledger(file):
-            raise LedgerError(f"{file.path} is a database but no ledger; give "
+            raise LedgerError(f"{file.path} is a database but not a ledger; give "
                               "the ledger a path of its own")
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-hash

@@ -178,7 +178,7 @@ def check_kinds(
         different = dict.fromkeys(zip(map(type, values), values, strict=True))
         kinds = {kind_of(value) for _, value in different}
     except TypeError:  # a list cannot be looked up
-        raise ValueError(f"unit {name!r} holds lists or other values that are no "
+        raise ValueError(f"unit {name!r} holds lists or other values that are not "
                          "names; give each row one name") from None
     if len(kinds) > 1:
         raise ValueError(

@@ -243,7 +243,7 @@ def _check_form(
         raise ValueError("a PeftModel is saved as its adapter; for the whole model "
                          "save model.merge_and_unload() with Transformers")
     if gone and whole is False:
-        raise ValueError(f"{min(gone)} trained and is no more in the model, so there "
+        raise ValueError(f"{min(gone)} trained and is no longer in the model, so there "
                          "is no part to save; leave out whole=False")
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-write-whole

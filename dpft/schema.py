@@ -485,7 +485,7 @@ def _plain(row: Any, place: int, name: str) -> list[Any]:
     tags = row.tolist() if isinstance(row, (np.ndarray, Tensor)) else row
     if not isinstance(tags, (list, tuple)) or any(
             isinstance(tag, (list, tuple, dict)) for tag in tags):
-        raise ValueError(f"row {place} of column {name!r} is no list with a tag for "
+        raise ValueError(f"row {place} of column {name!r} is not a list with a tag for "
                          "each word; correct such rows or leave them out")
     return list(tags)
 

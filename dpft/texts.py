@@ -157,8 +157,8 @@ def _words(data: Any, name: str) -> list[list[str]]:
     for row, value in enumerate(column(data, name)):
         several = isinstance(value, (list, tuple, np.ndarray))
         if not several or not all(map(_is_text, value)):
-            raise ValueError(f"row {row} of column {name!r} is no list of words; drop "
-                             "such rows or correct them")
+            raise ValueError(f"row {row} of column {name!r} is not a list of words; "
+                             "drop such rows or correct them")
         rows.append(list(value))
     return rows
 
@@ -227,7 +227,7 @@ def _texts(data: Any, name: str) -> list[str]:
     values = column(data, name)
     for row, value in enumerate(values):
         if not _is_text(value):
-            raise ValueError(f"row {row} of column {name!r} is no text; "
+            raise ValueError(f"row {row} of column {name!r} is not a text; "
                              "drop such rows or convert them")
     return values
 
@@ -296,7 +296,7 @@ def _chat_rows(
         if not is_chat(messages) or not all(
                 _is_text(said["content"]) or not isinstance(said["content"], str)
                 for said in messages):
-            raise ValueError(f"row {row} is no conversation: it needs a list of "
+            raise ValueError(f"row {row} is not a conversation: it needs a list of "
                              "messages, each with a role and its content; drop it")
         tokens, said = _chat_tokens(tokenizer, messages, row)
         if not any(said[1:max_length]):
@@ -382,7 +382,7 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         kind = type(values[0]).__name__
         raise ValueError(
-            f"{name} of an item has type {kind}, which is no tensor; convert "
+            f"{name} of an item has type {kind}, which is not a tensor; convert "
             "it, or pass collate_fn=") from None
     if len({tensor.shape for tensor in tensors}) == 1:
         return torch.stack(tensors)

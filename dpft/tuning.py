@@ -69,7 +69,7 @@ def check_setting(
     known = list(inspect.signature(fine_tune).parameters)
     if name not in known:
         free = (one for one in known if one not in PRICED + HELD)
-        raise ValueError(f"{name!r} is no setting of fine_tune; "
+        raise ValueError(f"{name!r} is not a setting of fine_tune; "
                          f"{did_you_mean(name, free)}")
     if name in PRICED:
         raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary "

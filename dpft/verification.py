@@ -162,8 +162,8 @@ def _seal(guarantee: Guarantee, content: dict[str, Any], book: Ledger) -> Iterat
         raise VerificationError("the ledger has no seal, and a guarantee that lists "
                                 "its files was sealed: the seal was removed")
     else:
-        yield ("the guarantee was never sealed: what only it states (public facts, "
-               "what was not charged) could not be checked")
+        yield ("the guarantee was never sealed, so the facts that it alone states (on "
+               "public data and uncharged accesses) could not be checked")
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-files
 def _same_files(sealed: dict[str, str], found: dict[str, str], folder: Path) -> None:
@@ -208,5 +208,5 @@ def _card(guarantee: Guarantee, folder: Path) -> Iterator[str]:
             raise VerificationError(f"{card} does not state what the guarantee does: "
                                     f"{claim(guarantee)}")
         yield "the model card: the same claim"
-    yield ("the weights were never sealed, nor the rest of the card: whether the "
+    yield ("neither the weights nor the rest of the card were sealed, so whether the "
            "guarantee is theirs could not be checked")

@@ -106,7 +106,7 @@ def test_check_labels_names_the_first_bad_row(labels, classes):
 
 @pytest.mark.parametrize("label", ["good", 1.0, None, True])
 def test_check_labels_refuses_what_is_no_number(label):
-    with pytest.raises(ValueError, match="row 1 is no class number"):
+    with pytest.raises(ValueError, match="row 1 is not a class number"):
         check_labels([0, label], 2)
 
 
@@ -621,7 +621,7 @@ def test_encode_refuses_bad_rows(tokenizer):
     table = {"text": ["a", "b"], "label": [0, 1]}
     for columns, message in (
         ({"text": ["a", "  "]}, "row 1 has a text of zero tokens"),
-        ({"text": ["a", None]}, "row 1 of column 'text' is no text"),
+        ({"text": ["a", None]}, "row 1 of column 'text' is not a text"),
         ({"label": [0, 2]}, "the label of row 1 is outside the 2 classes"),
         ({"label": [0, "x"]}, "column 'label' holds neither class numbers nor class names"),
     ):
@@ -941,7 +941,7 @@ def test_bad_conversations_are_refused(tokenizer):
     good = conversation([("a", "b")])
     tokenizer.chat_template = TEMPLATES["not marked"]
     for bad in ([], "a text", [{"role": "user"}], None):
-        with pytest.raises(ValueError, match="row 1 is no conversation"):
+        with pytest.raises(ValueError, match="row 1 is not a conversation"):
             encode(TableData({"messages": [good, bad]}), tokenizer, ("messages",), kind="causal")
     with pytest.raises(ValueError, match="row 1 has no word of the assistant's within 128 tokens"):
         encode(TableData({"messages": [good, good[:1]]}), tokenizer, ("messages",), kind="causal")

@@ -151,7 +151,7 @@ def test_delta_of_many_values_is_delta_of_each():
     curve, values = PrivacyCurve([TRAIN]), [3.0, 0.0, 1.5, 1.5, 900.0]
     assert curve.delta(np.array(values)) == pytest.approx([curve.delta(value) for value in values], rel=1e-9)
     assert curve.delta(math.inf) == curve.delta(900.0) < 2e-12 and PrivacyCurve([]).delta(0.0) == 0 == PrivacyCurve([]).epsilon(0.1)
-    with pytest.raises(ValueError, match="group=2: replacing"):
+    with pytest.raises(ValueError, match='group=2: "replace" is for one unit'):
         PrivacyCurve([TRAIN], 2, "replace")
 
 
@@ -807,14 +807,14 @@ def test_a_file_calls_nothing_but_a_guarantee_of_this_package(tmp_path, kind, mo
     folder = folder_of(tmp_path)
     content = json.loads((folder / "guarantee.json").read_text())
     (folder / "guarantee.json").write_text(json.dumps(content | {"kind": kind}))
-    with pytest.raises(ValueError, match=r"^.*guarantee.json is no guarantee that this version can read \(.*\)$"):
+    with pytest.raises(ValueError, match=r"^.*guarantee.json is not a guarantee that this version can read \(.*\)$"):
         verify(folder)
 
 
 def test_a_guarantee_that_is_no_text_is_refused_in_one_sentence(tmp_path):
     folder = folder_of(tmp_path)
     (folder / "guarantee.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"guarantee.json is no guarantee that this version can read"):
+    with pytest.raises(ValueError, match=r"guarantee.json is not a guarantee that this version can read"):
         verify(folder)
 
 

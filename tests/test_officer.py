@@ -25,7 +25,7 @@ COMPUTED = {  # a point that the run itself answers -> what the card says of it
     "replace-one": "If neighbours replace one patient instead", "sampling": "| sampling | Poisson |",
     "accountant": "| accountant | rdp |", "mechanism": "noise multiplier 1, sampling rate 0.01, 300 steps",
     "bound on a contribution": "bound 0.5", "what was public": "Assumed to be public:",
-    "what was not charged": "Accesses to private data that were not charged:", "arithmetic of the noise": "Assumed of the arithmetic:",
+    "what was not charged": "Accesses to private data that were not charged:", "arithmetic of the noise": "Assumed about the arithmetic:",
     "versions": "| version of torch |", "what is not covered": "What is not covered:",
     "what an attacker finds": "accepts 1 % of false alarms", "cost of other runs": "Other runs on the same data have a privacy cost too"}
 

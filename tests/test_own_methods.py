@@ -167,9 +167,9 @@ class Chooses(dpft.Method):
 
 
 @pytest.mark.parametrize("choice, said", [
-    (lambda model: ["1.weight"], "'1.weight' is no parameter of Sequential, so it cannot train"),
-    (lambda model: net().parameters(), "Parameter is no parameter of Sequential, so it cannot train"),
-    (lambda model: [*model[1].parameters(), model[3]], "Linear is no parameter of Sequential, so it cannot train")])
+    (lambda model: ["1.weight"], "'1.weight' is not a parameter of Sequential, so it cannot train"),
+    (lambda model: net().parameters(), "Parameter is not a parameter of Sequential, so it cannot train"),
+    (lambda model: [*model[1].parameters(), model[3]], "Linear is not a parameter of Sequential, so it cannot train")])
 def test_what_is_no_parameter_of_the_model_is_not_chosen_in_silence(choice, said):
     with pytest.raises(ValueError, match=said):
         dpft.Engine(net(), None, Chooses(choice), data(), noise_multiplier=1.0, steps=1, batch_size=BATCH, accountant="rdp")

@@ -148,7 +148,7 @@ def test_the_card_of_a_saved_run_says_so(tmp_path):
     second.save(tmp_path / "saved")
     card = (tmp_path / "saved" / "README.md").read_text()
     unpaid = card.split("Accesses to private data that were not charged:")[1].split("Checked before")[0]
-    assert START in unpaid and START not in card.split("Assumed to be public:")[1].split("Assumed of the arithmetic")[0]
+    assert START in unpaid and START not in card.split("Assumed to be public:")[1].split("Assumed about the arithmetic")[0]
     assert verify(tmp_path / "saved")
 
 
@@ -175,7 +175,7 @@ def test_only_the_weights_that_a_run_leaves_are_recorded(tmp_path, knobs):
 def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path, hand_on):
     ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
     first = made(ledger=ledger, epsilon=math.inf)
-    with pytest.raises(ValueError, match=r"on the same data without privacy.*start from the weights as they were before"):
+    with pytest.raises(ValueError, match=r"on the same data without privacy.*start from the weights before that run"):
         made(hand_on(first), ledger=ledger)
     assert not ledger.runs()
 

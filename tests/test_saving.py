@@ -232,7 +232,7 @@ def test_a_saved_folder_takes_the_place_of_an_older_one(bases, tmp_path):
 def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
     run = tuned(pretrained(bases, "roberta"), LoRA(2))
     merge_lora(run.model)
-    with pytest.raises(ValueError, match="is no more in the model"):
+    with pytest.raises(ValueError, match="is no longer in the model"):
         run.save(tmp_path, whole=False)
     run.save(tmp_path)
     assert same(dpft.load(tmp_path), run.model)

@@ -157,7 +157,7 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of names"),
     ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of names"),
     ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "column 'label' has no rows; give"),
-    (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is no class number"),
+    (["ham", "spam"] * 20 + ["hma"], None, "the label of row 40 stands alone"), ([-1, 0, 1], None, "row 0 is not a class number"),
 ])
 def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
     with pytest.raises(ValueError, match=words) as caught:
@@ -168,7 +168,7 @@ def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
 
 @pytest.mark.parametrize("wrong", [None, 3, float("nan"), "x", [[0], [1]]])
 def test_a_row_without_a_list_of_tags_is_refused_by_its_number(wrong):
-    with pytest.raises(ValueError, match="row 1 of column 'tags' is no list with a tag for each word"):
+    with pytest.raises(ValueError, match="row 1 of column 'tags' is not a list with a tag for each word"):
         read_tags([[0, 1], wrong])
 
 
@@ -238,7 +238,7 @@ def test_a_number_is_a_place_where_names_are_other_words_or_the_data_say_so(toke
                                    (["a", "b"], ["1", "0"], [0, 1]), (["b", "a"], ["a", "b", "c"], [1, 0]), (["a", "b"], 2, [0, 1])):
         classes = classes or names
         assert encode(hub(names), tokenizer, ("text", "label"), classes=classes).labels.tolist() == wanted * 6
-    for labels, words in (((0, -1), "row 1 is no class number"), ((0, None), "6 of 12 rows have no label")):
+    for labels, words in (((0, -1), "row 1 is not a class number"), ((0, None), "6 of 12 rows have no label")):
         with pytest.raises(ValueError, match=words):
             encode(hub(["a", "b"], labels), tokenizer, ("text", "label"), classes=["a", "b"])
 
@@ -511,7 +511,7 @@ def test_pictures_of_the_hub_may_be_given_as_they_are():
     assert fingerprint(data) and ready.kind == "image"
     with pytest.raises(ValueError, match="not of one size"):
         prepare(nn.Linear(1, 1), as_dataset({"image": [pictures[0], pictures[1].resize((2, 2))], "label": [0, 1]}))
-    with pytest.raises(ValueError, match="part 0 of an item has type Image, which is no tensor"):
+    with pytest.raises(ValueError, match="part 0 of an item has type Image, which is not a tensor"):
         collate_for([(pictures[0], 1)])([(pictures[0], 1)])
 
 
@@ -734,7 +734,7 @@ def test_labels_of_other_tasks_than_single_classes_are_not_held_against_the_outp
     model = small_bert()
     for right in (tensor([0, 1, -100, 1]), tensor([0.0, 9.0, 1.0, 2.0]), tensor([[0, 1], [7, 1], [1, 1], [0, 0]])):
         check_outputs(model, data(right))
-    with pytest.raises(ValueError, match="-1 is no class number"):
+    with pytest.raises(ValueError, match="-1 is not a class number"):
         check_outputs(model, data(tensor([0, 1, -1, 1])))
     for stated, outputs in (("regression", 2), ("multi_label_classification", 2), (None, 1)):
         model.config.problem_type, model.num_labels = stated, outputs
@@ -866,9 +866,10 @@ def test_every_kind_of_file(tmp_path):
     ("x.csv", "text,label\n", "no rows below its header"),
     ("x.csv", "", "x.csv is empty"), ("x.csv", "text,text\nsecret,b\n", "two columns are named 'text'"),
     ("x.csv", "text,label\nsecret,1,2\n", "a line has 3 values for 2 columns"), ("x.txt", "secret", "ends in '.txt'"),
-    ("x.jsonl", '{"text": "a"}\n{"text": secret}\n', "line 2 of x.jsonl is no JSON"), ("x.jsonl", "[]", "has no rows"),
+    ("x.jsonl", '{"text": "a"}\n{"text": secret}\n', "line 2 of x.jsonl is not JSON"), ("x.jsonl", "[]", "has no rows"),
     ("x.jsonl", '{"text": "a", "label": 1}\n{"text": "secret"}\n', "only one of them has 'label'"),
-    ("x.json", '["secret"]', "no objects with names"), ("x.parquet", "secret", "no Parquet file"), ("x.arrow", "secret", "no Arrow file"),
+    ("x.json", '["secret"]', "not objects with names"),
+    ("x.parquet", "secret", "not a Parquet file"), ("x.arrow", "secret", "not an Arrow file"),
     ("x.csv", "text,label\nsecret,\nb,1\n", "1 of 2 rows have no label"), ("x.jsonl", '{"a": 1}\n{"a": "secret"}\n', "two types"),
     ("x.jsonl", b'{"text": "caf\xe9 secret"}\n', "not in UTF-8"),
 ])
@@ -971,20 +972,20 @@ def test_half_of_a_character_is_refused_by_its_row_and_not_shown(tmp_path, form)
 def test_half_of_a_character_in_a_list_of_rows_is_refused_by_its_row(tokenizer):
     for kind, rows, columns in (("text", [{"text": text, "label": row} for row, text in enumerate(["a", "\ud83d"])], ("text", "label")),
                                 ("causal", [{"p": "a", "c": text} for text in ("b", "\ud83d")], ("p", "c"))):
-        with pytest.raises(ValueError, match=r"row 1 of column '(text|c)' is no text"):
+        with pytest.raises(ValueError, match=r"row 1 of column '(text|c)' is not a text"):
             encode(rows, tokenizer, columns, kind=kind)
 
 
 @pytest.mark.parametrize("words", [["a", None], ["a", 3], None, "ab", ["a", "\ud83d"]])
 def test_words_that_are_none_are_refused_by_their_row(tokenizer, words):
     rows = TableData({"tokens": [["a", "b"], words], "tags": [["O", "X"], ["O", "X"]]})
-    with pytest.raises(ValueError, match="row 1 of column 'tokens' is no list of words"):
+    with pytest.raises(ValueError, match="row 1 of column 'tokens' is not a list of words"):
         encode_tags(rows, tokenizer, ("tokens", "tags"))
 
 
 def test_json_that_is_nested_too_deeply_is_refused_by_its_line(tmp_path):
     deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    with pytest.raises(ValueError, match=r"line 2 of x.jsonl is no JSON"):
+    with pytest.raises(ValueError, match=r"line 2 of x.jsonl is not JSON"):
         read_file(written(tmp_path, "x.jsonl", '{"text": "a"}\n' + deep))
 
 
@@ -1006,7 +1007,7 @@ def test_a_table_of_arrow_is_a_table(tokenizer):
 
 @pytest.mark.parametrize("rows", [[("text", 0), ("more", 1)], ["text", "more"], pd.Series(["text", "more"])])
 def test_texts_that_are_no_table_are_refused_with_the_way_to_give_them(rows):
-    with pytest.raises(ValueError, match=r"no pictures with labels; give texts as a table, such as \{'text'"):
+    with pytest.raises(ValueError, match=r"not pictures with labels; give texts as a table, such as \{'text'"):
         dpft.fine_tune("mlp", rows, dpft.Full(), 4.0)
 
 

@@ -552,7 +552,7 @@ def test_saving_and_loading_a_module(tmp_path):
     with pytest.raises(ValueError, match="model=MyModule"):
         dpft.load(tmp_path / "own")
     assert torch.equal(weights(dpft.load(tmp_path / "own", model=net(seed=9))), weights(own.model))
-    with pytest.raises(ValueError, match="no saved run"):
+    with pytest.raises(ValueError, match="not a saved run"):
         dpft.load(tmp_path / "elsewhere")
 
 

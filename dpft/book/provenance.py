@@ -53,7 +53,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no record ({error.msg}); "
+            raise ValueError(f"{path}, line {number} is not a record ({error.msg}); "
                              "remove it and run the experiment again") from error
     return found
 
