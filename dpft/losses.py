@@ -483,8 +483,8 @@ def perplexity(
         losses, counts = token_losses(*aligned(model, batch))
         total, count = total + float(losses.double().sum()), count + int(counts.sum())
     if not count:
-        raise ValueError("no token of the data counts: all labels are -100; give some "
-                         "tokens that are to be found a label of their own")
+        raise ValueError("all labels of the data are -100, so no token can be scored; "
+                         "give labels to some tokens")
     return math.exp(total / count)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-measure
@@ -520,6 +520,6 @@ def measure_for(
     problem = problem_of(model, scores, labels)
     if problem is None:
         raise ValueError(
-            f"nothing says how {type(unwrapped(model)).__name__} is to be scored; give "
-            "a function of the model in place of the data")
+            f"there is no standard score for {type(unwrapped(model)).__name__}; give a "
+            "function of the model in place of the data")
     return {SINGLE: ACCURACY, SEVERAL: EXACT, NUMBERS: R2}[problem]

@@ -427,7 +427,7 @@ def _named_architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
         return load_model(str(folder), classes=(recipe or {}).get("classes", 2),
                           kind=description["kind"])
     if recipe is None:
-        raise ValueError(f"{folder} was saved from a module of one's own; pass it: "
+        raise ValueError(f"{folder} was saved from a user-defined module; pass it: "
                          "load(path, model=MyModule())")
     return load_model(**recipe)
 
@@ -445,7 +445,7 @@ def _read_whole(folder: Path, model: nn.Module, named: bool) -> nn.Module:
     filled = {id(own[name]) for name in fit}
     empty = {name for name, tensor in own.items() if id(tensor) not in filled}
     if odd := (values.keys() - fit) | empty:
-        raise ValueError(f"{folder} and {type(model).__name__} are not of one form: "
+        raise ValueError(f"{folder} and {type(model).__name__} do not fit: "
                          f"{min(odd)} is in one of them only, or of another shape; "
                          "pass the model that was saved: load(path, model=...)")
     for name in values if named else ():    # a model that was given keeps its dtype

@@ -36,9 +36,9 @@ def _column(data: Any, name: str) -> list[Hashable]:
     table = getattr(data, "table", None) or data
     first = table[0]
     if not isinstance(first, dict) or name not in first:
-        raise ValueError(f"the scored data has no column {name!r}, so nobody can "
-                         "tell whether its people are in the training data too; name "
-                         "whose each row is: NoisyAccuracy(data, unit=[...])")
+        raise ValueError(f"the scored data has no column {name!r}, so its people "
+                         "cannot be compared with those of the training data; name "
+                         "each row's person: NoisyAccuracy(data, unit=[...])")
     names = (table[row][name] for row in range(len(table)))
     return [name.item() if isinstance(name, Tensor) else name for name in names]
 
@@ -57,8 +57,7 @@ def people_of(
         raise ValueError(f"unit names {len(names)} rows and the scored data has "
                          f"{len(data)}")
     if missing := [row for row, name in enumerate(names) if is_missing(name)]:
-        raise ValueError(f"row {missing[0]} does not say whose it is; leave such rows "
-                         "out")
+        raise ValueError(f"row {missing[0]} names no person; leave such rows out")
     said = unit if isinstance(unit, str) else "unit"
     check_kinds(names, said)
     check_exact(names, said)

@@ -345,7 +345,7 @@ def _check_fixed(
                          "its own; leave it out")
     if unit not in (None, "example", *column_names(task.train)):
         raise ValueError(f"no column {unit!r} in {task.name}; leave unit out, or give "
-                         "fine_tune a list of whose each row is")
+                         "fine_tune a list that names each row's person")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-own
 def _is_own(name: str) -> bool:

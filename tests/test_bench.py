@@ -449,7 +449,8 @@ def test_a_setting_makes_the_same_model_and_batch_each_time():
 
 
 @pytest.mark.parametrize("words, message", [
-    ({"parts": ["txt"]}, "'txt' is no part"), ({"who": ["opacs"]}, "'opacs' is no contender"), ({"trains": ["all"]}, "'all' is no choice")])
+    ({"parts": ["txt"]}, "'txt' is not a part"), ({"who": ["opacs"]}, "'opacs' is not a contender"),
+    ({"trains": ["all"]}, "'all' is not a choice")])
 def test_a_plan_names_what_it_does_not_know(words, message):
     with pytest.raises(ValueError, match=message):
         plan_bench(**words)

@@ -69,7 +69,7 @@ def test_held_out_rows_leave_the_training_data_and_nothing_else_is_scored(monkey
 
 
 def test_wrong_settings_and_methods_within_methods():
-    with pytest.raises(ValueError, match="'rate' is no argument"):
+    with pytest.raises(ValueError, match="'rate' is not an argument"):
         measured_run({**TINY, "rate": 1.0})
     assert repr(method_from("DPFrost", {"ratio": 0.25})).startswith("DPFrost(ratio=0.25")
 

@@ -385,7 +385,7 @@ def changed(folder: Path, **fields) -> Path:
 def test_an_honest_run_is_verified(tmp_path):
     sentences = verify(saved(tmp_path))
     for text in ("all rows in place", "the last when the guarantee was stated", "3 steps, as charged", "computed again with rdp",
-                 "as sealed", "the same claim", "accountant, method, clip, clipping", "never sealed, nor the rest"):
+                 "as sealed", "the same claim", "accountant, method, clip, clipping", "nor the rest of the card were sealed"):
         assert any(text in sentence for sentence in sentences), text
     assert verify(tmp_path / "guarantee.json", tmp_path / "ledger.sqlite") == sentences
     with Ledger(tmp_path / "ledger.sqlite") as ledger:  # others may go on
@@ -612,7 +612,7 @@ def test_what_people_know_is_stated_or_said_to_be_missing():
 
 
 @pytest.mark.parametrize("others, text", [(True, "has charged more than this run"), (False, "charged nothing else"),
-                                          (None, "are not counted here")])
+                                          (None, "is not counted here")])
 def test_other_runs_are_named_without_numbers(others, text):
     assert text in example(others=others).report()
 

@@ -495,7 +495,7 @@ def test_people_are_compared_by_the_column_that_names_them():
     with pytest.raises(ValueError, match="2 of the 10 scored rows belong to people who are trained on too") as refused:
         apart(NoisyAccuracy(rows[10:]), rows[:12], "who")
     assert "p5" not in str(refused.value)                                # no name is told
-    with pytest.raises(ValueError, match=r"has no column 'person'.*; name whose each row is"):
+    with pytest.raises(ValueError, match=r"has no column 'person'.*; name each row's person"):
         apart(NoisyAccuracy(rows[10:]), rows[:12], "person")
     assert apart(score := NoisyAccuracy(rows[10:]), rows, None) is score
 
@@ -811,7 +811,7 @@ def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
 @pytest.mark.parametrize("nobody", [None, "", " ", "nan", "None", float("nan")])
 def test_a_scored_row_without_an_owner_is_refused_in_whatever_way_it_is_missing(nobody):
     from dpft.scores import people_of
-    with pytest.raises(ValueError, match="row 1 does not say whose it is"):
+    with pytest.raises(ValueError, match="row 1 names no person"):
         people_of([1, 2, 3], ["ann", nobody, "bob"])
 
 

@@ -344,7 +344,7 @@ def plan_bench(
     for names, known, what in ((parts, PARTS, "part"), (who, CONTENDERS, "contender"),
                                (trains, TRAINS, "choice of what trains")):
         if wrong := [name for name in names if name not in known]:
-            raise ValueError(f"{wrong[0]!r} is no {what}; choose from "
+            raise ValueError(f"{wrong[0]!r} is not a {what}; choose from "
                              f"{', '.join(known)}")
     # all ratios are to it
     names = ("plain", *(name for name in who if name != "plain"))

@@ -226,8 +226,8 @@ def check_known(settings: Settings) -> None:
     unknown = [name for name in settings if name not in OWN
                and name not in inspect.signature(fine_tune).parameters]
     if unknown:
-        raise ValueError(f"setting {unknown[0]!r} is no argument of fine_tune and none "
-                         f"of {', '.join(OWN)}")
+        raise ValueError(f"setting {unknown[0]!r} is not an argument of fine_tune and "
+                         f"none of {', '.join(OWN)}")
 
 def arguments_of(settings: Settings) -> Settings:
     "Those for `fine_tune`; a noise multiplier replaces a target."

@@ -269,8 +269,8 @@ def vectors(name: str, calls: Iterable[tuple[nn.Module, Any]],
     output = output if isinstance(output, Tensor) else output[0]
     if output.ndim < 2 or len(output) != batch_rows(batch):
         raise ValueError(
-            f"layer {name!r} puts out {tuple(output.shape)} for {batch_rows(batch)} "
-            "examples; name one with examples first")
+            f"layer {name!r} returns {tuple(output.shape)} for {batch_rows(batch)} "
+            "examples; name a layer whose output has examples first")
     return by_position(output, output.ndim > 3 or isinstance(module, nn.Conv1d), batch)
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-check-pooling

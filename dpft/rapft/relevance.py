@@ -338,7 +338,7 @@ def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
     if two != [2 * rows for rows in one]:
         raise ValueError(
             f"{type(model).__name__} adds features whose first dimension is not that "
-            "of the examples, so relevance cannot be told apart by example; let "
+            "of the examples, so relevance cannot be separated by example; let "
             "examples come first, or pass rule=Rules(skip='plain')")
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
@@ -351,7 +351,7 @@ def by_single_examples(
         return gradients(model, loss_fn, batch, units)
     except NotByExample as error:
         raise ValueError(
-            f"{type(model).__name__}: relevance cannot be told apart by example "
+            f"{type(model).__name__}: relevance cannot be separated by example "
             f"({error}); train it without RapFT, or use a model such as GPT-2, BERT or "
             "BART") from error
 
