@@ -115,8 +115,8 @@ def apart(
                          "people by one column in both")
     if score.unit is None:
         if not isinstance(unit, str):
-            raise ValueError("unit= protects people, so the development set must say "
-                             "whose its rows are too: NoisyAccuracy(data, unit=[...])")
+            raise ValueError("unit= protects people, so the development set must name "
+                             "each row's person too: NoisyAccuracy(data, unit=[...])")
         score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
     trained = set(map(_as_text, people_of(as_dataset(rows), unit)))
     scored = score.people or []

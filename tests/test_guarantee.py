@@ -334,7 +334,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path):
 def test_bad_files(tmp_path, content):
     path = tmp_path / "guarantee.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="no guarantee"):
+    with pytest.raises(ValueError, match="not a guarantee that this version can read"):
         Guarantee.load(path)
 
 
