@@ -480,7 +480,8 @@ def test_a_search_may_protect_people(digits):
 
 
 @pytest.mark.parametrize("dev, message", [
-    (None, "must name each row's person"), ([99] * 360, "360 of the 360 scored rows belong to people who are trained on too, the first is row 0"),
+    (None, "must name each row's person"),
+    ([99] * 360, "360 of the 360 scored rows belong to people who are trained on too, the first is row 0"),
     ([None] + [200] * 359, "row 0 names no person"), ([math.nan] + [200] * 359, "row 0 names no person"),
     ([200] * 3, "names 3 rows")])
 def test_nobody_is_trained_on_and_scored(digits, dev, message):
