@@ -96,11 +96,11 @@ def check_input(
     model: nn.Module, method: Method, train: Any, settings: Settings,
 ) -> None:
     "ValueError for a model and data that cannot go through a run together."
-    check_drawable(train)
     check_whole(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={said_of(model)}: pass a module")
     check_method(method)
+    check_drawable(train)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
     whole = lying(model) is WHOLE

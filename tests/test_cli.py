@@ -71,7 +71,7 @@ def test_secrets_are_gone_at_the_end_unless_kept(run, saved, tmp_path):
     run("train", *DIGITS, "--epsilon", "4", "--checkpoint", tmp_path / "state", "--keep-secrets", "--output", tmp_path / "model")
     kept = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()}
     assert {"run.json", "state.pt"} <= set(kept) and set(kept.values()) == {0o600}
-    assert "undo the noise" in (tmp_path / "model" / "README.md").read_text()
+    assert "enough to remove the noise" in (tmp_path / "model" / "README.md").read_text()
 
 
 def test_a_ledger_in_the_folder_that_is_published_is_refused_before_anything_is_spent(run, tmp_path):

@@ -358,7 +358,7 @@ def test_another_database_is_left_alone(tmp_path):
     path = tmp_path / "other.db"
     change(path, "CREATE TABLE ledger (number INTEGER)")
     content = path.read_bytes()
-    with pytest.raises(LedgerError, match="no ledger"):
+    with pytest.raises(LedgerError, match="a database but not a ledger"):
         Ledger(path)
     assert path.read_bytes() == content
 

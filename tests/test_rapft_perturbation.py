@@ -428,7 +428,7 @@ def test_an_unpaid_map_is_named_wherever_the_run_is_described(tmp_path, run):
     assert read.epsilon() == math.inf and reason in read.unpaid and read.tpr(0.01) == 1.0
     assert any(reason in line for line in verify(tmp_path))
     status, out, _ = run("verify", tmp_path)
-    assert status == 0 and reason in out and "has no privacy guarantee" in out
+    assert status == 0 and reason in out and "there is no privacy guarantee" in out
 
 
 def test_a_guarantee_with_an_unpaid_look_is_never_private():

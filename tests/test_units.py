@@ -208,7 +208,7 @@ def test_large_whole_numbers_are_names_where_they_are_exact():
 def test_a_unit_of_lists_is_refused():
     table = TableData({"text": ["a", "b"], "who": [["ann"], ["ann"]]})
     for asked in (lambda: units_of(table, "who"), lambda: people_of(table, "who")):
-        with pytest.raises(ValueError, match="unit 'who' holds lists or other values that are no names"):
+        with pytest.raises(ValueError, match="unit 'who' holds lists or other values that are not names"):
             asked()
 
 
