@@ -196,7 +196,7 @@ def _from_items(items: Sequence[Any]) -> Any:
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-drawable
 def check_drawable(data: Any) -> None:
     "Refuse data without a length or without rows by number."
-    if isinstance(data, Task):
+    if hasattr(data, "train") and hasattr(data, "dev"):
         raise ValueError("a Task is several data sets; give one of them, such as "
                          "task.train, task.dev or task.test")
     kind = type(data).__name__

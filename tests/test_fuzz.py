@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import os
+import re
 import time
 import warnings
 from collections import defaultdict
@@ -496,7 +497,7 @@ def unsafe(source):
                 yield where, "torch.load without weights_only=True"
             if keywords.get("allow_pickle", "False") != "False":
                 yield where, "allow_pickle"
-            if name.rpartition(".")[2] in ("eval", "exec", "FunctionType", "__import__") and name.rpartition(".")[0] in ("", "builtins", "types"):
+            if re.fullmatch(r"((builtins|types)\.)?(eval|exec|FunctionType|__import__)", name):
                 yield where, name
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
