@@ -106,6 +106,16 @@ def directives(text: str) -> tuple[dict[str, str], str]:
     return found, "\n".join(lines)
 
 
+def unreadable(text: str) -> str:
+    "The options of a code cell that are no YAML, which ends the making of the site; empty when they are."
+    options = [line.removeprefix("#|").strip() for line in text.splitlines() if re.match(r"#\| *[\w-]+: ", line)]
+    try:
+        yaml.safe_load("\n".join(options))
+    except yaml.YAMLError as error:
+        return getattr(error, "problem", None) or str(error)
+    return ""
+
+
 def outside_code(text: str, change: Callable[[str], str]) -> str:
     "Apply `change` to what is neither a fenced block nor inline code."
     pieces, end = [], 0
@@ -323,6 +333,8 @@ def notebook_problems(chapter: Chapter) -> Iterator[str]:
     identifiers = Counter(cell.get("id") for cell in chapter.cells)
     yield from (f"{chapter.path.name}: {times} cells have the id {name}" for name, times in identifiers.items() if times > 1 or not name)
     for cell in chapter.cells:
+        if cell["cell_type"] == "code" and (why := unreadable(source(cell))):
+            yield f"{chapter.path.name}: the options of cell {cell['id']} are no YAML ({why}); escape quotation marks within a caption"
         stored = cell.get("outputs", [])
         if any(result["output_type"] == "error" for result in stored):
             yield f"{chapter.path.name}: the stored output of cell {cell['id']} is an error"

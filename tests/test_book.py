@@ -398,6 +398,14 @@ def test_a_stored_error_or_a_path_of_the_machine_is_found(book, small, output):
     assert len(book.problems()) == 1
 
 
+def test_options_that_end_the_making_of_the_site_are_found(book, small):
+    caption = '#| label: tbl-b\n#| tbl-cap: "{}"\n1'
+    (small / "nbs/02_b.ipynb").write_text(notebook(("markdown", "b", "# B"), ("code", "c", caption.format("what is *named*"))))
+    assert book.problems() == []
+    (small / "nbs/02_b.ipynb").write_text(notebook(("markdown", "b", "# B"), ("code", "c", caption.format('what is "named" so'))))
+    assert len(book.problems()) == 1 and "cell c are no YAML" in book.problems()[0]
+
+
 def test_a_chapter_that_is_too_long_is_found(book, small):
     (small / "nbs/02_b.ipynb").write_text(notebook(("markdown", "b", "# B\n\n" + "a word `code` $x + y$ " * 1800)))
     assert book.problems() == ["02_b.ipynb: 3601 words are more than 3500; split it"]
