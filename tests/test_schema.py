@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from test_data import Items
 from torch import nn, tensor
 
 import dpft
@@ -69,21 +70,8 @@ def table(**columns):
 ])
 def test_a_schema_says_what_it_takes(columns, unit, line):
     rows = [columns] * 3
-    for data in (as_dataset(rows), pd_like(rows)):
+    for data in (as_dataset(rows), Items(rows)):
         assert read_schema(data, unit=unit).line() == line
-
-
-class pd_like(torch.utils.data.Dataset):
-    "Items without column names."
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 @pytest.mark.parametrize("columns, more, words", [
@@ -390,7 +378,7 @@ FORMS = {
     "list": list,
     "frame": pd.DataFrame,
     "columns": lambda rows: {name: [row[name] for row in rows] for name in rows[0]},
-    "torch Dataset": pd_like,
+    "torch Dataset": Items,
     "transform": lambda rows: Dataset.from_list(rows).with_transform(lambda batch: batch),
 }
 

@@ -17,6 +17,7 @@ import zoo
 from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data import Items
 from test_training import engine, net, run_all, toy, weights
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -387,16 +388,7 @@ def test_a_method_that_draws_reads_rows_that_are_kept_apart_too():
 
 
 def test_a_data_set_that_gives_whole_batches_keeps_its_rows_apart_too():
-    class Sorting:
-        def __init__(self, rows):
-            self.rows = rows
-
-        def __len__(self):
-            return len(self.rows)
-
-        def __getitem__(self, row):
-            return self.rows[row]
-
+    class Sorting(Items):
         def batch(self, indices):
             return longest_first([self.rows[int(row)] for row in indices])
 
