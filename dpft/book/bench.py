@@ -64,8 +64,6 @@ def measure(
                for name, contender, error, reason
                in enter(setting, model, loss, device)]
     able = {name: contender for name, contender, _, reason in entered if not reason}
-    for contender in able.values():
-        contender.step(batch)  # one-off work is not part of a step
     memory = {name: measure_memory(contender, loss, batch, device)
               for name, contender in able.items()}
     seconds = interleaved(able, batch, setting.repeats, warm=1)  # two steps were taken
