@@ -196,9 +196,6 @@ def _from_items(items: Sequence[Any]) -> Any:
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-drawable
 def check_drawable(data: Any) -> None:
     "Refuse data without a length or without rows by number."
-    if hasattr(data, "train") and hasattr(data, "dev"):
-        raise ValueError("a Task is several data sets; give one of them, such as "
-                         "task.train, task.dev or task.test")
     kind = type(data).__name__
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
@@ -208,6 +205,9 @@ def check_drawable(data: Any) -> None:
             f"this {kind} makes its own batches, and privacy needs Poisson draws; "
             "give the data set inside it, .dataset")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        if hasattr(data, "train") and hasattr(data, "dev"):
+            raise ValueError("a Task is several data sets; give one of them, such as "
+                             "task.train, task.dev or task.test")
         raise ValueError(
             f"this {kind} has no length or no rows by number, so no example has a "
             "known probability of being drawn; keep it in memory, as "
