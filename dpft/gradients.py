@@ -7,8 +7,8 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'Share', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'select_rows', 'Slots',
-           'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
+           'PASS_FAILS', 'Share', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'each_value', 'select_rows',
+           'Slots', 'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
            'holds_tensors', 'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept',
            'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
            'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
@@ -28,7 +28,7 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled',
            'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients',
            'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps',
-           'same_share', 'differ', 'refuse_other_share', 'extreme', 'TriedFirst', 'same_beside_extremes',
+           'same_share', 'far_apart', 'refuse_other_share', 'extreme', 'TriedFirst', 'same_beside_extremes',
            'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients',
            'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
 
@@ -62,6 +62,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .clipping import clip_factor
+from .noise import bytes_of
 from .processes import whole
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-batch
@@ -81,6 +82,12 @@ def batch_rows(batch: Batch) -> int:
     return len(tensors(batch)[0])
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-select-rows
+def each_value(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    "A batch of the same structure whose values are changed."
+    if isinstance(batch, Mapping):
+        return {name: change(value) for name, value in batch.items()}
+    return tuple(map(change, batch))
+
 def select_rows(
     batch: Batch,   # of B examples
     rows: Tensor,   # (n,) which of them
@@ -91,9 +98,7 @@ def select_rows(
         return (value[rows.to(value.device)]
                 if isinstance(value, Tensor) and value.ndim and len(value) == size
                 else value)
-    if isinstance(batch, Mapping):
-        return {name: pick(value) for name, value in batch.items()}
-    return tuple(pick(value) for value in batch)
+    return each_value(batch, pick)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-buffers
 LARGE = 2**18  # numbers of a tensor that is copied only if it has changed before
@@ -210,8 +215,7 @@ def unlike(pairs: Mapping[int, tuple[Tensor, Tensor]]) -> set[int]:
     "Which pairs differ in a bit; each device but the CPU is asked once."
     found, far = set[int](), dict[torch.device, dict[int, Tensor]]()
     for key, pair in pairs.items():
-        one, other = (x.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-                      .unsqueeze(1).view(torch.uint8) for x in pair)
+        one, other = (bytes_of(x).view(-1, x.element_size()) for x in pair)
         if one.shape == other.shape and one.device.type != "cpu":
             far.setdefault(one.device, {})[key] = (one != other).any()
         elif not torch.equal(one, other):
@@ -2707,6 +2711,7 @@ def same_in_whole(
                    partial(share, kept, rows, counts))
         del beside
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-share
 Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
 
 def share_of(taken: Gradients, kept: Tensor) -> Share:
@@ -2717,6 +2722,7 @@ def share_of(taken: Gradients, kept: Tensor) -> Share:
     factors[own] = 1 / norms[own]
     return taken.losses[kept], norms[kept], taken.weighted_sum(factors)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-steps
 class Steps(TorchDispatchMode):
     "The steps of a pass, in order, each with the shapes that it is given."
 
@@ -2731,6 +2737,7 @@ class Steps(TorchDispatchMode):
                                    if isinstance(x, Tensor))))
         return func(*args, **kwargs)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-same-share
 AGAIN = 5   # more passes of each batch, once two differ
 
 def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
@@ -2750,12 +2757,12 @@ def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
             with Steps() as steps:
                 share = take()
             taken.append(steps.taken)
-            if (steps.taken != taken[0] or differ(same, share)
-                    or not differ(far, share)):
+            if (steps.taken != taken[0] or far_apart(same, share)
+                    or not far_apart(far, share)):
                 return
     raise coupled
 
-def differ(one: Share, other: Share) -> bool:
+def far_apart(one: Share, other: Share) -> bool:
     "Whether two shares differ by more than a few roundings."
     try:
         refuse_other_share(one, other, few_roundings)
@@ -2763,6 +2770,7 @@ def differ(one: Share, other: Share) -> bool:
         return True
     return False
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-other-share
 def refuse_other_share(one: Share, other: Share,
                        allowed: Callable[[Tensor], float]) -> None:
     "ValueError when losses or gradients differ by more than is allowed."
@@ -2787,6 +2795,7 @@ def extreme(value: Any, factors: Tensor) -> Any:
     factors = factors.to(value).view(-1, *(1,) * (value.ndim - 1))
     return torch.where((value != value.round()).any(0), value * factors, value)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-tried-first
 # parts of the names of steps that check the numbers they are given
 CHECKS = ("assert", "bernoulli", "bincount", "cross_entropy", "embedding", "gather",
           "index", "margin_loss", "multinomial", "nll_loss", "put", "scatter", "take")
@@ -2816,6 +2825,7 @@ class TriedFirst(TorchDispatchMode):
         kind = torch.float32 if values.is_floating_point() else values.dtype
         return values.to("cpu", kind, copy=True)
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-beside-extremes
 def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
                          batch: Batch) -> None:
     "ValueError when losses change beside examples that are not finite or very large."
@@ -2824,9 +2834,7 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
     size, exact = batch_rows(batch), getattr(loss_fn, "full_precision", loss_fn)
     factors = torch.ones(size, dtype=torch.float64)
     factors[1::3], factors[2::3] = math.nan, 1e4
-    other = ({name: extreme(x, factors) for name, x in batch.items()}
-             if isinstance(batch, Mapping)
-             else tuple(extreme(x, factors) for x in batch))
+    other = each_value(batch, partial(extreme, factors=factors))
     held = Held(model, exact, every=True)
     def share(part: Batch) -> Share:
         with torch.no_grad(), forked(model):

@@ -294,7 +294,7 @@ def digests(
 # %% ../nbs/5_notes/54_noise.ipynb #noise-device-hashes
 def bytes_of(value: Tensor) -> Tensor:
     "The bytes of a tensor in a row, where it lies; also of one number with a stride."
-    flat = value.detach().contiguous().reshape(-1)
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.unsqueeze(1).view(torch.uint8).flatten()
 
 def raw_bytes(value: Tensor) -> np.ndarray:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .noise import raw_bytes
 from .registry import is_as_written
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
@@ -309,9 +310,7 @@ def _(value: torch.Tensor, reading: Reading) -> Parts:
         yield before
     elif (type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
           and value.layout is torch.strided and not value.is_quantized):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        flat = plain.reshape(-1)[:, None].view(torch.uint8)
-        raw = memoryview(flat.numpy())  # type: ignore[arg-type]
+        raw = memoryview(raw_bytes(value.cpu()))  # type: ignore[arg-type]
         yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
     else:
         yield None
