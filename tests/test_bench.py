@@ -496,17 +496,18 @@ def test_a_mark_is_not_met_by_what_was_not_measured(peer):
     assert [met for *_, met in bench.judged(found)] == [True, True]
 
 
-@pytest.mark.parametrize("setting", bench.plan_gpu(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}")
+@pytest.mark.parametrize("setting", bench.plan_gpu(tiny=True), ids=lambda setting: f"{setting.model}-{setting.trains}-{setting.precision}")
 def test_the_questions_for_a_gpu_at_tiny_shapes(setting):
     found = list(bench.run_bench([setting], CPU, rate=True))
-    assert [entry["cannot"] for entry in found] == ["", ""]
+    assert [(entry["who"], entry["cannot"]) for entry in found] == [(who, "") for who in setting.who]
     assert all(entry["share_of_rate"] > 0 and entry["matrix_rate"] > 0 for entry in found)
-    assert bench.rate_table(found).count("\n") == 3
+    assert bench.rate_table(found).count("\n") == 1 + len(setting.who)
 
 
 def test_the_gpu_questions_have_the_shapes_of_the_marks():
-    base, _, large = bench.plan_gpu()
-    assert (base.width, base.layers, base.size, base.precision) == (768, 12, 256, "bf16")
+    *bases, large = bench.plan_gpu()
+    assert all((base.width, base.layers, base.size) == (768, 12, 256) for base in bases)
+    assert [base.precision for base in bases] == [None, None, "bf16", "bf16"]
     with torch.device("meta"):
         parameters = sum(p.numel() for p in contenders.MODELS[large.model](large.width, large.layers, large.size).parameters())
         assert 6.5e9 < parameters < 7.5e9

@@ -17,6 +17,7 @@ from dpft.book.provenance import is_stale
 from dpft.datasets import VOCABULARY, Public, TableData, Task, TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
+from dpft.processes import own_device
 from dpft.registry import method_from
 
 TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
@@ -54,7 +55,7 @@ def test_only_equal_settings_are_skipped(tmp_path):
 
 def test_a_record_tells_where_it_comes_from(tmp_path):
     entry = next(run_experiment("e", grid_of(1), tmp_path / "r.jsonl"))
-    assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith("CPU") and entry["epsilon"] <= 8
+    assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith("CPU" if own_device(None) == "cpu" else torch.cuda.get_device_name()) and entry["epsilon"] <= 8
     assert not is_stale(entry) and is_stale({**entry, "source_hash": "0" * 16}) and is_stale({})
     assert next(run_experiment("e", grid_of(1), tmp_path / "f.jsonl", full=True))["reduced"] is False
 

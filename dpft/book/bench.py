@@ -433,15 +433,18 @@ def plan_bf16(
 def plan_gpu(
     tiny: bool = False,  # the same questions of models that a CPU can hold
 ) -> list[Setting]:
-    """RoBERTa-base in mixed precision, and a Llama of seven billion parameters
-    and added biases in bf16."""
+    """RoBERTa-base in float32 with other libraries and in mixed precision, and a Llama
+    of seven billion parameters and added biases in bf16."""
     who, repeats = ("plain", "dpft"), 2 if tiny else 15
+    peers = ("plain", "opacus", "opacus-ghost", "dpft")
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (768, 12, 256, 64)
-    base = [Setting("gpu", "encoder", width, layers, size, rows, which, who, repeats,
-                    precision="bf16") for which in TRAINS]
+    base = [Setting("gpu", "encoder", width, layers, size, rows, which, among, repeats,
+                    precision=precision)
+            for precision, among in ((None, peers), ("bf16", who)) for which in TRAINS]
     width, layers, size, rows = (32, 2, 16, 4) if tiny else (4096, 32, 1024, 4)
     return [*base, Setting("gpu", "llama", width, layers, size, rows, "biases", who,
                            repeats, precision="bf16 weights")]
+
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-table
 def cost_table(found: Iterable[dict[str, Any]]) -> str:

@@ -40,6 +40,7 @@ from ..loop import Run, fine_tune
 from ..losses import answers, evaluation_batches, evaluation_order
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
+from ..processes import own_device
 from ..registry import method_from
 from ..sources import load_data
 from ..store import locked
@@ -204,9 +205,10 @@ def measured_run(
     prepare: Callable[[Settings], tuple[nn.Module, Task]] | None = None,
 ) -> Settings:
     """One call of `fine_tune` with these settings, scored on held-out rows,
-    or on the development and the test data."""
+    or on the development and the test data; on a GPU if there is one."""
     check_known(settings)
     model, task = (prepare or _named)(settings)
+    model.to(own_device(None))
     method = method_from(settings["method"], settings.get("options", {}))
     kept: Settings = {}
     def evaluate(trained: nn.Module) -> dict[str, float]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..datasets import Task, TensorData
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
+from ..processes import own_device
 from ..sources import load_data
 from .experiments import (
     Settings, cache_folder, measured_run, prepared_task, put_in_place, split)
@@ -352,8 +353,9 @@ def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         model, unfinished = headless(task.kind), file.with_suffix(f".{os.getpid()}")
-        save_file({name: vectors(model, part).half() for name, part in parts.items()},
-                  str(unfinished))
+        model.to(own_device(None))
+        save_file({name: vectors(model, part).half().cpu()
+                   for name, part in parts.items()}, str(unfinished))
         unfinished.replace(file)
     known = load_file(str(file))
     return replace(task, **{  # type: ignore[arg-type]

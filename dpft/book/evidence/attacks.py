@@ -28,6 +28,7 @@ from ...guarantee import json_number
 from ...loop import Run, fine_tune
 from ...method import Method
 from ...models import load_model, load_tokenizer
+from ...processes import own_device
 from ...rapft.perturbation import RapFT
 from ...sources import load_data
 from ...texts import EncodedData, encode
@@ -157,6 +158,7 @@ def attack_text(settings: dict[str, Any], folder: str) -> dict[str, Any]:
                     *(settings[name]
                       for name in ("data", "rows", "canaries", "candidates", "seed")))
     tokenizer, before = load_tokenizer(folder), load_model(folder, kind="causal")
+    before.to(own_device(None))
     run = attacked_run(settings, load_model(folder, kind="causal"), known.train,
                        LANGUAGE)
     bits = exposure(run.model, tokenizer, known.masked_texts, known.secrets,

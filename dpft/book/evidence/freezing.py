@@ -31,10 +31,11 @@ from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
 from ...gradients import Partition
 from ...identity import fingerprint
-from ...losses import accuracy, default_loss
+from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
 from ...models import load_model
 from ...privacy import SampledGaussian, epsilon
+from ...processes import own_device
 from ..experiments import Experiment, Settings, kept_in, prepared_task
 from ..provenance import source_hash
 
@@ -61,11 +62,14 @@ def walk(
     state: Path | None = None,     # a folder from which it continues
 ) -> Iterator[int]:                # steps done so far
     "Plain DP-SGD with a constant learning rate, one step at a time."
+    batch_size, on_cpu = settings["batch_size"], device_of(model).type == "cpu"
     engine = Engine(model, None, Kept(names), task.train,
                     noise_multiplier=settings["noise_multiplier"], delta=1e-5,
-                    steps=steps, batch_size=settings["batch_size"],
+                    steps=steps, batch_size=batch_size,
                     clip=settings["clip"], accountant="rdp", seed=seed,
-                    physical_batch_size=128, checkpoint=state)
+                    # a Poisson draw seldom has twice as many rows
+                    physical_batch_size=128 if on_cpu else 2 * batch_size,
+                    checkpoint=state)
     optimizer = torch.optim.SGD(engine.parameters(), settings["learning_rate"])
     engine.resume(optimizer)
     for step in engine:
@@ -79,12 +83,12 @@ State = dict[str, Tensor]   # weights by name
 
 
 def state_of(model: nn.Module) -> State:
-    "A copy of the weights."
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    "A copy of the weights, in the memory of the CPU."
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
-    "The model with the initial weights of a seed, and the data."
+    "The model with the initial weights of a seed, on a GPU if there is one; the data."
     task = prepared_task(settings["data"], settings["model"], settings.get("limit"))
     assert task.image_shape is not None
     channels, height, width = task.image_shape
@@ -92,7 +96,7 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
                        (channels, height, width), seed=seed)
     if settings.get("start") == "glorot":
         glorot(model, seed)
-    return model, task
+    return model.to(own_device(None)), task
 
 
 def glorot(model: nn.Module, seed: int) -> None:
@@ -345,13 +349,15 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
     generator = torch.Generator().manual_seed(10_000 * settings["seed"] + t)
     size = settings["batch_size"]
     rows = torch.randint(len(task.train), (size,), generator=generator)
-    batches = [task.train.batch(part) for part in rows.split(128)]
+    def batch(part: Tensor) -> Any:
+        return to_device(task.train.batch(part), device_of(model))
+    batches = [batch(part) for part in rows.split(128)]
     parts = torch.arange(len(task.train)).split(512)
     loss, trains = default_loss(model), [p.requires_grad for p in model.parameters()]
     model.requires_grad_(True)
     effect = freezing_effect(model, loss, batches, settings["clip"],
                              settings["noise_multiplier"], kept, generator=generator)
-    true = true_gradient(model, loss, (task.train.batch(part) for part in parts))
+    true = true_gradient(model, loss, map(batch, parts))
     groups = {clip: clip_groups(model, loss, batches, clip, kept, true=true)
               for clip in CLIPS}
     status = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}

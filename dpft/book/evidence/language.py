@@ -36,6 +36,7 @@ from ...losses import example_losses, perplexity
 from ...method import Method
 from ...models import load_model, load_tokenizer, pretrain
 from ...privacy import noise_multiplier
+from ...processes import own_device
 from ...rapft.mask import AS_PUBLISHED
 from ...rapft.relevance import relevance_map
 from ...registry import method_from
@@ -277,7 +278,8 @@ def language_run(settings: Settings) -> Settings:
     model, score = language_model(settings["model"]), scored_by(settings)
     if settings["method"] == UNTOUCHED:
         task = prepared_task(settings["data"], model, None, 0, settings["max_length"])
-        return {"metrics": score(load_model(model, kind="causal"), task),
+        untouched = load_model(model, kind="causal").to(own_device(None))
+        return {"metrics": score(untouched, task),
                 "epsilon": 0.0, "trainable": 0}
     return measured_run({**taken(settings, model), "model": model},
                         trained_entries, score)
@@ -313,11 +315,11 @@ def trained_entries(run: Run, method: Method) -> Settings:
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-study
 def language_prepared(settings: Settings) -> tuple[nn.Module, Task]:
-    "The model of a study, and E2E in its tokens."
+    "The model of a study, on a GPU if there is one, and E2E in its tokens."
     folder = study_model(settings)
     task = prepared_task(settings["data"], folder, settings.get("limit"),
                          settings.get("held_out", 0), settings["max_length"])
-    return load_model(folder, kind="causal"), task
+    return load_model(folder, kind="causal").to(own_device(None)), task
 
 def study_model(settings: Settings) -> str:
     "The folder of a study's model."
