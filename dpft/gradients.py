@@ -7,8 +7,8 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'SPLIT', 'HALVED', 'PATCHES', 'Convolution', 'RULES', 'GroupsOf', 'DOUBTFUL', 'SPARE', 'SHORT', 'WHOLE',
            'Own', 'Form', 'ROWS', 'Heard', 'UNPLACED', 'ADDS_ROWS', 'SIZES', 'DIMENSIONS', 'COUPLED', 'NEIGHBOURS',
            'PADDING', 'ANEW', 'UNSTEADY', 'VALUES', 'Recollate', 'FIRST_LOOKS', 'LOOKS_SHARE', 'Sights', 'PUTS_BACK',
-           'PASS_FAILS', 'Share', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'each_value', 'select_rows',
-           'Slots', 'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
+           'PASS_FAILS', 'AGAIN', 'CHECKS', 'SlowWay', 'tensors', 'batch_rows', 'each_value', 'select_rows', 'Slots',
+           'around', 'called_with', 'leads_to', 'version', 'some_of', 'unlike', 'Held', 'few_of', 'differs',
            'holds_tensors', 'copy_of', 'exchanged', 'refill', 'name_of', 'refuse_lost', 'buffers_kept',
            'per_example_losses', 'check_kinds', 'trainable', 'per_example_gradients', 'full', 'by_example', 'row_sums',
            'sum_depth', 'token_products', 'product_depth', 'pair_squares', 'added', 'Contribution', 'Dense',
@@ -27,10 +27,11 @@ __all__ = ['Batch', 'LossFunction', 'LARGE', 'MOST', 'DEEP', 'FRAMES', 'PLAIN', 
            'steady', 'different_rows', 'tolerance', 'few_roundings', 'refuse_change', 'same_losses_in_all_settings',
            'repadded', 'Coupling', 'check_followed', 'batch_shape', 'padded_length', 'looked_at', 'check_uncoupled',
            'trains', 'modes_of', 'taps_see', 'memory_of', 'Ragged', 'reached_by_picked_rows', 'mapped_gradients',
-           'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'share_of', 'Steps',
-           'same_share', 'far_apart', 'refuse_other_share', 'extreme', 'TriedFirst', 'same_beside_extremes',
-           'look_at_whole', 'unseen', 'compared_forms', 'compared', 'in_new_forms', 'looked_at_again', 'gradients',
-           'per_example_norms', 'weighted_sum', 'clipped_sum', 'reuse_memory']
+           'mapping_works', 'record', 'can_skip', 'Counting', 'counting', 'same_in_whole', 'Share', 'share_of',
+           'numbers_of', 'Steps', 'same_share', 'far_apart', 'distance', 'off_direction', 'refuse_other_share',
+           'extreme', 'TriedFirst', 'same_beside_extremes', 'look_at_whole', 'unseen', 'compared_forms', 'compared',
+           'in_new_forms', 'looked_at_again', 'gradients', 'per_example_norms', 'weighted_sum', 'clipped_sum',
+           'reuse_memory']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 import ctypes
@@ -50,7 +51,7 @@ from functools import partial
 from itertools import islice
 from operator import is_, itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -2712,7 +2713,12 @@ def same_in_whole(
         del beside
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-share
-Share = tuple[Tensor, Tensor, dict[str, Tensor]]  # losses, norms, sum of directions
+class Share(NamedTuple):
+    "What some examples have in a pass."
+    losses: Tensor
+    norms: Tensor
+    total: dict[str, Tensor]    # sum of directions
+    kind: torch.dtype           # the least precise that their gradients come from
 
 def share_of(taken: Gradients, kept: Tensor) -> Share:
     "What the examples `kept` have in a pass."
@@ -2720,7 +2726,19 @@ def share_of(taken: Gradients, kept: Tensor) -> Share:
     own = kept[norms[kept].isfinite() & (norms[kept] > 0)]
     factors = torch.zeros_like(norms)
     factors[own] = 1 / norms[own]
-    return taken.losses[kept], norms[kept], taken.weighted_sum(factors)
+    used = (x for uses in taken.uses.values() for use in uses for x in numbers_of(use))
+    kinds = {x.dtype for x in (*used, *taken.parameters.values(), norms)
+             if x.is_floating_point()}
+    kind = max(kinds, key=lambda kind: torch.finfo(kind).eps)
+    return Share(taken.losses[kept], norms[kept], taken.weighted_sum(factors), kind)
+
+def numbers_of(use: Contribution) -> Iterator[Tensor]:
+    "The tensors of a contribution, and of those that it is made of."
+    for value in tree_leaves([*vars(use).values()]):
+        if isinstance(value, Contribution):
+            yield from numbers_of(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-steps
 class Steps(TorchDispatchMode):
@@ -2743,22 +2761,26 @@ AGAIN = 5   # more passes of each batch, once two differ
 def same_share(one: Share, other: Share, *again: Callable[[], Share]) -> None:
     """ValueError when losses or gradients differ by more than rounding.
 
-    Where a batch differs from itself as well, or the other one from its steps, sums may
-    round otherwise each time.
+    Sums may round otherwise each time: then two batches differ no more than one does
+    from itself.
     """
     try:
         return refuse_other_share(one, other, few_roundings)
     except ValueError as error:
         coupled = error
-    refuse_other_share(one, other, tolerance)
-    taken: list[list[Hashable]] = []
+    rough = tolerance(torch.empty(0, dtype=one.kind))
+    refuse_other_share(one, other, lambda values: max(rough, tolerance(values)))
+    steps, spread, apart = list[list[Hashable]](), 0.0, math.inf
     for take, same, far in zip(again, (one, other), (other, one), strict=True):
         for _ in range(AGAIN):
-            with Steps() as steps:
+            with Steps() as taken:
                 share = take()
-            taken.append(steps.taken)
-            if (steps.taken != taken[0] or far_apart(same, share)
-                    or not far_apart(far, share)):
+            steps.append(taken.taken)
+            if steps[-1] != steps[0]:
+                return refuse_other_share(one, other, tolerance)
+            spread = max(spread, distance(same, share))
+            apart = min(apart, distance(far, share))
+            if apart <= 2 * spread or not far_apart(far, share):
                 return
     raise coupled
 
@@ -2770,18 +2792,31 @@ def far_apart(one: Share, other: Share) -> bool:
         return True
     return False
 
+def distance(one: Share, other: Share) -> float:
+    "The largest of the relative differences of losses, norms and directions."
+    def relative(values: Tensor, others: Tensor) -> float:
+        values, others = values.nan_to_num(0, 0, 0), others.nan_to_num(0, 0, 0)
+        largest = values.abs().max().clamp(min=torch.finfo(values.dtype).tiny)
+        return float((values - others).abs().max() / largest)
+    return max(relative(one.losses, other.losses), relative(one.norms, other.norms),
+               off_direction(one, other))
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-other-share
+def off_direction(one: Share, other: Share) -> float:
+    "Norm of the difference of two sums of directions, over the root of their number."
+    off = _norm(x - y for name in one.total for x, y in zip(
+        *(share.total[name].flatten().split(LARGE) for share in (one, other)),
+        strict=True))
+    return off / max(1, len(one.norms)) ** 0.5
+
 def refuse_other_share(one: Share, other: Share,
                        allowed: Callable[[Tensor], float]) -> None:
     "ValueError when losses or gradients differ by more than is allowed."
-    (losses, norms, total), (*_, others, sums) = one, other
-    refuse_change(losses, other[0], "the examples beside it", NEIGHBOURS,
-                  allowed(losses))
-    near = 10 * allowed(norms)
-    off = _norm(x - y for name in total for x, y in zip(
-        *(of[name].flatten().split(LARGE) for of in (total, sums)), strict=True))
-    alike = torch.allclose(norms, others, rtol=near, atol=0, equal_nan=True)
-    if not alike or not off <= near * max(1, len(norms)) ** 0.5:
+    refuse_change(one.losses, other.losses, "the examples beside it", NEIGHBOURS,
+                  allowed(one.losses))
+    near = 10 * allowed(one.norms)
+    alike = torch.allclose(one.norms, other.norms, rtol=near, atol=0, equal_nan=True)
+    if not alike or not off_direction(one, other) <= near:
         raise ValueError(COUPLED.format("gradient", "the examples beside it",
                                         NEIGHBOURS))
 
@@ -2839,7 +2874,7 @@ def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
     def share(part: Batch) -> Share:
         with torch.no_grad(), forked(model):
             losses = per_example_losses(model, exact, part, held)[::3]
-        return losses, torch.zeros_like(losses), {}
+        return Share(losses, torch.zeros_like(losses), {}, losses.dtype)
     try:
         among = beside = share(batch)
         with suppress(Exception), TriedFirst():   # a model may stop there

@@ -1000,6 +1000,41 @@ def test_a_model_whose_sums_round_differently_each_time_is_no_coupling(size):
         clipped_sum(Chain(a=nn.Linear(4, 2)).float(), loss, (noise(12, 4).float(),), 1.0)
 
 
+def backward_only(scale):
+    "A loss whose gradients alone are scaled, as by a backward pass that adds up in another order each time."
+    def loss(model, batch):
+        losses = wave(model, batch)
+        return losses.detach() + (losses - losses.detach()) * scale(losses.detach().float())
+    return loss
+
+
+def share_of_different(losses):
+    return len(losses.nan_to_num(0, 0, 0).round(decimals=3).unique()) / len(losses)
+
+
+def never_twice(size, seed):
+    import random
+    source = random.Random(seed)
+    return lambda losses: 1 + size * (2 * source.random() - 1)
+
+
+@pytest.mark.parametrize("size", [0.02, 0.04])
+def test_gradients_of_a_model_in_bfloat16_may_round_otherwise_by_percents(size):
+    "As a Llama of seven billion parameters does on a GPU, where a backward pass of its attention adds in any order."
+    for seed in range(8):
+        loss = backward_only(never_twice(size, seed))
+        clipped_sum(Chain(a=nn.Linear(4, 2)).bfloat16(), loss, (noise(12, 4).bfloat16(),), 1.0)
+
+
+@pytest.mark.parametrize("dtype, size, rounding", [(torch.bfloat16, 0.3, 0.01), (torch.float32, 9e-3, 3e-4)])
+def test_coupling_that_is_larger_than_a_model_differs_from_itself_is_refused(dtype, size, rounding):
+    for seed in range(8):
+        again = never_twice(rounding, seed)
+        loss = backward_only(lambda losses, again=again: again(losses) * (1 + size * share_of_different(losses)))
+        with pytest.raises(ValueError, match="examples beside it"):
+            clipped_sum(Chain(a=nn.Linear(4, 2)).to(dtype), loss, (noise(12, 4).to(dtype),), 1.0)
+
+
 class Stopped(Exception):
     pass
 

@@ -55,7 +55,8 @@ def test_only_equal_settings_are_skipped(tmp_path):
 
 def test_a_record_tells_where_it_comes_from(tmp_path):
     entry = next(run_experiment("e", grid_of(1), tmp_path / "r.jsonl"))
-    assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith("CPU" if own_device(None) == "cpu" else torch.cuda.get_device_name()) and entry["epsilon"] <= 8
+    device = "CPU" if own_device(None) == "cpu" else torch.cuda.get_device_name()
+    assert entry["reduced"] and entry["peak_memory_mib"] > 50 and entry["device"].startswith(device) and entry["epsilon"] <= 8
     assert not is_stale(entry) and is_stale({**entry, "source_hash": "0" * 16}) and is_stale({})
     assert next(run_experiment("e", grid_of(1), tmp_path / "f.jsonl", full=True))["reduced"] is False
 
