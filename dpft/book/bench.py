@@ -483,17 +483,22 @@ def batch_table(found: Iterable[dict[str, Any]]) -> str:
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-rate-table
 def rate_table(found: Iterable[dict[str, Any]]) -> str:
-    """Markdown: throughput, share of the device's matrix rate, and peak memory,
-    weights included."""
-    lines = ["| model | trains | step | examples / s | tokens / s | share of matrix "
-             "rate | weights and peak, MiB | peak / plain |",
+    """Markdown: throughput, share of the device's matrix rate, time, and peak memory,
+    weights included; dashes for a step that has no numbers."""
+    lines = ["| model | trains | step | examples / s | share of matrix rate | "
+             "time / plain | weights and peak, MiB | peak / plain |",
              "|---|---|---|---|---|---|---|---|"]
-    lines += [f"| {e['model']}, {e['layers']} × {e['width']}, {e['precision']} | "
-              f"{e['trains']} | {e['who']} | {e['examples_per_second']:.1f} | "
-              f"{e['examples_per_second'] * e['size']:.0f} | "
-              f"{e['share_of_rate']:.3f} | {e['weights_mib'] + e['peak_mib']:.0f} | "
-              f"{e['peak_ratio']:.3f} |"
-              for e in found if "share_of_rate" in e]
+    for e in found:
+        start = (f"| {e['model']}, {e['layers']} × {e['width']}, "
+                 f"{e['precision'] or 'float32'} | {e['trains']} | {e['who']} |")
+        if "share_of_rate" in e:
+            low, high = e["time_interval"]
+            lines.append(
+                f"{start} {e['examples_per_second']:.1f} | {e['share_of_rate']:.3f} | "
+                f"{e['time_ratio']:.2f} ({low:.2f}–{high:.2f}) | "
+                f"{e['weights_mib'] + e['peak_mib']:.0f} | {e['peak_ratio']:.3f} |")
+        else:
+            lines.append(start + " – |" * 5)
     return "\n".join(lines)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-peers-table
