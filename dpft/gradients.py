@@ -173,19 +173,19 @@ def leads_to(
     depth: int,  # objects around it
 ) -> tuple[Any, Iterable[Any]]:  # its place or None; what to look at next
     "Where a value keeps what a pass may change."
-    if isinstance(value, np.ndarray):
-        return value, ()
     if isinstance(value, PLACES):
         inner = value.values() if isinstance(value, dict) else value
         return value, inner if len(value) <= MOST else ()
+    if isinstance(value, np.ndarray):
+        return value, ()
     if isinstance(value, Slots):
         return value, value.held().values()
     if isinstance(value, nn.Module):
         held = vars(value)
         lent = any(type(x) is not nn.Parameter and hasattr(x, "placements")
                    for x in held["_parameters"].values())   # gathered for a pass
-        following = held.keys() - HOOKS - ({"_parameters"} if lent else set())
-        return held, [type(value), *map(held.__getitem__, following)]
+        return held, [type(value), *(x for name, x in held.items() if name not in HOOKS
+                                     and not (lent and name == "_parameters"))]
     if isinstance(value, tuple):
         return None, value
     if isinstance(value, ModuleType) or depth > DEEP:
@@ -372,11 +372,11 @@ def holds_tensors(place: Any) -> bool:
 
 def copy_of(place: Any) -> Any:
     "What a place holds."
+    if isinstance(place, dict):
+        return dict(place)
     if isinstance(place, Slots):
         return place.held()
-    if isinstance(place, np.ndarray):
-        return place.copy()
-    return dict(place) if isinstance(place, dict) else [*place]
+    return place.copy() if isinstance(place, np.ndarray) else [*place]
 
 def exchanged(
     before: Any,                    # dictionary, list or array
@@ -397,7 +397,7 @@ def refill(place: Any, before: Any) -> None:
             np.copyto(place, before)
         return
     if isinstance(place, dict):
-        if ([*place] != [*before]
+        if (place.keys() != before.keys()
                 or not all(map(is_, place.values(), before.values()))):
             for key in place.keys() - before.keys():
                 del place[key]
@@ -1761,26 +1761,32 @@ def tap_hooks(
     module: nn.Module,
 ) -> Iterator[RemovableHandle]:
     "The hooks that a module needs for its own parameters."
-    named = module.named_parameters(recurse=False)
-    own = {name: p for name, p in named if id(p) in trains}
-    rule = rule_for(module)
-    if own and rule is not None:
+    own = {name: p for name, p in module._parameters.items()
+           if p is not None and id(p) in trains}
+    if not own:
+        return
+    if (rule := rule_for(module)) is not None:
         hook = untraced(partial(tap_layer, collected, rule, own))
         yield module.register_forward_hook(hook, with_kwargs=True)
-    elif own:
+    else:
         hook = untraced(partial(tap_bare, collected, own))
         yield module.register_forward_pre_hook(hook, with_kwargs=True)
         yield module.register_forward_hook(partial(untap_bare, own), always_call=True)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-tapped
 @contextmanager
-def tapped(model: nn.Module, collected: Collected, trains: set[int]) -> Iterator[None]:
+def tapped(
+    model: nn.Module,
+    collected: Collected,
+    trains: set[int],                    # ids of the parameters that get a tap
+    parameters: Iterable[nn.Parameter],  # that require a gradient
+) -> Iterator[None]:
     "Hooks on every layer that trains; autograd itself is told that nothing does."
     with ExitStack() as stack:
         for module in model.modules():
             for handle in tap_hooks(collected, trains, module):
                 stack.callback(handle.remove)
-        for parameter in trainable(model).values():
+        for parameter in parameters:
             stack.callback(parameter.requires_grad_, True)
             parameter.requires_grad_(False)
         yield
@@ -1797,7 +1803,8 @@ class Recorder:
     ):
         self.model, self.groups = model, groups
         skipped = {id(parameter) for parameter in skip}
-        self.trains = {id(p) for p in trainable(model).values()} - skipped
+        self.parameters = trainable(model)
+        self.trains = {id(p) for p in self.parameters.values()} - skipped
         self.where = lying(model)
         self.collected = Collected(0, groups)
         self.strays: list[nn.Parameter] = []  # whose rows are not where they belong
@@ -1808,7 +1815,7 @@ class Recorder:
         "The (B,) losses, detached; `search` also fills `leaves`."
         self.collected = Collected(batch_rows(batch), self.groups, self.where)
         # checkpointed layers run again inside
-        with tapped(self.model, self.collected, self.trains):
+        with tapped(self.model, self.collected, self.trains, self.parameters.values()):
             losses, anchors = self.forward(loss_fn, batch, held)
             if search:
                 self.leaves = [weakref.ref(x) for x in leaves_of(losses)
@@ -2634,7 +2641,7 @@ def record(
     searched.add(shape)
     size = groups.units if groups else len(losses)
     found = recorder.collected
-    return Gradients(losses, trainable(model), found.uses, size, recorder.where,
+    return Gradients(losses, recorder.parameters, found.uses, size, recorder.where,
                      found.forms, recorder.strays)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-can-skip
@@ -2672,7 +2679,7 @@ def counting(
     recorder, loss = Recorder(model, skip=skip), Counting(loss_fn, counts)
     with forked(model), buffers_kept(model, loss) as held:
         losses = recorder.run(loss, batch, held)
-    return Gradients(losses, trainable(model), recorder.collected.uses, len(losses),
+    return Gradients(losses, recorder.parameters, recorder.collected.uses, len(losses),
                      strays=recorder.strays)
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-same-in-whole
@@ -2895,7 +2902,7 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     looked at by threes only.
     """
     rows = batch_rows(batch)
-    if rows < 2 or lying(model) is not WHOLE:
+    if rows < 2:
         return
     counted = _watched.setdefault(model, WeakIdKeyDictionary()).setdefault(
         loss_fn, {"work": 0, "spent": 0, "looks": 0, "rows": 0})
@@ -2903,6 +2910,8 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     counted["work"] += size
     larger = rows > 1.25 * counted["rows"]
     if not larger and counted["spent"] + 3 * size > LOOKS_SHARE * counted["work"]:
+        return
+    if lying(model) is not WHOLE:
         return
     same_in_whole(model, loss_fn, batch, skip, counted["looks"])
     if larger:
@@ -2930,9 +2939,10 @@ def unseen(
     if fresh := [parameter for parameter in parameters.values()
                  if parameter not in known]:
         known.update(_ways(model, loss_fn, batch, fresh))
+    ways = {p: known[p] for p in parameters.values() if p in known}
     # over several processes such a batch has one row, on which the taps were right
-    other = per_example_gradients if lying(model) is WHOLE else None
-    ways = {p: known.get(p, other) for p in parameters.values()}
+    if len(ways) < len(parameters) and lying(model) is WHOLE:
+        ways |= {p: per_example_gradients for p in parameters.values() if p not in ways}
     return {parameter: way for parameter, way in ways.items() if way is not None}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-forms

