@@ -536,13 +536,13 @@ def test_a_name_may_end_in_a_gguf_file():
 
 def test_a_model_of_a_gguf_file_trains_and_comes_back(tmp_path):
     gguf = pytest.importorskip("gguf")
-    words, width, rng = ["<pad>", "<s>", "</s>", *"abcdefgh", "ab"], 8, np.random.default_rng(0)
+    words, width, rng = ["<pad>", "<s>", "</s>", *"abcdefgh", "ab", "cd"], 8, np.random.default_rng(0)
     (tmp_path / "base").mkdir()
     file = gguf.GGUFWriter(tmp_path / "base" / "tiny.gguf", "llama")
     for add, value in (("context_length", 32), ("embedding_length", width), ("block_count", 1), ("feed_forward_length", 16),
                        ("head_count", 2), ("head_count_kv", 2), ("layer_norm_rms_eps", 1e-5), ("rope_dimension_count", 4),
                        ("vocab_size", len(words)), ("tokenizer_model", "gpt2"), ("tokenizer_pre", "default"), ("token_list", words),
-                       ("token_types", [3] * 3 + [1] * 9), ("token_merges", ["a b"]), ("bos_token_id", 1), ("eos_token_id", 2)):
+                       ("token_types", [3] * 3 + [1] * 10), ("token_merges", ["a b", "c d"]), ("bos_token_id", 1), ("eos_token_id", 2)):
         getattr(file, f"add_{add}")(value)
     shapes = {f"blk.0.{name}": (width, width) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     shapes |= {"blk.0.ffn_gate": (16, width), "blk.0.ffn_up": (16, width), "blk.0.ffn_down": (width, 16), "token_embd": (len(words), width),
