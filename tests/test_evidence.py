@@ -27,6 +27,16 @@ def grid_of(count, **more):
     return Experiment("?", lambda full: ({**TINY, **more, "seed": seed} for seed in range(count)), measured_run, "nothing")
 
 
+@pytest.mark.parametrize("module, work", [
+    (experiments, lambda: measured_run({**TINY, "seed": 0})),
+    (freezing, lambda: freezing.fresh({"data": "digits", "model": "mlp", "limit": 64}, 0))], ids=["a run", "a trunk"])
+def test_models_are_where_this_machine_trains(module, work, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "own_device", lambda device: asked.append(device) or "cpu")
+    work()
+    assert asked == [None]
+
+
 def test_a_stopped_experiment_continues_and_equals_the_unbroken_one(tmp_path):
     whole = list(run_experiment("e", grid_of(3), tmp_path / "whole.jsonl"))
     broken = run_experiment("e", grid_of(3), tmp_path / "broken.jsonl")

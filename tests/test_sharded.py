@@ -232,6 +232,14 @@ def test_two_processes_give_what_one_gives(two, alone, how, way):
         check_same(alone[way], theirs)
 
 
+@pytest.mark.parametrize("state, found", [
+    (SimpleNamespace(_fsdp_param_groups=["a", "b"]), ["a", "b"]), (SimpleNamespace(_fsdp_param_group="a"), ["a"]),
+    (SimpleNamespace(_fsdp_param_group=None), [])], ids=["torch 2.13", "torch 2.11", "none"])
+def test_the_groups_of_a_module_are_found_in_older_torch_too(state, found):
+    from dpft.sharding import groups_of
+    assert groups_of(state) == found
+
+
 @pytest.mark.parametrize("how", ["both", "teams", "copies", "fsdp"])
 def test_four_processes_give_what_one_gives(four, alone, how):
     for theirs in four(trained, how=how):
