@@ -1020,7 +1020,7 @@ def never_twice(size, seed):
 
 @pytest.mark.parametrize("size", [0.02, 0.04])
 def test_gradients_of_a_model_in_bfloat16_may_round_otherwise_by_percents(size):
-    "As a Llama of seven billion parameters does on a GPU, where a backward pass of its attention adds in any order."
+    "As those of a backward pass that adds in any order, which is how we explain that a large model was refused on a GPU."
     for seed in range(8):
         loss = backward_only(never_twice(size, seed))
         clipped_sum(Chain(a=nn.Linear(4, 2)).bfloat16(), loss, (noise(12, 4).bfloat16(),), 1.0)

@@ -280,13 +280,18 @@ def test_a_new_knob_is_an_option_at_once(monkeypatch):
 # What is refused before anything is read or spent
 
 
+# the first is typer's from 0.27 on, the other that of the oldest that settings.ini allows
+UNKNOWN = ("No such option: --epsilonn", "No such option '--epsilonn'")
+
+
 @pytest.mark.parametrize("words, said", [
-    (["train", "--epsilon", "two"], "Invalid value for '--epsilon'"), (["train", "--epsilonn", "3"], "--epsilonn"),
+    (["train", "--epsilon", "two"], "Invalid value for '--epsilon'"), (["train", "--epsilonn", "3"], UNKNOWN),
     (["train"], "Missing option '--data'"), (["trian"], "No such command 'trian'"), (["account"], "Missing argument"),
     (["train", "--data"], "--data' requires an argument")])
 def test_what_is_typed_wrongly_ends_in_one_sentence_that_names_the_help(run, words, said):
     status, out, err = run(*words)
-    assert status == 2 and out == "" and err.startswith("dpft: ") and err.count("\n") == 1 and said.strip("'") in err
+    assert status == 2 and out == "" and err.startswith("dpft: ") and err.count("\n") == 1
+    assert any(one in err for one in said) if isinstance(said, tuple) else said.strip("'") in err
     assert err.rstrip().endswith(" --help") and "; see " in err
 
 

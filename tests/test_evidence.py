@@ -10,7 +10,7 @@ import torch
 
 from dpft import fine_tune
 from dpft.book import evidence, experiments
-from dpft.book.evidence import freezing, frost
+from dpft.book.evidence import attacks, freezing, frost
 from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.book.provenance import is_stale
@@ -19,6 +19,7 @@ from dpft.freezing import layers
 from dpft.models import load_model
 from dpft.processes import own_device
 from dpft.registry import method_from
+from dpft.sources import load_data
 
 TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
 
@@ -27,9 +28,17 @@ def grid_of(count, **more):
     return Experiment("?", lambda full: ({**TINY, **more, "seed": seed} for seed in range(count)), measured_run, "nothing")
 
 
+def attacked(method):
+    task = load_data("digits", limit=64)
+    model = load_model("mlp", len(task.classes), task.kind, task.image_shape)
+    settings = {"method": method, "target_epsilon": 8.0, "steps": 2, "batch_size": 16, "accountant": "rdp", "learning_rate": 1e-2}
+    return attacks.attacked_run(settings, model, task.train, attacks.PICTURES)
+
+
 @pytest.mark.parametrize("module, work", [
     (experiments, lambda: measured_run({**TINY, "seed": 0})),
-    (freezing, lambda: freezing.fresh({"data": "digits", "model": "mlp", "limit": 64}, 0))], ids=["a run", "a trunk"])
+    (freezing, lambda: freezing.fresh({"data": "digits", "model": "mlp", "limit": 64}, 0)),
+    (attacks, lambda: attacked("Full"))], ids=["a run", "a trunk", "an attacked run"])
 def test_models_are_where_this_machine_trains(module, work, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "own_device", lambda device: asked.append(device) or "cpu")

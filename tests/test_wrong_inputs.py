@@ -72,7 +72,7 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--data": "digts"}, "did you mean digits"), ({"--data": "nothing.csv"}, "nothing.csv"), ({"--score": "train"}, "--score train"),
     ({"--score": "test"}, "no test part"), ({"--device": "abacus"}, "no such device"), ({"--device": "cuda:9"}, "no such device"),
     ({"--evaluate-every": "0"}, "--evaluate-every 0"), ({"--evaluate-every": "1"}, "without --score"),
-    ({"--checkpoint-every": "0"}, "--checkpoint-every 0"), ({"--epsilonn": "3"}, "--epsilonn"),
+    ({"--checkpoint-every": "0"}, "--checkpoint-every 0"), ({"--epsilonn": "3"}, "No such option: --epsilonn"),
     ({"--epsilon": "inf", "--secure-mode": ""}, "--secure-mode with --epsilon inf"),
 ]
 

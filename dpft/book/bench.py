@@ -445,7 +445,6 @@ def plan_gpu(
     return [*base, Setting("gpu", "llama", width, layers, size, rows, "biases", who,
                            repeats, precision="bf16 weights")]
 
-
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-table
 def cost_table(found: Iterable[dict[str, Any]]) -> str:
     """Markdown: one row for each setting and contender,

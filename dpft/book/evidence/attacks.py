@@ -98,11 +98,11 @@ def attacked_run(
     methods: dict[str, Any],
     **changed: Any,
 ) -> Run:
-    "One fine-tuning of the grid."
+    "One fine-tuning of the grid, on a GPU if there is one."
     own = ("steps", "batch_size", "learning_rate", "delta", "accountant", "clip",
            "physical_batch_size", "seed")
     given = {name: settings[name] for name in own if name in settings} | changed
-    return fine_tune(model, rows, methods[settings["method"]][0](),
+    return fine_tune(model.to(own_device(None)), rows, methods[settings["method"]][0](),
                      epsilon=float(settings["target_epsilon"]), progress=False, **given)
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-text
