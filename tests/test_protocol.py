@@ -96,6 +96,17 @@ def test_a_refined_study_takes_the_rate_that_is_best_at_full_length(tmp_path, mo
     assert planned_hours(study)[0] > planned_hours(SMALL)[0]
 
 
+def test_rates_at_the_other_budgets_can_be_tried_at_full_length(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    study = replace(SMALL, refined=True, refined_elsewhere=True)
+    made = tune(tmp_path, 3e-2, study=study, best_whole=1e-2)
+    elsewhere = [run for run in made if run["target_epsilon"] != 2.0]
+    assert {run["steps"] for run in elsewhere} == {40} and len(elsewhere) == 3 * 2
+    runs = [run for run in study_grid("small", study, False) if run["target_epsilon"] == 0.5]
+    assert {(run["label"], run["learning_rate"]) for run in runs} == {("A", 1e-2)} and len(runs) == 3
+    assert planned_hours(study)[0] > planned_hours(replace(study, refined_elsewhere=False))[0]
+
+
 @pytest.mark.parametrize(("refined", "whole"), [(False, 0), (True, 3)])
 def test_where_all_rates_are_tried_at_each_bound_the_middle_rate_decides_nothing(refined, whole, tmp_path, monkeypatch):
     best = {(0.1, 3e-2): 3.0, (1.0, 1e-2): 2.0, (0.1, 1e-2): 1.0}               # bound 1 at the middle rate, 0.1 at three times that

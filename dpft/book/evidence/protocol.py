@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
-           'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS',
-           'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS',
-           'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'tuning_grid',
-           'study_grid', 'weight', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size',
-           'experiments_of', 'alike_grid', 'multiple_of_rate', 'rates_grid', 'planned_hours', 'holm', 'p_value',
-           'Comparison', 'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate',
-           'rate_differences']
+           'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED',
+           'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS',
+           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out',
+           'short', 'tuning_grid', 'elsewhere_too', 'length_elsewhere', 'study_grid', 'weight', 'believed', 'design',
+           'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
+           'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged',
+           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict',
+           'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +64,8 @@ class Study:
     elsewhere: tuple[str, ...] = ()
     fixed: float = 20.0 # seconds of a run besides its steps
     refined: bool = False  # whether rates are tried at full length too
+    # and those at the other budgets at full length alone
+    refined_elsewhere: bool = False
     every_bound: bool = False  # whether all rates are tried at each bound
     clips: tuple[str, ...] = tuple(CLIPS)  # bounds that are tried
 
@@ -108,6 +110,14 @@ def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
 
 Found = dict[Budget, tuple[str, float]]  # epsilon -> clip and rate
 
+def elsewhere_too(study: Study, label: str) -> bool:
+    "Whether a method runs at the other budgets too."
+    return not study.elsewhere or label in study.elsewhere
+
+def length_elsewhere(study: Study) -> Study:
+    "In which length the rates at the other budgets are tried."
+    return held_out(study) if study.refined_elsewhere else short(study)
+
 def _ladder(
     name: str, study: Study, label: str, full: bool,
 ) -> tuple[list[Settings], Found]:
@@ -134,10 +144,9 @@ def _ladder(
         _key(at(name, best[name], first, lengths[-1]))])
     rate = best[clip]
     found[first] = clip, rate
-    budgets = (study.epsilons[1:]
-               if not study.elsewhere or label in study.elsewhere else ())
-    for epsilon in budgets:
-        near = {its: at(clip, its, epsilon) for its in (rate / 3, rate, rate * 3)}
+    for epsilon in study.epsilons[1:] if elsewhere_too(study, label) else ():
+        near = {its: at(clip, its, epsilon, length_elsewhere(study))
+                for its in (rate / 3, rate, rate * 3)}
         runs += near.values()
         if all(_key(run) in scores for run in near.values()):
             found[epsilon] = clip, max(near, key=lambda its: scores[_key(near[its])])
@@ -280,6 +289,8 @@ TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
 SHORT_WAYS = {name: TEXT_WAYS[name] for name in (  # that two papers compare
     "LastLayer", "BiTFiT", "Full", "LoRA", "Adapter", "Compacter",
     "RandomPartitions", "LargestWeights")}
+SHORT_ELSEWHERE = ("LastLayer", "BiTFiT", "Full", "LoRA", "Adapter",
+                   "RandomPartitions", "DPFrost")
 SHORT_WAYS["DPFrost"] = replace(TEXT_WAYS["DPFrost"],
                                 options={**FROST, "sample_rate": 0.005})
 FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
@@ -382,7 +393,8 @@ STUDIES = {
                        elsewhere=("LastLayer", "BiTFiT"), fixed=60),
     "text-short": Study(
         {**SENTENCES, "steps": 40, "batch_size": 256},
-        SHORT_WAYS, 1500, (2.0,), fixed=30, refined=True),
+        SHORT_WAYS, 1500, (2.0, 0.5), seeds=5, elsewhere=SHORT_ELSEWHERE, fixed=30,
+        refined=True, refined_elsewhere=True),
     "language": Study(
         FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120, refined=True),
     "language-open": Study(
@@ -394,7 +406,6 @@ STUDIES = {
         refined=True),
     "language-least": at_size("least", 300.0),
     "language-mini": at_size("mini", 25.0)}
-
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments-of
 def experiments_of(
@@ -498,12 +509,12 @@ def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the run
     "Hours on one core."
     tuning = runs = 0.0
     for label, way in study.ways.items():
-        more = (len(study.epsilons) - 1
-                if not study.elsewhere or label in study.elsewhere else 0)
+        more = (len(study.epsilons) - 1) * elsewhere_too(study, label)
         whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
         brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
         clips, rates = len(study.clips), brief * 4 + whole * 3 * study.refined
-        tuning += brief * (clips + 3 * more)
+        near = whole if study.refined_elsewhere else brief
+        tuning += brief * clips + 3 * near * more
         tuning += rates * (clips if study.every_bound else 1)
         runs += whole * (study.headline + study.seeds * more)
     return tuning / 3600, runs / 3600
