@@ -269,6 +269,14 @@ def test_the_last_steps_of_the_table_lie_within_each_run():
         assert settings["steps"] - settings["last"] in settings["stops"], (full, settings)
 
 
+def test_the_wide_resnet_keeps_its_budget_and_freezes_two_groups_of_three():
+    for settings in freezing.wide_grid(False):
+        assert settings["steps"] - settings["last"] in settings["stops"]
+        assert 1.9 < freezing.spent(settings, settings["steps"], 50_000) <= settings["target_epsilon"]
+    names = [layer.name for layer in layers(load_model("wrn-16-4"))]
+    assert names[freezing.FROZEN["wrn-16-4"]:] == ["group3.0", "group3.1", "head"]
+
+
 def test_a_layer_is_at_no_distance_from_where_it_ends(tiny_fashion, monkeypatch):
     monkeypatch.setattr(freezing, "activations", lambda model, data, names, pool: {
         name: torch.cat([p.detach().flatten()[:60].view(20, 3) for n, p in model.named_parameters() if n == f"{name}.weight"])
