@@ -5,7 +5,9 @@ import json
 import math
 import statistics
 
+import numpy as np
 import pytest
+import torch
 from matplotlib import pyplot as plt
 from matplotlib.colors import same_color
 from scipy import stats
@@ -13,7 +15,7 @@ from scipy import stats
 import dpft
 from dpft.book import drawings, figures
 from dpft.book.evidence import EXPERIMENTS, FIGURES
-from dpft.book.experiments import source_hash, write_records
+from dpft.book.experiments import packed, source_hash, write_records
 from dpft.book.figures import COLOURS, MARKERS, Drawing, described, markdown_table, redraw, standing_on
 from dpft.method import Method
 
@@ -178,6 +180,31 @@ def test_leads_are_paired_by_seed_and_take_three_of_them():
     other = [{**run, "seed": run["seed"] + (run["method"] == "LoRA")} for run in runs]
     assert figures.leads(other, "Full", "accuracy") == {}                              # two seeds in common are too few
     assert figures.leads(runs, "Adapter", "accuracy") == {}
+
+
+def answered(label, seed, right):
+    return {**entry("x", label, 2.0, seed), "answers": {"accuracy": {"right": packed(torch.as_tensor(right))}}}
+
+
+def test_an_interval_over_examples_too_covers_what_one_over_seeds_cannot():
+    draws = np.random.default_rng(0)
+    known = draws.random((2, 400)) < 0.7                                               # as if every seed answered alike
+    alike = [answered(label, seed, right) for label, right in zip(("LoRA", "Full"), known, strict=True) for seed in range(5)]
+    centre, seeds, both = figures.paired_twice(alike, "LoRA", "Full", "accuracy")
+    gaps = known[0].astype(float) - known[1]
+    assert centre == pytest.approx(gaps.mean()) and seeds == 0
+    assert both == pytest.approx(1.96 * stats.sem(gaps))
+    covered = {"seeds": 0, "both": 0}
+    for _ in range(200):                                                               # no method is better: both draw their rights alike
+        ease, off = draws.normal(0, 1, (2, 100)), draws.normal(0, 0.1, (2, 5, 1))
+        right = ease[:, None] + off + draws.normal(0, 0.5, (2, 5, 100)) > 0
+        runs = [answered(label, seed, right[k, seed]) for k, label in enumerate(("LoRA", "Full")) for seed in range(5)]
+        centre, seeds, both = figures.paired_twice(runs, "LoRA", "Full", "accuracy")
+        covered["seeds"] += abs(centre) <= seeds
+        covered["both"] += abs(centre) <= both
+    assert covered["both"] >= 185 and covered["seeds"] <= 165
+    with pytest.raises(ValueError, match="LoRA and Full have 1 seeds in common; an interval takes two"):
+        figures.paired_twice([run for run in alike if run["seed"] == 0], "LoRA", "Full", "accuracy")
 
 
 def test_a_mean_off_the_panel_is_an_arrow_with_its_number():

@@ -6,9 +6,9 @@
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'EXAMPLES', 'NAMES', 'LEAST', 'Panels', 'ENDINGS', 'MINUS',
            'style', 't_quantile', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log',
            'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired', 'less',
-           'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff', 'image_tradeoff',
-           'language_tradeoff', 'check_ending', 'save_figure', 'Drawing', 'redraw', 'standing_on', 'described',
-           'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
+           'paired_twice', 'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff',
+           'image_tradeoff', 'language_tradeoff', 'check_ending', 'save_figure', 'Drawing', 'redraw', 'standing_on',
+           'described', 'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 import re
@@ -23,13 +23,14 @@ from shlex import quote
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from .experiments import recorded, results_file
+from .experiments import recorded, results_file, unpacked
 from .provenance import is_stale
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-colours
 COLOURS = {
@@ -249,6 +250,29 @@ def less(first: dict[int, float], second: dict[int, float]) -> list[float]:
     "First minus second, for each seed that both have."
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
+
+# %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads-twice
+def paired_twice(
+    records: Records,
+    first: str,
+    second: str,   # labels
+    metric: str,   # an accuracy of which records keep the answers
+) -> tuple[float, float, float]:
+    """Mean difference over the seeds that both have, and half its 95 % interval over
+    seeds, and over seeds and examples; ValueError with fewer than two such seeds."""
+    right: dict[str, dict[int, Tensor]] = {first: {}, second: {}}
+    for entry in records:
+        if (label := label_of(entry)) in right:
+            right[label][entry["seed"]] = unpacked(entry["answers"][metric]["right"])
+    seeds = sorted(right[first].keys() & right[second].keys())
+    if len(seeds) < 2:
+        raise ValueError(f"{first} and {second} have {len(seeds)} seeds in common; an "
+                         "interval takes two")
+    found = [right[first][seed].double() - right[second][seed].double()
+             for seed in seeds]
+    centre, half = interval([its.mean().item() for its in found])
+    each = sum(found[1:], found[0]) / len(found)  # (N,) of the examples
+    return centre, half, sqrt(half**2 + 1.96**2 * each.var().item() / len(each))
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads
 NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",
