@@ -31,6 +31,7 @@ from dpft.book.evidence.protocol import (
     size_steps,
     study_grid,
     study_of_size,
+    study_verdict,
     timed,
     tuning_grid,
     untrained,
@@ -258,6 +259,16 @@ def test_the_gap_of_a_size_is_the_logarithm_of_a_quotient_at_the_headline_budget
     assert first == pytest.approx([log(2), log(3)]) and second == []
     of_size(tmp_path, "mini", {"BiTFiT": {1: 12.0, 2: 8.0}, "Full": {1: 2.0, 2: 1.0}})
     assert size_steps()[1] == pytest.approx([-log(2)])
+
+
+@pytest.mark.parametrize(("untouched", "found"), [(None, ""), (0.3, ""), (0.5, "no better than untouched: B")])
+def test_a_study_is_held_against_the_untouched_model_where_its_records_lack_it(untouched, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    write_records(tmp_path / "small.jsonl", [
+        {"label": label, "method": label, "target_epsilon": 2.0, "seed": seed, "reduced": False, "metrics": {"accuracy": score + seed / 1000}}
+        for label, score in (("A", 0.6), ("B", 0.45)) for seed in range(5)])
+    verdict, said = study_verdict("small", replace(SMALL, untouched=untouched), "A", ["B"])
+    assert (verdict == "not testable here") == bool(found) and found in said
 
 
 RATES = {"BiTFiT": 0.03, "Full": 0.01}   # a multiple of either may be one of the other

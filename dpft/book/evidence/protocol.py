@@ -68,6 +68,8 @@ class Study:
     refined_elsewhere: bool = False
     every_bound: bool = False  # whether all rates are tried at each bound
     clips: tuple[str, ...] = tuple(CLIPS)  # bounds that are tried
+    # what the untouched model scores, where records do not say
+    untouched: float | None = None
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-options
 def options_at(way: Way, steps: int, seed: int) -> Settings:
@@ -375,10 +377,11 @@ def at_size(recipe: str, speed: float) -> Study:
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
-    "frost-design": Study(DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5),
+    "frost-design": Study(
+        DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5, untouched=0.61),
     "digits": Study(
         DIGITS, DIGIT_WAYS, 300, (2.0,), headline=20, fixed=5, refined=True,
-        every_bound=True),
+        every_bound=True, untouched=0.61),
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
@@ -387,7 +390,7 @@ STUDIES = {
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
         {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS | CONTROL | PHASED, 1000,
-        (2.0,), refined=True),
+        (2.0,), refined=True, untouched=0.1),
     "text-head": Study(TEXT_HEAD, TEXT_HEAD_WAYS, 1500, fixed=20),
     "text-head-large": Study(
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
@@ -397,7 +400,7 @@ STUDIES = {
     "text-short": Study(
         {**SENTENCES, "steps": 40, "batch_size": 256},
         SHORT_WAYS, 1500, (2.0, 0.5), seeds=5, elsewhere=SHORT_ELSEWHERE, fixed=30,
-        refined=True, refined_elsewhere=True),
+        refined=True, refined_elsewhere=True, untouched=0.5),
     "language": Study(
         FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120, refined=True),
     "language-open": Study(
@@ -692,10 +695,13 @@ def ahead(records: list[Settings], first: str, second: str) -> list[float]:
     metric, sign = scored_by(records)
     return [sign * gap for gap in paired(records, first, second, metric)]
 
-def no_better(records: list[Settings], ways: list[str]) -> str:
-    "Which ways do not beat the untouched model, where records have its score."
+def no_better(
+    records: list[Settings], ways: list[str], untouched: float | None = None) -> str:
+    "Which ways do not beat the untouched model, where its score is known."
     metric, sign = scored_by(records)
     before = [sign * run["untouched"][metric] for run in records if "untouched" in run]
+    if untouched is not None:
+        before.append(sign * untouched)
     scores = {way: [sign * run["metrics"][metric] for run in records
                     if run["label"] == way] for way in ways}
     known = {way: its for way, its in scores.items() if its}
@@ -722,7 +728,8 @@ def study_verdict(
     lacks = untuned(tried, [claimed, *others], *scored_by(tried))
     return judged(
         [compared(ahead(records, claimed, other), margin) for other in others],
-        margin, lacks, untestable or no_better(records, [claimed, *others]))
+        margin, lacks,
+        untestable or no_better(records, [claimed, *others], study.untouched))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-size-gaps
 def size_gaps(recipe: str) -> dict[int, float]:
