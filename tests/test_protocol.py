@@ -265,8 +265,8 @@ def test_the_gap_of_a_size_is_the_logarithm_of_a_quotient_at_the_headline_budget
 def test_a_study_is_held_against_the_untouched_model_where_its_records_lack_it(untouched, found, tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     write_records(tmp_path / "small.jsonl", [
-        {"label": label, "method": label, "target_epsilon": 2.0, "seed": seed, "reduced": False, "metrics": {"accuracy": score + seed / 1000}}
-        for label, score in (("A", 0.6), ("B", 0.45)) for seed in range(5)])
+        {"label": label, "method": label, "target_epsilon": 2.0, "seed": seed, "reduced": False,
+         "metrics": {"accuracy": score + seed / 1000}} for label, score in (("A", 0.6), ("B", 0.45)) for seed in range(5)])
     verdict, said = study_verdict("small", replace(SMALL, untouched=untouched), "A", ["B"])
     assert (verdict == "not testable here") == bool(found) and found in said
 
