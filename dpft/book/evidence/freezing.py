@@ -430,7 +430,7 @@ def same_trunk(settings: Settings) -> str:
 
 
 # seconds for a step of 2,048 images
-EACH = {"wrn-16-4": 240.0, "tempered-cnn-8": 6.0, "tempered-cnn": 0.4}
+EACH = {"wrn-16-4": 160.0, "tempered-cnn-8": 6.0, "tempered-cnn": 0.4}
 
 
 def believed(settings: Settings) -> float:
