@@ -8,7 +8,7 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED',
            'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS',
            'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out',
-           'short', 'tuning_grid', 'elsewhere_too', 'length_elsewhere', 'study_grid', 'weight', 'believed', 'design',
+           'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
            'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged',
            'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict',
@@ -104,14 +104,7 @@ def short(study: Study) -> Study:
     return held_out(replace(study, shared={
         **study.shared, "steps": max(1, study.shared["steps"] // 4)}))
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
-def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
-    "All tuning runs that can be named by now."
-    for label in study.ways:
-        yield from _ladder(name, study, label, full)[0]
-
-Found = dict[Budget, tuple[str, float]]  # epsilon -> clip and rate
-
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-elsewhere
 def elsewhere_too(study: Study, label: str) -> bool:
     "Whether a method runs at the other budgets too."
     return not study.elsewhere or label in study.elsewhere
@@ -119,6 +112,14 @@ def elsewhere_too(study: Study, label: str) -> bool:
 def length_elsewhere(study: Study) -> Study:
     "In which length the rates at the other budgets are tried."
     return held_out(study) if study.refined_elsewhere else short(study)
+
+def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
+    "All tuning runs that can be named by now."
+    for label in study.ways:
+        yield from _ladder(name, study, label, full)[0]
+
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
+Found = dict[Budget, tuple[str, float]]  # epsilon -> clip and rate
 
 def _ladder(
     name: str, study: Study, label: str, full: bool,
@@ -396,7 +397,8 @@ STUDIES = {
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
         fixed=20),
     "text-full": Study(SENTENCES, TEXT_WAYS, 1500,
-                       elsewhere=("LastLayer", "BiTFiT"), fixed=60),
+                       elsewhere=("LastLayer", "BiTFiT"), fixed=60,
+                       untouched=0.5),
     "text-short": Study(
         {**SENTENCES, "steps": 40, "batch_size": 256},
         SHORT_WAYS, 1500, (2.0, 0.5), seeds=5, elsewhere=SHORT_ELSEWHERE, fixed=30,
@@ -519,7 +521,8 @@ def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the run
         whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
         brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
         clips, rates = len(study.clips), brief * 4 + whole * 3 * study.refined
-        near = whole if study.refined_elsewhere else brief
+        near = believed(study, entry(
+            length_elsewhere(study), label, "1", way.rate, 2.0, 0))
         tuning += brief * clips + 3 * near * more
         tuning += rates * (clips if study.every_bound else 1)
         runs += whole * (study.headline + study.seeds * more)
