@@ -32,6 +32,7 @@ from dpft.book.evidence.protocol import (
     study_grid,
     study_of_size,
     study_verdict,
+    texts_grid,
     timed,
     tuning_grid,
     untrained,
@@ -285,6 +286,15 @@ def test_rates_beside_the_tuned_ones_are_runs_of_the_study(monkeypatch):
         tried = [run["learning_rate"] for run in runs if {**run, "learning_rate": own["learning_rate"]} == own]
         wanted = [own["learning_rate"] * factor for factor in RATE_FACTORS] if own["label"] in RATES else []
         assert tried == pytest.approx(wanted, rel=5e-3)
+
+
+def test_texts_are_written_by_the_first_run_of_each_method_at_the_first_budget(monkeypatch):
+    runs = [{"label": label, "target_epsilon": budget, "seed": seed, "beams": 0, "every": 20}
+            for label in ("LoRA", "Full") for budget in (8.0, 3.0, "inf") for seed in range(3)]
+    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: runs)
+    found = [(run["label"], run["target_epsilon"], run["seed"]) for run in texts_grid(True)]
+    assert found == [(label, budget, 0) for budget in ("inf", 8.0) for label in ("LoRA", "Full")]
+    assert all(run["beams"] > 0 for run in texts_grid(True))
 
 
 def test_what_is_lost_beside_the_rate_is_compared_by_seed_and_bound(tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out',
            'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
-           'rates_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides', 'judged',
-           'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict',
-           'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'rates_grid', 'texts_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides',
+           'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better',
+           'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -460,6 +460,15 @@ def rates_grid(full: bool) -> Iterator[Settings]:
                 yield {**run, "learning_rate": rate}
 
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-texts
+def texts_grid(full: bool) -> Iterator[Settings]:
+    "The first seed of each method, with a text for every fifth of the test prompts."
+    for name in ("language-open", "language"):
+        for run in study_grid(name, STUDIES[name], full):
+            first = STUDIES[name].epsilons[0]
+            if (run["target_epsilon"], run["seed"]) == (first, 0):
+                yield {**run, "beams": 1, "every": 5}
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
@@ -511,6 +520,10 @@ EXPERIMENTS["digits-rates"] = Experiment(
     "digits' records; digits, a transformer pre-trained on printed digits",
     single=True, priority=partial(weight, STUDIES["digits"]),
     seconds=partial(believed, STUDIES["digits"]))
+EXPERIMENTS["language-texts"] = Experiment(
+    "What do the texts of a privately trained SmolLM2 score?", texts_grid,
+    language_measured, "language's and language-open's tuning; E2E, SmolLM2",
+    single=True, seconds=partial(believed, STUDIES["language"]))
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
