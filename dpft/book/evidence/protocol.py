@@ -10,9 +10,9 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out',
            'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
-           'rates_grid', 'texts_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'verdict', 'sides',
-           'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better',
-           'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'rates_grid', 'texts_grid', 'shares_grid', 'planned_hours', 'holm', 'p_value', 'Comparison', 'compared',
+           'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by', 'ahead',
+           'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -469,6 +469,15 @@ def texts_grid(full: bool) -> Iterator[Settings]:
             if (run["target_epsilon"], run["seed"]) == (first, 0):
                 yield {**run, "beams": 1, "every": 5}
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shares
+def shares_grid(full: bool) -> Iterator[Settings]:
+    "Three shares of irrelevant entries, noise as in the paper, at equal true ε."
+    shared = {**FACTS, "steps": 6, "clip": 1.0}
+    for seed in range(5):
+        for share in (0.6, 0.9, 0.3):
+            run = rap_entry(shared, "LoRA", 3.0, "paper's noise", irrelevance=share)
+            yield {**run, "label": f"{share:g}", "learning_rate": 6e-3, "seed": seed}
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
@@ -524,6 +533,10 @@ EXPERIMENTS["language-texts"] = Experiment(
     "What do the texts of a privately trained SmolLM2 score?", texts_grid,
     language_measured, "language's and language-open's tuning; E2E, SmolLM2",
     single=True, seconds=partial(believed, STUDIES["language"]))
+EXPERIMENTS["rap-beta-larger"] = Experiment(
+    "Figure 5 of Rap-FT on a larger model: what share should count as weakly "
+    "significant?", shares_grid, language_measured, "E2E, SmolLM2", single=True,
+    seconds=lambda run: 500.0)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
