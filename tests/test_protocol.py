@@ -16,6 +16,7 @@ from dpft.book.evidence.protocol import (
     Comparison,
     Study,
     Way,
+    again_grid,
     compared,
     counted,
     entry,
@@ -295,6 +296,16 @@ def test_texts_are_written_by_the_first_run_of_each_method_at_the_first_budget(m
     found = [(run["label"], run["target_epsilon"], run["seed"]) for run in texts_grid(True)]
     assert found == [(label, budget, 0) for budget in ("inf", 8.0) for label in ("LoRA", "Full")]
     assert all(run["beams"] > 0 for run in texts_grid(True))
+
+
+def test_the_choices_of_frost_run_again_with_seeds_that_no_run_had(monkeypatch):
+    study = STUDIES["frost-design"]
+    runs = [{"label": label, "learning_rate": rate, "seed": seed} for seed in range(study.headline) for label, rate in RATES.items()]
+    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: runs if name == "frost-design" else [])
+    again = list(again_grid(True))
+    assert len(again) == 30 * len(RATES) and not {run["seed"] for run in again} & {run["seed"] for run in runs}
+    assert {(run["label"], run["learning_rate"]) for run in again} == {*RATES.items()}
+    assert len({(run["label"], run["seed"]) for run in again}) == len(again)
 
 
 def test_what_is_lost_beside_the_rate_is_compared_by_seed_and_bound(tmp_path, monkeypatch):
