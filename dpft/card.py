@@ -210,9 +210,8 @@ ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
 def assumptions(guarantee: Guarantee) -> str:
     "What was assumed, which accesses were not charged, and what was checked."
     arithmetic = ARITHMETIC.get(guarantee.secure_mode, []) if guarantee.private else []
-    unpaid = guarantee.uncharged or [
-        "none that the run knows of; choices made by people who saw the data are "
-        "never charged"]
+    unpaid = [*(guarantee.uncharged or ["none that the run knows of"]),
+              "choices made by people who saw the data are never charged"]
     lists = {
         "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the "
                                                               "method itself"],

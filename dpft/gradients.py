@@ -3037,8 +3037,8 @@ def gradients(
     """The per-example gradients of what requires a gradient now, in one forward and one
     backward pass.
 
-    Exact for any model: what no tap sees is written out by vmap or one example at a
-    time, with a warning.
+    Exact up to rounding where the checks of @sec-check find what no tap sees; that is
+    written out by vmap or one example at a time, with a warning.
     Raises ValueError when nothing trains, when losses are not (B,), or when examples
     are coupled; @lem-book-keeping.
     """

@@ -103,7 +103,7 @@ def settings_grid(
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-result
 @dataclass
 class Tuning:
-    "A finished search; all of it may be published."
+    "A finished search, which may be published if its scores are public or charged."
     best: dict[str, Any]            # the settings that scored best
     run: Run                        # its run, with the guarantee of the whole search
     trials: list[Trial]             # under selection the best only

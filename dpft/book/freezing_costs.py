@@ -72,7 +72,7 @@ def same_draws(engines: Iterable[Engine]) -> None:
 
 # %% ../../nbs/3_found/39_freezing_cost.ipynb #cost-freezing-whole-run
 def whole_run(make: Callable[[], Engine]) -> Contender:
-    "A run from its first step to its last."
+    "A run from the making of its engine and data to its last step."
     def step(batch: Batch) -> dict[str, Tensor]:
         engine = make()
         steps = whole_steps(engine)
