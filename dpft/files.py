@@ -117,33 +117,36 @@ def _joined(content: bytes, values: list[tuple[int, int]]) -> tuple[int, int] | 
 
 # %% ../nbs/6_appendices/109_files.ipynb #files-spelled
 def _as_spelled(table: Any, read: Any, unit: str | None) -> Any:
-    "The table, with numbers replaced by their texts where they may be codes or names."
+    "The table, with texts in place of values whose spelling carries more information."
     from pyarrow import compute, types
 
-    numbers = [field.name for field in table.schema
-               if types.is_integer(field.type) or types.is_floating(field.type)]
-    texts = read(numbers, include_columns=numbers) if numbers else table
+    read_as = (types.is_integer, types.is_floating, types.is_boolean, types.is_temporal)
+    guessed = [field.name for field in table.schema
+               if any(kind(field.type) for kind in read_as)]
+    texts = read(guessed, include_columns=guessed) if guessed else table
     for place, name in enumerate(table.column_names):
-        if name not in numbers and name != unit:
+        if name not in guessed and name != unit:
             continue
-        said = compute.utf8_trim_whitespace((texts if name in numbers else table)[name])
+        said = compute.utf8_trim_whitespace((texts if name in guessed else table)[name])
         said = compute.if_else(compute.is_valid(table[name]), said, None)
         if name == unit or _is_code(table[name], said):
             table = table.set_column(place, name, said)
     return table
 
-def _is_code(numbers: Any, said: Any) -> bool:
-    "Whether the spelling of numbers carries more information than their values."
+def _is_code(values: Any, said: Any) -> bool:
+    "Whether the spelling of values carries more information than they do."
     from pyarrow import compute, string, types
 
-    if types.is_integer(numbers.type):
-        other = compute.not_equal(numbers.cast(string()), said)
+    if types.is_integer(values.type):
+        other = compute.not_equal(values.cast(string()), said)
         return bool(compute.any(other).as_py())
-    whole = compute.equal(numbers, compute.trunc(numbers))
-    if not compute.all(compute.and_(whole, compute.is_finite(numbers))).as_py():
+    merged = len(said.unique()) > len(values.unique())
+    if not types.is_floating(values.type):
+        return merged
+    whole = compute.equal(values, compute.trunc(values))
+    if not compute.all(compute.and_(whole, compute.is_finite(values))).as_py():
         return False
-    spellings, values = (len(one.unique()) for one in (said, numbers))
-    return spellings > values or compute.max(compute.abs(numbers)).as_py() >= 2**53
+    return merged or compute.max(compute.abs(values)).as_py() >= 2**53
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-separator
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
@@ -203,22 +206,38 @@ def _json(path: Path) -> Any:
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-json-object
 def _check_object(text: str, name: str) -> None:
-    "ValueError for JSON that is one object of lists or of objects."
+    "ValueError for JSON that is one object of columns, or of rows under a name."
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else None
     except (json.JSONDecodeError, RecursionError):  # perhaps several, a line each
         return
-    if found and all(isinstance(value, (list, dict)) for value in found.values()):
+    values = list(found.values()) if found else []
+    rows = any(isinstance(one, list) and one
+               and all(isinstance(row, dict) for row in one) for one in values)
+    if values and (rows or all(isinstance(one, (list, dict)) for one in values)):
         raise ValueError(f"{name} holds one object of columns or of parts; write an "
                          "object for each row, a line each or in one list")
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-json-rows
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "An object of JSON; KeyError for a name that it has twice."
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise KeyError(next(name for name in found
+                            if sum(name == own for own, _ in pairs) > 1))
+    return found
+
 def _json_rows(text: str, name: str) -> list[Any]:
     "The rows of JSON lines or of one list; ValueError names a line that is not JSON."
     whole, rows = text.lstrip().startswith("["), []
     for number, line in enumerate([text] if whole else text.split("\n"), start=1):
         try:
-            found = json.loads(line) if line.strip() else []
+            found = (json.loads(line, object_pairs_hook=_named_once)
+                     if line.strip() else [])
+        except KeyError as error:
+            where = "an object" if whole else f"line {number}"
+            raise ValueError(
+                f"{where} of {name} names {error} twice; keep one") from None
         except (json.JSONDecodeError, RecursionError) as error:
             place = getattr(error, "lineno", 1) if whole else number
             raise ValueError(

@@ -71,7 +71,7 @@ UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _absorb(digest: Any, value: Any) -> None:
-    "Feed a value to a hash so that two different values never feed the same bytes."
+    "Feed a value to a hash, each part with its type and its length."
     if isinstance(value, Mapping):
         keys = sorted(value, key=lambda key: (type(key).__name__, key))  # of any types
         value = [part for key in keys for part in (key, value[key])]
@@ -361,6 +361,7 @@ def plain_data(data: Any) -> bool:
     "Whether a data set stores its items, and no user code computes them."
     from dpft.texts import Selected
     inner = getattr(data, "datasets", None) or [getattr(data, "dataset", None)]
+    inner = inner.values() if isinstance(inner, Mapping) else inner
     if type(data).__module__.startswith("torch.utils.data") and any(
             one is not None for one in inner):
         return all(map(plain_data, inner))

@@ -343,6 +343,8 @@ class Loop:
     def run(self) -> None:
         "All remaining steps, or those until a callback stops the run; then the score."
         progress = Progress(self.engine)
+        if self.callbacks.made and self.shows_private:
+            self.engine.note_uncharged("what callbacks did that saw what is named here")
         self.callbacks.tell("on_train_begin")
         with stopping_politely(self.engine), progress.bar:
             walk(self, progress)
@@ -350,6 +352,11 @@ class Loop:
             stop_early(self)
         score_the_end(self)
         self.callbacks.tell("on_train_end")
+
+    @property
+    def shows_private(self) -> bool:
+        "Whether callbacks may see private values that are not charged."
+        return self.evaluation.uncharged or self.engine.settings.show_loss
 
     @property
     def trained(self) -> list[str]:
@@ -460,7 +467,7 @@ def stop_early(loop: Loop) -> None:
     "Close a run that a callback ended; it states the whole plan, @lem-stopped."
     engine, steps = loop.engine, loop.engine.plan.steps
     engine.touched |= {id(parameter) for parameter in engine.parameters()}
-    if engine.t < steps and (loop.evaluation.uncharged or engine.settings.show_loss):
+    if engine.t < steps and loop.shows_private:
         engine.note_uncharged("when training stopped, after step "
                               f"{engine.t} of {steps}, which callbacks chose that saw "
                               "what is named here")

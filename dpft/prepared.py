@@ -298,14 +298,12 @@ def check_outputs(
     single = task == "classification" and _is_single(inner, labels, len(train))
     if not (tags or single):
         return
-    counted = labels[labels != -100].tolist()
-    lowest, highest = min(counted, default=0), max(counted, default=0)
-    if lowest < 0:
-        raise ValueError(f"{lowest} is not a class number; number the classes from 0")
-    if highest >= outputs:
-        raise ValueError(f"the {'tags' if tags else 'labels'} go up to {highest} and "
-                         f"the model has {outputs} classes; correct them, or load it "
-                         f"with num_labels={highest + 1}")
+    odd = (labels != -100) & ((labels < 0) | (labels >= outputs))
+    if odd.any():    # its value is private
+        which = "a tag" if tags else f"the label of row {int(odd.nonzero()[0, 0])}"
+        raise ValueError(f"{which} is no class of the model, which numbers its "
+                         f"{outputs} from 0; correct it, or load the model with more "
+                         "(num_labels)")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-known-labels
 def _known_labels(train: Any) -> Tensor | None:

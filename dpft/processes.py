@@ -279,7 +279,8 @@ def start(
     device: str | None = None,  # "cpu" or "cuda"; None: cuda if there is one
 ) -> str:                       # this process's own
     "Join the processes that `torchrun` started, if it did; @sec-torchrun."
-    signal.signal(signal.SIGTERM, told_to_stop)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, told_to_stop)
     if not launched():
         return own_device(device)
     store, rank, size = next(iter(dist.rendezvous("env://")))

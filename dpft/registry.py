@@ -59,8 +59,8 @@ def known_methods() -> dict[str, Known]:
     import dpft
     others = {entry.name: Known(entry.value)
               for entry in importlib.metadata.entry_points(group=GROUP)}
-    return METHODS | {name: its for name, its in others.items()
-                      if name not in METHODS and not hasattr(dpft, name)}
+    return METHODS | {name: its for name, its in others.items() if name not in METHODS
+                      and not isinstance(getattr(dpft, name, None), type)}
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-where
 def loaded(

@@ -74,6 +74,7 @@ class LedgerFile:
             self.connection = sqlite3.connect(
                 place, timeout=timeout, isolation_level=None, uri=read_only)
             self.connection.execute("PRAGMA synchronous = EXTRA") # the directory too
+            self.connection.execute("PRAGMA trusted_schema = OFF")
 
     def writing(self) -> AbstractContextManager[None]:
         "One transaction that excludes other writers; undone if anything fails."
@@ -113,7 +114,15 @@ PRAGMA application_id = {_APPLICATION};
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-make-tables
 def _is_ledger(file: LedgerFile) -> bool:
-    return file.query("PRAGMA application_id") == [(_APPLICATION,)]
+    "Whether a file is a ledger; LedgerError for one in which other code would run."
+    if file.query("PRAGMA application_id") != [(_APPLICATION,)]:
+        return False
+    odd = file.query(
+        "SELECT name FROM sqlite_master WHERE type IN ('trigger', 'view')")
+    if odd:
+        raise LedgerError(f"{file.path} holds {odd[0][0]!r}, a trigger or a view, which "
+                          "no ledger has; restore it from a backup")
+    return True
 
 
 def _for_owner(file: LedgerFile) -> None:
@@ -248,7 +257,7 @@ def has_key(path: Path) -> bool:
     try:
         file = LedgerFile(path, timeout=0, read_only=True)
         with closing(file.connection):
-            return Key(file, make=False).exists()
+            return _is_ledger(file) and Key(file, make=False).exists()
     except LedgerError:
         return True
 

@@ -102,9 +102,19 @@ def check_alone(
     "ValueError if a row differs between a batch and by itself."
     apart = dict(_named(alone))
     for name, values in _named(batch):
-        if values.ndim and len(values) == size and not _reads_alike(
-                values, slice(row, row + 1), apart.get(name)):
+        by_row, other = values.ndim and len(values) == size, apart.get(name)
+        alike = (_reads_alike(values, slice(row, row + 1), other) if by_row
+                 else _is_common(values, other, size))
+        if not alike:
             raise ValueError(APART)
+
+def _is_common(values: Tensor, alone: Tensor | None, size: int) -> bool:
+    "Whether what belongs to no row is the same without the others, or counts them."
+    if alone is None or values.dtype != alone.dtype:
+        return False
+    values, alone = values.cpu(), alone.cpu()
+    counts = values.ndim == alone.ndim == 0 and values == size and alone == 1
+    return torch.equal(values, alone) or bool(counts)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-parts
 def _named(batch: Any, name: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:

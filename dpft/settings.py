@@ -412,8 +412,12 @@ def unwrapped(function: Any) -> FunctionType | None:
 # what reads what is around: files, clocks, generators other than torch's, the process
 AROUND = {"environ", "environb", "getenv", "getenvb", "open", "load", "loadtxt",
           "genfromtxt", "fromfile", "memmap", "read_text", "read_bytes", "read_csv",
-          "read_json", "read_parquet", "random", "urandom", "time", "now", "hash", "id",
-          "getpid", "uuid1", "uuid4", "secrets", "perf_counter", "monotonic"}
+          "read_json", "read_parquet", "read_pickle", "read_excel", "read_feather",
+          "fromregex", "from_file", "load_file", "random", "urandom", "secrets",
+          "token_bytes", "token_hex", "randbelow", "time", "time_ns", "now", "today",
+          "utcnow", "localtime", "gmtime", "perf_counter", "perf_counter_ns",
+          "monotonic", "monotonic_ns", "process_time", "process_time_ns", "hash", "id",
+          "getpid", "uuid1", "uuid4"}
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:

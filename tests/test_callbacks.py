@@ -613,3 +613,20 @@ def test_callbacks_of_one_process_alone_are_refused_before_anything_is_charged(t
     for sentence in two.errors(only_the_first, where=str(tmp_path / "book.sqlite")):
         assert "process 1 has another settings than process 0; give every process the same" in sentence
     assert not (tmp_path / "book.sqlite").exists()
+
+
+class Slows(TrainerCallback):
+    "Sets the learning rate to nothing where the loss is large."
+
+    def on_log(self, args, state, control, logs=None, optimizer=None, **more):
+        if (logs or {}).get("loss", 0) > 0.1:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+
+
+@pytest.mark.parametrize("seen", [dict(show_loss=True), dict(evaluate=OTHER, evaluate_every=2)], ids=["losses", "scores"])
+def test_what_callbacks_did_is_named_where_they_saw_what_is_not_charged(seen):
+    said = "what callbacks did that saw what is named here"
+    assert said in tuned(callbacks=[Slows()], **seen).guarantee.uncharged
+    assert said not in tuned(callbacks=[Slows()]).guarantee.uncharged and said not in tuned(**seen).guarantee.uncharged
+    assert said not in tuned(callbacks=[Slows()], evaluate=Public(OTHER, "made up"), evaluate_every=2).guarantee.uncharged

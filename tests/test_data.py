@@ -730,6 +730,8 @@ UNSOUND = {
     "random": lambda items: (torch.rand(len(items)),),
     "squeezed": lambda items: (padded_rows(tokens_of(items)).squeeze(),),
     "a field that others have": lambda items: {"x": torch.ones(len(items))} | ({"y": torch.ones(len(items))} if len(items) > 1 else {}),
+    "a number for all": lambda items: (tensor([i["label"] for i in items]), tensor(50 * (len(items) > 1))),
+    "one number for all, in a list": lambda items: (tensor([i["label"] for i in items]), tensor([50 * (len(items) > 1)] * 2)),
     "a table of the batch": lambda items: (tensor([i["label"] for i in items]), padded_rows(tokens_of(items)).float().mean().expand(3)),
 }
 

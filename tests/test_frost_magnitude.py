@@ -304,3 +304,16 @@ def test_the_rows_of_a_unit_are_summed_before_they_are_bounded():
     for kind, order in itertools.product(KINDS, (1, 2)):
         found = gradient_magnitudes(model, loss_fn, [batch], pieces, kind, order, 3.0, groups=lambda _: units)
         assert torch.allclose(found, by_definition(merged, [part.size for part in pieces], kind, order, 3.0), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind,order", [("mgna", 1), ("mg", 1), ("mgna", 2)])
+def test_autocast_around_a_measurement_does_not_move_it_further_than_its_sensitivity(kind, order):
+    sizes, count = (2, 30, 7), 2000
+    model = plain(*sizes).float()
+    rows = 100 * torch.randn(count, sum(sizes), generator=torch.Generator().manual_seed(0))
+    def found(number):
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradient_magnitudes(model, inner, [(rows[:number],)], partitions(model, head=()), kind=kind, order=order)
+    moves = [found(number) for number in range(count - 30, count + 1)]
+    worst = max((b - a).norm().item() for a, b in itertools.pairwise(moves))
+    assert worst <= sensitivity(sizes, kind=kind, order=order) * (1 + 1e-3)

@@ -117,7 +117,8 @@ def test_other_bad_settings_are_refused():
 
 
 def test_the_papers_settings():
-    assert paper_settings("sst2", 67_349) == {"batch_size": 1024, "epochs": 3, "delta": 0.5 / 67_349, "clip": 0.1, "optimizer": "adamw"}
+    assert paper_settings("sst2", 67_349) == {"batch_size": 1024, "epochs": 3, "delta": 0.5 / 67_349, "clip": 0.1,
+                                               "accountant": "rdp", "optimizer": "adamw"}
     assert paper_settings("cifar100", 50_000)["batch_size"] == 1000
 
 

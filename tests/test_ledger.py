@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1005,3 +1006,16 @@ def test_a_copied_ledger_is_never_readable_by_others(tmp_path, monkeypatch):
     finally:
         os.umask(before)
     assert seen and set(seen) == {0o600} and not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("odd", ["CREATE TRIGGER lost BEFORE INSERT ON ledger WHEN new.kind = 'spend' BEGIN SELECT RAISE(IGNORE); END",
+                                 "CREATE VIEW more AS SELECT * FROM ledger"])
+def test_a_ledger_with_code_of_its_own_is_refused(tmp_path, odd):
+    path = tmp_path / "l.db"
+    Ledger(path).close()
+    with closing(sqlite3.connect(path)) as file:
+        file.execute(odd)
+        file.commit()
+    for read_only in (False, True):
+        with pytest.raises(LedgerError, match="a trigger or a view, which no ledger has"):
+            Ledger(path, read_only=read_only)

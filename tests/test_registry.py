@@ -82,6 +82,12 @@ def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, m
     assert method_type("BiTFiT") is dpft.BiTFiT and method_type("Chain") is dpft.Chain      # names of records and of nested options
 
 
+def test_a_method_of_another_package_may_have_the_name_of_a_module(mine, monkeypatch):
+    there = [importlib.metadata.EntryPoint("prefix", f"{mine}:Mine", registry.GROUP)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: there if group == registry.GROUP else [])
+    assert inspect.ismodule(dpft.prefix) and type(method_named("prefix")[0]).__name__ == "Mine"
+
+
 def test_one_of_the_users_is_trained_planned_and_audited(run, mine, tmp_path):
     name = f"{mine}:Mine"
     status, out, err = run("train", "--data", "digits", "--model", "mlp", "--limit", "200", "--steps", "2", "--no-progress",

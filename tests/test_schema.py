@@ -673,7 +673,7 @@ def test_tags_beyond_the_classes_of_a_tagger_are_refused_before_a_step():
     tagger = hf.BertForTokenClassification(hf.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
                                                          intermediate_size=4, max_position_embeddings=8))
     rows = [{"input_ids": [2, 3], "labels": [0, 1]}, {"input_ids": [4], "labels": [2]}]
-    with pytest.raises(ValueError, match="the tags go up to 2 and the model has 2 classes; correct them, or load it with num_labels=3"):
+    with pytest.raises(ValueError, match=r"^a tag is no class of the model, which numbers its 2 from 0; correct it, or load"):
         dpft.fine_tune(tagger, rows, dpft.Full(), 4.0)
     tagger.num_labels = 3
     check_outputs(tagger, prepare(tagger, rows).train)
@@ -709,7 +709,7 @@ def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_cha
             return dpft.fine_tune(model, data, dpft.LastLayer(), 8.0, tokenizer=tokenizer, accountant="rdp", progress=False, **given)
         train = prepare(model, data, tokenizer).train
         return dpft.Engine(model, None, dpft.LastLayer(), train, epsilon=8.0, accountant="rdp", **given)
-    with pytest.raises(ValueError, match="the labels go up to 2 and the model has 2 classes; correct them, or load it with num_labels=3"):
+    with pytest.raises(ValueError, match=r"^the label of row 8 is no class of the model, which numbers its 2 from 0; correct it"):
         run(bad)
     assert not any(tmp_path.iterdir())
     run(good)
@@ -722,7 +722,7 @@ def test_labels_of_other_tasks_than_single_classes_are_not_held_against_the_outp
     model = small_bert()
     for right in (tensor([0, 1, -100, 1]), tensor([0.0, 9.0, 1.0, 2.0]), tensor([[0, 1], [7, 1], [1, 1], [0, 0]])):
         check_outputs(model, data(right))
-    with pytest.raises(ValueError, match="-1 is not a class number"):
+    with pytest.raises(ValueError, match=r"^the label of row 2 is no class of the model"):
         check_outputs(model, data(tensor([0, 1, -1, 1])))
     for stated, outputs in (("regression", 2), ("multi_label_classification", 2), (None, 1)):
         model.config.problem_type, model.num_labels = stated, outputs
@@ -744,7 +744,7 @@ def test_a_mean_pooled_classifier_knows_its_outputs_as_those_of_transformers_do(
     from dpft.models import MeanPooledClassifier, name_classes
 
     model = MeanPooledClassifier(BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4))
-    with pytest.raises(ValueError, match="the labels go up to 5 and the model has 2 classes"):
+    with pytest.raises(ValueError, match=r"^the label of row 2 is no class of the model, which numbers its 2"):
         check_outputs(model, torch.utils.data.TensorDataset(torch.zeros(4, 3), tensor([0, 1, 5, 1])))
     name_classes(model, ["no", "yes"])
     assert model.config.id2label == {0: "no", 1: "yes"}
@@ -1169,6 +1169,9 @@ def test_one_class_is_nothing_to_learn(classes):
     ("x.json", '{\n "text": ["a", "b"],\n "label": [0, 1]\n}', "x.json holds one object of columns"),
     ("x.json", '{"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}', "x.json holds one object of columns"),
     ("x.json", '{"data": [{"text": "a", "label": 0}]}', "x.json holds one object of columns"),
+    ("x.json", '{"version": 1, "data": [{"text": "a", "label": 0}]}', "x.json holds one object of columns"),
+    ("x.json", '[{"text": "a", "user": "ann", "user": "bob"}]', "an object of x.json names 'user' twice; keep one"),
+    ("x.jsonl", '{"text": "a"}\n{"text": "b", "user": "ann", "user": "bob"}', "line 2 of x.jsonl names 'user' twice; keep one"),
 ])
 def test_a_file_of_another_layout_says_which(tmp_path, name, content, words):
     with pytest.raises(ValueError, match=words):
@@ -1219,3 +1222,12 @@ def test_a_mark_for_a_missing_person_is_no_person(mark):
 def test_a_class_number_beyond_all_rows_is_refused_before_anything_is_counted(far):
     with pytest.raises(ValueError, match="the label of row 3 stands alone"):
         read_labels([0, 1, 0, far, 1])
+
+
+@pytest.mark.parametrize("spelled, kept", [
+    (("true", "True", "false"), ["true", "True", "false"]), (("true", "false", "true"), [True, False, True]),
+    (("2020-01-01", "2020-01-01T00:00:00", "2021-01-01"), ["2020-01-01", "2020-01-01T00:00:00", "2021-01-01"])])
+def test_truth_values_and_dates_that_are_spelled_in_two_ways_stay_texts(tmp_path, spelled, kept):
+    content = "text,who\n" + "".join(f"a{row},{one}\n" for row, one in enumerate(spelled))
+    found = read_file(written(tmp_path, "x.csv", content))
+    assert [*found["who"]] == kept

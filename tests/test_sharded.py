@@ -897,7 +897,7 @@ def test_rows_travel_on_the_cpu_and_arrive_on_the_device(one):
 
 
 def test_the_names_of_shards_are_on_disk_before_the_state_names_them(tmp_path):
-    place, old, told = tmp_path / "shards-new", tmp_path / "shards-old", []
+    place, old, told = tmp_path / f"shards-{16 * 'a'}", tmp_path / f"shards-{16 * 'b'}", []
     for folder in (place, old):
         folder.mkdir()
         (folder / "a").write_bytes(b"shard")

@@ -741,6 +741,25 @@ def test_a_run_that_is_refused_lets_others_have_its_folder(tmp_path, refuse):
     os.close(number)
 
 
+def test_files_of_others_in_a_checkpoint_folder_are_not_removed(tmp_path):
+    (tmp_path / "other" / "shards-0").mkdir(parents=True)
+    (tmp_path / "other" / "shards-0" / "weights.bin").write_bytes(b"mine")
+    tune(checkpoint=tmp_path / "other")
+    assert (tmp_path / "other" / "shards-0" / "weights.bin").read_bytes() == b"mine"
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "state.pt").write_bytes(b"the state of another program, longer than a digest")
+    with pytest.raises(CheckpointError, match=r"holds state.pt, which no run of dpft has left there; choose an empty folder"):
+        tune(checkpoint=tmp_path / "state")
+    assert (tmp_path / "state" / "state.pt").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '{"run": 1}'])
+def test_a_record_of_a_run_that_is_no_such_record_is_called_damaged(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        tune(checkpoint=tmp_path)
+
+
 def test_two_engines_of_one_process_do_not_share_a_folder(tmp_path):
     """Both had the run and its key."""
     def engine():

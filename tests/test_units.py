@@ -625,3 +625,9 @@ def test_a_search_and_its_scores_protect_whom_the_task_names(tmp_path):
     assert NoisyAccuracy(task.train, 1.0).most == 3
     with pytest.raises(ValueError, match="3 of the 24 scored rows belong to people who are trained on too"):
         tuned(task, evaluate=NoisyAccuracy(dpft.load_data(people_file(tmp_path, "dev.csv", first=7)).train, 1.0))
+
+
+@pytest.mark.parametrize("put", [lambda rows: torch.utils.data.StackDataset(rows), lambda rows: torch.utils.data.StackDataset(a=rows)],
+                         ids=["in a row", "by name"])
+def test_stacked_rows_protect_whom_they_say(tmp_path, put):
+    assert unit_for(put(dpft.load_data(people_file(tmp_path), unit="who").train)) == "who"

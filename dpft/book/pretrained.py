@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..datasets import Task, TensorData
+from ..identity import fingerprint
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..processes import own_device
@@ -349,7 +350,9 @@ def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
     task = seen(data, size)
     parts = {name: part for name in ("train", "dev", "test")
              if (part := getattr(task, name)) is not None}
-    file = cache_folder() / f"features-{data}-{size}.safetensors"
+    content = "".join(map(fingerprint, parts.values())).encode()
+    known_by = hashlib.sha256(content).hexdigest()[:12]    # other rows, other vectors
+    file = cache_folder() / f"features-{data}-{size}-{known_by}.safetensors"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         model, unfinished = headless(task.kind), file.with_suffix(f".{os.getpid()}")

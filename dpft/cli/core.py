@@ -38,7 +38,8 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Differentially private fine-tuning by freezing.")
 
 EXTRAS = {"matplotlib": "book", "seaborn": "book", "pandas": "book", "sklearn": "book",
-          "PIL": "book", "pyarrow": "book", "peft": "lora"}  # extra that installs each
+          "PIL": "book", "pyarrow": "book", "peft": "lora", "sacrebleu": "text",
+          "rouge_score": "text", "nltk": "text"}  # extra that installs each
 
 def main() -> None:
     "Run the program; a bad input ends in one sentence and a status that is not 0."

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..baselines import admitted, largest, masked_block, offered
 from ..gradients import GroupsOf
-from ..gradients import Batch, Block, LossFunction, Partition, evaluating, gradients
+from ..gradients import (
+    Batch, Block, LossFunction, Partition, evaluating, gradients, plain_arithmetic)
 from ..method import Context, Method
 from ..models import fresh_head
 from ..privacy import Request
@@ -38,9 +39,10 @@ def entry_magnitudes(
     with measuring(model, partitions):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
-            table = norm_table(taken, partitions, order)
-            factors = bounding_factors(table, order, clip)
-            sums.add(taken, table, factors)
+            with plain_arithmetic(taken.losses.device.type):
+                table = norm_table(taken, partitions, order)
+                factors = bounding_factors(table, order, clip)
+                sums.add(taken, table, factors)
     return torch.cat([total.flatten() for total in reduce(sums.values).values()]).abs()
 
 # %% ../../nbs/2_methods/18_frost_entries.ipynb #entries-measured

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..clipping import clip_factor
 from ..gradients import (
     Batch, Gradients, GroupsOf, LossFunction, Outer, Partition, Rows, full, gradients,
-    only_rows, only_training)
+    only_rows, only_training, plain_arithmetic)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norms
 def absolute_norms(taken: Gradients, name: str) -> Tensor:
@@ -183,10 +183,11 @@ def gradient_magnitudes(
     with measuring(model, partitions):
         for batch in batches:
             taken = gradients(model, loss_fn, batch, groups(batch))
-            table = norm_table(taken, partitions, order)    # || g_P(x) ||
-            divided = table if kind == "mg" else table / roots.to(table)
-            factors = bounding_factors(divided, clip_order or order, bound)     # c(x)
-            sums.add(taken, table, factors)                 # + c(x) g(x)
+            with plain_arithmetic(taken.losses.device.type):    # sums are released
+                table = norm_table(taken, partitions, order)    # || g_P(x) ||
+                divided = table if kind == "mg" else table / roots.to(table)
+                factors = bounding_factors(divided, clip_order or order, bound) # c(x)
+                sums.add(taken, table, factors)                 # + c(x) g(x)
     found = sums.norms(reduce)
     return found / roots.to(found)                          # mu_P
 

@@ -461,7 +461,8 @@ def paper_settings(
 ) -> dict[str, Any]:
     """The arguments of `fine_tune` that repeat the paper on a data set.
 
-    The defaults of `DPFrost` are the paper's own.
+    The paper does not state its bounds; we take 0.1 in training, and `DPFrost` 1 in a
+    round. The other defaults of `DPFrost` are the paper's own.
     """
     if data not in PAPER:
         raise ValueError(
@@ -469,5 +470,5 @@ def paper_settings(
             f"{', '.join(PAPER)}")
     share, epochs = PAPER[data]
     return {"batch_size": max(1, round(share * size)), "epochs": epochs,
-            "delta": usual_delta(size), "clip": 0.1,
+            "delta": usual_delta(size), "clip": 0.1, "accountant": "rdp",
             "optimizer": "adam" if data == "cifar100" else "adamw"}
