@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import get_type_hints
 
 import pytest
@@ -20,7 +20,7 @@ from dpft import cli
 from dpft.cli import core
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
-from dpft.privacy import split_budget
+from dpft.privacy import SampledGaussian, split_budget
 from dpft.registry import method_named
 from dpft.settings import Settings
 from dpft.tasks import LOCAL, sst2
@@ -229,6 +229,17 @@ def test_account_and_verify_say_the_same_in_json(run, saved):
     assert found["runs"][0]["epsilon"] == pytest.approx(found["epsilon"]) and found["runs"][0]["mechanisms"][0]["steps"] == 2
     _, text, _ = run("account", saved / "team.sqlite")
     assert f"together: epsilon {found['epsilon']:.3f} at delta {found['delta']:.3g} (rdp)" in text
+    assert found["epsilon_by"] == found["accountant"] == "rdp"
+
+
+def test_account_says_by_what_the_epsilon_of_several_runs_is_computed(run, tmp_path):
+    one = SampledGaussian(1.0, 0.01, 10, "train")
+    with Ledger(tmp_path / "l.sqlite") as ledger:
+        for number, name in enumerate("ab"):
+            ledger.begin(name, {"mechanisms": [asdict(one)], "delta": 1e-5, "data": "ab" * 32, "size": 1000})
+            ledger.spend(name, "train", 1, f"{number:064x}")
+    found = json.loads(run("account", tmp_path / "l.sqlite", "--accountant", "prv", "--json")[1])
+    assert (found["accountant"], found["epsilon_by"], len(found["runs"])) == ("prv", "rdp", 2)
 
 
 def test_plan_and_audit_speak_json(run, tmp_path):

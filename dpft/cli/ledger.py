@@ -78,7 +78,8 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
     held, runs = book.budget, book.runs()
     planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
     at = delta if delta is not None else held.delta if held else planned
-    read = book.epsilon(at, None, "rdp" if len(runs) > 1 else accountant)
+    by = "rdp" if len(runs) > 1 else accountant    # of several runs an odometer
+    read = book.epsilon(at, None, by)
     def one(run: str) -> dict[str, Any]:
         charged = book.charged(run)
         return {"run": run, "who": book.owner(run),
@@ -88,7 +89,7 @@ def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]
                 "share_of_budget": held.share(charged) if held else None,
                 "epsilon": book.epsilon(at, run, accountant)}
     return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": read,
+            "epsilon": read, "epsilon_by": by,
             "planned_epsilon": (math.inf if book.unpaid() else
                                 min(read, epsilon(book.charged(), at, accountant))),
             "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
