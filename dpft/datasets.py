@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -502,10 +502,9 @@ def mark_of(
     rows = bare(data)
     held, info = getattr(rows, "__dict__", {}), getattr(rows, "info", None)
     said = re.findall(MARK, getattr(info, "description", None) or "", re.M)
-    parts = held.get("datasets")    # of a `ConcatDataset` or a `StackDataset`
-    parts = parts.values() if isinstance(parts, dict) else parts
+    parts = held.get("datasets", ())    # of a `ConcatDataset` or a `StackDataset`
     inner = [held.get("table"), held.get("dataset"),
-             *(parts if isinstance(parts, Collection) else ())]
+             *(parts.values() if isinstance(parts, dict) else parts)]
     found = {held.get("privacy_unit"), *said} - {None} or {
         mark_of(one) for one in inner if one is not None} - {None}
     if len(found) > 1:

@@ -120,8 +120,8 @@ def _is_ledger(file: LedgerFile) -> bool:
     odd = file.query(
         "SELECT name FROM sqlite_master WHERE type IN ('trigger', 'view')")
     if odd:
-        raise LedgerError(f"{file.path} holds {odd[0][0]!r}, a trigger or a view, which "
-                          "no ledger has; restore it from a backup")
+        raise LedgerError(f"{file.path} holds {odd[0][0]!r}, a trigger or a view, "
+                          "which no ledger has; restore it from a backup")
     return True
 
 

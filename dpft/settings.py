@@ -37,8 +37,7 @@ from .registry import is_as_written
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
 def knob(
     default: Any,             # what holds when the knob is left out
-    # one line, for signatures, the reference and the command line
-    help: str,
+    help: str,                # one line, for signatures and the command line
     of: str = "engine",       # who reads it: "engine" or "loop"
     identifies: str = "sum",  # "sum": it changes a sum; "given": it may, unless None;
                               # "run": a continued run must agree; "": neither
@@ -410,14 +409,12 @@ def unwrapped(function: Any) -> FunctionType | None:
     return function if isinstance(function, FunctionType) else None
 
 # what reads what is around: files, clocks, generators other than torch's, the process
-AROUND = {"environ", "environb", "getenv", "getenvb", "open", "load", "loadtxt",
-          "genfromtxt", "fromfile", "memmap", "read_text", "read_bytes", "read_csv",
-          "read_json", "read_parquet", "read_pickle", "read_excel", "read_feather",
-          "fromregex", "from_file", "load_file", "random", "urandom", "secrets",
-          "token_bytes", "token_hex", "randbelow", "time", "time_ns", "now", "today",
-          "utcnow", "localtime", "gmtime", "perf_counter", "perf_counter_ns",
-          "monotonic", "monotonic_ns", "process_time", "process_time_ns", "hash", "id",
-          "getpid", "uuid1", "uuid4"}
+AROUND = set("""environ environb getenv getenvb open load loadtxt genfromtxt fromfile
+    fromregex from_file load_file memmap read_text read_bytes read_csv read_json
+    read_parquet read_pickle read_excel read_feather random urandom secrets
+    token_bytes token_hex randbelow time time_ns now today utcnow localtime gmtime
+    perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns
+    hash id getpid uuid1 uuid4""".split())  # noqa: SIM905
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:

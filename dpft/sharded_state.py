@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .processes import reached, whole
-from .store import SHARDS, CheckpointError, read_state, sync_folder
+from .store import CheckpointError, read_state, sync_folder
 
 # %% ../nbs/6_appendices/103_sharded_state.ipynb #shards-parted
 LIES = "lies over processes"   # marks the place of a tensor that is kept in shards
@@ -109,7 +109,7 @@ def finish_save(
     except CheckpointError:
         remove_unnamed(store.folder, place)
         raise
-    for old in store.folder.glob(SHARDS):
+    for old in store.folder.glob("shards-" + 16 * "[0-9a-f]"):
         if old != place:
             shutil.rmtree(old)
 
