@@ -748,7 +748,7 @@ def test_files_of_others_in_a_checkpoint_folder_are_not_removed(tmp_path):
     assert (tmp_path / "other" / "shards-0" / "weights.bin").read_bytes() == b"mine"
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "state.pt").write_bytes(b"the state of another program, longer than a digest")
-    with pytest.raises(CheckpointError, match="state.pt is damaged, of an older version, or not dpft.s; choose an empty folder"):
+    with pytest.raises(CheckpointError, match=r"state.pt is damaged, of an older version, or not dpft.s; choose an empty folder"):
         tune(checkpoint=tmp_path / "state")
     assert (tmp_path / "state" / "state.pt").exists()
 
