@@ -102,11 +102,19 @@ def check_alone(
     "ValueError if a row differs between a batch and by itself."
     apart = dict(_named(alone))
     for name, values in _named(batch):
-        by_row, other = values.ndim and len(values) == size, apart.get(name)
-        alike = (_reads_alike(values, slice(row, row + 1), other) if by_row
-                 else _is_common(values, other, size))
+        other = apart.get(name)
+        each = _entries(values, other, size)
+        alike = (_reads_alike(values, slice(each * row, each * (row + 1)), other)
+                 if each else _is_common(values, other, size))
         if not alike:
             raise ValueError(APART)
+
+def _entries(values: Tensor, alone: Tensor | None, size: int) -> int:
+    "How many entries of a tensor belong to each row; 0 where none does."
+    if not values.ndim:
+        return 0
+    each = len(alone) if alone is not None and alone.ndim else 0
+    return 1 if len(values) == size else each * (len(values) == size * each)
 
 def _is_common(values: Tensor, alone: Tensor | None, size: int) -> bool:
     "Whether what belongs to no row is the same without the others, or counts them."

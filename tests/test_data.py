@@ -696,6 +696,7 @@ SOUND = {
     "a tuple": lambda items: (padded_rows(tokens_of(items)), tensor([item["label"] for item in items])),
     "nested": lambda items: {"text": {"ids": padded_rows(tokens_of(items))}, "more": (tensor([item["label"] for item in items]),)},
     "a table as long as the batch": lambda items: (tensor([item["label"] for item in items]), torch.tensor([0.2, 0.3, 0.5])),
+    "two entries a row": lambda items: (tensor([i["label"] for i in items]), tensor([[i["label"], 7] for i in items]).flatten()),
     "a number": lambda items: (tensor([item["label"] for item in items]), tensor(len(items))),
     "whole numbers as other types": lambda items: (tensor(np.array([float(i["label"]) if len(items) > 1 else i["label"] for i in items])),),
     "rounded otherwise": lambda items: (tensor([i["label"] + 0.1 for i in items]) * (1 + (len(items) > 1) * 2**-23),),
