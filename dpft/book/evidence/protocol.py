@@ -464,10 +464,10 @@ def rates_grid(full: bool) -> Iterator[Settings]:
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-texts
 def texts_grid(full: bool) -> Iterator[Settings]:
     "The first seed of each method, with a text for every fifth of the test prompts."
-    for name in ("language-open", "language"):
-        for run in study_grid(name, STUDIES[name], full):
-            first = STUDIES[name].epsilons[0]
-            if (run["target_epsilon"], run["seed"]) == (first, 0):
+    for study in ("language-open", "language"):
+        first = STUDIES[study].epsilons[0], 0
+        for run in study_grid(study, STUDIES[study], full):
+            if (run["target_epsilon"], run["seed"]) == first:
                 yield {**run, "beams": 1, "every": 5}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shares
@@ -483,10 +483,9 @@ def shares_grid(full: bool) -> Iterator[Settings]:
 def again_grid(full: bool) -> Iterator[Settings]:
     "The variants of DP-FROST with thirteen seeds that they have not had."
     study = STUDIES["frost-design"]
+    runs = [run for run in study_grid("frost-design", study, full) if run["seed"] == 0]
     for seed in range(13):
-        for run in study_grid("frost-design", study, full):
-            if run["seed"] == 0:
-                yield {**run, "seed": study.headline + seed}
+        yield from ({**run, "seed": study.headline + seed} for run in runs)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
