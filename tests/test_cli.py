@@ -574,7 +574,7 @@ def quick_llm(monkeypatch):
     monkeypatch.setattr("dpft.card.claim", lambda guarantee: f"claimed: {guarantee}")
     monkeypatch.setattr(book, "written", lambda model, tokenizer, task, every: {
         "facts": ["f"], "people": ["p"], "texts": ["t"], "scores": {"perplexity": every}})
-    def train(folder, task, output, steps, batch_size, epsilon):
+    def train(folder, task, output, steps, batch_size, epsilon, learning_rate):
         trained.append(steps)
         return SimpleNamespace(guarantee=f"{epsilon:g}", model=None)
     monkeypatch.setattr(book, "trained_llm", train)
@@ -587,12 +587,13 @@ def test_the_result_of_a_language_model_is_printed_again(run, quick_llm, tmp_pat
     assert quick_llm == [3]
     for name in ("before", "after"):
         kept = json.loads((tmp_path / f"{name}.json").read_text())
-        assert kept["settings"] == {"steps": 3, "batch_size": 128, "epsilon": 8.0, "every": 60}
+        assert kept["settings"] == {"steps": 3, "batch_size": 128, "epsilon": 8.0, "learning_rate": 6e-3, "every": 60}
 
 
 @pytest.mark.parametrize("words, differs", [
     (["--steps", "4"], "steps 3, not 4"), (["--epsilon", "2", "--steps", "3"], "epsilon 8.0, not 2.0"),
     (["--batch-size", "64", "--steps", "3"], "batch_size 128, not 64"),
+    (["--learning-rate", "2e-3", "--steps", "3"], "learning_rate 0.006, not 0.002"),
     (["--every", "30"], "steps 3, not 36, every 60, not 30")])
 def test_a_language_model_of_other_options_is_not_taken_for_this_one(run, quick_llm, tmp_path, words, differs):
     run("llm", "--output", tmp_path, "--steps", "3")

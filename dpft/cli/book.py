@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', 'LLM_OUTPUT', 'LLM_STEPS', 'LLM_BATCH',
-           'LLM_EPSILON', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
+           'LLM_EPSILON', 'LLM_RATE', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
            'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'RESUME', 'FREEZING',
@@ -243,6 +243,7 @@ LLM_OUTPUT = typer.Option(
 LLM_STEPS = typer.Option(help="Training steps.")
 LLM_BATCH = typer.Option(help="Expected number of training pairs in a batch.")
 LLM_EPSILON = typer.Option(help="Privacy budget epsilon.")
+LLM_RATE = typer.Option(help="Learning rate.")
 LLM_EVERY = typer.Option(help="Score every n-th of the 630 prompts of the test file.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-written
@@ -290,7 +291,7 @@ def check_kept(output: Path, settings: dict[str, float]) -> None:
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm-trained
 def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: int,
-                epsilon: float) -> Any:
+                epsilon: float, learning_rate: float) -> Any:
     "The private run, from its start or from its last state."
     from dpft import LoRA, fine_tune
     from dpft.datasets import VOCABULARY
@@ -301,9 +302,9 @@ def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: in
     alone = replace(task, train=rows, dev=None, test=None).assuming(VOCABULARY)
     return fine_tune(load_model(folder, kind="causal"), alone, LoRA(rank=4, alpha=32),
                      epsilon=epsilon, delta=1e-5, steps=steps, batch_size=batch_size,
-                     learning_rate=2e-3, clipping="automatic", clip=1.0,
-                     physical_batch_size=8, tokenizer=tokenizer,
-                     checkpoint=output / "state", checkpoint_every=max(1, steps // 12),
+                     learning_rate=learning_rate, clip=1.0, physical_batch_size=8,
+                     tokenizer=tokenizer, checkpoint=output / "state",
+                     checkpoint_every=max(1, steps // 12),
                      output=output / "model", overwrite=True)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-llm
@@ -313,6 +314,7 @@ def llm(
     steps: Annotated[int, LLM_STEPS] = 36,
     batch_size: Annotated[int, LLM_BATCH] = 128,
     epsilon: Annotated[float, LLM_EPSILON] = 8.0,
+    learning_rate: Annotated[float, LLM_RATE] = 6e-3,
     every: Annotated[int, LLM_EVERY] = 60,
 ) -> None:
     ("Fine-tune a language model of 135 million parameters privately, "
@@ -321,8 +323,10 @@ def llm(
     from dpft.card import claim
     from dpft.models import load_model, load_tokenizer
     from dpft.sources import load_data
-    settings = {"steps": steps, "batch_size": batch_size, "epsilon": epsilon,
-                "every": every}
+    training: dict[str, Any] = {
+        "steps": steps, "batch_size": batch_size, "epsilon": epsilon,
+        "learning_rate": learning_rate}
+    settings = {**training, "every": every}
     check_positive(**settings)
     check_kept(output, settings)
     folder = str(prepare_weights("smollm2"))
@@ -332,7 +336,7 @@ def llm(
         load_model(folder, kind="causal"), tokenizer, task, every))
     print(told_texts("before", before), flush=True)
     def finish() -> dict[str, Any]:
-        run = trained_llm(folder, task, output, steps, batch_size, epsilon)
+        run = trained_llm(folder, task, output, **training)
         return {"guarantee": claim(run.guarantee),
                 **written(run.model, tokenizer, task, every)}
     after = kept_as(output / "after.json", settings, finish)
