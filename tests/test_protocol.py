@@ -38,7 +38,6 @@ from dpft.book.evidence.protocol import (
     tuning_grid,
     untrained,
     untuned,
-    verdict,
 )
 from dpft.book.experiments import arguments_of, check_known, write_records
 from dpft.registry import method_from
@@ -156,14 +155,6 @@ def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, m
         assert its.seconds(run) > 0 and its.priority(run) < EXPERIMENTS[name].priority(later)
 
 
-def test_the_rules_of_verdicts():
-    ahead, spread = [0.02, 0.03, 0.025, 0.02, 0.03], [0.02, -0.03, 0.01, 0.02, -0.02]
-    assert verdict(ahead) == "held" and verdict([-value for value in ahead]) == "did not hold"
-    assert verdict(ahead[:4]) == "undecided (1 more seeds)" and verdict(spread).startswith("undecided (the interval")
-    assert verdict(ahead, decided=False).startswith("undecided") and verdict(ahead, trained=False).startswith("not testable")
-    assert verdict(ahead, margin=0.05) == "did not hold" and verdict(ahead, margin=0.024).startswith("undecided")
-
-
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_lies_between_bonferroni_and_no_correction(values):
     decided = holm(values)
@@ -176,7 +167,7 @@ def test_holm_lies_between_bonferroni_and_no_correction(values):
 def test_a_p_value_needs_two_seeds_and_a_spread():
     assert p_value([0.1]) == 1.0 and p_value([0.1, -0.1]) == 1.0
     alike = [4 / 360] * 5                                                        # differences of a metric that takes few values
-    assert p_value(alike) == p_value(alike, 0.1) == p_value([0.8 - 0.7, 0.9 - 0.8]) == 1.0 and verdict(alike).startswith("undecided")
+    assert p_value(alike) == p_value(alike, 0.1) == p_value([0.8 - 0.7, 0.9 - 0.8]) == 1.0 and judged([compared(alike)])[0] == "undecided"
 
 
 AHEAD = [0.02, 0.03, 0.025, 0.02, 0.03]
@@ -188,8 +179,9 @@ def test_one_rule_serves_both_directions():
     assert judged([behind] * 3) == ("did not hold", "0 of 3 ahead, 3 behind")
     assert judged([ahead, behind])[0] == "held in part"
     assert judged([ahead, open_]) == ("undecided", "1 of 2 ahead, 0 behind")
+    assert judged([behind, open_]) == ("undecided", "0 of 2 ahead, 1 behind; so it cannot hold in full")
     for sure in (ahead, behind):                                                 # whatever lacks, lacks in either direction
-        assert judged([sure, None]) == ("undecided", f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run")
+        assert judged([sure, None]) == ("undecided", f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run" + "; so it cannot hold in full" * (sure is behind))
         few = judged([Comparison(sure.mean, sure.p, 4)])
         assert few[0] == "undecided" and "4 of 5 seeds" in few[1]
         assert judged([sure], lacks="never tuned")[0] == "undecided"
