@@ -181,7 +181,8 @@ def test_one_rule_serves_both_directions():
     assert judged([ahead, open_]) == ("undecided", "1 of 2 ahead, 0 behind")
     assert judged([behind, open_]) == ("undecided", "0 of 2 ahead, 1 behind; so it cannot hold in full")
     for sure in (ahead, behind):                                                 # whatever lacks, lacks in either direction
-        assert judged([sure, None]) == ("undecided", f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run" + "; so it cannot hold in full" * (sure is behind))
+        told = f"{int(sure is ahead)} of 1 ahead, {int(sure is behind)} behind; 1 not run"
+        assert judged([sure, None]) == ("undecided", told + "; so it cannot hold in full" * (sure is behind))
         few = judged([Comparison(sure.mean, sure.p, 4)])
         assert few[0] == "undecided" and "4 of 5 seeds" in few[1]
         assert judged([sure], lacks="never tuned")[0] == "undecided"
@@ -210,6 +211,7 @@ def test_what_is_seen_along_runs_and_costs():
     assert [timed(its, 1.05, 5)[0] for its in ([inside], [outside], [inside, outside], [inside, both])] == [
         "held", "did not hold", "held in part", "undecided"]
     assert timed([inside], 1.05, 4)[0] == timed([outside], 1.05, 4)[0] == "undecided"
+    assert "so it cannot hold in full" in timed([outside, both], 1.05, 5)[1] and "in full" not in timed([inside, both], 1.05, 5)[1]
 
 
 def test_tuning_and_training_are_read_from_records():

@@ -11,9 +11,8 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
            'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
            'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'planned_hours', 'holm', 'p_value', 'Comparison',
-           'compared', 'verdict', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained',
-           'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate',
-           'rate_differences']
+           'compared', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by',
+           'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -606,22 +605,6 @@ def compared(differences: list[float], margin: float = 0.0) -> Comparison | None
     return Comparison(sum(differences) / len(differences), p_value(differences, margin),
                       len(differences))
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-verdict
-def verdict(
-    differences: list[float],  # claimed better minus the other, one for each seed
-    margin: float = 0.0,       # stated with the claim
-    decided: bool = True,      # by `holm`, where there are several comparisons
-    trained: bool = True,      # whether every trained model beats the untouched one
-) -> str:
-    "What may be said of a claim; @sec-protocol-verdicts."
-    if not trained:
-        return "not testable here (training does not beat the untouched model)"
-    if len(differences) < SEEDS:
-        return f"undecided ({SEEDS - len(differences)} more seeds)"
-    if p_value(differences, margin) > 0.05 or not decided:
-        return "undecided (the interval lies on both sides of the margin)"
-    return "held" if sum(differences) / len(differences) > margin else "did not hold"
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-judged
 Verdict = tuple[str, str]  # and what it stands on
 
@@ -647,7 +630,8 @@ def judged(
         return "not testable here", f"{untestable}; {said}"
     missing = missing_of(comparisons) + [lacks] * bool(lacks)
     if missing or right + wrong < len(known):
-        return "undecided", "; ".join([said, *missing])
+        against = ["so it cannot hold in full"] * bool(wrong)
+        return "undecided", "; ".join([said, *missing, *against])
     return ("held" if not wrong else "held in part" if right else "did not hold"), said
 
 def missing_of(comparisons: list[Comparison | None]) -> list[str]:
@@ -689,7 +673,8 @@ def timed(
     if not intervals:
         return "undecided", "nothing was run"
     if rounds < ROUNDS or within + beyond < len(intervals):
-        return "undecided", said + f"; {rounds} of {ROUNDS} rounds" * (rounds < ROUNDS)
+        return "undecided", (said + f"; {rounds} of {ROUNDS} rounds" * (rounds < ROUNDS)
+                             + "; so it cannot hold in full" * bool(beyond))
     return ("held" if not beyond else "held in part" if within
             else "did not hold"), said
 
