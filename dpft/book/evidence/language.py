@@ -501,11 +501,9 @@ def beta_grid(full: bool) -> Iterator[Settings]:
                        "seed": seed}
 
 def init_grid(full: bool) -> Iterator[Settings]:
-    "Table IV: where relevance begins; reduced: one number for each way."
-    chosen = [(init, given) for init, given in INITIALISATIONS if full
-              or given in ({}, {"k": 5}, {"p": 0.9}, {"beams": 5})]
+    "Table IV: where relevance begins."
     for seed in range(3):
-        for init, given in chosen:
+        for init, given in INITIALISATIONS:
             yield {**rap_entry(rap_settings(full), "LoRA", 3.0, "tight", init=init,
                                **given), "seed": seed}
 
