@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['QUOTED', 'IN_QUOTES', 'SEPARATORS', 'READERS', 'read_file']
+__all__ = ['QUOTED', 'OVER_LINES', 'IN_QUOTES', 'SEPARATORS', 'READERS', 'read_file']
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-read
 def read_file(
@@ -69,9 +69,18 @@ def _csv(path: Path, unit: str | None = None) -> Any:
 # %% ../nbs/6_appendices/109_files.ipynb #sources-paired
 QUOTED = re.compile(rb'(?:^|\t)(?:"(?:[^"\r\n]|"")*"(?=[\t\r\n]|\Z)|(?P<open>"))', re.M)
 
+OVER_LINES = re.compile(rb'(?:^|\t)"[^"\r\n]*[\r\n][^"]*"(?=[\t\r\n]|\Z)', re.M)
+
 def _quotes(path: Path) -> bool:
-    "Whether each value that begins with a quotation mark is quoted as a whole."
-    return not any(found["open"] for found in QUOTED.finditer(path.read_bytes()))
+    """Whether each value that begins with a quotation mark is quoted as a whole;
+    ValueError if one may go on over several lines."""
+    content = path.read_bytes()
+    if found := OVER_LINES.search(content):
+        first, last = (content.count(b"\n", 0, place) + 1 for place in found.span())
+        raise ValueError(f"lines {first} to {last} of {path.name} may be one value in "
+                         "quotation marks or several rows; write each row on one "
+                         "line, or give the file as .csv")
+    return not any(found["open"] for found in QUOTED.finditer(content))
 
 IN_QUOTES = re.compile(rb'(?:\A|(?<=[,\r\n]))'
                        rb'(?:"[^"]*(?:""[^"]*)*"(?=[,\r\n]|\Z)|(?P<open>"))')

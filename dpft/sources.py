@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -27,13 +27,30 @@ from .schema import (
 from .tasks import LOCAL, digits, font_digits
 
 # %% auto #0
-__all__ = ['PARTS', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictures', 'from_hub', 'task_of', 'kind_of_task',
-           'classes_of', 'stack_images', 'load_data']
+__all__ = ['PARTS', 'ALIKE', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictures', 'from_hub', 'task_of',
+           'kind_of_task', 'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
     "train": ("train",), "test": ("test",),
     "dev": ("validation", "valid", "val", "dev", "validation_matched", "test")}
+ALIKE = {"training": "train", "testing": "test", "eval": "validation",
+         "evaluation": "validation"}
+
+def _part(path: Path) -> str | None:
+    "The part of a data set that a file or a folder is named after; None: none."
+    said = (path.name if path.is_dir() else path.stem).lower()
+    name = ALIKE.get(said, said)
+    return name if any(name in known for known in PARTS.values()) else None
+
+def _by_part(paths: Iterable[Path]) -> dict[str, Path]:
+    "What is named after a part; ValueError where two are named after the same."
+    found: dict[str, Path] = {}
+    for path in paths:
+        if (part := _part(path)) and found.setdefault(part, path) != path:
+            raise ValueError(f"{path.parent} holds {found[part].name} and {path.name}; "
+                             f"keep one for {part}")
+    return found
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-read-folder
 def read_folder(
@@ -48,9 +65,8 @@ def read_folder(
         found = datasets.load_from_disk(str(folder))
         return dict(found) if isinstance(found, dict) else {"train": found}
     files = _files(folder)
-    if parts := {name: read_file(path, unit) for name, path in files.items()
-                 if any(name in known for known in PARTS.values())}:
-        return parts
+    if parts := _by_part(files.values()):
+        return {name: read_file(path, unit) for name, path in parts.items()}
     # `metadata` says what pictures beside it show
     if len(files) == 1 and "metadata" not in files:
         return {"train": read_file(next(iter(files.values())), unit)}
@@ -59,21 +75,35 @@ def read_folder(
     if files and "metadata" not in files:
         raise ValueError(f"{folder} holds {', '.join(p.name for p in files.values())}; "
                          "name the parts train, validation and test")
+    if not files and (folder / "data").is_dir():  # as repositories of the hub do
+        return read_folder(folder / "data", unit)
+    return _other_pictures(folder)
+
+def _other_pictures(folder: Path) -> dict[str, Any]:
+    "Pictures in another layout, by the loader of `datasets`; ValueError if none."
+    import datasets
+
+    for path in folder.iterdir():
+        if (part := _part(path)) not in (None, path.name):
+            raise ValueError(f"{path} would not be read as {part}; rename it {part}")
+    said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
+            "or a folder of pictures for each class")
+    if not any(path.suffix.lower() in PICTURES for path in folder.rglob("*")):
+        raise ValueError(said)
     try:
         with TemporaryDirectory() as cache:  # its own would keep a copy of the rows
-            return dict(datasets.load_dataset(str(folder), cache_dir=cache,
-                                              keep_in_memory=True))
+            return dict(datasets.load_dataset(
+                "imagefolder", data_dir=str(folder), cache_dir=cache,
+                keep_in_memory=True))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
-        said = (f"{folder} holds no data set: give it train.csv, .jsonl or .parquet, "
-                f"or a folder of pictures for each class ({type(error).__name__})")
-        raise ValueError(said) from None
+        raise ValueError(f"{said} ({type(error).__name__})") from None
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-files
 def _files(folder: Path) -> dict[str, Path]:
     "The files of rows in a folder, by name; ValueError where two have the same."
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in READERS:
+        if path.suffix.lower() in READERS and not path.name.startswith("."):
             other = found.setdefault(path.stem, path)
             if other != path:
                 raise ValueError(f"{folder} holds {other.name} and {path.name}; keep "
@@ -88,8 +118,7 @@ def read_pictures(
     folder: Path,           # with a folder for each class, perhaps below train, test, …
 ) -> dict[str, Any]:        # data sets by part; empty where it is laid out otherwise
     "The pictures of a folder, with folder names as classes; nothing is copied."
-    known = {name for names in PARTS.values() for name in names}
-    places = {path.name: path for path in folder.iterdir() if path.name in known}
+    places = _by_part(path for path in sorted(folder.iterdir()) if path.is_dir())
     parts = {name: _by_class(path)
              for name, path in (places or {"train": folder}).items()}
     classes = sorted(parts.get("train") or ())
@@ -179,12 +208,38 @@ def task_of(
     kind = kind_of_task(train, schema)
     if kind == "image" and schema.kind != kind:  # tensors: no command reads them
         kind = "text"
-    names, _ = classes_of(train, schema, classes)
+    names, derived = classes_of(train, schema, classes)
+    if derived and schema.label:
+        _check_names(parts[1:], schema.label, names)
     if schema.kind == "image":
         parts = [part and stack_images(part, schema, names) for part in parts]
+        _check_sizes([part.images for part in parts if part])
     return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
                 columns=schema.columns, source=name,
                 assumed_public=["the classes"] if names else [], unit=schema.unit)
+
+# %% ../nbs/5_notes/71_sources.ipynb #sources-check-parts
+def _check_names(parts: Sequence[Any], label: str, names: Sequence[str]) -> None:
+    "ValueError for numbers among rows to score where training rows have names."
+    if all(name.lstrip("-").isdecimal() for name in names):
+        return
+    for part in parts:
+        if part is None or label not in column_names(part) or class_names(part, label):
+            continue
+        if any(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+               for value in column(part, label)):
+            raise ValueError(f"column {label!r} has names in the training rows and "
+                             "numbers in those to score, and nothing says which name "
+                             "a number stands for; write names in both")
+
+
+def _check_sizes(images: Sequence[Tensor]) -> None:
+    "ValueError unless the pictures of all parts have one shape."
+    sizes = [" × ".join(map(str, its.shape[1:])) for its in images]
+    if len({*sizes}) > 1:
+        raise ValueError(f"the training pictures are {sizes[0]} and others to score "
+                         f"{next(size for size in sizes if size != sizes[0])}; "
+                         "convert all to one size and number of channels")
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-kind
 def kind_of_task(
@@ -300,6 +355,9 @@ def load_data(
     "A data set by name: built-in, from local files, or from the hub."
     if limit is not None and not (isinstance(limit, (int, np.integer)) and limit >= 1):
         raise ValueError(f"limit must be at least 1, not {limit}, and a whole number")
+    if not isinstance(name, (str, Path)) or not str(name):
+        raise ValueError("name must be that of a data set, a file or a folder; give "
+                         "rows in memory to fine_tune itself")
     name = str(name)
     _check_source(name, source)
     task = _named_task(name, root, source)

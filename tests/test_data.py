@@ -1074,3 +1074,84 @@ def test_pictures_beside_a_table_leave_no_copy_in_the_cache_of_datasets(tmp_path
     task = load_data(str(pictures))
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
     assert task.train.batch(torch.arange(6))[1].tolist() == [0, 1] * 3
+
+
+def pictures_in(folder, count=2):
+    from PIL import Image
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (4, 4), (40 * number, 0, 0)).save(folder / f"{number}.png")
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("Train", "Test"), ("TRAIN", "TEST"), ("Training", "Testing")])
+def test_parts_are_known_in_any_case_so_that_no_test_row_is_trained_on(tmp_path, names):
+    for part, count in zip(names, (3, 2), strict=True):
+        for kind in ("cat", "dog"):
+            pictures_in(tmp_path / "pictures" / part / kind, count)
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        (tmp_path / "rows" / f"{part}.csv").write_text("text,label\n" + f"{part} a,x\n{part} b,y\n" * count)
+    pictures, rows = load_data(tmp_path / "pictures"), load_data(tmp_path / "rows")
+    assert (len(pictures.train), len(pictures.dev), len(rows.train), len(rows.dev)) == (6, 4, 6, 4)
+    (tmp_path / "rows" / "train.jsonl").write_text('{"text": "a", "label": "x"}\n')
+    (tmp_path / "rows" / f"{names[0]}.csv").rename(tmp_path / "rows" / "TRAINING.csv")
+    with pytest.raises(ValueError, match=r"holds TRAINING.csv and train.jsonl; keep one for train"):
+        load_data(tmp_path / "rows")
+
+
+def test_a_folder_below_data_is_read_by_the_rules_of_one_that_is_not(tmp_path):
+    table = "text,label,user\nNA,01,007\nb,02,07\nc,01,7\nd,02,8\n"
+    for folder in (tmp_path / "plain", tmp_path / "nested" / "data"):
+        folder.mkdir(parents=True)
+        (folder / "train.csv").write_text(table)
+    plain, nested = (load_data(tmp_path / name, unit="user") for name in ("plain", "nested"))
+    assert plain.classes == nested.classes == ("01", "02")
+    assert [nested.train[row]["user"] for row in range(4)] == ["007", "07", "7", "8"] and nested.train[0]["text"] == "NA"
+
+
+def test_texts_in_folders_and_files_that_are_no_data_are_refused(tmp_path):
+    for name in ("pos", "neg"):
+        (tmp_path / "texts" / "train" / name).mkdir(parents=True)
+        (tmp_path / "texts" / "train" / name / "1.txt").write_text("two\nlines\n")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.txt").write_text("This data set is confidential.")
+    for name in ("texts", "notes"):
+        with pytest.raises(ValueError, match="holds no data set"):
+            load_data(tmp_path / name)
+    pictures_in(tmp_path / "deep" / "Train" / "cats" / "black")
+    with pytest.raises(ValueError, match="would not be read as train; rename it train"):
+        load_data(tmp_path / "deep")
+
+
+def test_numbers_to_score_are_not_read_by_the_alphabet_of_the_training_names(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na b,true\nc d,fake\n")
+    (tmp_path / "validation.csv").write_text("text,label\na b,0\nc d,1\n")
+    with pytest.raises(ValueError, match="has names in the training rows and numbers in those to score"):
+        load_data(tmp_path)
+    (tmp_path / "train.csv").write_text("text,label\na b,0\nc d,1\n")
+    assert load_data(tmp_path).classes == ("0", "1")
+
+
+def test_pictures_to_score_have_the_shape_of_the_others(tmp_path):
+    from PIL import Image
+    for part, mode, side in (("train", "RGB", 4), ("test", "L", 6)):
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            Image.new(mode, (side, side)).save(tmp_path / part / kind / "1.png")
+    with pytest.raises(ValueError, match="training pictures are 3 × 4 × 4 and others to score 1 × 6 × 6"):
+        load_data(tmp_path)
+
+
+def test_a_quoted_value_of_a_tsv_that_goes_on_over_a_line_is_refused(tmp_path):
+    path = tmp_path / "train.tsv"
+    for text in ('text\n"good\nfilm"\n"bad film, very"\n', 'label\ttext\npos\t"good\nfilm\tnice"\nneg\tbad\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="may be one value in quotation marks or several rows"):
+            load_data(path)
+    path.write_text('text\tlabel\n"open at the start\tx\nplain, then "a word" and more\ty\n')
+    assert len(load_data(path).train) == 2                                     # marks that belong to texts
+
+
+@pytest.mark.parametrize("name", ["", None, 3, ["a"]])
+def test_a_name_that_is_none_is_refused_without_its_content(name):
+    with pytest.raises(ValueError, match="name must be that of a data set, a file or a folder"):
+        load_data(name)

@@ -203,7 +203,7 @@ def test_a_worker_that_dies_before_it_reads_its_job_costs_that_job_alone(tmp_pat
     os.kill(worker.process.pid, signal.SIGSTOP)
     worker.begin(noted_job(tmp_path), None)
     killed(worker)
-    assert worker.finish()[1:] == (None, f"its process ended without a word (status {-signal.SIGKILL})")
+    assert worker.finish()[1:] == (None, f"its process ended without an answer (status {-signal.SIGKILL})")
     worker.begin(noted_job(tmp_path), None)
     assert worker.finish()[1]["metrics"] == {"accuracy": 0.5}
     queue.end_all([worker])
@@ -386,7 +386,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path):
 
 
 def test_a_process_that_dies_costs_its_run_alone(tmp_path):
-    with pytest.raises(ValueError, match="ended without a word"):
+    with pytest.raises(ValueError, match="ended without an answer"):
         queue.run_queue(queue.Source({"e": many(3, dying)}, tmp_path), 1, hours=1)
     assert sorted(seeds(tmp_path / "e.jsonl")) == [0, 2]
 

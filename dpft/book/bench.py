@@ -759,7 +759,7 @@ def cost_figure(found: Iterable[dict[str, Any]]) -> "Figure":
 
 def _shape(entry: dict[str, Any]) -> tuple[Any, ...]:
     "All but the contender, and but the batch if that was searched for."
-    names = ("part", "model", "width", "layers", "size", "trains")
+    names = ("part", "model", "width", "layers", "size", "trains", "precision")
     return (*(entry.get(name) for name in names),
             entry["part"] == "batches" or entry["rows"])
 

@@ -161,7 +161,7 @@ class Setting:
     size: int               # tokens in a text, or pixels along the side of an image
     rows: int               # examples in the batch
     trains: str             # "biases" or "full"
-    who: tuple[str, ...]    # names in `CONTENDERS`; plain comes first
+    who: tuple[str, ...]    # of contenders; all ratios are to the first
     repeats: int            # timed rounds
     # bytes for weights and step: find the largest batch that fits, instead of `rows`
     memory: int | None = None
@@ -616,7 +616,7 @@ def forget(model: nn.Module) -> None:
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-measure-memory
 def measure_memory(contender: Contender, loss: WatchedLoss, batch: Batch,
                    device: torch.device) -> Memory:
-    "Count one step's bytes, without what a larger batch is looked at for."
+    "Count one step's bytes, after a step in which a new largest batch may be checked."
     contender.step(batch)
     forget(contender.model)
     gc.disable()  # what waits for it is held

@@ -151,7 +151,7 @@ def judged_freezing(
 def freezing_table(found: Iterable[dict[str, Any]]) -> str:
     "Markdown: what was measured, and the marks."
     found = list(found)
-    lines = ["| model | what | who | seconds | time / all layers | 95 % interval |",
+    lines = ["| model | what | who | seconds | time / all layers | interval |",
              "|---|---|---|---|---|---|"]
     for e in found:
         low, high = e["time_interval"]

@@ -300,7 +300,7 @@ def normalised_classifier() -> Any:
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     class NormalisedClassifier(mean_pooled_classifier()):  # type: ignore[misc]
-        """BERT, the mean of its token vectors at a fixed length,
+        """BERT, the mean of its token vectors scaled to a fixed norm,
         and a linear head; @sbert."""
         scale = 10.0
 

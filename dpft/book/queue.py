@@ -193,7 +193,7 @@ class Worker:
             self.process.join()
             status = self.process.exitcode
             self._start()
-            return job, None, f"its process ended without a word (status {status})"
+            return job, None, f"its process ended without an answer (status {status})"
 
     def last_answer(self) -> tuple[Job, Settings | None, str] | None:
         "The answer that an ended process had sent, if any."

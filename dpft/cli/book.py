@@ -67,8 +67,9 @@ def quickstart(
     replace_records(output / "quickstart.jsonl", records)
     table = figures.text_table(records)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
-    figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.svg"))
-    figures.save_figure(figures.tradeoff(records), str(output / "tradeoff.png"))
+    figure = figures.tradeoff(records)
+    for ending in ("svg", "png"):
+        figures.save_figure(figure, str(output / f"tradeoff.{ending}"))
     print(f"Accuracy on 360 held-out digits, mean over {seeds} seeds and 95 % "
           f"interval:\n\n{table}\n")
     print(f"The figure is {output / 'tradeoff.png'}.")
@@ -376,8 +377,7 @@ def figures_named(
                            ending):
         drawn += ": skipped, " not in sentence
         print(sentence)
-    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}. A record is stale if "
-          "another version of the source made it.")
+    print(f"{drawn} figure{'s' * (drawn != 1)} in {output}.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit-options
 CLAIMED = typer.Option(help="Epsilon that the audited run claims.")
