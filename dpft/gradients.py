@@ -234,7 +234,8 @@ class Held:
     """What a model and its loss hold before a pass.
 
     Parameters are not copied. A write into one that torch does not count, as through
-    `.data`, is seen with `every` alone, in up to 4,096 numbers of each.
+    `.data`, is seen with `every`, in up to 4,096 numbers of each; so a step compares
+    them before it releases anything.
     """
 
     def __init__(self, *roots: Any, every: bool = False):

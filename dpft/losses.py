@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .gradients import evaluating, full, version
+from .gradients import buffers_kept, evaluating, full, version
 from .sampling import gather
 
 # %% auto #0
@@ -392,8 +392,9 @@ def evaluation_batches(
     collate: Collate | None,   # None: that of `collate_for`
     batch_size: int,
 ) -> Iterator[Any]:
-    "A data set in batches, in evaluation mode, similar lengths together."
-    with evaluating(model):
+    """A data set in batches, in evaluation mode, similar lengths together; what a pass
+    leaves in buffers is put back at the end."""
+    with evaluating(model), buffers_kept(model, every=True):
         for part in evaluation_order(data).split(batch_size):
             yield to_device(gather(data, part, collate), device_of(model))
 
@@ -515,7 +516,7 @@ def measure_for(
     if (task := task_of(model)) in known:
         return known[task]
     batch = next(evaluation_batches(model, [data[0]], collate, 1))
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluating(model), buffers_kept(model, every=True):
         scores, labels = logits(model, batch), labels_of(batch)
     problem = problem_of(model, scores, labels)
     if problem is None:

@@ -457,6 +457,9 @@ class Context(View):
     def forfeit(self, what: str) -> None:
         """In requests(context): this access is uncharged, and the run has no privacy
         guarantee."""
+        if self.access is not None and what not in self.unpaid:
+            raise ValueError("call forfeit in requests(context): by now the run is "
+                             "recorded as a private one")
         noted(self.unpaid, what)
 
     def draw_unpaid(

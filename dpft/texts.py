@@ -257,9 +257,10 @@ def _completion_rows(
     *prompts, completions = parts
     between = first_token(tokenizer, "sep_token_id", "bos_token_id", "eos_token_id")
     joined = [" ".join(row) for row in zip(*prompts, strict=True)]
-    heads = (tokenizer(joined, add_special_tokens=False)["input_ids"] if prompts
+    quiet = {"add_special_tokens": False, "verbose": False}  # it would print lengths
+    heads = (tokenizer(joined, **quiet)["input_ids"] if prompts
              else [[]] * len(completions))
-    tails = tokenizer(completions, add_special_tokens=False)["input_ids"]
+    tails = tokenizer(completions, **quiet)["input_ids"]
     rows = []
     for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
         _check_tokens(row, len(tail) and (not prompts or len(head)))
@@ -316,7 +317,8 @@ def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Ro
         [messages], None, None, template, marked, **tokenizer.special_tokens_map)
     (text,), marks = rendered  # and where the template says that the assistant speaks
     spans = marks[0] if marked else _assistant_spans(tokenizer, messages, text, row)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                      verbose=False)  # it would print the length of a long one
     return found["input_ids"], [any(start < high and end > low for low, high in spans)
                                 for start, end in found["offset_mapping"]]
 

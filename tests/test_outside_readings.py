@@ -9,13 +9,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
+from dpft.baselines import Trainable
 from dpft.composition import Chain
+from dpft.datasets import TableData
 from dpft.evaluation import scored
 from dpft.identity import repeated_rows, shared_rows
-from dpft.losses import problem_of
+from dpft.losses import measure_for, problem_of
+from dpft.method import Method
 from dpft.noise import Keystream
+from dpft.privacy import SampledGaussian, epsilon
 from dpft.schema import read_labels
-from dpft.scores import noisy_accuracy, scorer
+from dpft.scores import NoisyAccuracy, noisy_accuracy, scorer
 from dpft.selection import settle, trial_noise
 
 ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]
@@ -101,3 +105,114 @@ def test_what_is_scored_is_collated_as_what_is_trained_on():
     run = fine_tune(model, rows[:20], Full(), learning_rate=1e-6, evaluate=Public(rows[20:], source="drawn for the test"), **knobs)
     assert run.scores == {"accuracy": 1.0}
     assert scorer(Public(rows[20:], source="drawn for the test"), None, Keystream(0))(run, 0) == 1.0
+
+
+class Late(nn.Module):
+    """An embedding that does not train, in which a pass over token 7 writes, in a way that torch does not count."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.embedding, self.classifier, self.way = nn.Embedding(8, 8), nn.Linear(8, 2), way
+        self.embedding.weight.requires_grad_(False)
+
+    def forward(self, tokens):
+        hidden, weight = self.embedding(tokens), self.embedding.weight
+        if (tokens == 7).any():
+            if self.way == "data":
+                weight.data[7] = 5.0
+            elif self.way == "numpy":
+                weight.detach().numpy()[7] = 5.0
+            else:
+                new = weight.detach().clone()
+                new[7] = 5.0
+                weight.data = new
+        return self.classifier(hidden.mean(1))
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "another tensor"])
+def test_a_late_write_into_a_parameter_is_noticed_in_the_step_in_which_it_happens(way):
+    """One row of 200 has the token, so the first looks do not meet it."""
+    tokens = torch.randint(0, 7, (200, 5), generator=torch.Generator().manual_seed(0))
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def trained(rows):
+        return fine_tune(Late(way), TensorDataset(rows, rows[:, 0] % 2), Trainable(), loss_fn=losses, noise_multiplier=1.0, delta=1e-3,
+                         steps=12, batch_size=100, accountant="rdp", progress=False, seed=1)
+    assert len(trained(tokens).history) == 12
+    tokens[150] = 7
+    with pytest.raises(RuntimeError, match=r"a forward pass has changed the parameters embedding\.weight"):
+        trained(tokens)
+
+
+class Widened(nn.Module):
+    "A buffer that a pass in any mode updates."
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(4, 2)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return self.classifier(x)
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_a_pass_that_scores_leaves_nothing_in_the_model(every):
+    rows = TensorDataset(torch.randn(40, 4), torch.arange(40) % 2)
+    scored_on = TensorDataset(torch.full((10, 4), 4711.0), torch.arange(10) % 2)
+    run = fine_tune(Widened(), rows, Full(), evaluate=NoisyAccuracy(scored_on), evaluate_every=every, **{**KNOBS, "steps": 2})
+    assert run.model.largest == 0.0
+    model = Widened()
+    measure_for(model, scored_on)
+    assert model.largest == 0.0
+
+
+def test_a_guarantee_is_given_up_before_the_run_is_recorded():
+    class Peek(Method):
+        def choose(self, context, among):
+            context.forfeit("the gradient of one batch")
+            return list(among)
+    with pytest.raises(ValueError, match=r"call forfeit in requests\(context\)"):
+        fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Peek(), **KNOBS)
+
+
+def test_no_warning_tells_how_long_a_private_text_is(caplog):
+    import logging
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from dpft.texts import encode
+    words = ["a", "b", "[PAD]", "[EOS]", "[UNK]"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]",
+                                        model_max_length=32)
+    tokenizer.chat_template = "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
+    logger, said = logging.getLogger("transformers"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        encode(TableData({"prompt": ["a b", "a"], "completion": ["b", "a " * 77]}), tokenizer, ("prompt", "completion"), 128, "causal")
+        encode(TableData({"messages": [[{"role": "assistant", "content": "a " * 77}]]}), tokenizer, ("messages",), 128, "causal")
+    finally:
+        logger.removeHandler(handler)
+    assert not [line for line in said if "77" in line], said
+
+
+def test_prv_refuses_a_delta_that_its_rounding_reaches_after_many_steps():
+    with pytest.raises(ValueError, match=r"delta=1e-10 is below 8\.12e-09"):
+        epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "prv")
+    assert epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "rdp") > 13.79
+
+
+def test_names_of_classes_that_the_data_states_are_listed_as_public():
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    from dpft.prepared import as_task
+    kinds = Features({"text": Value("string"), "label": ClassLabel(names=["flu", "healthy"])})
+    task = as_task(Dataset.from_dict({"text": ["a b", "c d"], "label": [0, 1]}, features=kinds))
+    assert task.assumed_public == ["the classes flu, healthy"]
