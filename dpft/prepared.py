@@ -187,8 +187,7 @@ def as_task(
                          "name it last in columns=")
     stated = class_names(data, schema.label) or classes
     names, derived = classes_of(data, schema, stated)
-    told = derived or class_names(data, schema.label)
-    facts = [f"the classes {_span(names)}"] if told else []
+    facts = [f"the classes {_span(names)}"] if derived else []
     return Task("data", schema.kind, data, dev=None, classes=names,
                 columns=schema.columns, assumed_public=facts, unit=unit)
 

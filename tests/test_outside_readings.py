@@ -207,12 +207,3 @@ def test_prv_refuses_a_delta_that_its_rounding_reaches_after_many_steps():
     with pytest.raises(ValueError, match=r"delta=1e-10 is below 8\.12e-09"):
         epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "prv")
     assert epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "rdp") > 13.79
-
-
-def test_names_of_classes_that_the_data_states_are_listed_as_public():
-    from datasets import ClassLabel, Dataset, Features, Value
-
-    from dpft.prepared import as_task
-    kinds = Features({"text": Value("string"), "label": ClassLabel(names=["flu", "healthy"])})
-    task = as_task(Dataset.from_dict({"text": ["a b", "c d"], "label": [0, 1]}, features=kinds))
-    assert task.assumed_public == ["the classes flu, healthy"]
