@@ -515,9 +515,9 @@ def measure_for(
              "masked": PERPLEXITY, "causal": PERPLEXITY, "seq2seq": PERPLEXITY}
     if (task := task_of(model)) in known:
         return known[task]
-    batch = next(evaluation_batches(model, [data[0]], collate, 1))
-    with torch.no_grad(), evaluating(model), buffers_kept(model, every=True):
-        scores, labels = logits(model, batch), labels_of(batch)
+    with torch.no_grad():
+        (scores, labels), = [(logits(model, batch), labels_of(batch)) for batch in
+                             evaluation_batches(model, [data[0]], collate, 1)]
     problem = problem_of(model, scores, labels)
     if problem is None:
         raise ValueError(

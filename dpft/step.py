@@ -429,8 +429,9 @@ class Summing(Counted):
         super().__init__(engine)
         self.t, self.kept, self.batch_number = engine.t, Kept(engine), 0
         self.totals = Totals(engine.trains, engine.settings.secure_mode)
-        self.drawn, self.movers, self.left = False, Movers(self), 0  # left: not added
         self.samples = samples_of(engine.model) if engine.plan.private else {}
+        self.drawn, self.movers = False, Movers(self)
+        self.left = 0       # batches drawn and not added, and 1 until the draw's end
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -441,7 +442,7 @@ class Summing(Counted):
         "Line 1 of @def-dpsgd: draw."
         if self.drawn:
             raise RuntimeError(TWICE_DRAWN.format(self.t))
-        self.drawn, self.left, self.engine.draws.added = True, 1, ()  # 1: the end
+        self.drawn, self.left, self.engine.draws.added = True, 1, ()
         self.movers.listen(self.engine.trains)
         return self.counting(self.engine.batches(
             self.engine.plan.sample_rate, "train", self.t, views=True))
@@ -491,8 +492,7 @@ class Step(Summing):
     privatized = finished = False
 
     def privatize(self) -> None:
-        """Lines 3 to 5: charge the step, perturb its sums,
-        and write the private mean into `.grad`."""
+        "Lines 3 to 5: charge, perturb, and write the private mean into `.grad`."
         if self.privatized:
             raise RuntimeError(TWICE_PRIVATE.format(self.t))
         if self.left and self.engine.plan.private:

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import greedy
 import pytest
@@ -566,3 +566,12 @@ def test_largest_batches_stand_beside_the_plain_one_of_their_shape():
              batch("dpft", "full", 3)]                                            # no plain step to compare it with
     ratios = [(e["who"], e["rows_ratio"], e["rate_ratio"]) for e in bench.beside_plain(found)]
     assert ratios == [("plain", 1.0, 1.0), ("dpft", 1.2, 0.5), ("opacus", 0.0, 0.0)]
+
+
+def test_the_settings_of_one_precision_are_not_taken_for_those_of_another(tmp_path):
+    plan = bench.plan_gpu(tiny=True)
+    path = tmp_path / "costs-gpu.jsonl"
+    path.write_text("".join(json.dumps({**asdict(setting), "who": who}) + "\n" for setting in plan if setting.precision is None
+                            for who in setting.who))
+    kept, left = bench.begun(path, plan)
+    assert len(kept) == 8 and [setting.precision for setting in left] == ["bf16", "bf16", "bf16 weights"]

@@ -178,7 +178,7 @@ def test_a_guarantee_is_given_up_before_the_run_is_recorded():
         fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Peek(), **KNOBS)
 
 
-def test_no_warning_tells_how_long_a_private_text_is(caplog):
+def test_no_warning_tells_how_long_a_private_text_is():
     import logging
 
     from tokenizers import Tokenizer, models, pre_tokenizers

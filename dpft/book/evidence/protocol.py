@@ -7,12 +7,13 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED',
            'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS',
-           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out',
-           'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed', 'design',
-           'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid', 'multiple_of_rate',
-           'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'planned_hours', 'holm', 'p_value', 'Comparison',
-           'compared', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned', 'untrained', 'scored_by',
-           'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'AGAINST', 'Way', 'Study', 'options_at', 'entry', 'three_digits',
+           'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed',
+           'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid',
+           'multiple_of_rate', 'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'planned_hours', 'holm',
+           'p_value', 'Comparison', 'compared', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
+           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate',
+           'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -615,6 +616,8 @@ def sides(known: list[Comparison], margin: float) -> tuple[int, int]:
     above = [its.mean > margin for number, its in enumerate(known) if sure[str(number)]]
     return sum(above), len(above) - sum(above)
 
+AGAINST = "so it cannot hold in full"
+
 def judged(
     comparisons: list[Comparison | None],  # None: not run
     margin: float = 0.0,   # that they were made with
@@ -630,8 +633,7 @@ def judged(
         return "not testable here", f"{untestable}; {said}"
     missing = missing_of(comparisons) + [lacks] * bool(lacks)
     if missing or right + wrong < len(known):
-        against = ["so it cannot hold in full"] * bool(wrong)
-        return "undecided", "; ".join([said, *missing, *against])
+        return "undecided", "; ".join([said, *missing, *[AGAINST] * bool(wrong)])
     return ("held" if not wrong else "held in part" if right else "did not hold"), said
 
 def missing_of(comparisons: list[Comparison | None]) -> list[str]:
@@ -673,8 +675,8 @@ def timed(
     if not intervals:
         return "undecided", "nothing was run"
     if rounds < ROUNDS or within + beyond < len(intervals):
-        return "undecided", (said + f"; {rounds} of {ROUNDS} rounds" * (rounds < ROUNDS)
-                             + "; so it cannot hold in full" * bool(beyond))
+        missing = [f"{rounds} of {ROUNDS} rounds"] * (rounds < ROUNDS)
+        return "undecided", "; ".join([said, *missing, *[AGAINST] * bool(beyond)])
     return ("held" if not beyond else "held in part" if within
             else "did not hold"), said
 
