@@ -297,7 +297,7 @@ SHORT_WAYS = {name: TEXT_WAYS[name] for name in (  # that two papers compare
     "LastLayer", "BiTFiT", "Full", "LoRA", "Adapter", "Compacter",
     "RandomPartitions", "LargestWeights")}
 SHORT_ELSEWHERE = ("LastLayer", "BiTFiT", "Full", "LoRA", "Adapter",
-                   "RandomPartitions", "DPFrost")
+                   "RandomPartitions", "LargestWeights", "DPFrost")
 SHORT_WAYS["DPFrost"] = replace(TEXT_WAYS["DPFrost"],
                                 options={**FROST, "sample_rate": 0.005})
 FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
@@ -382,7 +382,8 @@ STUDIES = {
     "frost-design": Study(
         DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5, untouched=0.61),
     "digits": Study(
-        DIGITS, DIGIT_WAYS, 300, (2.0,), headline=20, fixed=5, refined=True,
+        DIGITS, DIGIT_WAYS, 300, headline=20, seeds=5, fixed=5, refined=True,
+        elsewhere=("LastLayer", "BiTFiT", "Full", "LoRA"), refined_elsewhere=True,
         every_bound=True, untouched=0.61),
     "images-head": Study(HEAD, HEAD_WAYS, 5000, fixed=10),
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
@@ -392,7 +393,8 @@ STUDIES = {
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
         {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS | CONTROL | PHASED, 1000,
-        (2.0,), refined=True, untouched=0.1),
+        (2.0, 0.5), refined=True, untouched=0.1, refined_elsewhere=True,
+        elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost", "RandomPartitions")),
     "text-head": Study(TEXT_HEAD, TEXT_HEAD_WAYS, 1500, fixed=20),
     "text-head-large": Study(
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
@@ -455,7 +457,7 @@ def multiple_of_rate(rate: float, factor: float) -> float:
 def rates_grid(full: bool) -> Iterator[Settings]:
     "The biases and everything on digits, at rates beside what tuning found for each."
     for run in study_grid("digits", STUDIES["digits"], full):
-        if run["label"] in ("BiTFiT", "Full"):
+        if run["label"] in ("BiTFiT", "Full") and run["target_epsilon"] == 2.0:
             for factor in RATE_FACTORS:
                 rate = multiple_of_rate(run["learning_rate"], factor)
                 yield {**run, "learning_rate": rate}
@@ -784,7 +786,7 @@ def off_the_rate(label: str, factor: float) -> dict[int, float]:
     """Accuracy on digits at the rate that tuning found less that at a multiple of it,
     by seed."""
     found = {run["seed"]: run for run in recorded(results_file("digits"))
-             if run["label"] == label}
+             if run["label"] == label and run["target_epsilon"] == 2.0}
     lost = {}
     for run in recorded(results_file("digits-rates")):
         if its := found.get(run["seed"]):
