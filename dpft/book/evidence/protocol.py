@@ -393,7 +393,7 @@ STUDIES = {
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
         {**PICTURES, "limit": 5000, "steps": 40}, IMAGE_WAYS | CONTROL | PHASED, 1000,
-        (2.0, 0.5), refined=True, untouched=0.1, refined_elsewhere=True,
+        refined=True, untouched=0.1, refined_elsewhere=True,
         elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost", "RandomPartitions")),
     "text-head": Study(TEXT_HEAD, TEXT_HEAD_WAYS, 1500, fixed=20),
     "text-head-large": Study(
