@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'claim', 'cautions',
-           'meaning', 'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load']
+           'meaning', 'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load', 'inputs_of']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -246,7 +246,23 @@ def how_to_load(
     if part and description["adapters"]:
         lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
                   f"`base` is a {kind} with a head of the same size."]
-    elif part and not description["added"]:
+    elif part and not description["added"] and kind != "MeanPooledClassifier":
         lines += ["Without this package: `base.load_state_dict(safetensors.torch."
                   f"load_file(\"{PART}\"), strict=False)`."]
+    lines += inputs_of(description)
     return "\n".join(["## How to load", "", *lines]) + "\n"
+
+def inputs_of(description: dict[str, Any]) -> list[str]:
+    "What texts or pictures go through before the model: its tokenizer, or a scaling."
+    lines = []
+    if description.get("tokenizer") == "base":
+        lines.append("Its tokenizer is the base's and not in this folder, for which "
+                     "`AutoTokenizer` would make an empty one: "
+                     "`dpft.models.load_tokenizer(path)` loads it.")
+    if pictures := description.get("pictures"):
+        shape = " × ".join(map(str, pictures["shape"]))
+        mean, deviation = (", ".join(f"{value:g}" for value in pictures[name])
+                           for name in ("mean", "std"))
+        lines.append(f"A picture of {shape} enters it as (x / {pictures['scale']:g} − "
+                     f"mean) / deviation, with mean {mean} and deviation {deviation}.")
+    return lines

@@ -32,7 +32,7 @@ from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prefix import Prefix, worth_it
-from .prepared import check_causal, check_outputs
+from .prepared import check_causal, check_inputs, check_outputs
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, check_whole, form
 from .provenance import look_at_start, mark_trained, recall, restate_own
@@ -104,8 +104,11 @@ def check_input(
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
     whole = lying(model) is WHOLE
-    if settings.loss_fn is None and whole and task_of(model) == "causal":
-        check_causal(model)
+    if settings.loss_fn is None and whole:
+        if settings.collate_fn is None:
+            check_inputs(model, train)
+        if task_of(model) == "causal":
+            check_causal(model)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-asked
 def asked(

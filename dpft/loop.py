@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Run', 'check_as_left', 'free_folder', 'check_way', 'write_run', 'score_report', 'load', 'fine_tune', 'checked_before',
-           'about_to_begin', 'kept', 'UnsavedWarning', 'keep', 'progress_is_due', 'Progress', 'Loop', 'walk',
-           'put_average', 'after_step', 'score_step', 'score_the_end', 'save_state', 'restore_state', 'entry_of',
-           'tell_step', 'stop_early', 'stopping_politely', 'leave']
+           'charge_told', 'about_to_begin', 'kept', 'UnsavedWarning', 'keep', 'progress_is_due', 'Progress', 'Loop',
+           'walk', 'put_average', 'after_step', 'score_step', 'score_the_end', 'save_state', 'restore_state',
+           'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-imports
 import json
@@ -40,8 +40,7 @@ from .privacy import SampledGaussian
 from .processes import at_first_signal, plain_of, speaks
 from .provenance import START, came_from
 from .rows import check_not_owned
-from .saving import (
-    check_room, files_of_run, read_model, tokenizer_of_base, write_model)
+from .saving import check_room, files_of_run, read_model, write_model
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .store import (
@@ -156,10 +155,9 @@ def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
     with taking_place(folder, gone) as place:
         description = write_model(run.model, run.trained, place, whole, ready.recipe,
                                   folder if earlier else None)
-        description |= {"kind": ready.kind, "trained": run.trained}
-        tokenizer, base = ready.tokenizer, description["base"]
-        if tokenizer is not None and not tokenizer_of_base(tokenizer, base):
-            tokenizer.save_pretrained(place)
+        description |= {"kind": ready.kind, "trained": run.trained,
+                        "pictures": ready.pictures,
+                        "tokenizer": ready.save_tokenizer(place, description["base"])}
         description["files"] = [*visible_files(place)]
         (place / "dpft.json").write_text(json.dumps(description, indent=1) + "\n",
                                          encoding="utf-8")
@@ -220,7 +218,8 @@ def fine_tune(
             evaluation = make_evaluation(engine, settings.evaluate, ready)
             loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
             engine.processes.first(lambda: about_to_begin(loop, ready))
-            loop.run()
+            with charge_told(engine):
+                loop.run()
             return kept(loop, ready)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-before
@@ -240,6 +239,21 @@ def checked_before(
     return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-begin
+@contextmanager
+def charge_told(engine: Engine) -> Iterator[None]:
+    "An error of a run that a ledger has charged says so, in a note."
+    held, given = engine.account.held, engine.settings
+    try:
+        yield
+    except Exception as error:
+        charged = engine.charges and held and engine.store.run in held.runs()
+        if given.ledger is not None and charged:
+            way_out = ("the same call continues it" if given.checkpoint is not None
+                       else "checkpoint= would let such a run be continued")
+            error.add_note(f"{given.ledger} has charged the plan of this run; "
+                           f"{way_out}")
+        raise
+
 def about_to_begin(loop: "Loop", ready: Prepared) -> None:
     """Refuse a place without room, and say what is read, before the first draw;
     on the first process."""

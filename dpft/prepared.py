@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +19,19 @@ from torch.utils.data import TensorDataset
 from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, column
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import class_names, names_a_row, unit_for
-from .gradients import evaluating
-from .losses import SINGLE, Collate
+from .gradients import buffers_kept, evaluating, forked
+from .losses import SINGLE, Collate, answer, evaluation_batches
 from .losses import task_of as head_of
 from .losses import unwrapped
-from .models import load_model, load_tokenizer, name_classes, own_classes
+from .models import (
+    load_model, load_tokenizer, minilm_folder, name_classes, own_classes)
 from .schema import Schema, kinds_of, read_schema
 from .sources import classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'check_outputs',
-           'check_causal']
+__all__ = ['SCALING', 'Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare',
+           'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -68,6 +70,29 @@ class Prepared:
         ours = schema.kind in ("text", "causal", "tagging") and self.tokenizer
         limit = f"; at most {self.most} tokens of a row" if ours else ""
         return schema.line() + limit
+
+    @property
+    def pictures(self) -> dict[str, Any] | None:
+        "The shape of a picture and how it was scaled; None for other data."
+        data = self.train
+        if not isinstance(data, TensorData) or data.images.ndim != 4:
+            return None
+        return {"shape": [*data.images.shape[1:]], "scale": float(data.scale),
+                "mean": [*map(float, data.mean)], "std": [*map(float, data.std)]}
+
+    def save_tokenizer(
+        self, folder: Path,
+        base: dict[str, Any] | None,  # of the saved part, as in dpft.json
+    ) -> str | None:                  # "saved", "base" or None, as in dpft.json
+        "Save the tokenizer; that of the base is left out, so that a part stays small."
+        if self.tokenizer is None:
+            return None
+        name = base and base["name"]
+        if name and self.tokenizer.name_or_path in (
+                name, str(minilm_folder()) if name == "minilm" else name):
+            return "base"
+        self.tokenizer.save_pretrained(folder)
+        return "saved"
 
     @property
     def most(self) -> int:
@@ -230,15 +255,26 @@ def prepare(
     if tokenised:
         task = task.assuming(VOCABULARY)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
-                     recipe, [*task.assumed_public], schema, task.classes,
-                     collate_fn)
+                     recipe, [*task.assumed_public], schema, task.classes, collate_fn)
     if tokenised:
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
     ready.train = ready.encoded(data)
+    ready.assumed_public += scaling_by_hand(ready, task)
     _check_classes(ready, task)
     if loss_fn is None:
         _check_writes(ready)
     return ready
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-scaling
+SCALING = "the numbers by which the pictures are scaled"
+
+def scaling_by_hand(ready: Prepared, task: Task) -> list[str]:
+    "A public fact, if the user's own numbers scale pictures and nothing says so."
+    pictures = ready.pictures
+    if pictures is None or ready.schema.kind == "image" or task.assumed_public:
+        return []
+    own = pictures["scale"], *pictures["mean"], *pictures["std"]
+    return [SCALING] if own != (1.0, 0.0, 1.0) else []
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
 def _classifies(model: Any) -> bool:
@@ -328,6 +364,37 @@ def _is_single(model: Any, labels: Tensor, rows: int) -> bool:
     if model.num_labels == 1 or labels.is_floating_point():
         return False
     return stated in (None, SINGLE) and labels.numel() == rows
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs
+def check_inputs(
+    model: nn.Module,
+    train: Any,        # the training data, as the engine takes it
+) -> None:
+    "ValueError for pictures or tokens that do not go through a model."
+    if isinstance(train, TensorData) and train.images.ndim == 4:
+        _check_pictures(unwrapped(model), tuple(train.images.shape[1:]))
+    if isinstance(train, EncodedData):
+        _check_tokens(unwrapped(model), train)
+
+def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
+    blank = [(torch.zeros(shape), 0)]
+    try:
+        with torch.no_grad(), forked(model), buffers_kept(model):
+            for batch in evaluation_batches(model, blank, None, 1):
+                answer(model, batch)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        size = " × ".join(map(str, shape))
+        raise ValueError(f"{type(model).__name__} does not take pictures of {size} "
+                         f"({error}); convert them, or choose another model") from error
+
+def _check_tokens(model: nn.Module, train: EncodedData) -> None:
+    named = getattr(model, "get_input_embeddings", None)
+    count = getattr(named() if named else None, "num_embeddings", None)
+    unknown = [] if count is None else (train.fields["input_ids"] >= count).nonzero()
+    if len(unknown):
+        row = int((train.starts <= unknown[0]).sum()) - 1
+        raise ValueError(f"row {row} has a token beyond the {count} that the model has "
+                         "embeddings for; pass the model's own tokenizer=")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-causal
 def check_causal(

@@ -6,7 +6,7 @@
 __all__ = ['RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'STATE', 'restores', 'note_addition', 'additions',
            'adapter_names', 'add_again', 'stored_name', 'base_name', 'is_wrapped', 'inner_model', 'all_additions',
            'part_names', 'frozen_fingerprint', 'class_named', 'load_base', 'named_base', 'base_identity', 'write_model',
-           'files_of_run', 'tokenizer_of_base', 'stock_form', 'check_room', 'read_model']
+           'files_of_run', 'stock_form', 'check_room', 'read_model']
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-imports
 import copy
@@ -350,17 +350,6 @@ def _write_adapter_config(
     config = copy.deepcopy(model.peft_config[adapter])
     config.base_model_name_or_path, config.inference_mode = base and base["name"], True
     config.save_pretrained(folder)
-
-# %% ../nbs/5_notes/79_saving.ipynb #saving-card
-def tokenizer_of_base(
-    tokenizer: Any,
-    base: dict[str, Any] | None,  # as in dpft.json
-) -> bool:
-    """Whether a tokenizer is the base model's, and so need not be saved
-    with a part of it."""
-    name = base and base["name"]
-    return bool(name) and tokenizer.name_or_path in (
-        name, str(minilm_folder()) if name == "minilm" else name)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-how-to-load
 def stock_form(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.baselines import Trainable
 from dpft.composition import Chain
-from dpft.datasets import TableData
+from dpft.datasets import TableData, TensorData
 from dpft.evaluation import scored
 from dpft.identity import repeated_rows, shared_rows
 from dpft.losses import measure_for, problem_of
@@ -169,6 +169,94 @@ def test_a_pass_that_scores_leaves_nothing_in_the_model(every):
     assert model.largest == 0.0
 
 
+START = torch.full((), 2.4)  # about the mean, so that little moves
+SEEN = {"scale": START}
+last_scale = START
+
+
+def scaled(x, seen):
+    "Features over a running mean, which is moved afterwards."
+    out = x / seen["scale"]
+    seen["scale"] = 0.999 * seen["scale"] + 0.001 * x.detach().abs().mean()
+    return out
+
+
+class Scaling(nn.Linear):
+    """Keeps a running mean outside of itself: in its module's dictionary, its module's name, a private name of its class, or what
+    a hook has around it."""
+
+    _scale = START
+
+    def __init__(self, way):
+        super().__init__(4, 2)
+        self.way = way
+        if way == "a hook's closure":
+            seen = {"scale": START}
+            self.register_forward_pre_hook(lambda module, args: scaled(args[0], seen))
+        if way == "a hook":
+            self.register_forward_pre_hook(Hooked())
+
+    @property
+    def scale(self):
+        return last_scale
+
+    def forward(self, x):
+        if self.way == "a dictionary":
+            x = scaled(x, SEEN)
+        if self.way == "a name":
+            global last_scale
+            x, last_scale = x / self.scale, 0.999 * last_scale + 0.001 * x.detach().abs().mean()
+        if self.way == "a class":
+            x, Scaling._scale = x / Scaling._scale, 0.999 * Scaling._scale + 0.001 * x.detach().abs().mean()
+        return super().forward(x)
+
+
+class Hooked:
+    def __init__(self):
+        self.seen = {"scale": 2.4}
+
+    def __call__(self, module, args):
+        out = args[0] / self.seen["scale"]
+        self.seen["scale"] = 0.999 * self.seen["scale"] + 0.001 * args[0].abs().mean().item()
+        return out
+
+
+class Loss:
+    "A method that keeps a running mean in its module's dictionary."
+
+    def own(self, model, batch):
+        return nn.functional.cross_entropy(scaled(model(batch[0]), SEEN), batch[1], reduction="none")
+
+    __call__ = own
+
+
+def plain_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("way", ["a hook's closure", "a hook", "a dictionary", "a name", "a class", "a loss's method", "a loss"])
+def test_a_running_mean_that_is_kept_outside_of_the_model_does_not_reach_the_next_step(way):
+    """Two steps over all rows, with and without one that is large: the sums of the second differ by no more than one row's bound."""
+    loss_fn = {"a loss's method": Loss().own, "a loss": Loss()}.get(way, plain_loss)
+
+    def second_sum(rows):
+        SEEN["scale"] = Scaling._scale = globals()["last_scale"] = START
+        torch.manual_seed(0)
+        data = TensorDataset(rows, torch.arange(len(rows)) % 2)
+        engine = Engine(Scaling(way), loss_fn, Full(), data, noise_multiplier=1.0, delta=1e-5, steps=2, batch_size=len(rows), clip=2.0,
+                        clipping="flat", physical_batch_size=32)
+        for step in engine:
+            for batch in step:
+                step.add(batch)
+            sums = torch.cat([values.flatten() for values in step.sums.values()]).clone()
+            step.privatize()
+            step.done()
+        return sums
+    rows = torch.randn(128, 4, generator=torch.Generator().manual_seed(1)).mul(3).round()
+    large = torch.cat([rows, torch.full((1, 4), 1e6)])
+    assert (second_sum(large) - second_sum(rows)).norm() <= 2.0 * 1.001
+
+
 def test_a_guarantee_is_given_up_before_the_run_is_recorded():
     class Peek(Method):
         def choose(self, context, among):
@@ -207,3 +295,37 @@ def test_prv_refuses_a_delta_that_its_rounding_reaches_after_many_steps():
     with pytest.raises(ValueError, match=r"delta=1e-10 is below 8\.12e-09"):
         epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "prv")
     assert epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "rdp") > 13.79
+
+
+@pytest.mark.parametrize("way", ["pictures", "channels", "tokens"])
+def test_what_a_model_does_not_take_is_refused_before_anything_is_charged(tmp_path, way):
+    import transformers as hf
+
+    shape = (1, 8, 8) if way == "channels" else (3, 16, 16)
+    pictures = TensorData(torch.rand(20, *shape), torch.arange(20) % 2)
+    words = TableData({"text": ["a b", "a c"] * 10, "label": [0, 1] * 10})
+    small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2)
+
+    def tokenizer(text, **options):
+        return {"input_ids": [[*map(ord, row)] for row in text], "special_tokens_mask": [[0] * len(row) for row in text]}
+    tokenizer.pad_token_id, tokenizer.model_max_length = 0, 64
+    model = (hf.BertForSequenceClassification(hf.BertConfig(vocab_size=90, **small)) if way == "tokens" else
+             hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **small)))
+    with pytest.raises(ValueError, match="beyond the 90 that the model has embeddings for" if way == "tokens" else
+                       rf"does not take pictures of {shape[0]} × {shape[1]}"):
+        fine_tune(model, words if way == "tokens" else pictures, Full(), ledger=tmp_path / "ledger.sqlite",
+                  **({"tokenizer": tokenizer} if way == "tokens" else {}), **KNOBS)
+    assert not (tmp_path / "ledger.sqlite").exists()
+
+
+def test_an_error_after_the_first_draw_says_what_was_charged(tmp_path):
+    def fails(model, batch):
+        raise RuntimeError("no room")
+    rows = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
+    with pytest.raises(RuntimeError, match="no room") as caught:
+        fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, batch_size=20, ledger=tmp_path / "ledger.sqlite", **KNOBS)
+    assert caught.value.__notes__ == [
+        f"{tmp_path / 'ledger.sqlite'} has charged the plan of this run; checkpoint= would let such a run be continued"]
+    with pytest.raises(ValueError, match="learning_rate") as caught:   # refused before
+        fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, ledger=tmp_path / "ledger.sqlite", learning_rate=-1.0, **KNOBS)
+    assert not hasattr(caught.value, "__notes__")

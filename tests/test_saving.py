@@ -25,7 +25,7 @@ from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
 from dpft.card import how_to_load
 from dpft.composition import Chain
-from dpft.datasets import TableData
+from dpft.datasets import TableData, TensorData
 from dpft.identity import fingerprint, model_fingerprint, name_of_code
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
@@ -337,11 +337,27 @@ def test_a_text_run_leaves_the_bases_tokenizer_out_and_still_finds_it(tmp_path, 
     assert "tokenizer.json" not in files(tmp_path / "run")
     assert same(dpft.load(tmp_path / "run"), run.model)
     assert load_tokenizer(str(tmp_path / "run"))("a c")["input_ids"] == [2, 4]
+    assert "`dpft.models.load_tokenizer(path)` loads it" in (tmp_path / "run" / "README.md").read_text()
     with pytest.raises(ValueError, match=r"dpft\.load"):
         dpft.load_model(str(tmp_path / "run"))
     run.prepared.tokenizer.name_or_path = "another"
     run.save(tmp_path / "own")
     assert "tokenizer.json" in files(tmp_path / "own")
+    assert "load_tokenizer" not in (tmp_path / "own" / "README.md").read_text()
+
+
+def test_a_card_says_how_pictures_are_scaled(tmp_path):
+    "And a scaling of the user's own is listed as public; a task lists its own."
+    data = TensorData(torch.rand(20, 3, 8, 8) * 255, torch.arange(20) % 2, 255.0, (0.4, 0.5, 0.6), (0.25,))
+    settings = dict(noise_multiplier=1.0, steps=1, batch_size=10, accountant="rdp", progress=False)
+    run = dpft.fine_tune("cnn", data, dpft.Full(), output=tmp_path / "run", **settings)
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "A picture of 3 × 8 × 8 enters it as (x / 255 − mean) / deviation, with mean 0.4, 0.5, 0.6 and deviation 0.25." in card
+    assert "the numbers by which the pictures are scaled" in run.guarantee.assumed_public
+    assert json.loads((tmp_path / "run" / "dpft.json").read_text())["pictures"] == {
+        "shape": [3, 8, 8], "scale": 255.0, "mean": [0.4, 0.5, 0.6], "std": [0.25]}
+    plain = dpft.fine_tune("cnn", replace(data, scale=1.0, mean=(0.0,), std=(1.0,)), dpft.Full(), **settings)
+    assert not any("scaled" in fact for fact in plain.guarantee.assumed_public)
 
 
 def test_the_part_of_a_roberta_base_is_small(tmp_path):
