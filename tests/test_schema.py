@@ -1,6 +1,7 @@
 """Which columns are read, what the labels are, and in which forms data may come."""
 
 import datetime
+import gzip
 import json
 import warnings
 from decimal import Decimal
@@ -860,6 +861,11 @@ def test_every_kind_of_file(tmp_path):
     ("x.parquet", "secret", "not a Parquet file"), ("x.arrow", "secret", "not an Arrow file"),
     ("x.csv", "text,label\nsecret,\nb,1\n", "1 of 2 rows have no label"), ("x.jsonl", '{"a": 1}\n{"a": "secret"}\n', "two types"),
     ("x.jsonl", b'{"text": "caf\xe9 secret"}\n', "not in UTF-8"),
+    ("x.csv", "secret one,1\nsecret two,0\n", "x.csv has a number for a column's name, .* put a line of names above it"),
+    ("x.csv", "secret,1,1\nb,0,0\n", "has a number for a column's name"),
+    ("x.tsv", "gj04\t1\t\tsecret\n", "has a number for a column's name"),
+    ("x.csv", "\ufeffsecret,-0.5\nb,0.5\n", "has a number for a column's name"),
+    ("x.jsonl", "{}\n{}\n", "x.jsonl has no rows, or rows that are not objects with names"),
 ])
 def test_a_bad_file_is_one_sentence_without_a_value(tmp_path, name, content, words):
     with pytest.raises(ValueError, match=words) as caught:
@@ -1165,6 +1171,14 @@ def test_one_class_is_nothing_to_learn(classes):
     ("x.csv", "text,label\nfine,1\n".encode("utf-16"), "x.csv is in UTF-16; .* iconv -f utf-16 -t utf-8"),
     ("x.tsv", "text\tlabel\nfine\t1\n".encode("utf-16"), "x.tsv is in UTF-16"),
     ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "x.jsonl is in UTF-16"),
+    ("x.csv", "text,label\nfine,1\n".encode("utf-32"), "x.csv is in UTF-32; .* iconv -f utf-32 -t utf-8"),
+    ("x.jsonl", '{"text": "a"}'.encode("utf-32"), "x.jsonl is in UTF-32"),
+    ("x.csv", gzip.compress(b"text,label\nfine,1\n", mtime=0), "x.csv is compressed by gzip; unpack it first"),
+    ("x.json", gzip.compress(b'[{"text": "a"}]', mtime=0), "x.json is compressed by gzip"),
+    ("x.csv", b"PK\x03\x04 and more", "x.csv is a ZIP archive, as spreadsheets are; "),
+    ("x.csv", "sep=,\ntext,label\nfine,1\n", "x.csv begins with a line that names its separator; remove that line"),
+    ("x.csv", "\ufeffsep=;\ntext;label\nfine;1\n", "begins with a line that names its separator"),
+    ("x.csv", '"sep=,"\ntext,label,more\nfine,1,2\n', "begins with a line that names its separator"),
     ("x.json", '{"text": ["a", "b"], "label": [0, 1]}', "x.json holds one object of columns"),
     ("x.json", '{\n "text": ["a", "b"],\n "label": [0, 1]\n}', "x.json holds one object of columns"),
     ("x.json", '{"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}', "x.json holds one object of columns"),
