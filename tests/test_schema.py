@@ -1245,3 +1245,27 @@ def test_truth_values_and_dates_that_are_spelled_in_two_ways_stay_texts(tmp_path
     content = "text,who\n" + "".join(f"a{row},{one}\n" for row, one in enumerate(spelled))
     found = read_file(written(tmp_path, "x.csv", content))
     assert [*found["who"]] == kept
+
+
+# ---- what may be one thing under two names
+
+
+@pytest.mark.parametrize("people", [["ann", "ann ", "bob", "bob"], ["ann b", "ann  b", "c", "c"], ["ann", "ann\u00a0", "bob", "bob"],
+                                    [("ann", 1), (" ann", 1), ("bob", 2), ("bob", 2)]])
+def test_names_of_people_that_differ_by_blanks_only_are_refused_in_every_form(people):
+    from dpft.scores import people_of
+
+    data = table(text=["a", "b", "c", "d"], label=[0, 1, 0, 1], user=people)
+    for read in (units_of, people_of):
+        with pytest.raises(ValueError, match="unit 'user' holds texts that differ by blanks only") as caught:
+            read(data, "user")
+        assert "ann" not in str(caught.value) and "bob" not in str(caught.value)
+    assert len(units_of(table(user=["ann b", "annb", "Ann b", "ann b"]), "user")) == 3
+
+
+def test_a_person_who_is_trained_on_is_found_under_a_name_with_blanks():
+    from dpft.scores import NoisyAccuracy, apart
+
+    trained, scored = ({"text": list("ab"), "label": [0, 1], "user": [who, who]} for who in ("ann", "ann "))
+    with pytest.raises(ValueError, match="2 of the 2 scored rows belong to people who are trained on too"):
+        apart(NoisyAccuracy(scored, unit="user"), trained, "user")
