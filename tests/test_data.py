@@ -631,7 +631,7 @@ def test_encode_refuses_bad_rows(tokenizer):
         with pytest.raises(ValueError, match="no column 'sentence'; the data has 'text', 'label'"):
             encode(rows, tokenizer, ("sentence", "label"))
     pairs = TableData({"mr": ["a b c d e f g h", "a"], "ref": ["a", ""]})
-    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens; raise max_length"):
+    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens that are read of a row; shorten it"):
         encode(pairs, tokenizer, ("mr", "ref"), 5, kind="causal")
     with pytest.raises(ValueError, match="row 1 has a text of zero tokens"):
         encode(pairs, tokenizer, ("mr", "ref"), 50, kind="causal")

@@ -1269,3 +1269,44 @@ def test_a_person_who_is_trained_on_is_found_under_a_name_with_blanks():
     trained, scored = ({"text": list("ab"), "label": [0, 1], "user": [who, who]} for who in ("ann", "ann "))
     with pytest.raises(ValueError, match="2 of the 2 scored rows belong to people who are trained on too"):
         apart(NoisyAccuracy(scored, unit="user"), trained, "user")
+
+
+@pytest.mark.parametrize("labels", [["pos", " pos", "neg"], ["Pos", "pos", "neg"], ["not so", "not  so", "yes"]])
+def test_names_of_classes_that_differ_by_blanks_or_case_only_are_refused_unless_they_are_given(labels):
+    words = "column 'label' spells one name in two ways, which differ by blanks or case; spell it in one"
+    with pytest.raises(ValueError, match=words) as caught:
+        read_labels(labels * 2)
+    assert not any(name in str(caught.value) for name in labels)
+    assert read_labels(labels, classes=labels).values.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="column 'tags' spells one name in two ways"):
+        classes_of(as_dataset([{"tokens": labels, "tags": labels}] * 3), read_schema(as_dataset([{"tokens": labels, "tags": labels}])))
+
+
+# ---- advice that can be followed
+
+
+@pytest.mark.parametrize("columns, words", [
+    ({"email": "a", "label": 0}, "left to read \\('email' set aside, because such names identify rows or people\\); name the texts"),
+    ({"subject": "a", "email": "b", "label": 0}, "left to read \\('subject', 'email' set aside"),
+    ({"user": "p", "label": 0}, "no column is left to read; name the texts and then the label with columns="),
+])
+def test_what_was_set_aside_for_its_name_is_said(columns, words):
+    with pytest.raises(ValueError, match=words):
+        read_schema(as_dataset([columns] * 3), unit="user" if "user" in columns else None)
+
+
+def test_the_way_to_name_classes_leads_to_classes(tmp_path):
+    path = written(tmp_path, "x.csv", "review,mood\na b,good\nc d,bad\na,good\nb,bad\n")
+    with pytest.raises(ValueError, match=r"column 'mood' holds texts, .* give load_data columns= and classes=; to write it"):
+        load_data(path)
+    task = load_data(path, columns=("review", "mood"), classes=2)
+    assert (task.kind, task.classes) == ("text", ("bad", "good"))
+    written(tmp_path, "y.csv", path.read_text().replace("mood", "label"))
+    assert load_data(tmp_path / "y.csv").classes == task.classes
+
+
+def test_a_long_prompt_is_refused_with_a_way_that_exists(tokenizer):
+    rows = [{"prompt": "a b c d e f", "completion": "g"}]
+    with pytest.raises(ValueError, match=r"row 0 fills all 4 tokens .* shorten it, drop the row, or encode .* dpft\.texts\.encode"):
+        encode(rows, tokenizer, ("prompt", "completion"), 4, "causal")
+    assert len(encode(rows, tokenizer, ("prompt", "completion"), 16, "causal")) == 1
