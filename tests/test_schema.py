@@ -1310,3 +1310,48 @@ def test_a_long_prompt_is_refused_with_a_way_that_exists(tokenizer):
     with pytest.raises(ValueError, match=r"row 0 fills all 4 tokens .* shorten it, drop the row, or encode .* dpft\.texts\.encode"):
         encode(rows, tokenizer, ("prompt", "completion"), 4, "causal")
     assert len(encode(rows, tokenizer, ("prompt", "completion"), 16, "causal")) == 1
+
+
+# ---- what is scored
+
+
+def scored_run(tokenizer, evaluate, model=None, train=None):
+    train = [{"text": text, "label": label} for text, label in zip("abcdefgh", [0, 1] * 4, strict=True)] if train is None else train
+    return dpft.fine_tune(model or small(), train, dpft.LastLayer(), noise_multiplier=1.0, steps=1, batch_size=4, delta=0.01,
+                          accountant="rdp", tokenizer=tokenizer, evaluate=evaluate, progress=False)
+
+
+@pytest.mark.parametrize("rows, words", [
+    ([{"text": "h h", "label": 7}], "in the data to score: the label of row 0"),
+    ([{"text": "", "label": 1}], "in the data to score: row 0 has a text of zero tokens"),
+    ([{"sentence": "h h", "label": 1}], "in the data to score: no column 'text'; the data has 'sentence', 'label'"),
+])
+def test_an_error_in_the_data_to_score_says_so(tokenizer, rows, words):
+    from dpft.scores import NoisyAccuracy
+
+    for given in (rows, NoisyAccuracy(rows, 1.0)):
+        with pytest.raises(ValueError, match=words):
+            scored_run(tokenizer, given)
+
+
+def test_an_error_in_pictures_to_score_says_so(tmp_path):
+    from PIL import Image
+
+    for part, mode in (("train", "L"), ("test", "F")):
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            Image.new(mode, (4, 4)).save(tmp_path / part / kind / "1.tiff")
+    with pytest.raises(ValueError, match="in the data to score: the picture of row 0 has mode 'F'"):
+        load_data(tmp_path)
+
+
+@pytest.mark.parametrize("given, words", [
+    ([], "there are no rows"), (torch.zeros(3, 2), "an item of the data has 1 parts without names"),
+    ((pd.DataFrame({"x": [1.0]}), pd.DataFrame({"x": [1.0]})), "part 0 of an item"),
+    (torch.utils.data.TensorDataset(torch.zeros(3, 5), torch.zeros(3).long()), r"row 0 cannot be scored \(RuntimeError\)"),
+])
+def test_what_cannot_be_scored_is_refused_before_anything_is_charged(given, words):
+    train = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 2)
+    with pytest.raises(ValueError, match=f"in the data to score: {words}"):
+        scored_run(None, given, nn.Linear(2, 2), train)
+    scored_run(None, torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3).long()), nn.Linear(2, 2), train)
