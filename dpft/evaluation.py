@@ -24,8 +24,10 @@ from .losses import Collate, measure_for
 from .noise import Keystream
 from .prepared import Prepared
 from .privacy import SampledGaussian, noise_multiplier
+from .sampling import gather
 from .scores import NoisyAccuracy, apart, noisy_accuracy, right_answers
 from .settings import Settings
+from .sources import SCORED, concerning
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-times
 def is_due(
@@ -249,12 +251,14 @@ def make_evaluation(
     "The evaluation of a run, with its noise solved before the first draw."
     if given is None or callable(given):
         return Evaluation(engine, given, given)
-    if not isinstance(given, NoisyAccuracy):
-        data = ready.encoded(given)
-        return Evaluation(engine, given, data,
-                          higher=more_is_better(engine.model, data, ready.collate))
+    paid = isinstance(given, NoisyAccuracy)
+    with concerning(SCORED):
+        data = ready.encoded(given.data if paid else given)
+        higher = more_is_better(engine.model, data, ready.collate)
+    if not paid:
+        return Evaluation(engine, given, data, higher=higher)
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
-    sigma, data = noise_of_scores(given, engine, times), ready.encoded(given.data)
+    sigma = noise_of_scores(given, engine, times)
     # refused now, not after the last step; the fingerprint keys the noise
     right_answers(engine.model, [data[0]], ready.collate)
     fingerprint([data[0]])
@@ -277,8 +281,15 @@ def put_scores(
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-higher
 def more_is_better(model: nn.Module, data: Any, collate: Collate | None = None) -> bool:
-    "Whether the task's measure rises as a model improves."
+    "Whether the measure rises as a model improves; ValueError if it cannot be taken."
+    if not len(data):
+        raise ValueError("there are no rows; give it some, or leave out evaluate=")
+    gather(data, [0], collate)
     try:
         return measure_for(model, data, collate).higher
-    except Exception:  # reported when it is scored
-        return True
+    except ValueError:
+        raise
+    except Exception as error:  # of whatever the model does with the row
+        raise ValueError(f"row 0 cannot be scored ({type(error).__name__}); give rows "
+                         "of the form of those to train on, or a function of the "
+                         "model") from error

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['QUOTED', 'OVER_LINES', 'IN_QUOTES', 'SEPARATORS', 'READERS', 'read_file']
+__all__ = ['QUOTED', 'OVER_LINES', 'IN_QUOTES', 'SEPARATORS', 'NUMBER', 'UTF', 'STARTS', 'READERS', 'read_file']
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-read
 def read_file(
@@ -44,7 +44,7 @@ def _csv(path: Path, unit: str | None = None) -> Any:
     "Values separated by commas, with line breaks allowed in quotes, or by tabs."
     from pyarrow import ArrowInvalid, csv, string
 
-    _check_encoding(path)
+    _check_start(path)
     mark = "\t" if path.suffix.lower() == ".tsv" else ","
     quotes: Any = '"' if mark == "," or _quotes(path) else False
     if mark == ",":
@@ -58,7 +58,7 @@ def _csv(path: Path, unit: str | None = None) -> Any:
         table = read([unit] if unit else [])
         if not any("binary" in str(kind) for kind in table.schema.types):
             table = table.rename_columns(table.column_names)  # fails on a bad header
-            _check_separator(path.name, table.column_names, mark)
+            _check_header(path.name, table.column_names, mark)
             check_names(table.column_names)
             return _as_spelled(table, read, unit)
         said = "UTF8"
@@ -160,8 +160,13 @@ def _is_code(values: Any, said: Any) -> bool:
 # %% ../nbs/6_appendices/109_files.ipynb #sources-separator
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
-def _check_separator(name: str, columns: Sequence[str], mark: str) -> None:
-    "ValueError where the only column's name contains an unexpected separator."
+NUMBER = re.compile(r"\s*[+-]?\d*\.?\d+\s*")
+
+def _check_header(name: str, columns: Sequence[str], mark: str) -> None:
+    "ValueError for a header that may be a row, or with an unexpected separator."
+    if any(map(NUMBER.fullmatch, columns)):
+        raise ValueError(f"{name} has a number for a column's name, so its first line "
+                         "may be a row; put a line of names above it")
     found = [one for one in SEPARATORS if one in columns[0] and one != mark]
     if len(columns) == 1 and found:
         own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
@@ -182,27 +187,35 @@ def _csv_fault(name: str, said: str) -> str:
     return f"{name} cannot be read as CSV: {place}; correct it"
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-encoding
-def _check_encoding(path: Path) -> None:
-    "ValueError for a file that begins with the byte order mark of UTF-16."
+UTF = "is in UTF-{0}; save it as UTF-8, for example with iconv -f utf-{0} -t utf-8"
+STARTS = {  # of files that hold no rows as they are; the longer marks come first
+    b"\xff\xfe\0\0": UTF.format(32), b"\0\0\xfe\xff": UTF.format(32),
+    b"\xff\xfe": UTF.format(16), b"\xfe\xff": UTF.format(16),
+    b"\x1f\x8b": "is compressed by gzip; unpack it first, for example with gunzip",
+    b"PK\x03\x04": "is a ZIP archive, as spreadsheets are; unpack it, or save as CSV",
+    b"sep=": "begins with a line that names its separator; remove that line"}
+
+def _check_start(path: Path) -> None:
+    "ValueError for a file whose first bytes are those of something else than rows."
     with path.open("rb") as file:
-        start = file.read(2)
-    if start in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path.name} is in UTF-16; save it as UTF-8, for example "
-                         "with iconv -f utf-16 -t utf-8")
+        start = file.read(16).removeprefix(b"\xef\xbb\xbf").removeprefix(b'"')
+    for known, said in STARTS.items():
+        if start.startswith(known):
+            raise ValueError(f"{path.name} {said}")
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-json
 def _json(path: Path) -> Any:
     "JSON lines, or one list of objects."
     import pyarrow as pa
 
-    _check_encoding(path)
+    _check_start(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path.name} is not in UTF-8; save it as UTF-8") from None
     _check_object(text, path.name)
     rows = _json_rows(text, path.name)
-    if not rows or not all(isinstance(row, dict) for row in rows):
+    if not any(rows) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path.name} has no rows, or rows that are not objects with "
                          "names")
     _check_whole(text, rows, path.name)

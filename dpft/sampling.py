@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['APART', 'NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'probes', 'check_alone',
-           'kind_of', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of',
-           'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
+           'kind_of', 'one_spelling', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units',
+           'packed', 'units_of', 'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated',
+           'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -186,11 +187,20 @@ def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
     return next((kind for kind, types in known.items() if isinstance(name, types)),
                 type(name).__name__)
 
+def one_spelling(
+    name: Hashable,  # of a unit
+) -> Hashable:
+    "A name that is a text, or has texts, with one blank between words and no others."
+    if isinstance(name, tuple):
+        return tuple(map(one_spelling, name))
+    return " ".join(name.split()) if isinstance(name, str) else name
+
 def check_kinds(
     values: Sequence[Hashable],  # the unit of each row
     name: str,                   # of the column, for the error
 ) -> None:
-    "Refuse unit names of several kinds, by which one person may count as two."
+    """Refuse unit names of several kinds, or that differ by blanks only, by which one
+    person may count as two."""
     try:
         # by types too, for True equals 1
         different = dict.fromkeys(zip(map(type, values), values, strict=True))
@@ -203,6 +213,11 @@ def check_kinds(
             f"unit {name!r} holds {' and '.join(sorted(kinds))} values, so a person "
             "who goes by 7 in one row and by '7' in another would be two units; read "
             "the column as text, such as with dtype=str in pandas.read_csv")
+    names = {value for _, value in different}
+    if len({*map(one_spelling, names)}) < len(names):
+        raise ValueError(
+            f"unit {name!r} holds texts that differ by blanks only, so a person may be "
+            "two units; write each name in one way, without blanks around it")
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-exact
 def check_exact(

@@ -172,12 +172,22 @@ def _guessed(kinds: dict[str, str], unit: str | None,
         return "image", pictures[:1], label
     texts = [name for name, kind in free.items() if kind == "text" and name != label]
     if not texts:
-        return "items", [name for name in free if name != label], label
+        reads = [name for name in free if name != label]
+        if kinds and not reads:
+            raise _nothing_to_read([name for name in kinds
+                                    if name not in (*free, unit)])
+        return "items", reads, label
     if label is None and not numbers and len(texts) == len(free) == 1:
         return "causal", (), texts[0]
     return "text", _texts(texts, label, numbers), label
 
 # %% ../nbs/5_notes/67_schema.ipynb #schema-written
+def _nothing_to_read(aside: Sequence[str]) -> ValueError:
+    "The error for a table that has nothing besides a label and what is set aside."
+    said = f" ({_listed(aside)} set aside, because such names identify rows or people)"
+    return ValueError(f"no column is left to read{said * bool(aside)}; name the texts "
+                      "and then the label with columns=")
+
 def _written(candidates: Sequence[str], label: str | None) -> str:
     "The column to be generated; refused with a label, which may mark bad examples."
     if len(candidates) > 1 or label is not None:
@@ -207,8 +217,9 @@ def _texts(texts: list[str], label: str | None, numbers: list[str]) -> Sequence[
                          "name the texts and then the label with columns=")
     if label is None:
         raise ValueError(f"column {texts[-1]!r} holds texts, not class numbers; call "
-                         "it 'label' if it holds the names of classes, or name text "
-                         "and label, or prompt and completion, with columns=")
+                         "it 'label' if it holds the names of classes, or give "
+                         "load_data columns= and classes=; to write it, name prompt "
+                         "and completion with columns=")
     if pair := next((pair for pair in TEXT_PAIRS if set(pair) <= set(texts)), None):
         return pair
     own = [name for name in texts if name not in ABOUT] or texts
@@ -370,6 +381,10 @@ def _check_derived(labels: Tensor, names: Sequence[str], column: str,
         if len({*numbers}) < len(numbers):
             raise ValueError(f"column {column!r} spells one number in two ways, as 1 "
                              "and 1.0; spell it in one, or give the list of classes")
+        if len({" ".join(text.split()).casefold() for text in names}) < len(names):
+            raise ValueError(f"column {column!r} spells one name in two ways, which "
+                             "differ by blanks or case; spell it in one, or give the "
+                             "list of classes")
     if rows is not None:
         check_stray(labels, rows)
 

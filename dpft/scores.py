@@ -21,7 +21,7 @@ from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
-from .sampling import check_exact, check_kinds
+from .sampling import check_exact, check_kinds, one_spelling
 
 if TYPE_CHECKING:
     from dpft.loop import Run
@@ -91,7 +91,8 @@ class NoisyAccuracy:
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people-check
 def _as_text(name: Hashable) -> str:
-    "A person's name as text, the same for 7 and 7.0, as number or text."
+    "A person's name as text, the same for 7 and 7.0, and without surplus blanks."
+    name = one_spelling(name)
     whole = isinstance(name, (Real, Decimal)) and name == int(name)
     text = str(int(name) if whole else name)  # type: ignore[call-overload]
     return re.sub(r"^(\d+)\.0*$", r"\1", text)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -27,8 +28,8 @@ from .schema import (
 from .tasks import LOCAL, digits, font_digits
 
 # %% auto #0
-__all__ = ['PARTS', 'ALIKE', 'PICTURES', 'HUB', 'COLLECTIONS', 'read_folder', 'read_pictures', 'from_hub', 'task_of',
-           'kind_of_task', 'classes_of', 'stack_images', 'load_data']
+__all__ = ['PARTS', 'ALIKE', 'PICTURES', 'HUB', 'COLLECTIONS', 'SCORED', 'read_folder', 'read_pictures', 'from_hub', 'concerning',
+           'task_of', 'kind_of_task', 'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
@@ -92,11 +93,16 @@ def _other_pictures(folder: Path) -> dict[str, Any]:
         raise ValueError(said)
     try:
         with TemporaryDirectory() as cache:  # its own would keep a copy of the rows
-            return dict(datasets.load_dataset(
+            found = dict(datasets.load_dataset(
                 "imagefolder", data_dir=str(folder), cache_dir=cache,
                 keep_in_memory=True))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise ValueError(f"{said} ({type(error).__name__})") from None
+    if any(part.column_names == ["image"] for part in found.values()):
+        raise ValueError(f"{folder} shows pictures without labels; give it a folder of "
+                         "pictures for each class, or metadata.csv with a label of "
+                         "each file_name")
+    return found
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-files
 def _files(folder: Path) -> dict[str, Path]:
@@ -192,6 +198,18 @@ def _parts(name: str, unit: str | None) -> dict[str, Any]:
     return dict(load_dataset(path, *filter(None, [configuration])))
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-task-of
+@contextmanager
+def concerning(
+    part: str,  # of the data
+) -> Iterator[None]:
+    "Whatever ValueError is raised within says which part of the data it concerns."
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"in {part}: {error}") from error
+
+SCORED = "the data to score"
+
 def task_of(
     train: Any,                            # a data set in any form
     dev: Any = None,                       # scored during development
@@ -212,7 +230,10 @@ def task_of(
     if derived and schema.label:
         _check_names(parts[1:], schema.label, names)
     if schema.kind == "image":
-        parts = [part and stack_images(part, schema, names) for part in parts]
+        parts[0] = stack_images(parts[0], schema, names)
+        with concerning(SCORED):
+            parts[1:] = [part and stack_images(part, schema, names)
+                         for part in parts[1:]]
         _check_sizes([part.images for part in parts if part])
     return Task(name, kind, parts[0], parts[1], parts[2], classes=names,
                 columns=schema.columns, source=name,
@@ -355,10 +376,7 @@ def load_data(
     "A data set by name: built-in, from local files, or from the hub."
     if limit is not None and not (isinstance(limit, (int, np.integer)) and limit >= 1):
         raise ValueError(f"limit must be at least 1, not {limit}, and a whole number")
-    if not isinstance(name, (str, Path)) or not str(name):
-        raise ValueError("name must be that of a data set, a file or a folder; give "
-                         "rows in memory to fine_tune itself")
-    name = str(name)
+    name = _name(name)
     _check_source(name, source)
     task = _named_task(name, root, source)
     if task is None:
@@ -375,6 +393,14 @@ def load_data(
     return task
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-fixed
+def _name(name: Any) -> str:
+    "A name as text; ValueError for what cannot be one, such as rows."
+    said = str(name) if isinstance(name, (str, Path)) else ""
+    if "\n" in said or not 0 < max(map(len, said.split("/"))) < 256:
+        raise ValueError("name must be that of a data set, a file or a folder; give "
+                         "rows in memory to fine_tune itself")
+    return said
+
 def _check_source(name: str, source: str | None) -> None:
     "ValueError for an unknown source, or one that the data set does not have."
     if source not in (None, "local", "hub"):

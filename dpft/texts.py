@@ -23,8 +23,8 @@ from .identity import hash_of
 from .schema import Schema, read_labels, read_tags, tag_values
 
 # %% auto #0
-__all__ = ['MOST', 'Row', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor', 'flat_tokens',
-           'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
+__all__ = ['MOST', 'Row', 'LONGER', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor',
+           'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -246,6 +246,8 @@ def _check_tokens(row: int, count: int) -> None:
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-causal
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
+LONGER = ("drop the row, or encode the data with a larger max_length of "
+          "dpft.texts.encode")
 
 
 def _completion_rows(
@@ -267,8 +269,8 @@ def _completion_rows(
         start = [*head, *([] if between is None else [between])]
         end = [*tail, *([] if (eos := tokenizer.eos_token_id) is None else [eos])]
         if len(start) >= max_length:
-            raise ValueError(f"the prompt of row {row} fills all {max_length} tokens; "
-                             "raise max_length")
+            raise ValueError(f"the prompt of row {row} fills all {max_length} tokens "
+                             f"that are read of a row; shorten it, {LONGER}")
         rows.append(([*start, *end], [False] * len(start) + [True] * len(end)))
     return rows
 
@@ -302,7 +304,7 @@ def _chat_rows(
         tokens, said = _chat_tokens(tokenizer, messages, row)
         if not any(said[1:max_length]):
             raise ValueError(f"row {row} has no word of the assistant's within "
-                             f"{max_length} tokens; raise max_length, or drop it")
+                             f"{max_length} tokens; shorten it, {LONGER}")
         rows.append((tokens, said))
     return rows
 

@@ -631,7 +631,7 @@ def test_encode_refuses_bad_rows(tokenizer):
         with pytest.raises(ValueError, match="no column 'sentence'; the data has 'text', 'label'"):
             encode(rows, tokenizer, ("sentence", "label"))
     pairs = TableData({"mr": ["a b c d e f g h", "a"], "ref": ["a", ""]})
-    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens; raise max_length"):
+    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens that are read of a row; shorten it"):
         encode(pairs, tokenizer, ("mr", "ref"), 5, kind="causal")
     with pytest.raises(ValueError, match="row 1 has a text of zero tokens"):
         encode(pairs, tokenizer, ("mr", "ref"), 50, kind="causal")
@@ -1151,7 +1151,23 @@ def test_a_quoted_value_of_a_tsv_that_goes_on_over_a_line_is_refused(tmp_path):
     assert len(load_data(path).train) == 2                                     # marks that belong to texts
 
 
-@pytest.mark.parametrize("name", ["", None, 3, ["a"]])
+@pytest.mark.parametrize("name", ["", None, 3, ["a"], "text,label\nAnn Smith is ill,1\n", "Ann Smith is ill. " * 500])
 def test_a_name_that_is_none_is_refused_without_its_content(name):
     with pytest.raises(ValueError, match="name must be that of a data set, a file or a folder"):
         load_data(name)
+
+
+def test_pictures_that_nothing_labels_are_refused_with_a_way_to_label_them(tmp_path):
+    for folder in ("flat", "deep/cat/indoors", "deep/dog/indoors", "pictures/cat", "pictures/dog"):
+        pictures_in(tmp_path / folder)
+    for name in ("flat", "deep"):
+        with pytest.raises(ValueError, match=f"{name} shows pictures without labels; give it a folder of pictures for each class, or"):
+            load_data(tmp_path / name)
+    assert load_data(tmp_path / "pictures").classes == ("cat", "dog")
+
+
+def test_hidden_files_of_macos_are_no_parts(tmp_path):
+    for name in ("train.csv", "._train.csv", ".test.csv"):
+        (tmp_path / name).write_text("text,label\na,0\nb,1\n")
+    task = load_data(tmp_path)
+    assert (len(task.train), task.dev) == (2, None)

@@ -1,6 +1,7 @@
 """Which columns are read, what the labels are, and in which forms data may come."""
 
 import datetime
+import gzip
 import json
 import warnings
 from decimal import Decimal
@@ -860,6 +861,11 @@ def test_every_kind_of_file(tmp_path):
     ("x.parquet", "secret", "not a Parquet file"), ("x.arrow", "secret", "not an Arrow file"),
     ("x.csv", "text,label\nsecret,\nb,1\n", "1 of 2 rows have no label"), ("x.jsonl", '{"a": 1}\n{"a": "secret"}\n', "two types"),
     ("x.jsonl", b'{"text": "caf\xe9 secret"}\n', "not in UTF-8"),
+    ("x.csv", "secret one,1\nsecret two,0\n", "x.csv has a number for a column's name, .* put a line of names above it"),
+    ("x.csv", "secret,1,1\nb,0,0\n", "has a number for a column's name"),
+    ("x.tsv", "gj04\t1\t\tsecret\n", "has a number for a column's name"),
+    ("x.csv", "\ufeffsecret,-0.5\nb,0.5\n", "has a number for a column's name"),
+    ("x.jsonl", "{}\n{}\n", "x.jsonl has no rows, or rows that are not objects with names"),
 ])
 def test_a_bad_file_is_one_sentence_without_a_value(tmp_path, name, content, words):
     with pytest.raises(ValueError, match=words) as caught:
@@ -1165,6 +1171,14 @@ def test_one_class_is_nothing_to_learn(classes):
     ("x.csv", "text,label\nfine,1\n".encode("utf-16"), "x.csv is in UTF-16; .* iconv -f utf-16 -t utf-8"),
     ("x.tsv", "text\tlabel\nfine\t1\n".encode("utf-16"), "x.tsv is in UTF-16"),
     ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "x.jsonl is in UTF-16"),
+    ("x.csv", "text,label\nfine,1\n".encode("utf-32"), "x.csv is in UTF-32; .* iconv -f utf-32 -t utf-8"),
+    ("x.jsonl", '{"text": "a"}'.encode("utf-32"), "x.jsonl is in UTF-32"),
+    ("x.csv", gzip.compress(b"text,label\nfine,1\n", mtime=0), "x.csv is compressed by gzip; unpack it first"),
+    ("x.json", gzip.compress(b'[{"text": "a"}]', mtime=0), "x.json is compressed by gzip"),
+    ("x.csv", b"PK\x03\x04 and more", "x.csv is a ZIP archive, as spreadsheets are; "),
+    ("x.csv", "sep=,\ntext,label\nfine,1\n", "x.csv begins with a line that names its separator; remove that line"),
+    ("x.csv", "\ufeffsep=;\ntext;label\nfine;1\n", "begins with a line that names its separator"),
+    ("x.csv", '"sep=,"\ntext,label,more\nfine,1,2\n', "begins with a line that names its separator"),
     ("x.json", '{"text": ["a", "b"], "label": [0, 1]}', "x.json holds one object of columns"),
     ("x.json", '{\n "text": ["a", "b"],\n "label": [0, 1]\n}', "x.json holds one object of columns"),
     ("x.json", '{"text": {"0": "a", "1": "b"}, "label": {"0": 0, "1": 1}}', "x.json holds one object of columns"),
@@ -1231,3 +1245,113 @@ def test_truth_values_and_dates_that_are_spelled_in_two_ways_stay_texts(tmp_path
     content = "text,who\n" + "".join(f"a{row},{one}\n" for row, one in enumerate(spelled))
     found = read_file(written(tmp_path, "x.csv", content))
     assert [*found["who"]] == kept
+
+
+# ---- what may be one thing under two names
+
+
+@pytest.mark.parametrize("people", [["ann", "ann ", "bob", "bob"], ["ann b", "ann  b", "c", "c"], ["ann", "ann\u00a0", "bob", "bob"],
+                                    [("ann", 1), (" ann", 1), ("bob", 2), ("bob", 2)]])
+def test_names_of_people_that_differ_by_blanks_only_are_refused_in_every_form(people):
+    from dpft.scores import people_of
+
+    data = table(text=["a", "b", "c", "d"], label=[0, 1, 0, 1], user=people)
+    for read in (units_of, people_of):
+        with pytest.raises(ValueError, match="unit 'user' holds texts that differ by blanks only") as caught:
+            read(data, "user")
+        assert "ann" not in str(caught.value) and "bob" not in str(caught.value)
+    assert len(units_of(table(user=["ann b", "annb", "Ann b", "ann b"]), "user")) == 3
+
+
+def test_a_person_who_is_trained_on_is_found_under_a_name_with_blanks():
+    from dpft.scores import NoisyAccuracy, apart
+
+    trained, scored = ({"text": list("ab"), "label": [0, 1], "user": [who, who]} for who in ("ann", "ann "))
+    with pytest.raises(ValueError, match="2 of the 2 scored rows belong to people who are trained on too"):
+        apart(NoisyAccuracy(scored, unit="user"), trained, "user")
+
+
+@pytest.mark.parametrize("labels", [["pos", " pos", "neg"], ["Pos", "pos", "neg"], ["not so", "not  so", "yes"]])
+def test_names_of_classes_that_differ_by_blanks_or_case_only_are_refused_unless_they_are_given(labels):
+    words = "column 'label' spells one name in two ways, which differ by blanks or case; spell it in one"
+    with pytest.raises(ValueError, match=words) as caught:
+        read_labels(labels * 2)
+    assert not any(name in str(caught.value) for name in labels)
+    assert read_labels(labels, classes=labels).values.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="column 'tags' spells one name in two ways"):
+        classes_of(as_dataset([{"tokens": labels, "tags": labels}] * 3), read_schema(as_dataset([{"tokens": labels, "tags": labels}])))
+
+
+# ---- advice that can be followed
+
+
+@pytest.mark.parametrize("columns, words", [
+    ({"email": "a", "label": 0}, "left to read \\('email' set aside, because such names identify rows or people\\); name the texts"),
+    ({"subject": "a", "email": "b", "label": 0}, "left to read \\('subject', 'email' set aside"),
+    ({"user": "p", "label": 0}, "no column is left to read; name the texts and then the label with columns="),
+])
+def test_what_was_set_aside_for_its_name_is_said(columns, words):
+    with pytest.raises(ValueError, match=words):
+        read_schema(as_dataset([columns] * 3), unit="user" if "user" in columns else None)
+
+
+def test_the_way_to_name_classes_leads_to_classes(tmp_path):
+    path = written(tmp_path, "x.csv", "review,mood\na b,good\nc d,bad\na,good\nb,bad\n")
+    with pytest.raises(ValueError, match=r"column 'mood' holds texts, .* give load_data columns= and classes=; to write it"):
+        load_data(path)
+    task = load_data(path, columns=("review", "mood"), classes=2)
+    assert (task.kind, task.classes) == ("text", ("bad", "good"))
+    written(tmp_path, "y.csv", path.read_text().replace("mood", "label"))
+    assert load_data(tmp_path / "y.csv").classes == task.classes
+
+
+def test_a_long_prompt_is_refused_with_a_way_that_exists(tokenizer):
+    rows = [{"prompt": "a b c d e f", "completion": "g"}]
+    with pytest.raises(ValueError, match=r"row 0 fills all 4 tokens .* shorten it, drop the row, or encode .* dpft\.texts\.encode"):
+        encode(rows, tokenizer, ("prompt", "completion"), 4, "causal")
+    assert len(encode(rows, tokenizer, ("prompt", "completion"), 16, "causal")) == 1
+
+
+# ---- what is scored
+
+
+def scored_run(tokenizer, evaluate, model=None, train=None):
+    train = [{"text": text, "label": label} for text, label in zip("abcdefgh", [0, 1] * 4, strict=True)] if train is None else train
+    return dpft.fine_tune(model or small(), train, dpft.LastLayer(), noise_multiplier=1.0, steps=1, batch_size=4, delta=0.01,
+                          accountant="rdp", tokenizer=tokenizer, evaluate=evaluate, progress=False)
+
+
+@pytest.mark.parametrize("rows, words", [
+    ([{"text": "h h", "label": 7}], "in the data to score: the label of row 0"),
+    ([{"text": "", "label": 1}], "in the data to score: row 0 has a text of zero tokens"),
+    ([{"sentence": "h h", "label": 1}], "in the data to score: no column 'text'; the data has 'sentence', 'label'"),
+])
+def test_an_error_in_the_data_to_score_says_so(tokenizer, rows, words):
+    from dpft.scores import NoisyAccuracy
+
+    for given in (rows, NoisyAccuracy(rows, 1.0)):
+        with pytest.raises(ValueError, match=words):
+            scored_run(tokenizer, given)
+
+
+def test_an_error_in_pictures_to_score_says_so(tmp_path):
+    from PIL import Image
+
+    for part, mode in (("train", "L"), ("test", "F")):
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            Image.new(mode, (4, 4)).save(tmp_path / part / kind / "1.tiff")
+    with pytest.raises(ValueError, match="in the data to score: the picture of row 0 has mode 'F'"):
+        load_data(tmp_path)
+
+
+@pytest.mark.parametrize("given, words", [
+    ([], "there are no rows"), (torch.zeros(3, 2), "an item of the data has 1 parts without names"),
+    ((pd.DataFrame({"x": [1.0]}), pd.DataFrame({"x": [1.0]})), "part 0 of an item"),
+    (torch.utils.data.TensorDataset(torch.zeros(3, 5), torch.zeros(3).long()), r"row 0 cannot be scored \(RuntimeError\)"),
+])
+def test_what_cannot_be_scored_is_refused_before_anything_is_charged(given, words):
+    train = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12) % 2)
+    with pytest.raises(ValueError, match=f"in the data to score: {words}"):
+        scored_run(None, given, nn.Linear(2, 2), train)
+    scored_run(None, torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3).long()), nn.Linear(2, 2), train)
