@@ -384,6 +384,43 @@ def test_an_empty_place_is_refused(run, tmp_path, monkeypatch, option):
     assert status == 1 and err == f"dpft: {option} is empty; name a place, or leave it out\n" and not list(tmp_path.iterdir())
 
 
+def test_the_home_folder_is_meant_by_a_tilde_after_an_equals_sign(run, tmp_path, monkeypatch):
+    """A shell leaves it alone there, and a folder named ~ was made in the current one, with the ledger in it."""
+    for name in ("home", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    status, out, err = run("train", *DIGITS, "--epsilon", "4", "--score", "none", "--ledger=~/book.sqlite", "--output=~/saved")
+    assert status == 0 and f"saved in {tmp_path / 'home' / 'saved'}" in out, err
+    assert {"book.sqlite", "saved"} <= {path.name for path in (tmp_path / "home").iterdir()}
+    assert run("account", "~/book.sqlite")[0] == 0 and run("verify", "~/saved", "--ledger=~/book.sqlite")[0] == 0
+    (tmp_path / "home" / "rows.csv").write_text("text,label\ngood,1\nbad,0\n")
+    status, _, err = run("train", "--data=~/rows.csv", "--model=~/nowhere", "--epsilon", "4")
+    assert status == 1 and f"--model {tmp_path / 'home' / 'nowhere'}: there is no such folder" in err
+    status, _, err = run("train", "--data=~/rows.csv", "--model", "cnn", "--epsilon", "4")
+    assert status == 1 and "reads pictures and" in err
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("~", "/home/me"), ("--root=~", "/home/me"), ("~/a b", "/home/me/a b"), ("--reason=~5 rows are gone", None), ("--who", None),
+    ("--option=ratio=~/x", None), ("~nobody-of-this-name/x", None), ("a~/b", None)])
+def test_only_a_home_folder_is_put_in_place_of_a_tilde(monkeypatch, typed, meant):
+    monkeypatch.setenv("HOME", "/home/me")
+    name, equals, _ = typed.rpartition("=") if meant else ("", "", "")
+    assert core.at_home(typed) == (name + equals + meant if meant else typed)
+
+
+@pytest.mark.parametrize("words", [["quickstart", "--output", "mine.py"], ["quickstart", "--output", "mine.py/below"],
+                                   ["train", *DIGITS, "--epsilon", "4", "--ledger", "l.sqlite", "--cache-folder", "mine.py"]])
+def test_a_file_in_place_of_a_folder_is_named_in_words(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("my own work")
+    status, out, err = run(*words)
+    assert status == 1 and err.count("\n") == 1 and "Errno" not in err and f"{words[-1]} cannot be a folder, because a file is in" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"] and not out
+
+
 def test_a_file_named_as_a_checkpoint_is_refused_in_words(run, tmp_path):
     (tmp_path / "state").write_text("mine")
     for place, why in ((tmp_path / "state", "it is a file"), (tmp_path / "state" / "run", "Not a directory")):

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'PLACES', 'SET_HERE', 'HELP',
-           'main', 'ended', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive',
-           'whole_numbers', 'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
-           'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
-           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'check_written',
-           'pretrained', 'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command',
-           'counted', 'probed']
+           'main', 'ended', 'at_home', 'sentence_of', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version',
+           'root', 'check_positive', 'whole_numbers', 'increasing', 'print_json', 'with_schedule', 'complete_method',
+           'knob_options', 'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result',
+           'loaded_task', 'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model',
+           'check_written', 'pretrained', 'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation',
+           'train_command', 'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields
 from inspect import Parameter, signature
 from math import isfinite
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,8 @@ def main() -> None:
 def ended() -> Any:        # a status
     "Run the typed command; if it fails, say why in one sentence."
     try:
-        status = app(standalone_mode=False)
+        words = [at_home(word) for word in sys.argv[1:]]
+        status = app(words, standalone_mode=False)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -59,7 +61,7 @@ def ended() -> Any:        # a status
     except UsageError as error:
         return tell_usage(error)
     except (ValueError, OSError, NotImplementedError) as error:
-        tell(in_shell(" ".join(str(error).split()), typed_options()))
+        tell(in_shell(" ".join(sentence_of(error).split()), typed_options()))
         return 1
     except RuntimeError as error:  # of PyTorch, such as too little memory
         tell(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
@@ -69,6 +71,18 @@ def ended() -> Any:        # a status
     if status == 130:  # Ctrl-C
         tell("stopped; with --checkpoint the same command continues where it was")
     return status
+
+def at_home(word: str) -> str:
+    "A typed word, with the home folder in place of ~ at the start of its value."
+    return re.sub(r"^(--[\w-]+=)?(~[\w.-]*/|~$)",
+                  lambda found: (found[1] or "") + expanduser(found[2]), word)
+
+def sentence_of(error: Exception) -> str:
+    "What an error says; of a file in place of a folder, also the way out."
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return (f"{error.filename} cannot be a folder, because a file is in its "
+                "place; name another")
+    return str(error)
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-in-shell
 IN_SHELL = {  # what the library says, and the same in a shell
@@ -451,7 +465,7 @@ def check_model_folder(name: str) -> None:
     "ValueError for a model that is named as a folder which does not exist."
     packed, here = name.endswith(".gguf"), name.startswith((".", "/", "~"))
     path = here or name.endswith("/") or (name.count("/") > 1 and not packed)
-    there = Path(name).expanduser()
+    there = Path(name)
     if path and not (there.is_file() if packed else there.is_dir()):
         raise ValueError(
             f"--model {name}: there is no such {'file' if packed else 'folder'}; "
