@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from inspect import findsource, signature
+from numbers import Integral, Real
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type', 'method_from',
-           'options_of', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'NUMBERS', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type',
+           'method_from', 'options_of', 'number_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -158,33 +159,66 @@ def method_from(
 def options_of(
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
-    "Values by name: JSON, or else text; ValueError for a value without a name."
-    options = {}
+    "Values by name: JSON, or else text; ValueError for one that could mean more."
+    options: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {pair}: write it as name=value, such as "
                              "ratio=0.25")
+        if name in options:
+            raise ValueError(f"--option {pair}: {name} is given twice; leave out one "
+                             "of them")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
+            if value[:1] in ("[", "{", '"') or "," in value:
+                raise ValueError(
+                    f"--option {pair}: a list is written as JSON, such as "
+                    "'targets=[\"query\", \"value\"]'") from None
             options[name] = value
     return options
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-named
+NUMBERS: dict[Any, tuple[Any, str]] = {  # annotation -> what it takes, in words
+    int: (Integral, "a whole number"), int | None: (Integral | None, "a whole number"),
+    float: (Real, "a number"), float | None: (Real | None, "a number")}
+
+def number_asked(
+    annotation: Any,  # of a parameter or of a setting
+    value: Any,
+) -> str:
+    "What to give in place of a value that is no number; empty if it will do."
+    takes, said = NUMBERS.get(annotation, (object, ""))
+    return "" if isinstance(value, takes) else said
+
+def chosen_options(
+    name: str,             # as for `method_type`
+    given: Sequence[str],  # name=value
+) -> dict[str, Any]:
+    "Options of a method; ValueError for an unknown one, or one that is no number."
+    kind, chosen = method_type(name), options_of(given)
+    known = signature(kind).parameters
+    for option, value in chosen.items():
+        if option not in known:
+            raise ValueError(f"{kind.__name__} has no option {option!r}; it has "
+                             f"{', '.join(known) or 'none'}")
+        if asked := number_asked(known[option].annotation, value):
+            raise ValueError(f"--option {option}={value} of method {name}: give "
+                             f"{asked}")
+    return chosen
+
 def method_named(
     name: str,                  # as for `method_type`
     given: Sequence[str] = (),  # name=value, in place of the name's own options
+    own: dict[str, Any] | None = None,  # those; None: as in the table
 ) -> tuple[Method, float | None]:
     "A method, and the learning rate to start from; ValueError for an unknown option."
-    its = known_methods().get(name, Known(name))
-    kind, chosen = method_type(name), options_of(given)
-    known = signature(kind).parameters
-    if unknown := [option for option in chosen if option not in known]:
-        raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; it has "
-                         f"{', '.join(known) or 'none'}")
+    its, chosen = known_methods().get(name, Known(name)), chosen_options(name, given)
     try:
-        return method_from(name, its.options | chosen), its.learning_rate
+        return (method_from(name, (its.options if own is None else own) | chosen),
+                its.learning_rate)
     except TypeError as error:
+        known = signature(method_type(name)).parameters
         raise ValueError(f"method {name!r} cannot be made with these options "
                          f"({error}); it has {', '.join(known) or 'none'}") from None

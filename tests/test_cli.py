@@ -263,6 +263,17 @@ def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):
     assert found["recommended"]["noise_multiplier"] == pytest.approx(train, rel=1e-2)
 
 
+def test_an_audit_takes_the_options_of_its_method(run, monkeypatch):
+    """They were left out without a word, so that another configuration was audited than the one asked for."""
+    words = ["audit", "--method", "dp-frost", "--canaries", "60", "--steps", "2", "--accountant", "rdp"]
+    status, out, err = run(*words, "--option", "nonsense=1")
+    assert status == 1 and "has no option 'nonsense'" in err and not out
+    audited = []
+    monkeypatch.setattr("dpft.auditing.audit", lambda method, *rest, **more: audited.append(method))
+    monkeypatch.setattr("dpft.cli.book.told", lambda *its: None)
+    assert run(*words, "--option", "rounds=1")[0] == 0 and audited[0].rounds == 1
+
+
 def test_json_holds_no_bare_infinity(capsys):
     core.print_json({"epsilon": float("inf"), "nested": [float("nan"), {"x": 1.5}]})
     assert json.loads(capsys.readouterr().out) == {"epsilon": "inf", "nested": ["nan", {"x": 1.5}]}

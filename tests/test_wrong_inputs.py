@@ -40,8 +40,9 @@ def one_sentence(status, out, err, said):
 
 
 def train_words(changed):
-    words = {**DIGITS, **changed}
-    return [str(part) for name, value in words.items() if value is not None for part in ((name, value) if value != "" else (name,))]
+    words = {name: value if isinstance(value, list) else [value] for name, value in {**DIGITS, **changed}.items()}
+    typed = ((name, value) for name, values in words.items() for value in values if value is not None)
+    return [str(part) for name, value in typed for part in ((name, value) if value != "" else (name,))]
 
 
 TRAIN = [  # options of `dpft train`, and what the sentence says
@@ -74,6 +75,13 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--evaluate-every": "0"}, "--evaluate-every 0"), ({"--evaluate-every": "1"}, "without --score"),
     ({"--checkpoint-every": "0"}, "--checkpoint-every 0"), ({"--epsilonn": "3"}, "No such option: --epsilonn"),
     ({"--epsilon": "inf", "--secure-mode": ""}, "--secure-mode with --epsilon inf"),
+    ({"--method": "lora", "--option": "rank=abc"}, "--option rank=abc of method lora: give a whole number"),
+    ({"--method": "lora", "--option": "seed=1.5"}, "--option seed=1.5 of method lora: give a whole number"),
+    ({"--method": "lora", "--option": "alpha=[1]"}, "--option alpha=[1] of method lora: give a number"),
+    ({"--method": "lora", "--option": "targets=['query','value']"}, "a list is written as JSON, such as"),
+    ({"--method": "lora", "--option": "targets=[query,value]"}, "--option targets=[query,value]: a list is written as JSON"),
+    ({"--method": "lora", "--option": "targets=query,value"}, """'targets=["query", "value"]'"""),
+    ({"--method": "dp-frost", "--option": ["ratio=0.25", "ratio=0.5"]}, "--option ratio=0.5: ratio is given twice"),
 ]
 
 

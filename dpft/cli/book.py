@@ -401,7 +401,7 @@ AUDIT_BOUNDARY = typer.Option(
     "--boundary", help="Instead: compare, byte by byte, all outputs of runs on "
                        "neighbouring data.")
 AUDIT_OPTION = typer.Option(
-    help="With --boundary: option of the method, as name=value; may be repeated.")
+    help="Option of the method, as name=value; may be repeated.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit
 @app.command()
@@ -434,7 +434,7 @@ def audit(
         audit_outputs(method, option or (), as_json)
         return
     check_positive(steps=steps)
-    name, make = auditing.method_to_audit(method)
+    name, make = auditing.method_to_audit(method, option or ())
     told(name, auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate,
                               seed=seed, precision=precision, accountant=accountant),
          as_json)

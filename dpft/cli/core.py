@@ -99,7 +99,8 @@ def in_shell(
     "A sentence with options in place of Python arguments."
     def option(found: re.Match[str]) -> str:
         name, value, before = found[1], found[2], found.string[:found.start()]
-        if name not in options or re.search(r"\w\([^()]*$", before):  # of a call
+        of_another = re.search(r"(\w\([^()]*|--option )$", before)  # call, or method
+        if name not in options or of_another:
             return found[0]
         return options[name] + (f" {value}" if value not in ("", "True") else "")
     for said, typed in IN_SHELL.items():
