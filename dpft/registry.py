@@ -5,6 +5,7 @@
 # %% ../nbs/5_notes/85_registry.ipynb #registry-imports
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,18 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from inspect import findsource, signature
+from inspect import findsource, getsource, signature
 from numbers import Integral, Real
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'NUMBERS', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type',
-           'method_from', 'options_of', 'number_asked', 'chosen_options', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'NUMBERS', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of',
+           'did_you_mean', 'method_type', 'method_from', 'options_of', 'number_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -109,6 +110,33 @@ def is_as_written(
     except (OSError, SyntaxError, TypeError, ValueError):
         return False
     return codes.get((code.co_qualname, code.co_firstlineno)) == code
+
+# %% ../nbs/5_notes/85_registry.ipynb #registry-source
+def tree_of(node: Any) -> Any:
+    "A syntax tree without docstrings and without empty fields."
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if isinstance(node, list):
+        said = (one for one in node if isinstance(one, ast.Expr)
+                and isinstance(one.value, ast.Constant))
+        left_out = set(map(id, said))
+        return [tree_of(one) for one in node if id(one) not in left_out]
+    if not isinstance(node, ast.AST):
+        return node
+    return [type(node).__name__, *((name, tree_of(one)) for name, one in
+                                   ast.iter_fields(node) if one not in (None, []))]
+
+def source_of(value: FunctionType | ModuleType) -> str | None:
+    "The source as a tree; None if it cannot be read, or does not determine the value."
+    try:
+        source = getsource(value)
+        tree = ast.parse("if 1:\n" * source[:1].isspace() + source)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    whole = isinstance(value, ModuleType) or (
+        value.__name__ != "<lambda>"     # two of them may stand on one line
+        and set(value.__code__.co_freevars) <= {"__class__"} and is_as_written(value))
+    return repr(tree_of(tree)) if whole else None
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(
