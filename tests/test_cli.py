@@ -254,6 +254,20 @@ def test_plan_and_audit_speak_json(run, tmp_path):
     assert found["refuted"] == (status == 1)
 
 
+def test_the_smallest_data_can_be_planned(run, tmp_path):
+    """It complained of a batch size of two that nobody had given."""
+    status, out, err = run("plan", "--epsilon", "2", "--size", "1", "--trainable", "5", "--steps", "10", "--output", tmp_path / "plan.svg")
+    assert status == 0 and "--batch-size 1 --steps 10" in out, err
+
+
+def test_a_blank_after_a_comma_is_no_part_of_a_name(run, tiny, tmp_path):
+    (tmp_path / "rows.csv").write_text("note,mood\n" + "good film,pos\nbad film,neg\n" * 10)
+    common = ["train", "--data", tmp_path / "rows.csv", "--model", tiny, "--epsilon", "4", "--score", "none", "--steps", "1",
+              "--batch-size", "4", "--no-progress", "--accountant", "rdp", "--columns", "note, mood"]
+    status, out, err = run(*common, "--classes", "neg, pos")
+    assert status == 0 and "differentially private" in out, err
+
+
 def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):
     status, out, _ = run("plan", "--size", 1000, "--trainable", 50, "--epsilon", 2, "--steps", 20, "--batch-sizes", 100, "--method",
                          "dp-frost", "--json")
@@ -272,6 +286,18 @@ def test_an_audit_takes_the_options_of_its_method(run, monkeypatch):
     monkeypatch.setattr("dpft.auditing.audit", lambda method, *rest, **more: audited.append(method))
     monkeypatch.setattr("dpft.cli.book.told", lambda *its: None)
     assert run(*words, "--option", "rounds=1")[0] == 0 and audited[0].rounds == 1
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--full", "--method", "bitfit"], "--method does nothing beside --full"),
+    (["--full", "--option", "ratio=1"], "--option does nothing beside --full"), (["--full", "--boundary"], "--boundary does nothing"),
+    (["--method", "bitfit", "--output", "records"], "--output does nothing without --full"),
+    (["--method", "bitfit", "--boundary", "--precision", "bf16"], "--precision does nothing beside --boundary")])
+def test_an_audit_refuses_what_it_would_leave_out(run, monkeypatch, words, said):
+    for name in ("dpft.cli.book.audit_all", "dpft.cli.book.audit_outputs", "dpft.auditing.audit", "dpft.cli.book.told"):
+        monkeypatch.setattr(name, lambda *its, **more: None)
+    status, out, err = run("audit", *words)
+    assert status == 1 and said in err and err.count("\n") == 1 and not out
 
 
 def test_json_holds_no_bare_infinity(capsys):

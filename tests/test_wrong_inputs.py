@@ -77,8 +77,11 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--epsilon": "inf", "--secure-mode": ""}, "--secure-mode with --epsilon inf"),
     ({"--checkpoint-every": "1"}, "--checkpoint-every 1 does nothing without --checkpoint"),
     ({"--keep-secrets": ""}, "--keep-secrets does nothing without --checkpoint"),
+    ({"--who": "Ann", "--ledger": None}, "--who does nothing without --ledger"),
     ({"--overwrite": "", "--output": None}, "--overwrite does nothing without --output"),
+    ({"--freeze-batchnorm": ""}, "--freeze-batchnorm does nothing to --model mlp"),
     ({"--warmup": "2"}, "--warmup 2 leaves none of the 1 steps"), ({"--warmup": "1"}, "--warmup 1 leaves none"),
+    ({"--classes": "pos"}, "--classes 'pos': name two"), ({"--classes": "a,,b"}, "--classes 'a,,b': name two"),
     ({"--method": "lora", "--option": "rank=abc"}, "--option rank=abc of method lora: give a whole number"),
     ({"--method": "lora", "--option": "seed=1.5"}, "--option seed=1.5 of method lora: give a whole number"),
     ({"--method": "lora", "--option": "alpha=[1]"}, "--option alpha=[1] of method lora: give a number"),
@@ -143,6 +146,10 @@ OTHERS = [  # other commands
     (["plan", "--epsilon", "0", "--size", "10", "--trainable", "5"], "epsilon"),
     (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),
     (["plan", "--epsilon", "2", "--size", "100", "--trainable", "5", "--batch-sizes", "a"], "--batch-sizes 'a'"),
+    (["account", "none.sqlite", "--who", "Ann"], "--who does nothing without --budget or --remove-budget"),
+    (["account", "none.sqlite", "--reason", "a slip"], "--reason does nothing without --budget"),
+    (["plan", "--epsilon", "2", "--data", "sst2", "--model", "cnn"], "--model cnn reads pictures and sst2 holds texts"),
+    (["plan", "--epsilon", "2", "--data", "digits", "--model", "minilm", "--trainable", "9"], "--model minilm classifies texts"),
     (["plan", "--epsilon", "2", "--size", "100"], "--trainable"), (["audit", "--method", "nothing"], "nothing"),
     (["bench", "--rows", "0"], "at least 1"), (["run", "nothing"], "nothing"), (["trian"], "No such command 'trian'")]
 
