@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import typer
 
 from ..registry import method_named
-from dpft.cli.core import (
-    AS_JSON, METHOD, app, check_idle, check_positive, increasing, names_typed,
-    print_json)
+from .core import (
+    AS_JSON, METHOD, app, check_idle, check_positive,
+    increasing, names_typed, print_json)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-one-thread
 @contextmanager
