@@ -34,7 +34,7 @@ from .lower_bounds import (
     mu_of_rates, separation_bound)
 from .method import Method
 from .privacy import SampledGaussian
-from .registry import Known, known_methods, method_from, method_type
+from .registry import Known, known_methods, method_named, method_type
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-models
 # weight of the head in `CanaryLayers`, small so that it masks nothing below it
@@ -346,13 +346,16 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {  # -> options for so man
 }
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-method-named
-def method_to_audit(name: str) -> tuple[str, Callable[[int], Method]]:
-    "A method by its class, by its name as in commands, or as `file.py:Class`."
+def method_to_audit(
+    name: str,                  # its class, its name in commands, or `file.py:Class`
+    given: Sequence[str] = (),  # name=value, in place of the audit's own options
+) -> tuple[str, Callable[[int], Method]]: # its label; the method of so many steps
+    "A method, with the options of its audit and those that are given."
     label = known_methods().get(name, Known(name)).kind
     label = {known.lower(): known for known in METHODS}.get(label.lower(), label)
     method_type(label)
     options = METHODS.get(label, lambda steps: {})
-    return label, lambda steps: method_from(label, options(steps))
+    return label, lambda steps: method_named(label, given, options(steps))[0]
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-variants
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # label -> method, what differs

@@ -99,6 +99,9 @@ def check_input(
     check_whole(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={said_of(model)}: pass a module")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so nothing in it "
+                         "can train; pass a model with layers that have some")
     check_method(method)
     check_drawable(train)
     if settings.loss_fn is None and settings.collate_fn is None:

@@ -53,7 +53,7 @@ class Cell:
 # %% ../nbs/1_start/10_planning.ipynb #planning-sizes
 def default_batch_sizes(size: int) -> list[int]:
     "Powers of two, at most eight, up to a quarter of the data."
-    top = max(1, int(math.log2(max(size / 4, 1))))
+    top = int(math.log2(max(size / 4, 1)))
     return [2**power for power in range(max(0, top - 7), top + 1)]
 
 

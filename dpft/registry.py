@@ -5,6 +5,7 @@
 # %% ../nbs/5_notes/85_registry.ipynb #registry-imports
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,17 +15,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from inspect import findsource, signature
+from inspect import findsource, getsource, signature
+from numbers import Integral, Real
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'Known', 'known_methods', 'loaded', 'is_as_written', 'did_you_mean', 'method_type', 'method_from',
-           'options_of', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'NUMBERS', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of',
+           'did_you_mean', 'method_type', 'method_from', 'options_of', 'number_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -109,6 +111,33 @@ def is_as_written(
         return False
     return codes.get((code.co_qualname, code.co_firstlineno)) == code
 
+# %% ../nbs/5_notes/85_registry.ipynb #registry-source
+def tree_of(node: Any) -> Any:
+    "A syntax tree without docstrings and without empty fields."
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if isinstance(node, list):
+        said = (one for one in node if isinstance(one, ast.Expr)
+                and isinstance(one.value, ast.Constant))
+        left_out = set(map(id, said))
+        return [tree_of(one) for one in node if id(one) not in left_out]
+    if not isinstance(node, ast.AST):
+        return node
+    return [type(node).__name__, *((name, tree_of(one)) for name, one in
+                                   ast.iter_fields(node) if one not in (None, []))]
+
+def source_of(value: FunctionType | ModuleType) -> str | None:
+    "The source as a tree; None if it cannot be read, or does not determine the value."
+    try:
+        source = getsource(value)
+        tree = ast.parse("if 1:\n" * source[:1].isspace() + source)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    whole = isinstance(value, ModuleType) or (
+        value.__name__ != "<lambda>"     # two of them may stand on one line
+        and set(value.__code__.co_freevars) <= {"__class__"} and is_as_written(value))
+    return repr(tree_of(tree)) if whole else None
+
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(
     name: str,             # unknown
@@ -158,33 +187,66 @@ def method_from(
 def options_of(
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
-    "Values by name: JSON, or else text; ValueError for a value without a name."
-    options = {}
+    "Values by name: JSON, or else text; ValueError for one that could mean more."
+    options: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise ValueError(f"--option {pair}: write it as name=value, such as "
                              "ratio=0.25")
+        if name in options:
+            raise ValueError(f"--option {pair}: {name} is given twice; leave out one "
+                             "of them")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:
+            if value[:1] in ("[", "{", '"') or "," in value:
+                raise ValueError(
+                    f"--option {pair}: a list is written as JSON, such as "
+                    "'targets=[\"query\", \"value\"]'") from None
             options[name] = value
     return options
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-named
+NUMBERS: dict[Any, tuple[Any, str]] = {  # annotation -> what it takes, in words
+    int: (Integral, "a whole number"), int | None: (Integral | None, "a whole number"),
+    float: (Real, "a number"), float | None: (Real | None, "a number")}
+
+def number_asked(
+    annotation: Any,  # of a parameter or of a setting
+    value: Any,
+) -> str:
+    "What to give in place of a value that is no number; empty if it will do."
+    takes, said = NUMBERS.get(annotation, (object, ""))
+    return "" if isinstance(value, takes) else said
+
+def chosen_options(
+    name: str,             # as for `method_type`
+    given: Sequence[str],  # name=value
+) -> dict[str, Any]:
+    "Options of a method; ValueError for an unknown one, or one that is no number."
+    kind, chosen = method_type(name), options_of(given)
+    known = signature(kind).parameters
+    for option, value in chosen.items():
+        if option not in known:
+            raise ValueError(f"{kind.__name__} has no option {option!r}; it has "
+                             f"{', '.join(known) or 'none'}")
+        if asked := number_asked(known[option].annotation, value):
+            raise ValueError(f"--option {option}={value} of method {name}: give "
+                             f"{asked}")
+    return chosen
+
 def method_named(
     name: str,                  # as for `method_type`
     given: Sequence[str] = (),  # name=value, in place of the name's own options
+    own: dict[str, Any] | None = None,  # those; None: as in the table
 ) -> tuple[Method, float | None]:
     "A method, and the learning rate to start from; ValueError for an unknown option."
-    its = known_methods().get(name, Known(name))
-    kind, chosen = method_type(name), options_of(given)
-    known = signature(kind).parameters
-    if unknown := [option for option in chosen if option not in known]:
-        raise ValueError(f"{kind.__name__} has no option {unknown[0]!r}; it has "
-                         f"{', '.join(known) or 'none'}")
+    its, chosen = known_methods().get(name, Known(name)), chosen_options(name, given)
     try:
-        return method_from(name, its.options | chosen), its.learning_rate
+        return (method_from(name, (its.options if own is None else own) | chosen),
+                its.learning_rate)
     except TypeError as error:
+        known = signature(method_type(name)).parameters
         raise ValueError(f"method {name!r} cannot be made with these options "
                          f"({error}); it has {', '.join(known) or 'none'}") from None

@@ -178,9 +178,13 @@ def rate_course(
     warmup: float,                        # steps, or a share of them if below 1
     rate_factor: Callable[[int], float],  # of step t
 ) -> Callable[[int], float]:              # step t -> factor of the learning rate
-    "The factor of each step."
+    "The factor of each step; ValueError for a warm-up that does not end."
     course = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
     rising = warmup * steps if warmup < 1 else warmup
+    if rising >= steps:
+        raise ValueError(f"warmup={warmup:g} leaves none of the {steps} steps for the "
+                         "learning rate that was given; take fewer, or a share of the "
+                         "run, such as 0.1")
     def factor(t: int) -> float:
         share = (t - rising) / max(steps - rising, 1)
         own = (t + 1) / (rising + 1) if t < rising else course(share)

@@ -254,6 +254,20 @@ def test_plan_and_audit_speak_json(run, tmp_path):
     assert found["refuted"] == (status == 1)
 
 
+def test_the_smallest_data_can_be_planned(run, tmp_path):
+    """It complained of a batch size of two that nobody had given."""
+    status, out, err = run("plan", "--epsilon", "2", "--size", "1", "--trainable", "5", "--steps", "10", "--output", tmp_path / "plan.svg")
+    assert status == 0 and "--batch-size 1 --steps 10" in out, err
+
+
+def test_a_blank_after_a_comma_is_no_part_of_a_name(run, tiny, tmp_path):
+    (tmp_path / "rows.csv").write_text("note,mood\n" + "good film,pos\nbad film,neg\n" * 10)
+    common = ["train", "--data", tmp_path / "rows.csv", "--model", tiny, "--epsilon", "4", "--score", "none", "--steps", "1",
+              "--batch-size", "4", "--no-progress", "--accountant", "rdp", "--columns", "note, mood"]
+    status, out, err = run(*common, "--classes", "neg, pos")
+    assert status == 0 and "differentially private" in out, err
+
+
 def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):
     status, out, _ = run("plan", "--size", 1000, "--trainable", 50, "--epsilon", 2, "--steps", 20, "--batch-sizes", 100, "--method",
                          "dp-frost", "--json")
@@ -261,6 +275,29 @@ def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):
     train, _ = split_budget(2.0, found["delta"], train=(0.1, 20), select=(0.02, 5), train_share=0.9, accountant="rdp")
     assert status == 0 and found["share_besides_training"] == 0.1
     assert found["recommended"]["noise_multiplier"] == pytest.approx(train, rel=1e-2)
+
+
+def test_an_audit_takes_the_options_of_its_method(run, monkeypatch):
+    """They were left out without a word, so that another configuration was audited than the one asked for."""
+    words = ["audit", "--method", "dp-frost", "--canaries", "60", "--steps", "2", "--accountant", "rdp"]
+    status, out, err = run(*words, "--option", "nonsense=1")
+    assert status == 1 and "has no option 'nonsense'" in err and not out
+    audited = []
+    monkeypatch.setattr("dpft.auditing.audit", lambda method, *rest, **more: audited.append(method))
+    monkeypatch.setattr("dpft.cli.book.told", lambda *its: None)
+    assert run(*words, "--option", "rounds=1")[0] == 0 and audited[0].rounds == 1
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--full", "--method", "bitfit"], "--method does nothing beside --full"),
+    (["--full", "--option", "ratio=1"], "--option does nothing beside --full"), (["--full", "--boundary"], "--boundary does nothing"),
+    (["--method", "bitfit", "--output", "records"], "--output does nothing without --full"),
+    (["--method", "bitfit", "--boundary", "--precision", "bf16"], "--precision does nothing beside --boundary")])
+def test_an_audit_refuses_what_it_would_leave_out(run, monkeypatch, words, said):
+    for name in ("dpft.cli.book.audit_all", "dpft.cli.book.audit_outputs", "dpft.auditing.audit", "dpft.cli.book.told"):
+        monkeypatch.setattr(name, lambda *its, **more: None)
+    status, out, err = run("audit", *words)
+    assert status == 1 and said in err and err.count("\n") == 1 and not out
 
 
 def test_json_holds_no_bare_infinity(capsys):
@@ -382,6 +419,43 @@ def test_an_empty_place_is_refused(run, tmp_path, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
     status, _, err = run("train", *DIGITS, "--epsilon", "4", option, "")
     assert status == 1 and err == f"dpft: {option} is empty; name a place, or leave it out\n" and not list(tmp_path.iterdir())
+
+
+def test_the_home_folder_is_meant_by_a_tilde_after_an_equals_sign(run, tmp_path, monkeypatch):
+    """A shell leaves it alone there, and a folder named ~ was made in the current one, with the ledger in it."""
+    for name in ("home", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    status, out, err = run("train", *DIGITS, "--epsilon", "4", "--score", "none", "--ledger=~/book.sqlite", "--output=~/saved")
+    assert status == 0 and f"saved in {tmp_path / 'home' / 'saved'}" in out, err
+    assert {"book.sqlite", "saved"} <= {path.name for path in (tmp_path / "home").iterdir()}
+    assert run("account", "~/book.sqlite")[0] == 0 and run("verify", "~/saved", "--ledger=~/book.sqlite")[0] == 0
+    (tmp_path / "home" / "rows.csv").write_text("text,label\ngood,1\nbad,0\n")
+    status, _, err = run("train", "--data=~/rows.csv", "--model=~/nowhere", "--epsilon", "4")
+    assert status == 1 and f"--model {tmp_path / 'home' / 'nowhere'}: there is no such folder" in err
+    status, _, err = run("train", "--data=~/rows.csv", "--model", "cnn", "--epsilon", "4")
+    assert status == 1 and "reads pictures and" in err
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("typed, meant", [
+    ("~", "/home/me"), ("--root=~", "/home/me"), ("~/a b", "/home/me/a b"), ("--reason=~5 rows are gone", None), ("--who", None),
+    ("--option=ratio=~/x", None), ("~nobody-of-this-name/x", None), ("a~/b", None)])
+def test_only_a_home_folder_is_put_in_place_of_a_tilde(monkeypatch, typed, meant):
+    monkeypatch.setenv("HOME", "/home/me")
+    name, equals, _ = typed.rpartition("=") if meant else ("", "", "")
+    assert core.at_home(typed) == (name + equals + meant if meant else typed)
+
+
+@pytest.mark.parametrize("words", [["quickstart", "--output", "mine.py"], ["quickstart", "--output", "mine.py/below"],
+                                   ["train", *DIGITS, "--epsilon", "4", "--ledger", "l.sqlite", "--cache-folder", "mine.py"]])
+def test_a_file_in_place_of_a_folder_is_named_in_words(run, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("my own work")
+    status, out, err = run(*words)
+    assert status == 1 and err.count("\n") == 1 and "Errno" not in err and f"{words[-1]} cannot be a folder, because a file is in" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"] and not out
 
 
 def test_a_file_named_as_a_checkpoint_is_refused_in_words(run, tmp_path):

@@ -108,6 +108,21 @@ def test_the_audit_knows_every_method_by_each_of_its_names():
         auditing.method_to_audit("dpfrst")
 
 
+def test_the_options_of_an_audit_are_those_of_its_method():
+    method = auditing.method_to_audit("dp-frost", ["rounds=1"])[1](6)
+    plain = auditing.method_to_audit("dp-frost")[1](6)
+    assert method.rounds == 1 != plain.rounds and method.ratio == plain.ratio
+    for given, said in ((["nonsense=1"], "DPFrost has no option 'nonsense'"), (["ratio=x"], "ratio=x of method DPFrost: give a number")):
+        with pytest.raises(ValueError, match=said):
+            auditing.method_to_audit("dp-frost", given)[1](6)
+
+
+def test_text_needs_no_quotes_and_a_list_is_json():
+    text = ["kind=mg", "file=rows of mine.csv", 'listed=["a", "b"]', 'quoted="a,b"', "none=null", "half=0.5", "big=1e3", "it=it's"]
+    assert registry.options_of(text) == {"kind": "mg", "file": "rows of mine.csv", "listed": ["a", "b"], "quoted": "a,b", "none": None,
+                                         "half": 0.5, "big": 1000.0, "it": "it's"}
+
+
 def test_the_learning_rate_of_a_method_without_one_is_that_of_fine_tune(mine):
     from dpft.cli.core import checked_knobs
     given = {"columns": None, "learning_rate": None}

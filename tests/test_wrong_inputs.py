@@ -40,8 +40,9 @@ def one_sentence(status, out, err, said):
 
 
 def train_words(changed):
-    words = {**DIGITS, **changed}
-    return [str(part) for name, value in words.items() if value is not None for part in ((name, value) if value != "" else (name,))]
+    words = {name: value if isinstance(value, list) else [value] for name, value in {**DIGITS, **changed}.items()}
+    typed = ((name, value) for name, values in words.items() for value in values if value is not None)
+    return [str(part) for name, value in typed for part in ((name, value) if value != "" else (name,))]
 
 
 TRAIN = [  # options of `dpft train`, and what the sentence says
@@ -74,14 +75,28 @@ TRAIN = [  # options of `dpft train`, and what the sentence says
     ({"--evaluate-every": "0"}, "--evaluate-every 0"), ({"--evaluate-every": "1"}, "without --score"),
     ({"--checkpoint-every": "0"}, "--checkpoint-every 0"), ({"--epsilonn": "3"}, "No such option: --epsilonn"),
     ({"--epsilon": "inf", "--secure-mode": ""}, "--secure-mode with --epsilon inf"),
+    ({"--checkpoint-every": "1"}, "--checkpoint-every 1 does nothing without --checkpoint"),
+    ({"--keep-secrets": ""}, "--keep-secrets does nothing without --checkpoint"),
+    ({"--who": "Ann", "--ledger": None}, "--who does nothing without --ledger"),
+    ({"--overwrite": "", "--output": None}, "--overwrite does nothing without --output"),
+    ({"--freeze-batchnorm": ""}, "--freeze-batchnorm does nothing to --model mlp"),
+    ({"--warmup": "2"}, "--warmup 2 leaves none of the 1 steps"), ({"--warmup": "1"}, "--warmup 1 leaves none"),
+    ({"--classes": "pos"}, "--classes 'pos': name two"), ({"--classes": "a,,b"}, "--classes 'a,,b': name two"),
+    ({"--method": "lora", "--option": "rank=abc"}, "--option rank=abc of method lora: give a whole number"),
+    ({"--method": "lora", "--option": "seed=1.5"}, "--option seed=1.5 of method lora: give a whole number"),
+    ({"--method": "lora", "--option": "alpha=[1]"}, "--option alpha=[1] of method lora: give a number"),
+    ({"--method": "lora", "--option": "targets=['query','value']"}, "a list is written as JSON, such as"),
+    ({"--method": "lora", "--option": "targets=[query,value]"}, "--option targets=[query,value]: a list is written as JSON"),
+    ({"--method": "lora", "--option": "targets=query,value"}, """'targets=["query", "value"]'"""),
+    ({"--method": "dp-frost", "--option": ["ratio=0.25", "ratio=0.5"]}, "--option ratio=0.5: ratio is given twice"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("changed,said", TRAIN, ids=[" ".join(map(str, sum(changed.items(), ()))) for changed, _ in TRAIN])
 def test_train_refuses_in_one_sentence_and_charges_nothing(run, tmp_path, changed, said):
-    ledger, output = tmp_path / "book.sqlite", tmp_path / "saved"
-    status, out, err = run("train", *train_words(changed), "--no-progress", "--ledger", ledger, "--output", output)
+    places = {"--ledger": tmp_path / "book.sqlite", "--output": tmp_path / "saved"}
+    status, out, err = run("train", *train_words({**places, **changed}), "--no-progress")
     one_sentence(status, out, err, said)
     assert list(tmp_path.iterdir()) == []                    # neither a folder nor a ledger is left of what never ran
 
@@ -131,6 +146,10 @@ OTHERS = [  # other commands
     (["plan", "--epsilon", "0", "--size", "10", "--trainable", "5"], "epsilon"),
     (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),
     (["plan", "--epsilon", "2", "--size", "100", "--trainable", "5", "--batch-sizes", "a"], "--batch-sizes 'a'"),
+    (["account", "none.sqlite", "--who", "Ann"], "--who does nothing without --budget or --remove-budget"),
+    (["account", "none.sqlite", "--reason", "a slip"], "--reason does nothing without --budget"),
+    (["plan", "--epsilon", "2", "--data", "sst2", "--model", "cnn"], "--model cnn reads pictures and sst2 holds texts"),
+    (["plan", "--epsilon", "2", "--data", "digits", "--model", "minilm", "--trainable", "9"], "--model minilm classifies texts"),
     (["plan", "--epsilon", "2", "--size", "100"], "--trainable"), (["audit", "--method", "nothing"], "nothing"),
     (["bench", "--rows", "0"], "at least 1"), (["run", "nothing"], "nothing"), (["trian"], "No such command 'trian'")]
 
@@ -174,7 +193,16 @@ CALLS = [
     (dict(model=None), "model=None: pass a module"), (dict(model=nn.Linear), "pass a module"),
     (dict(optimizer=AT_HAND, model=OWN, learning_rate=0.5), "learning_rate=0.5 is not used beside an optimizer"),
     (dict(optimizer=AT_HAND, model=OWN, weight_decay=0.1), "weight_decay=0.1 is not used beside an optimizer"),
-    (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf")]
+    (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf"),
+    (dict(checkpoint_every=1), "checkpoint_every=1 does nothing without checkpoint="),
+    (dict(keep_secrets=True), "keep_secrets=True does nothing without checkpoint="),
+    (dict(warmup=7), "warmup=7 leaves none of the 1 steps"), (dict(steps=4, warmup=4.0), "warmup=4 leaves none of the 4 steps"),
+    (dict(learning_rate="1e-3"), "learning_rate='1e-3': give a number"), (dict(learning_rate=None), "learning_rate=None: give a number"),
+    (dict(clip=[1.0]), r"clip=\[1.0\]: give a number"), (dict(noise_multiplier="1"), "noise_multiplier='1': give a number"),
+    (dict(seed="1"), "seed='1': give a whole number"), (dict(seed=1.5), "seed=1.5: give a whole number"),
+    (dict(steps=2.0), "steps=2.0: give a whole number"), (dict(tokenizer="name"), "tokenizer='name': give a tokenizer"),
+    (dict(loss_fn="mse"), "loss_fn='mse': give a function"), (dict(columns="text,label"), "columns='text,label': give a list of names"),
+    (dict(evaluate="dev"), "evaluate='dev': give a data set"), (dict(model=nn.ReLU()), "ReLU has no parameters, so nothing")]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -185,7 +213,7 @@ def test_calls_are_refused_and_charge_nothing(tmp_path, changed, said):
     with pytest.raises((ValueError, TypeError), match=said) as refused:
         dpft.fine_tune(**{**given, **changed}, output=tmp_path / "new" / "saved")
     assert str(refused.value).count("\n") == 0 and not (tmp_path / "new").exists()
-    if "loss_fn" in changed:                                 # seen at the first batch: the run has begun, and spent nothing
+    if callable(changed.get("loss_fn")):                            # seen at the first batch: the run has begun, and spent nothing
         with Ledger(tmp_path / "book.sqlite") as book:
             assert len(book.runs()) == 1 and not book.spent()
     else:

@@ -27,7 +27,8 @@ import typer
 
 from ..registry import method_named
 from .core import (
-    AS_JSON, METHOD, app, check_positive, increasing, print_json)
+    AS_JSON, METHOD, app, check_idle, check_positive,
+    increasing, names_typed, print_json)
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-one-thread
 @contextmanager
@@ -401,7 +402,7 @@ AUDIT_BOUNDARY = typer.Option(
     "--boundary", help="Instead: compare, byte by byte, all outputs of runs on "
                        "neighbouring data.")
 AUDIT_OPTION = typer.Option(
-    help="With --boundary: option of the method, as name=value; may be repeated.")
+    help="Option of the method, as name=value; may be repeated.")
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-audit
 @app.command()
@@ -426,15 +427,19 @@ def audit(
     from dpft import auditing
 
     if full:
+        check_idle("beside --full, which audits every method", method=method,
+                   option=option, boundary=boundary, precision=precision)
         audit_all(output, as_json)
         return
+    check_idle("without --full", output=output)
     if method is None:
         raise ValueError("give --method, or --full for all of them")
     if boundary:
+        check_idle("beside --boundary", precision=precision)
         audit_outputs(method, option or (), as_json)
         return
     check_positive(steps=steps)
-    name, make = auditing.method_to_audit(method)
+    name, make = auditing.method_to_audit(method, option or ())
     told(name, auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate,
                               seed=seed, precision=precision, accountant=accountant),
          as_json)
@@ -566,8 +571,9 @@ def planned_bench(sizes: Any, parts: list[str], who: str, trains: str, quick: bo
     if marks:
         small: tuple[Any, ...] = ((32, 64), (1, 1), (16, 32), (2, 4), 3)
         return benchmark.plan_marks(*(small if quick else ())), "costs-marks"
-    contenders = list(benchmark.CONTENDERS) if who == "all" else who.split(",")
-    return benchmark.plan_bench(sizes, parts, contenders, trains.split(",")), "costs"
+    contenders = benchmark.CONTENDERS if who == "all" else names_typed(who)
+    return benchmark.plan_bench(sizes, parts, list(contenders),
+                                list(names_typed(trains))), "costs"
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-bench
 @app.command()
@@ -634,7 +640,7 @@ def parts_asked(parts: str | None, lists: dict[str, str | None]) -> list[str]:
     from dpft.book import bench as room
 
     if parts is not None:
-        return parts.split(",")
+        return list(names_typed(parts))
     return ([part for name, its in room.SIZED.items() if lists.get(name)
              for part in its]
             or list(room.PARTS))

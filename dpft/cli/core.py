@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'PLACES', 'SET_HERE', 'HELP',
-           'main', 'ended', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version', 'root', 'check_positive',
-           'whole_numbers', 'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options',
-           'takes_knobs', 'train', 'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task',
-           'check_learnable', 'scored_part', 'check_device', 'check_model_folder', 'prepared_model', 'check_written',
-           'pretrained', 'plan', 'Asked', 'planned_size', 'tell_plan', 'drawn_plan', 'recommendation', 'train_command',
-           'counted', 'probed']
+           'main', 'ended', 'at_home', 'sentence_of', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version',
+           'root', 'check_positive', 'check_idle', 'names_typed', 'classes_typed', 'whole_numbers', 'increasing',
+           'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train', 'Job', 'train_job',
+           'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable', 'scored_part',
+           'check_device', 'check_reads', 'check_model_folder', 'prepared_model', 'check_written', 'freeze_statistics',
+           'pretrained', 'plan', 'Asked', 'planned_size', 'check_planned', 'tell_plan', 'drawn_plan', 'recommendation',
+           'train_command', 'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -23,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields
 from inspect import Parameter, signature
 from math import isfinite
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +51,8 @@ def main() -> None:
 def ended() -> Any:        # a status
     "Run the typed command; if it fails, say why in one sentence."
     try:
-        status = app(standalone_mode=False)
+        words = [at_home(word) for word in sys.argv[1:]]
+        status = app(words, standalone_mode=False)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -59,7 +62,7 @@ def ended() -> Any:        # a status
     except UsageError as error:
         return tell_usage(error)
     except (ValueError, OSError, NotImplementedError) as error:
-        tell(in_shell(" ".join(str(error).split()), typed_options()))
+        tell(in_shell(" ".join(sentence_of(error).split()), typed_options()))
         return 1
     except RuntimeError as error:  # of PyTorch, such as too little memory
         tell(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
@@ -69,6 +72,18 @@ def ended() -> Any:        # a status
     if status == 130:  # Ctrl-C
         tell("stopped; with --checkpoint the same command continues where it was")
     return status
+
+def at_home(word: str) -> str:
+    "A typed word, with the home folder in place of ~ at the start of its value."
+    return re.sub(r"^(--[\w-]+=)?(~[\w.-]*/|~$)",
+                  lambda found: (found[1] or "") + expanduser(found[2]), word)
+
+def sentence_of(error: Exception) -> str:
+    "What an error says; of a file in place of a folder, also the way out."
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return (f"{error.filename} cannot be a folder, because a file is in its "
+                "place; name another")
+    return str(error)
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-in-shell
 IN_SHELL = {  # what the library says, and the same in a shell
@@ -85,7 +100,8 @@ def in_shell(
     "A sentence with options in place of Python arguments."
     def option(found: re.Match[str]) -> str:
         name, value, before = found[1], found[2], found.string[:found.start()]
-        if name not in options or re.search(r"\w\([^()]*$", before):  # of a call
+        of_another = re.search(r"(\w\([^()]*|--option )$", before)  # call, or method
+        if name not in options or of_another:
             return found[0]
         return options[name] + (f" {value}" if value not in ("", "True") else "")
     for said, typed in IN_SHELL.items():
@@ -143,6 +159,30 @@ def check_positive(**given: float | None) -> None:
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a positive "
                              "number, or leave it out")
+
+def check_idle(
+    why: str,      # without which other option, or beside which
+    **given: Any,  # options by name; those that are not given are empty
+) -> None:
+    "ValueError, naming the option, for one that is given and does nothing."
+    for name, value in given.items():
+        if value:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} does nothing {why}; leave out {option}")
+
+def names_typed(text: str) -> tuple[str, ...]:
+    "Names with commas, as they were typed, without the blanks around them."
+    return tuple(name.strip() for name in text.split(","))
+
+def classes_typed(text: str) -> int | tuple[str, ...]:
+    "How many classes, or their names; ValueError for fewer than two names."
+    names = names_typed(text)
+    if len(names) == 1 and names[0].isdecimal():
+        return int(text)
+    if len(names) == 1 or "" in names:
+        raise ValueError(f"--classes {text!r}: name two or more with commas, or give "
+                         "their number")
+    return names
 
 def whole_numbers(name: str, text: str | None) -> list[int] | None:
     "Whole numbers with commas, as they were typed; None stays None."
@@ -322,9 +362,10 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
     "Fine-tune with the command's options, and print the result."
     from dpft.ledger import Ledger
     from dpft.loop import UnsavedWarning, fine_tune
-    from dpft.models import freeze_batchnorm
     from dpft.processes import Processes, start, stop
 
+    if knobs["ledger"] is None:
+        check_idle("without --ledger", who=job.who)
     check_device(job.device)
     check_model_folder(job.model)
     options = with_schedule(job.method, job.options, *job.freezing)
@@ -340,7 +381,7 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
     tokenizer = recipe.pop("tokenizer")
     model._recipe = recipe  # type: ignore[assignment]
     if job.freeze_batchnorm:
-        freeze_batchnorm(model)
+        freeze_statistics(model, job.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnsavedWarning)    # told as an error below
         run = fine_tune(model, task, method, tokenizer=tokenizer,
@@ -372,7 +413,7 @@ def checked_knobs(knobs: dict[str, Any], rate: float | None) -> dict[str, Any]:
                              "leave it out")
     columns = knobs["columns"]
     known = {name: value for name, value in knobs.items() if name not in SET_HERE}
-    known["columns"] = None if columns is None else tuple(columns.split(","))
+    known["columns"] = None if columns is None else names_typed(columns)
     chosen = rate if knobs["learning_rate"] is None else knobs["learning_rate"]
     if chosen is not None:
         known["learning_rate"] = chosen
@@ -400,9 +441,7 @@ def loaded_task(
 ) -> Any:
     "The data set; ValueError for labels that are not classes."
     from dpft.sources import load_data
-    known: Any = None
-    if classes is not None:
-        known = int(classes) if classes.isdecimal() else classes.split(",")
+    known = None if classes is None else classes_typed(classes)
     task = load_data(data, root, limit=limit, columns=columns, unit=unit, classes=known)
     check_learnable(task)
     return task
@@ -447,11 +486,24 @@ def check_device(device: str | None) -> None:
                          f"({str(error).splitlines()[0]}); leave out --device, or say "
                          "--device cpu") from None
 
+def check_reads(model: str, data: str, kind: str) -> None:
+    "ValueError for a model of this package that reads another kind of data."
+    from dpft.models import BUILT
+    if model in BUILT and kind != "image":
+        raise ValueError(f"--model {model} reads pictures and {data} holds texts; "
+                         "choose minilm, or a Transformers name")
+    if model == "minilm" and kind != "text":
+        raise ValueError(f"--model minilm classifies texts and {data} is of another "
+                         f"kind ({kind}); choose another model, such as "
+                         f"{'cnn' if kind == 'image' else 'gpt2'}, or name text and "
+                         "label with --columns of dpft train and the names of the "
+                         "classes with --classes")
+
 def check_model_folder(name: str) -> None:
     "ValueError for a model that is named as a folder which does not exist."
     packed, here = name.endswith(".gguf"), name.startswith((".", "/", "~"))
     path = here or name.endswith("/") or (name.count("/") > 1 and not packed)
-    there = Path(name).expanduser()
+    there = Path(name)
     if path and not (there.is_file() if packed else there.is_dir()):
         raise ValueError(
             f"--model {name}: there is no such {'file' if packed else 'folder'}; "
@@ -467,15 +519,7 @@ def prepared_model(
     from dpft import models
     recipe = {"name": name, "classes": [*task.classes] or 2, "kind": task.kind,
               "image_shape": task.image_shape}
-    if name in models.BUILT and task.kind != "image":
-        raise ValueError(f"--model {name} reads pictures and {task.name} holds texts; "
-                         "choose minilm, or a Transformers name")
-    if name == "minilm" and task.kind != "text":
-        raise ValueError(f"--model minilm classifies texts and {task.name} is of "
-                         f"another kind ({task.kind}); choose another model, such as "
-                         f"{'cnn' if task.kind == 'image' else 'gpt2'}, or name text "
-                         "and label with --columns and the names of the classes with "
-                         "--classes")
+    check_reads(name, task.name, task.kind)
     model = models.load_model(**recipe)
     if task.kind == "causal" and task.columns:
         check_written(model, task)
@@ -500,6 +544,13 @@ def check_written(model: Any, task: Any) -> None:
     except ValueError as error:
         raise ValueError(f"{error}; or, if column {task.columns[-1]!r} names classes, "
                          "give their number or names with --classes") from None
+
+def freeze_statistics(model: Any, name: str) -> None:
+    "Freeze the statistics of a model's BatchNorm; ValueError if it has none."
+    from dpft.models import freeze_batchnorm, frozen_statistics
+    if not frozen_statistics(freeze_batchnorm(model)):
+        raise ValueError(f"--freeze-batchnorm does nothing to --model {name}, which "
+                         "has no BatchNorm; leave out --freeze-batchnorm")
 
 def pretrained(model: Any, task: Any, epochs: int) -> None:
     """Train on a task's public data; with several processes,
@@ -549,8 +600,11 @@ def plan(
      "time; no data is read.")
     check_positive(size=size, trainable=trainable, delta=delta,
                    seconds_per_example=seconds_per_example)
+    if probe:
+        check_idle("beside --probe", seconds_per_example=seconds_per_example)
     asked = Asked(epsilon, data, model, method, delta)
     shape, rows = planned_size(data, size)
+    check_planned(model, data, shape)
     trains = counted(model, method, shape) if trainable is None else trainable
     seconds = probed(model, method, shape) if probe else seconds_per_example
     if probe and not as_json:
@@ -577,6 +631,13 @@ def planned_size(data: str | None, size: int | None) -> tuple[Any, int]:
         raise ValueError("the size of the data is missing; give --size, or --data "
                          "with the name of a data set of the book")
     return shape, rows
+
+def check_planned(model: str | None, data: str | None, shape: Any) -> None:
+    "ValueError for a model that `dpft train` would refuse."
+    if model is not None:
+        check_model_folder(model)
+    if model is not None and data is not None:
+        check_reads(model, data, shape.kind)
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-tell
 def tell_plan(
@@ -652,7 +713,6 @@ def counted(model: str | None, method: str, shape: Any) -> int:
     if model is None or shape is None:
         raise ValueError("the number of parameters that train is missing; give "
                          "--trainable, or --data and --model")
-    check_model_folder(model)
     return planning.count_trainable(planning.model_shape(model, shape),
                                     method_named(method)[0])
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .core import AS_JSON, app, check_positive, print_json
+from .core import AS_JSON, app, check_idle, check_positive, print_json
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-account
 @app.command()
@@ -44,6 +44,8 @@ def account(
 
     check_positive(delta=delta, budget=budget)
     changes, fresh = budget is not None or remove_budget, not ledger.exists()
+    if not changes:
+        check_idle("without --budget or --remove-budget", reason=reason, who=who)
     if budget is not None and remove_budget:
         raise ValueError("a budget is either set or removed; give --budget or "
                          "--remove-budget")
