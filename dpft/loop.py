@@ -249,7 +249,7 @@ def charge_told(engine: Engine) -> Iterator[None]:
         charged = engine.charges and held and engine.store.run in held.runs()
         if given.ledger is not None and charged:
             way_out = ("the same call continues it" if given.checkpoint is not None
-                       else "checkpoint= would let such a run be continued")
+                       else "with checkpoint= the same call would continue it")
             error.add_note(f"{given.ledger} has charged the plan of this run; "
                            f"{way_out}")
         raise

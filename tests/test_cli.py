@@ -74,6 +74,17 @@ def test_secrets_are_gone_at_the_end_unless_kept(run, saved, tmp_path):
     assert "enough to remove the noise" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_an_error_after_the_first_draw_says_what_the_ledger_has_charged(run, tmp_path, monkeypatch):
+    from dpft import loop
+
+    def fails(loop, step):
+        raise RuntimeError("no room\nfor it")
+    monkeypatch.setattr(loop, "entry_of", fails)
+    status, _, err = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite")
+    assert status == 1 and err.endswith(f"dpft: RuntimeError: no room; {tmp_path / 'l.sqlite'} has charged the plan of this run; "
+                                        "with --checkpoint the same command would continue it\n")
+
+
 def test_a_ledger_in_the_folder_that_is_published_is_refused_before_anything_is_spent(run, tmp_path):
     """The command makes a Ledger of it, which was not looked at: it trained, could not save, and said that it had."""
     status, out, err = run("train", *DIGITS, "--epsilon", "4", "--output", tmp_path / "o1", "--ledger", tmp_path / "o1" / "l.sqlite")

@@ -325,7 +325,7 @@ def test_an_error_after_the_first_draw_says_what_was_charged(tmp_path):
     with pytest.raises(RuntimeError, match="no room") as caught:
         fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, batch_size=20, ledger=tmp_path / "ledger.sqlite", **KNOBS)
     assert caught.value.__notes__ == [
-        f"{tmp_path / 'ledger.sqlite'} has charged the plan of this run; checkpoint= would let such a run be continued"]
+        f"{tmp_path / 'ledger.sqlite'} has charged the plan of this run; with checkpoint= the same call would continue it"]
     with pytest.raises(ValueError, match="learning_rate") as caught:   # refused before
         fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, ledger=tmp_path / "ledger.sqlite", learning_rate=-1.0, **KNOBS)
     assert not hasattr(caught.value, "__notes__")

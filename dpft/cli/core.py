@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJECTS', 'TYPES', 'PLACES', 'SET_HERE', 'HELP',
-           'main', 'ended', 'at_home', 'sentence_of', 'in_shell', 'typed_options', 'tell_usage', 'tell', 'show_version',
-           'root', 'check_positive', 'check_idle', 'names_typed', 'classes_typed', 'whole_numbers', 'increasing',
-           'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train', 'Job', 'train_job',
-           'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable', 'scored_part',
-           'check_device', 'check_reads', 'check_model_folder', 'prepared_model', 'check_written', 'freeze_statistics',
-           'pretrained', 'plan', 'Asked', 'planned_size', 'check_planned', 'tell_plan', 'drawn_plan', 'recommendation',
-           'train_command', 'counted', 'probed']
+           'main', 'ended', 'tell_error', 'at_home', 'sentence_of', 'in_shell', 'typed_options', 'tell_usage', 'tell',
+           'show_version', 'root', 'check_positive', 'check_idle', 'names_typed', 'classes_typed', 'whole_numbers',
+           'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train',
+           'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable',
+           'scored_part', 'check_device', 'check_reads', 'check_model_folder', 'prepared_model', 'check_written',
+           'freeze_statistics', 'pretrained', 'plan', 'Asked', 'planned_size', 'check_planned', 'tell_plan',
+           'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -62,16 +62,22 @@ def ended() -> Any:        # a status
     except UsageError as error:
         return tell_usage(error)
     except (ValueError, OSError, NotImplementedError) as error:
-        tell(in_shell(" ".join(sentence_of(error).split()), typed_options()))
+        tell_error(sentence_of(error), error)
         return 1
     except RuntimeError as error:  # of PyTorch, such as too little memory
-        tell(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        first = next(iter(str(error).splitlines()), "")
+        tell_error(f"{type(error).__name__}: {first}", error)
         return 1
     except SystemExit as end:
         status = end.code
     if status == 130:  # Ctrl-C
         tell("stopped; with --checkpoint the same command continues where it was")
     return status
+
+def tell_error(sentence: str, error: Exception) -> None:
+    "An error in one line, with what was noted of it."
+    said = "; ".join([sentence, *getattr(error, "__notes__", [])])
+    tell(in_shell(" ".join(said.split()), typed_options()))
 
 def at_home(word: str) -> str:
     "A typed word, with the home folder in place of ~ at the start of its value."
@@ -91,6 +97,7 @@ IN_SHELL = {  # what the library says, and the same in a shell
     "dpft.models.freeze_batchnorm(model)": "say --freeze-batchnorm if the model is "
     "pre-trained, or choose one without it",
     "without evaluate=": "without --score", "give root=": "give --root",
+    "the same call": "the same command",
     ", or use source='hub'": ""}
 
 def in_shell(
