@@ -246,11 +246,11 @@ def charge_told(engine: Engine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        charged = engine.charges and held and engine.store.run in held.runs()
-        if given.ledger is not None and charged:
+        if (held is not None and given.ledger is not None and engine.charges
+                and engine.store.run in held.runs()):
             way_out = ("the same call continues it" if given.checkpoint is not None
                        else "with checkpoint= the same call would continue it")
-            error.add_note(f"{given.ledger} has charged the plan of this run; "
+            error.add_note(f"{held.path} has charged the plan of this run; "
                            f"{way_out}")
         raise
 
