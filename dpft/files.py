@@ -58,9 +58,10 @@ def _csv(path: Path, unit: str | None = None) -> Any:
         table = read([unit] if unit else [])
         if not any("binary" in str(kind) for kind in table.schema.types):
             table = table.rename_columns(table.column_names)  # fails on a bad header
-            _check_header(path.name, table.column_names, mark)
+            _check_header(path.name, table, mark)
             check_names(table.column_names)
-            return _as_spelled(table, read, unit)
+            table = _as_spelled(table, read, unit)
+            return table.rename_columns([name.strip() for name in table.column_names])
         said = "UTF8"
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
@@ -134,11 +135,12 @@ def _as_spelled(table: Any, read: Any, unit: str | None) -> Any:
                if any(kind(field.type) for kind in read_as)]
     texts = read(guessed, include_columns=guessed) if guessed else table
     for place, name in enumerate(table.column_names):
-        if name not in guessed and name != unit:
+        own = name.strip() == unit
+        if name not in guessed and not own:
             continue
         said = compute.utf8_trim_whitespace((texts if name in guessed else table)[name])
         said = compute.if_else(compute.is_valid(table[name]), said, None)
-        if name == unit or _is_code(table[name], said):
+        if own or _is_code(table[name], said):
             table = table.set_column(place, name, said)
     return table
 
@@ -162,11 +164,22 @@ SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 
 NUMBER = re.compile(r"\s*[+-]?\d*\.?\d+\s*")
 
-def _check_header(name: str, columns: Sequence[str], mark: str) -> None:
+def _repeats(table: Any) -> bool:
+    "Whether a column of texts has its own name among its values."
+    from pyarrow import compute, types
+
+    return any(compute.any(compute.equal(table[place], name)).as_py()
+               for place, name in enumerate(table.column_names)
+               if types.is_string(table.schema.types[place]))
+
+def _check_header(name: str, table: Any, mark: str) -> None:
     "ValueError for a header that may be a row, or with an unexpected separator."
-    if any(map(NUMBER.fullmatch, columns)):
-        raise ValueError(f"{name} has a number for a column's name, so its first line "
-                         "may be a row; put a line of names above it")
+    columns = table.column_names
+    what = ("a number for a column's name" if any(map(NUMBER.fullmatch, columns))
+            else "the name of a column among its values" if _repeats(table) else None)
+    if what:
+        raise ValueError(f"{name} has {what}, so its first line may be a row; put a "
+                         "line of names above it")
     found = [one for one in SEPARATORS if one in columns[0] and one != mark]
     if len(columns) == 1 and found:
         own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]

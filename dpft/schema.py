@@ -108,6 +108,10 @@ def read_schema(
 ) -> Schema:
     "The roles of a data set's columns; refuses ambiguous ones in one sentence."
     names = column_names(data)
+    if isinstance(columns, str):
+        raise ValueError(f"columns={columns!r}: give a list of names, such as "
+                         "['text', 'label']")
+    columns = None if columns is None else [*columns]
     unit = unit if isinstance(unit, str) and unit != "example" else None
     known = (*names, *column_names(getattr(data, "table", None) or ()))
     for name in (*(columns or ()), *filter(None, [unit, label])):

@@ -179,6 +179,11 @@ def from_hub(
     if named["train"] is None:
         raise ValueError(f"{name} has the splits {', '.join(parts)}; one named train "
                          "is needed")
+    only = column_names(named["train"])
+    if columns is None and len(only) == 1 and " " in only[0] and Path(name).exists():
+        raise ValueError(f"the only column of {name} has a name of several words, so "
+                         "its first line may be a row; put a line of names above it, "
+                         "or name the column with columns=")
     test = None if named["test"] is named["dev"] else named["test"]
     return task_of(named["train"], named["dev"], test, columns, unit, classes, name)
 
@@ -221,7 +226,7 @@ def task_of(
 ) -> Task:
     "A task from rows with named columns: what is read, its classes, public facts."
     train = as_dataset(train)
-    schema = read_schema(train, columns, unit, classed=bool(classes))
+    schema = read_schema(train, columns, unit, classed=classes is not None)
     parts = [part if part is None else as_dataset(part) for part in (train, dev, test)]
     kind = kind_of_task(train, schema)
     if kind == "image" and schema.kind != kind:  # tensors: no command reads them

@@ -893,6 +893,37 @@ def test_another_separator_is_named_and_no_text_is_learned_with_its_label(tmp_pa
     assert read_file(written(tmp_path, name, f"text\na{separator if name == 'x.csv' else ''} b\n")).column_names == ["text"]
 
 
+@pytest.mark.parametrize("written", ["a good film\nbad\nawful film\n", "good,pos\nbad,neg\nfine,pos\n", "pos\tgood\nneg\tbad\npos\tfine\n"])
+def test_a_first_line_that_may_be_a_row_does_not_become_the_names_of_columns(tmp_path, written):
+    path = tmp_path / ("rows.tsv" if "\t" in written else "rows.csv")
+    path.write_text(written)
+    with pytest.raises(ValueError, match="first line may be a row; put a line of names above it") as refused:
+        load_data(str(path))
+    assert not any(word in str(refused.value) for word in ("good", "pos"))
+    mark = "\t" if path.suffix == ".tsv" else ","
+    path.write_text(f"a text{mark}label\n" + f"good film{mark}pos\nbad{mark}neg\n" * 2)
+    assert load_data(str(path)).columns == ("a text", "label")
+
+
+def test_blanks_around_the_names_in_a_header_do_not_belong_to_them(tmp_path):
+    (tmp_path / "rows.csv").write_text("text , label, person\ngood,1,07\nbad,0,7\n")
+    rows = read_file(tmp_path / "rows.csv", unit="person")
+    assert rows.column_names == ["text", "label", "person"] and rows["person"][:] == ["07", "7"]
+    (tmp_path / "rows.csv").write_text("text, text\ngood,1\n")
+    with pytest.raises(ValueError, match="two columns are named 'text'"):
+        read_file(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("classes", [np.array(["neg", "pos"]), ("neg", "pos")])
+def test_columns_and_classes_may_be_arrays_and_a_text_is_no_list_of_names(tmp_path, classes):
+    (tmp_path / "rows.csv").write_text("text,mood\ngood,pos\nbad,neg\n")
+    with pytest.raises(ValueError, match="columns='text,mood': give a list of names"):
+        load_data(str(tmp_path / "rows.csv"), columns="text,mood")
+    for columns in (np.array(["text", "mood"]), ["text", "mood"]):
+        task = load_data(str(tmp_path / "rows.csv"), columns=columns, classes=classes)
+        assert task.columns == ("text", "mood") and task.classes == ("neg", "pos")
+
+
 def test_the_name_of_a_quoted_column_may_hold_the_files_own_separator(tmp_path):
     assert read_file(written(tmp_path, "x.csv", '"long, short"\n"a, b"\n')).column_names == ["long, short"]
 
