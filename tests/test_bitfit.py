@@ -437,7 +437,7 @@ def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
         data, collate = zoo.as_data(batch)
         return fine_tune(model, data, BiTFiT(add_missing=True, values="random", reinitialise="random"), noise_multiplier=1.0, steps=4,
                          batch_size=3, clip=0.5, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=0,
-                         checkpoint=folder, checkpoint_every=2, optimizer=optimizer, progress=False)
+                         checkpoint=folder, checkpoint_every=folder and 2, optimizer=optimizer, progress=False)
 
     with pytest.raises(Stopped):
         run(tmp_path, stopping(3, torch.optim.SGD))

@@ -428,7 +428,7 @@ def stopped_at_its_fifth_step(settings, folder):
 def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp_path):
     settings = {**TINY, "steps": 12, "seed": 3, "checkpoint_every": 1}
     experiments.keep_unfinished(None)
-    whole = measured_run(settings)
+    whole = measured_run({name: value for name, value in settings.items() if name != "checkpoint_every"})
     process = queue.worker_context().Process(target=stopped_at_its_fifth_step, args=(settings, tmp_path))
     process.start()
     process.join()
