@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Asked', 'planned_mechanisms', 'Records', 'Release', 'by_draw', 'released', 'to_come', 'answered_for', 'beyond_plan',
-           'filter_epsilon', 'stated_epsilon', 'Account', 'check_budget', 'Budgets', 'set_budget']
+           'filter_epsilon', 'both_ways', 'stated_epsilon', 'Account', 'check_budget', 'Budgets', 'set_budget']
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-imports
 import json
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .curve import Budget, odometer_epsilon
+from .curve import Budget, odometer_epsilon, privacy_curve
 from .privacy import (
     BudgetError, SampledGaussian, check, combined_multiplier, epsilon,
     epsilon_at_order, rdp_orders)
@@ -190,6 +190,18 @@ def filter_epsilon(
     return epsilon_at_order(stated, delta, order)
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-stated
+def both_ways(
+    plan: Sequence[SampledGaussian],  # one fixed plan
+    delta: float,
+    accountant: str,                  # "prv" | "rdp"
+) -> float:
+    "Epsilon for a unit removed or for one added, whichever is larger."
+    removed = epsilon(plan, delta, accountant)
+    if accountant == "rdp" or not plan:
+        return removed
+    return max(removed, privacy_curve(tuple(plan), 1, "add").epsilon(delta))
+
+
 def stated_epsilon(
     stated: Sequence[SampledGaussian],  # the mechanisms that one run accounts for
     planned: Sequence[SampledGaussian], # before its first draw
@@ -199,8 +211,8 @@ def stated_epsilon(
 ) -> float:
     "Epsilon of one run: the accountant's, or if beyond its plan at least the plan's."
     if not beyond_plan(stated, planned):
-        return epsilon(stated, delta, accountant)
-    return max(epsilon(planned, delta, accountant),
+        return both_ways(stated, delta, accountant)
+    return max(both_ways(planned, delta, accountant),
                filter_epsilon(stated, planned, delta, target or delta))
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-account

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dpft import charges
 from dpft import curve as curve_module
 from dpft.card import rounded_up
 from dpft.curve import PrivacyCurve, best_true_positive_rate, group_epsilon, loss_grid, sentence_units
@@ -191,6 +192,15 @@ def test_epsilon_is_the_accountants():
         guarantee = example(accountant=accountant)
         assert guarantee.epsilon() == epsilon([TRAIN, SELECT], 1e-5, accountant)
         assert guarantee.epsilon(1e-6) == epsilon([TRAIN, SELECT], 1e-6, accountant)
+
+
+@pytest.mark.parametrize("planned", [[TRAIN, SELECT], [replace(TRAIN, steps=100), SELECT]], ids=["as planned", "beyond the plan"])
+def test_a_guarantee_holds_for_a_unit_added_as_well_as_for_one_removed(monkeypatch, planned):
+    guarantee, as_rdp = example(accountant="prv", planned=planned), example(planned=planned)
+    before, by_rdp = guarantee.epsilon(), as_rdp.epsilon()
+    assert before >= PrivacyCurve(planned, relation="add").epsilon(1e-5)
+    monkeypatch.setattr(charges, "privacy_curve", lambda plan, group, way: PrivacyCurve([replace(m, noise_multiplier=0.5) for m in plan]))
+    assert guarantee.epsilon() > 2 * before and as_rdp.epsilon() == by_rdp
 
 
 def test_delta_and_epsilon_are_one_curve_with_prv():
