@@ -209,7 +209,7 @@ def stated_epsilon(
     accountant: str,                    # "prv" | "rdp"
     target: float | None = None,        # delta at which the order is fixed; None: asked
 ) -> float:
-    "Epsilon of one run: the accountant's, or if beyond its plan at least the plan's."
+    "Epsilon of one run: that of `both_ways`; beyond its plan at least the plan's."
     if not beyond_plan(stated, planned):
         return both_ways(stated, delta, accountant)
     return max(both_ways(planned, delta, accountant),
@@ -237,8 +237,17 @@ class Account:
 
     def charged(self, run: Asked = None) -> list[SampledGaussian]:
         "Finished runs as spent; others as spent plus the steps they may still take."
+        return by_draw(self._answered(run))
+
+    def raised(self, run: Asked = None) -> int:
+        "How many charges are those of a draw that was charged before."
+        found = self._answered(run)
+        sums = {(r.draw, r.digest, r.mechanism.noise_multiplier) for r in found}
+        return len(sums) - len({r.draw for r in found})
+
+    def _answered(self, run: Asked) -> list[Release]:
         before = released(self.records, runs := self.asked(run))
-        return by_draw([*before, *to_come(self.records, runs, before)])
+        return [*before, *to_come(self.records, runs, before)]
 
     def sums(self, run: Asked = None) -> dict[str, int]:
         "The number of different sums that each mechanism released."
@@ -261,7 +270,7 @@ class Account:
               f'accountant="{accountant}" prices no runs that may depend on each '
               'other; use "rdp", or, if all were planned before the first, '
               f'epsilon(ledger.charged(), delta, "{accountant}")')
-        return odometer_epsilon(self.charged(asked), delta)
+        return odometer_epsilon(self.charged(asked), delta / (1 + self.raised(asked)))
 
 # %% ../nbs/5_notes/59_charges.ipynb #charges-who-spent
 def _who_spent(

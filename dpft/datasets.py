@@ -18,9 +18,9 @@ from torch import Tensor
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly', 'column_names',
-           'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete', 'check_labels',
-           'class_list', 'class_names', 'label_values', 'Task', 'protecting', 'mark_of', 'unit_for']
+           'has_batch_protocol', 'own_part', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly',
+           'column_names', 'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete',
+           'check_labels', 'class_list', 'class_names', 'label_values', 'Task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -131,6 +131,16 @@ def has_batch_protocol(
         return next(iter(signature(batch).parameters), "") == "indices"
     except (TypeError, ValueError):  # a function without a signature
         return False
+
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-own-part
+def own_part(
+    data: Any,  # a data set, public or not
+    name: str,  # as "table", what its tokens were made of
+) -> Any:       # None in a data set that is not of this package
+    "An attribute of one of dpft's own forms of data."
+    ours = any(kind.__module__.partition(".")[0] == "dpft"
+               for kind in type(bare(data)).__mro__)
+    return getattr(bare(data), name, None) if ours else None
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-forms
 def as_dataset(
@@ -251,8 +261,8 @@ def column(
     name: str,
 ) -> list[Any]:
     "A column as a list; a missing one is refused with those that exist."
-    table = getattr(data, "table", None)
-    data = data if table is None or not hasattr(table, "__getitem__") else table
+    table = own_part(data, "table")
+    data = data if table is None else table
     if name not in (names := column_names(data)):
         known = ", ".join(map(repr, names)) or "items without names"
         raise ValueError(f"no column {name!r}; the data has {known}")
@@ -483,7 +493,7 @@ def protecting(
     unit: str,  # its column
 ) -> Any:       # the same rows; what holds no mark is returned as it is
     "Data that name the unit that a run on them protects."
-    alone = getattr(data, "table", None) is None
+    alone = own_part(data, "table") is None
     if mark_of(data) == unit or (alone and not hasattr(data, "column_names")):
         return data
     if hasattr(data, "info"):    # of `datasets`: each choice of rows has a copy of it

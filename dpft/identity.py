@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .datasets import (
     ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
-    made_on_the_fly, names_a_row)
+    made_on_the_fly, names_a_row, own_part)
 from .gradients import full
 from .noise import bytes_of, raw_bytes
 from .processes import whole
@@ -44,7 +44,7 @@ def fingerprint(
     "Internal identity of a data set by its content and order; @sec-fingerprint."
     digest = hashlib.sha256()
     data = bare(data)
-    if hasattr(data, "content"):
+    if own_part(data, "content"):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
         _take_in(digest, {name: list(data[name]) for name in column_names(data)})
@@ -123,8 +123,8 @@ def row_hashes(
     data = bare(data)
     if isinstance(data, TensorData):
         return _image_hashes(data)
-    if hasattr(data, "hashes"):
-        return data.hashes()
+    if hashes := own_part(data, "hashes"):
+        return hashes()
     if not made_on_the_fly(data):
         names = [name for name in column_names(data) if not columns or name in columns]
         rows = zip(*(list(data[name]) for name in names), strict=True)
@@ -141,7 +141,7 @@ def _only(item: Any, columns: Iterable[str]) -> Any:
 def _compared(data: Any) -> set[str]:
     "Columns that may identify a row; empty if rows have none."
     data = bare(data)
-    if isinstance(data, TensorData) or hasattr(data, "hashes") or not len(data):
+    if isinstance(data, TensorData) or own_part(data, "hashes") or not len(data):
         return set()
     names = column_names(data)
     if made_on_the_fly(data):
@@ -434,7 +434,7 @@ def content_of(population: Any) -> dict[str, Any]:
     private, and keyed before they are kept."""
     train, units = population.data, population.units
     # texts are the same data whatever tokenizer reads them
-    table = getattr(train, "table", None)
+    table = own_part(train, "table")
     return {"data": fingerprint(train if table is None else table),
             "tokens": None if table is None else fingerprint(train),
             "units": None if units is None else hashlib.sha256(

@@ -241,7 +241,7 @@ def publish_rows(
     check_not_owned(path)
     with records.chain.file.reading():
         rows = list(published_rows(records, runs))
-    part = Path(f"{path}.part")
+    part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
         file = LedgerFile(part)

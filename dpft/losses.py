@@ -50,7 +50,7 @@ TASKS = {  # end of the name of a model's class -> its task
 }
 ODD = ("XLNetLMHead", "XLNetForQuestionAnswering", "XLMForQuestionAnswering",
        "FlaubertForQuestionAnswering", "LxmertForQuestionAnswering", "TrOCRForCausalLM",
-       "ProphetNet", "Musicgen")  # their losses are of another form
+       "ProphetNet", "Musicgen", "CpmAnt")  # their losses are of another form
 PLAIN_ENDING = "Simple"           # of question answering without a beam
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-unwrapped

@@ -252,8 +252,9 @@ class Key:
 def has_key(path: Path) -> bool:
     "Whether a file may be a ledger with its key, so not a published copy."
     with path.open("rb") as content:
-        if content.read(16) != b"SQLite format 3\0":
-            return False
+        head = content.read(72)    # of SQLite, then what kind of file it is
+    if head[:16] != b"SQLite format 3\0" and head[68:] != b"dpft":
+        return False
     try:
         file = LedgerFile(path, timeout=0, read_only=True)
         with closing(file.connection):
@@ -290,7 +291,7 @@ def copy_without_key(
 ) -> None:
     "Copy all rows to another file, atomically; the key is never written there."
     check_not_owned(path)
-    part = Path(f"{path}.part")
+    part = Path(path).with_name(f".{Path(path).name}.part")
     part.unlink(missing_ok=True)
     os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .datasets import (
     ABOUT, LABELS, check_complete, check_labels, class_list, class_names, column,
-    column_names, is_chat, is_missing, names_a_row, undecoded)
+    column_names, is_chat, is_missing, names_a_row, own_part, undecoded)
 
 # %% auto #0
 __all__ = ['PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'TAGS', 'WORDS', 'NO_LABEL', 'MOST_TAGS', 'Schema', 'kind_of', 'kinds_of',
@@ -113,7 +113,7 @@ def read_schema(
                          "['text', 'label']")
     columns = None if columns is None else [*columns]
     unit = unit if isinstance(unit, str) and unit != "example" else None
-    known = (*names, *column_names(getattr(data, "table", None) or ()))
+    known = (*names, *column_names(own_part(data, "table") or ()))
     for name in (*(columns or ()), *filter(None, [unit, label])):
         if name not in known:
             listed = ", ".join(map(repr, names)) or "items without names"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public, as_dataset, is_missing, unit_for
+from .datasets import Public, as_dataset, is_missing, own_part, unit_for
 from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
@@ -33,7 +33,7 @@ __all__ = ['people_of', 'NoisyAccuracy', 'apart', 'right_answers', 'noisy_accura
 # %% ../nbs/5_notes/84_scores.ipynb #scores-column
 def _column(data: Any, name: str) -> list[Hashable]:
     "A column of a data set, row by row; ValueError if it does not exist."
-    table = getattr(data, "table", None) or data
+    table = own_part(data, "table") or data
     first = table[0]
     if not isinstance(first, dict) or name not in first:
         raise ValueError(f"the scored data has no column {name!r}, so its people "

@@ -135,9 +135,9 @@ class Settings:
     progress: bool = knob(True, "show a progress bar", "loop", identifies="")
 
     def __post_init__(self) -> None:
-        whole = {name: int(value) for name, value in vars(self).items()
-                 if isinstance(value, np.integer)}
-        vars(self).update(whole)  # as JSON takes them
+        plain = {name: value.item() for name, value in vars(self).items()
+                 if isinstance(value, np.integer | np.floating)}
+        vars(self).update(plain)  # as JSON takes them
         for checks in (kind_checks, range_checks, partner_checks):
             for holds, message in checks(self):
                 if not holds:
@@ -229,7 +229,8 @@ def settings_from(
     "The settings of a call; TypeError, with the nearest name, on an unknown one."
     allowed = [parameter.name for parameter in parameters_of(readers)]
     for name in (name for name in knobs if name not in allowed):
-        near = [USUAL[name]] if name in USUAL else get_close_matches(name, allowed, 1)
+        usual = USUAL.get(name, name)
+        near = [usual] if usual in allowed else get_close_matches(name, allowed, 1)
         said = f"{function}() got an unexpected keyword argument '{name}'"
         raise TypeError(f"{said}; did you mean {near[0]}?" if near else said)
     return Settings(**knobs)
@@ -476,7 +477,8 @@ def _(value: ModuleType, reading: Reading) -> Parts:
 
 @parts_of.register(BuiltinFunctionType)
 def _(value: BuiltinFunctionType, reading: Reading) -> Parts:
-    yield f"{value.__module__}.{value.__qualname__}"
+    named = f"{value.__module__}.{value.__qualname__}"
+    yield None if value.__name__ in AROUND else named
     if not isinstance(value.__self__, ModuleType | type | None):
         yield from parts_of(value.__self__, reading)
 

@@ -1,23 +1,31 @@
 """What outside readings found: texts that would be published, scores of the wrong thing, and errors that quote rows."""
 
 import datetime
+from os import getpid as process
+from os import urandom as noise
+from time import time as clock
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
+from transformers import CpmAntConfig, CpmAntForCausalLM
 
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.baselines import Trainable
 from dpft.composition import Chain
+from dpft.curve import odometer_epsilon
 from dpft.datasets import TableData, TensorData
 from dpft.evaluation import scored
-from dpft.identity import repeated_rows, shared_rows
-from dpft.losses import measure_for, problem_of
+from dpft.identity import name_of_code, repeated_rows, shared_rows
+from dpft.ledger import Ledger
+from dpft.losses import example_losses, measure_for, problem_of
 from dpft.method import Method
 from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian, epsilon
+from dpft.rows import LedgerError
 from dpft.schema import read_labels
 from dpft.scores import NoisyAccuracy, noisy_accuracy, scorer
 from dpft.selection import settle, trial_noise
@@ -329,3 +337,98 @@ def test_an_error_after_the_first_draw_says_what_was_charged(tmp_path):
     with pytest.raises(ValueError, match="learning_rate") as caught:   # refused before
         fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, ledger=tmp_path / "ledger.sqlite", learning_rate=-1.0, **KNOBS)
     assert not hasattr(caught.value, "__notes__")
+
+
+PLAN = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 50}]}
+
+
+def test_the_epsilon_of_several_runs_is_read_at_a_smaller_delta_where_draws_were_charged_again():
+    with Ledger() as ledger:
+        for run in ("a", "b"):
+            ledger.begin(run, PLAN)
+            for step in range(50):
+                ledger.spend(run, "train", step, f"{run} {step}")
+        assert ledger.epsilon(1e-5) == odometer_epsilon(ledger.charged(), 1e-5)
+        for step in range(20):
+            ledger.spend("a", "train", step, f"again {step}")
+        assert ledger.epsilon(1e-5) == pytest.approx(odometer_epsilon(ledger.charged(), 1e-5 / 21))
+        ledger.spend("a", "train", 3, "again 3")   # the same sum tells nothing more
+        assert ledger.epsilon(1e-5) == pytest.approx(odometer_epsilon(ledger.charged(), 1e-5 / 21))
+
+
+def plain(model, batch):
+    return model(batch[0]).mean(1)
+
+
+def timed(model, batch):
+    return model(batch[0]).mean(1) * clock()
+
+
+def drawn(model, batch):
+    return model(batch[0]).mean(1) * noise(1)[0]
+
+
+def numbered(model, batch):
+    return model(batch[0]).mean(1) * process()
+
+
+def test_a_built_in_function_that_reads_what_is_around_it_is_seen_under_another_name():
+    assert [name_of_code(function)[1] for function in (plain, timed, drawn, numbered)] == [True, False, False, False]
+
+
+def test_a_ledger_with_one_damaged_bit_is_not_replaced(tmp_path):
+    with Ledger(tmp_path / "team.db") as ledger:
+        ledger.begin("a", PLAN)
+    damaged = bytearray((tmp_path / "team.db").read_bytes())
+    damaged[0] ^= 1
+    (tmp_path / "team.db").write_bytes(damaged)
+    with Ledger(tmp_path / "other.db") as ledger:
+        ledger.begin("b", PLAN)
+        with pytest.raises(LedgerError, match="is a ledger with its key"):
+            ledger.publish(tmp_path / "team.db", ["b"])
+    assert (tmp_path / "team.db").read_bytes() == damaged
+
+
+def test_a_ledger_whose_name_ends_in_part_stays_when_another_is_copied(tmp_path):
+    with Ledger(tmp_path / "lab.part") as ledger:
+        ledger.begin("a", PLAN)
+        ledger.copy(tmp_path / "lab")
+        ledger.publish(tmp_path / "lab", ["a"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lab", "lab.part"]
+
+
+@pytest.mark.parametrize("changed", [dict(clip=np.float32(0.5)), dict(delta=np.float32(1e-3)), dict(steps=np.int64(1))])
+def test_a_number_of_numpy_is_a_number(changed):
+    rows = TensorDataset(torch.randn(40, 4), torch.arange(40) % 2)
+    assert fine_tune(nn.Linear(4, 2), rows, Full(), **{**KNOBS, **changed}).epsilon <= 8
+
+
+class Named(Dataset):
+    def __init__(self, **own):
+        self.__dict__.update(own)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, row):
+        return torch.arange(4.0) + row / 40, row % 2
+
+
+@pytest.mark.parametrize("name", ["table", "content", "hashes"])
+def test_attributes_of_a_users_data_set_are_not_taken_for_our_own(name):
+    rows = Named(**{name: pd.DataFrame({"x": range(40)})})
+    assert fine_tune(nn.Linear(4, 2), rows, Full(), evaluate=rows, **KNOBS).epsilon <= 8
+
+
+def test_a_loss_that_compares_a_token_with_itself_is_not_taken_for_the_usual_one():
+    sizes = dict(hidden_size=16, num_attention_heads=2, dim_head=8, dim_ff=24, num_hidden_layers=1, prompt_length=4)
+    model = CpmAntForCausalLM(CpmAntConfig(vocab_size=40, **sizes)).eval()
+    ids = torch.randint(1, 40, (3, 7), dtype=torch.int32)
+    with pytest.raises(ValueError, match="pass loss_fn="):
+        example_losses(model, {"input_ids": ids, "labels": ids.long()})
+
+
+def test_no_setting_is_suggested_that_would_be_refused():
+    with pytest.raises(TypeError) as error:
+        Engine(nn.Linear(4, 2), None, Full(), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), epsilon=8.0, lr=1.0)
+    assert "learning_rate" not in str(error.value)
