@@ -198,7 +198,8 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:
             (0 <= settings.cache < math.inf,
              f"cache={settings.cache} must be zero or positive, and finite"),
             (not os.path.isfile(settings.cache_folder or ""),
-             f"cache_folder={settings.cache_folder} is a file; name a folder")]
+             f"cache_folder={settings.cache_folder} cannot be a folder, because a file "
+             "is in its place; name another")]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-takes
 def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keyword-only

@@ -194,7 +194,7 @@ CALLS = [
     (dict(optimizer=AT_HAND, model=OWN, learning_rate=0.5), "learning_rate=0.5 is not used beside an optimizer"),
     (dict(optimizer=AT_HAND, model=OWN, weight_decay=0.1), "weight_decay=0.1 is not used beside an optimizer"),
     (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf"),
-    (dict(cache_folder=__file__), "test_wrong_inputs.py is a file; name a folder"),
+    (dict(cache_folder=__file__), "test_wrong_inputs.py cannot be a folder, because a file is in its place; name another"),
     (dict(checkpoint_every=1), "checkpoint_every=1 does nothing without checkpoint="),
     (dict(keep_secrets=True), "keep_secrets=True does nothing without checkpoint="),
     (dict(warmup=7), "warmup=7 leaves none of the 1 steps"), (dict(steps=4, warmup=4.0), "warmup=4 leaves none of the 4 steps"),
