@@ -211,7 +211,8 @@ def _load_transformers(
     head = {"num_labels": classes, "ignore_mismatched_sizes": True}
     model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
     if getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = getattr(model.config, "eos_token_id", None)
+        ends = getattr(model.config, "eos_token_id", None)
+        model.config.pad_token_id = ends[0] if isinstance(ends, list) else ends
     if gguf_file is not None:
         expanded(model, f"{name}/{gguf_file}")
     return model
@@ -270,9 +271,15 @@ HEADS = ("classifier", "score", "fc", "head", "classification_head", "lm_head", 
 def head_parameters(
     model: nn.Module,
 ) -> list[nn.Parameter]:
-    "Parameters of the head: a child by a usual name, else the last linear layer."
+    "Parameters of the head: what is not the base, a usual name, or the last linear layer."
     inner = unwrapped(model)
     children = {name: _saved(child) for name, child in inner.named_children()}
+    base = getattr(inner, "base_model_prefix", "")
+    if base in children and output_layer(inner) is None:
+        new = [parameter for name, child in children.items() if name != base
+               for parameter in child.parameters()]
+        if new:
+            return new
     named = [children[name] for name in HEADS
              if name in children and list(children[name].parameters())]
     linear = [module for module in inner.modules() if isinstance(module, nn.Linear)]

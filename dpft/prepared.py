@@ -20,7 +20,9 @@ from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, co
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import class_names, names_a_row, unit_for
 from .gradients import buffers_kept, evaluating, forked
-from .losses import SINGLE, Collate, answer, evaluation_batches
+from dpft.losses import (
+    SINGLE, Collate, answer, default_loss, device_of, evaluation_batches, logits,
+    problem_of)
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import (
@@ -30,8 +32,8 @@ from .sources import classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['SCALING', 'Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare',
-           'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
+__all__ = ['SCALING', 'FAULTS', 'Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task',
+           'prepare', 'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -366,6 +368,8 @@ def _is_single(model: Any, labels: Tensor, rows: int) -> bool:
     return stated in (None, SINGLE) and labels.numel() == rows
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs
+FAULTS = AttributeError, IndexError, RuntimeError, TypeError, ValueError
+
 def check_inputs(
     model: nn.Module,
     train: Any,        # the training data, as the engine takes it
@@ -375,6 +379,8 @@ def check_inputs(
         _check_pictures(unwrapped(model), tuple(train.images.shape[1:]))
     if isinstance(train, EncodedData):
         _check_tokens(unwrapped(model), train)
+    if isinstance(train, TensorDataset) and len(train.tensors) == 2:
+        _check_tensors(model, *train.tensors)
 
 def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
     blank = [(torch.zeros(shape), 0)]
@@ -382,12 +388,42 @@ def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
         with torch.no_grad(), forked(model), buffers_kept(model):
             for batch in evaluation_batches(model, blank, None, 1):
                 answer(model, batch)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+    except FAULTS as error:
         size = " × ".join(map(str, shape))
         raise ValueError(f"{type(model).__name__} does not take pictures of {size} "
                          f"({error}); convert them, or choose another model") from error
 
+def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
+    "Two rows of zeros, which say nothing about the data, and then the labels."
+    def tried(fill: int) -> Tensor:    # of whole numbers; zero may be no valid length
+        rows = (torch.full((2, *part.shape[1:]), 0 if part.is_floating_point() else fill,
+                           dtype=part.dtype, device=device_of(model))
+                for part in (inputs, labels))
+        blank = tuple(rows)
+        with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
+            default_loss(model)(model, blank)
+            return logits(model, blank)
+    try:
+        try:
+            scores = tried(0)
+        except FAULTS:
+            scores = tried(1)
+    except FAULTS as error:
+        raise ValueError(f"{type(model).__name__} does not take rows of this form "
+                         f"({error})") from error
+    if problem_of(model, scores, labels[:2]) == SINGLE:
+        odd = (labels != -100) & ((labels < 0) | (labels >= scores.shape[1]))
+        if odd.any():
+            raise ValueError(f"the label of row {int(odd.nonzero()[0, 0])} is no class "
+                             f"of the model, which numbers its {scores.shape[1]} from 0")
+
 def _check_tokens(model: nn.Module, train: EncodedData) -> None:
+    config = getattr(model, "config", None)
+    if (head_of(model) == "classification"
+            and getattr(config, "pad_token_id", 0) is None):
+        raise ValueError(f"{type(model).__name__} has no padding token, so it takes "
+                         "one row at a time; set model.config.pad_token_id to the "
+                         "tokenizer's")
     named = getattr(model, "get_input_embeddings", None)
     count = getattr(named() if named else None, "num_embeddings", None)
     unknown = [] if count is None else (train.fields["input_ids"] >= count).nonzero()

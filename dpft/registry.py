@@ -218,7 +218,8 @@ def number_asked(
 ) -> str:
     "What to give in place of a value that is no number; empty if it will do."
     takes, said = NUMBERS.get(annotation, (object, ""))
-    return "" if isinstance(value, takes) else said
+    odd = said and isinstance(value, bool)    # JSON's true is no number
+    return "" if isinstance(value, takes) and not odd else said
 
 def chosen_options(
     name: str,             # as for `method_type`

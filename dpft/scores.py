@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public, as_dataset, is_missing, own_part, unit_for
+from .datasets import (
+    Public, as_dataset, bare, has_batch_protocol, is_missing, own_part, unit_for)
 from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
 from .sampling import check_exact, check_kinds, one_spelling
+from .settings import package_of
 
 if TYPE_CHECKING:
     from dpft.loop import Run
@@ -135,16 +137,18 @@ def right_answers(
     collate: Collate | None = None,  # the user's; None: that of `collate_for`
 ) -> int:                            # one row changes it by at most one
     "How many rows are answered correctly; ValueError if a row has several answers."
-    right = 0
-    for batch in evaluation_batches(model, data, collate, 1 if collate else 256):
+    theirs = has_batch_protocol(data) and package_of(bare(data)) != "dpft"
+    right, others = 0, theirs or collate is not None
+    for batch in evaluation_batches(model, data, collate, 1 if others else 256):
         said, labels, counted = answers(model, batch)
         if labels.ndim > 1:
             raise ValueError(
                 "NoisyAccuracy counts rows that are answered right, and this model "
                 "answers for each token of a row; score it on public data instead")
-        if collate and len(labels) != 1:
+        if others and len(labels) != 1:
+            reader = "collate_fn" if collate else f"batch of {type(bare(data)).__name__}"
             raise ValueError(
-                f"collate_fn gives one row {len(labels)} answers, and NoisyAccuracy "
+                f"{reader} gives one row {len(labels)} answers, and NoisyAccuracy "
                 "counts one of each; score it on public data instead")
         right += int(((said == labels) & counted).sum())
     return right

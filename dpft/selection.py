@@ -334,9 +334,9 @@ def settle(
 def chosen_by(law: TrialLaw) -> str:
     "The sentence on the selection for a model card."
     return ("The settings were chosen by selection: the best of a random number of "
-            f"trials was published ({law.name} law, {law.mean:g} expected, at least "
-            "one), and neither the number nor any other trial. The mechanisms above "
-            "are those of one trial; epsilon is that of the whole search.")
+            f"trials was published ({law.name} distribution, {law.mean:g} expected, at "
+            "least one), and neither the number nor any other trial. The mechanisms "
+            "above are those of one trial; epsilon is that of the whole search.")
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-tuned-guarantee
 @dataclass

@@ -69,12 +69,15 @@ def make_optimizer(
 def check_closure(
     optimizer: Any,  # as for `make_optimizer`
 ) -> None:
-    "ValueError for an optimizer that computes the loss again by itself."
+    "ValueError for an optimizer that computes the loss again, or takes sparse gradients."
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam takes sparse gradients only, and a private "
+                         "gradient is dense; take \"adamw\"")
     step = getattr(optimizer, "step", None)
     takes = inspect.signature(step).parameters if callable(step) else {}
     closure = takes.get("closure")
     if closure is not None and closure.default is closure.empty:
-        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(f"{kind.__name__} needs a closure that computes the gradient "
                          "again, without clipping; take an optimizer whose step "
                          "needs none, such as \"adamw\"")

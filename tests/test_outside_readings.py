@@ -4,6 +4,7 @@ import datetime
 from os import getpid as process
 from os import urandom as noise
 from time import time as clock
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,10 +12,22 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
-from transformers import CpmAntConfig, CpmAntForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CpmAntConfig,
+    CpmAntForCausalLM,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.baselines import Trainable
+from dpft.cli.core import train_command
 from dpft.composition import Chain
 from dpft.curve import odometer_epsilon
 from dpft.datasets import TableData, TensorData
@@ -23,11 +36,13 @@ from dpft.identity import name_of_code, repeated_rows, shared_rows
 from dpft.ledger import Ledger
 from dpft.losses import example_losses, measure_for, problem_of
 from dpft.method import Method
+from dpft.models import head_parameters, load_model
 from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian, epsilon
+from dpft.registry import method_named
 from dpft.rows import LedgerError
 from dpft.schema import read_labels
-from dpft.scores import NoisyAccuracy, noisy_accuracy, scorer
+from dpft.scores import NoisyAccuracy, noisy_accuracy, right_answers, scorer
 from dpft.selection import settle, trial_noise
 
 ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]
@@ -432,3 +447,91 @@ def test_no_setting_is_suggested_that_would_be_refused():
     with pytest.raises(TypeError) as error:
         Engine(nn.Linear(4, 2), None, Full(), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), epsilon=8.0, lr=1.0)
     assert "learning_rate" not in str(error.value)
+
+
+class Batched(Named):
+    def batch(self, indices):
+        return self.own(torch.stack([self[int(row)][0] for row in indices]), torch.tensor([self[int(row)][1] for row in indices]))
+
+
+def test_a_data_set_that_makes_its_own_batches_is_scored_row_by_row():
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="batch of Batched gives one row 3 answers"):
+        right_answers(model, Batched(own=lambda rows, labels: (rows.repeat_interleave(3, 0), labels.repeat_interleave(3))))
+    centred = Batched(own=lambda rows, labels: (rows - rows.mean(0), labels))
+    constant = int(model.bias.argmax())    # a row alone is its own mean
+    assert right_answers(model, centred) == sum(centred[row][1] == constant for row in range(40))
+
+
+X, Y = torch.randn(40, 4), torch.arange(40) % 3
+WRONG = {"features": (nn.Linear(5, 3), X, Y), "precision": (nn.Linear(4, 3), X.double(), Y), "labels from 1": (nn.Linear(4, 3), X, Y + 1),
+         "labels that are floats": (nn.Linear(4, 3), X, Y.float()), "labels of two dimensions": (nn.Linear(4, 3), X, Y[:, None]),
+         "one logit": (nn.Linear(4, 1), X, Y % 2), "a model of two outputs": (nn.LSTM(4, 3, batch_first=True), torch.randn(40, 5, 4), Y),
+         "bytes": (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)), torch.ones(40, 1, 8, 8, dtype=torch.uint8), Y)}
+
+
+@pytest.mark.parametrize("model, inputs, labels", WRONG.values(), ids=WRONG)
+def test_tensors_that_do_not_go_through_a_model_cost_nothing(tmp_path, model, inputs, labels):
+    with pytest.raises(ValueError) as error:
+        fine_tune(model, TensorDataset(inputs, labels), Full(), ledger=tmp_path / "l.sqlite", **KNOBS)
+    assert str(error.value).count("\n") <= 2 and not (tmp_path / "l.sqlite").exists()
+
+
+class Lengths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, lengths):
+        if (lengths < 1).any():
+            raise ValueError("a sequence has no steps")
+        return self.inner(lengths.float())
+
+
+@pytest.mark.parametrize("model, inputs", [(nn.Linear(4, 3), X), (Lengths(), torch.ones(40, 4, dtype=torch.long))])
+def test_tensors_that_go_through_a_model_train(model, inputs):
+    assert fine_tune(model, TensorDataset(inputs, Y), Full(), **KNOBS).epsilon <= 8
+
+
+SMALL = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+
+
+def test_a_classifier_without_a_padding_token_costs_nothing(tmp_path):
+    model = GPT2ForSequenceClassification(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, num_labels=2))
+    rows = [{"input_ids": [1 + row % 7, 2, 3], "labels": row % 2} for row in range(40)]
+    with pytest.raises(ValueError, match="has no padding token"):
+        fine_tune(model, rows, Full(), ledger=tmp_path / "l.sqlite", **KNOBS)
+    assert not (tmp_path / "l.sqlite").exists()
+
+
+@pytest.mark.parametrize("model, new", [
+    (lambda: DistilBertForSequenceClassification(DistilBertConfig(vocab_size=40, dim=16, n_layers=1, n_heads=2, hidden_dim=24)),
+     {"pre_classifier.weight", "pre_classifier.bias", "classifier.weight", "classifier.bias"}),
+    (lambda: BertForSequenceClassification(BertConfig(**SMALL)), {"classifier.weight", "classifier.bias"}),
+    (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), {"lm_head.weight"})])
+def test_all_that_is_new_above_a_base_is_the_head(model, new):
+    model = model()
+    head = {id(parameter) for parameter in head_parameters(model)}
+    assert {name for name, parameter in model.named_parameters() if id(parameter) in head} == new
+
+
+@pytest.mark.parametrize("kind", ["text", "causal"])
+def test_the_first_of_several_end_tokens_pads(tmp_path, kind):
+    LlamaForCausalLM(LlamaConfig(**SMALL, eos_token_id=[1, 2, 3])).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), 2, kind).config.pad_token_id == 1
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused_before_the_charge(tmp_path):
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients only"):
+        fine_tune(nn.Linear(4, 3), TensorDataset(X, Y), Full(), optimizer=torch.optim.SparseAdam, ledger=tmp_path / "l.sqlite", **KNOBS)
+    assert not (tmp_path / "l.sqlite").exists()
+
+
+def test_true_is_no_number():
+    with pytest.raises(ValueError, match="--option rank=True of method lora: give a whole number"):
+        method_named("lora", ["rank=true"])
+
+
+def test_a_recommended_command_has_the_budget_that_was_asked_for():
+    said = train_command(None, None, "bitfit", 1.2345678, 7.421562e-06, SimpleNamespace(batch_size=10, steps=5))
+    assert "--epsilon 1.2345678 " in said and "--delta 7.421562e-06 " in said
