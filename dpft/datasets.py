@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'TensorData', 'take', 'TableData', 'bare',
            'has_batch_protocol', 'own_part', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly',
            'column_names', 'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete',
-           'check_labels', 'class_list', 'class_names', 'label_values', 'Task', 'protecting', 'mark_of', 'unit_for']
+           'check_labels', 'class_list', 'class_names', 'Task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
 @dataclass(eq=False, repr=False)
@@ -406,37 +406,6 @@ def class_names(
     found = features.get(label)
     names = getattr(getattr(found, "feature", found), "names", None)  # of each word
     return tuple(names or ()) or None
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-label-values
-def label_values(
-    data: Any,  # a data set
-    name: str,  # its column of labels
-    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
-) -> list[Any]:
-    "A column of labels, with class names in place of numbers that stand for them."
-    values, stated = column(data, name), class_names(data, name)
-    known, counted = class_list(classes)
-    if counted or known in ([], [*map(str, range(len(known)))]):
-        return values
-    if stated is None:
-        return [_spelling(value, known) for value in values]
-    names = stated if {*stated} <= {*known} else known
-    places = all(isinstance(value, (int, np.integer)) and 0 <= value < len(names)
-                 for value in values)
-    return [names[value] for value in values] if places else values
-
-# %% ../nbs/5_notes/65_datasets.ipynb #datasets-spelling
-def _spelling(value: Any, known: Sequence[str]) -> Any:
-    "The class name that a number or a truth value spells, where names are such words."
-    if isinstance(value, (bool, np.bool_)):
-        words = {name.lower(): name for name in known}
-        if {"true", "false"} & words.keys():
-            return words.get(str(value).lower(), str(value))
-    number = isinstance(value, (int, float, np.number)) and not is_missing(value)
-    if not number or not any(re.fullmatch(r"[+-]?\d+(\.\d*)?", one) for one in known):
-        return value
-    whole = float(value).is_integer() and str(value) not in known
-    return str(int(value)) if whole else str(value)
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-task
 VOCABULARY = "the tokenizer's vocabulary"  # a public fact of every tokenised text

@@ -267,19 +267,17 @@ def load_tokenizer(
 HEADS = ("classifier", "score", "fc", "head", "classification_head", "lm_head", "heads",
          "qa_outputs")
 
-
 def head_parameters(
     model: nn.Module,
 ) -> list[nn.Parameter]:
-    "Parameters of the head: what is not the base, a usual name, or the last linear layer."
+    "What is above a base, else a child by a usual name, else the last linear layer."
     inner = unwrapped(model)
     children = {name: _saved(child) for name, child in inner.named_children()}
     base = getattr(inner, "base_model_prefix", "")
-    if base in children and output_layer(inner) is None:
-        new = [parameter for name, child in children.items() if name != base
-               for parameter in child.parameters()]
-        if new:
-            return new
+    above = [parameter for name, child in children.items() if name != base
+             for parameter in child.parameters()]
+    if above and base in children and output_layer(inner) is None:
+        return above
     named = [children[name] for name in HEADS
              if name in children and list(children[name].parameters())]
     linear = [module for module in inner.modules() if isinstance(module, nn.Linear)]
@@ -287,8 +285,7 @@ def head_parameters(
     if head is None:
         raise ValueError(f"{type(model).__name__} has no head: no child named "
                          f"{', '.join(HEADS)} and no linear layer; name the last layer "
-                         "'classifier', or choose a method that trains other "
-                         "parameters")
+                         "'classifier', or choose a method without a head")
     return list(head.parameters())
 
 # %% ../nbs/5_notes/74_models.ipynb #models-saved
@@ -302,10 +299,8 @@ def output_layer(
     model: nn.Module,
 ) -> nn.Module | None:
     "The output layer of a language model, over the vocabulary; None for others."
-    def other() -> nn.Module | None:
-        return getattr(model, "lm_head", None)
-    return getattr(model, "get_output_embeddings", other)()
-
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if get else getattr(model, "lm_head", None)
 
 def fresh_head(
     model: nn.Module,

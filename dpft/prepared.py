@@ -396,10 +396,9 @@ def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
 def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
     "Two rows of zeros, which say nothing about the data, and then the labels."
     def tried(fill: int) -> Tensor:    # of whole numbers; zero may be no valid length
-        rows = (torch.full((2, *part.shape[1:]), 0 if part.is_floating_point() else fill,
-                           dtype=part.dtype, device=device_of(model))
-                for part in (inputs, labels))
-        blank = tuple(rows)
+        blank = tuple(torch.zeros_like(part[:2], device=device_of(model))
+                      + (0 if part.is_floating_point() else fill)
+                      for part in (inputs, labels))
         with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
             default_loss(model)(model, blank)
             return logits(model, blank)
@@ -414,8 +413,9 @@ def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
     if problem_of(model, scores, labels[:2]) == SINGLE:
         odd = (labels != -100) & ((labels < 0) | (labels >= scores.shape[1]))
         if odd.any():
-            raise ValueError(f"the label of row {int(odd.nonzero()[0, 0])} is no class "
-                             f"of the model, which numbers its {scores.shape[1]} from 0")
+            row, count = int(odd.nonzero()[0, 0]), scores.shape[1]
+            raise ValueError(f"the label of row {row} is no class of the model, which "
+                             f"numbers its {count} from 0")
 
 def _check_tokens(model: nn.Module, train: EncodedData) -> None:
     config = getattr(model, "config", None)

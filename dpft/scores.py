@@ -146,7 +146,8 @@ def right_answers(
                 "NoisyAccuracy counts rows that are answered right, and this model "
                 "answers for each token of a row; score it on public data instead")
         if others and len(labels) != 1:
-            reader = "collate_fn" if collate else f"batch of {type(bare(data)).__name__}"
+            kind = type(bare(data)).__name__
+            reader = "collate_fn" if collate else f"batch of {kind}"
             raise ValueError(
                 f"{reader} gives one row {len(labels)} answers, and NoisyAccuracy "
                 "counts one of each; score it on public data instead")

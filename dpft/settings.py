@@ -230,8 +230,7 @@ def settings_from(
     "The settings of a call; TypeError, with the nearest name, on an unknown one."
     allowed = [parameter.name for parameter in parameters_of(readers)]
     for name in (name for name in knobs if name not in allowed):
-        usual = USUAL.get(name, name)
-        near = [usual] if usual in allowed else get_close_matches(name, allowed, 1)
+        near = get_close_matches(USUAL.get(name, name), allowed, 1)
         said = f"{function}() got an unexpected keyword argument '{name}'"
         raise TypeError(f"{said}; did you mean {near[0]}?" if near else said)
     return Settings(**knobs)

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from .datasets import (
     TableData, Task, TensorData, as_dataset, class_list, class_names, column,
-    column_names, label_values, protecting, take, undecoded)
+    column_names, protecting, take, undecoded)
 from .files import READERS, read_file
 from .registry import did_you_mean
 from .schema import (
     Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
 from .tasks import LOCAL, digits, font_digits
+from .texts import label_values
 
 # %% auto #0
 __all__ = ['PARTS', 'ALIKE', 'PICTURES', 'HUB', 'COLLECTIONS', 'SCORED', 'read_folder', 'read_pictures', 'from_hub', 'concerning',

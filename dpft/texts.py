@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .datasets import (
-    LABELS, as_dataset, check_complete, check_labels, column, is_chat, label_values,
-    made_on_the_fly)
+    LABELS, as_dataset, check_complete, check_labels, class_list, class_names, column,
+    is_chat, is_missing, made_on_the_fly)
 from .identity import hash_of
 from .schema import Schema, read_labels, read_tags, tag_values
 
 # %% auto #0
-__all__ = ['MOST', 'Row', 'LONGER', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_tensor',
-           'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
+__all__ = ['MOST', 'Row', 'LONGER', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_values',
+           'label_tensor', 'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -180,6 +180,37 @@ def _first_pieces(places: Sequence[int | None], tags: Sequence[int]) -> list[int
     "The tag of each token that begins a word; -100 for any other."
     return [-100 if word is None or word == before else tags[word]
             for before, word in zip([None, *places], places)]
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-label-values
+def label_values(
+    data: Any,  # a data set
+    name: str,  # its column of labels
+    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
+) -> list[Any]:
+    "A column of labels, with class names in place of numbers that stand for them."
+    values, stated = column(data, name), class_names(data, name)
+    known, counted = class_list(classes)
+    if counted or known in ([], [*map(str, range(len(known)))]):
+        return values
+    if stated is None:
+        return [_spelling(value, known) for value in values]
+    names = stated if {*stated} <= {*known} else known
+    places = all(isinstance(value, (int, np.integer)) and 0 <= value < len(names)
+                 for value in values)
+    return [names[value] for value in values] if places else values
+
+# %% ../nbs/5_notes/68_texts.ipynb #texts-spelling
+def _spelling(value: Any, known: Sequence[str]) -> Any:
+    "The class name that a number or a truth value spells, where names are such words."
+    if isinstance(value, (bool, np.bool_)):
+        words = {name.lower(): name for name in known}
+        if {"true", "false"} & words.keys():
+            return words.get(str(value).lower(), str(value))
+    number = isinstance(value, (int, float, np.number)) and not is_missing(value)
+    if not number or not any(re.fullmatch(r"[+-]?\d+(\.\d*)?", one) for one in known):
+        return value
+    whole = float(value).is_integer() and str(value) not in known
+    return str(int(value)) if whole else str(value)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-labels
 def label_tensor(

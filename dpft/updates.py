@@ -69,7 +69,7 @@ def make_optimizer(
 def check_closure(
     optimizer: Any,  # as for `make_optimizer`
 ) -> None:
-    "ValueError for an optimizer that computes the loss again, or takes sparse gradients."
+    "ValueError for one that computes the loss again, or takes sparse gradients."
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.SparseAdam):
         raise ValueError("SparseAdam takes sparse gradients only, and a private "
