@@ -20,9 +20,8 @@ from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, co
 from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import class_names, names_a_row, unit_for
 from .gradients import buffers_kept, evaluating, forked
-from dpft.losses import (
-    SINGLE, Collate, answer, default_loss, device_of, evaluation_batches, logits,
-    problem_of)
+from .losses import SINGLE, Collate, answer, default_loss, device_of
+from .losses import evaluation_batches, logits, problem_of
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import (
@@ -379,7 +378,7 @@ def check_inputs(
         _check_pictures(unwrapped(model), tuple(train.images.shape[1:]))
     if isinstance(train, EncodedData):
         _check_tokens(unwrapped(model), train)
-    if isinstance(train, TensorDataset) and len(train.tensors) == 2:
+    if type(train) is TensorDataset and len(train.tensors) == 2:
         _check_tensors(model, *train.tensors)
 
 def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:

@@ -644,7 +644,7 @@ def test_a_tuned_guarantee_is_saved_and_never_read_as_a_plain_one(tmp_path):
     tuned().save(tmp_path / "guarantee.json")
     assert TunedGuarantee.load(tmp_path / "guarantee.json") == tuned()
     report = tuned().report()
-    assert "best of a random number of trials" in report and "geometric law, 8 expected" in report
+    assert "best of a random number of trials" in report and "geometric distribution, 8 expected" in report
     with pytest.raises(ValueError):
         verify(tmp_path / "guarantee.json", tmp_path / "no.sqlite")
 

@@ -709,8 +709,8 @@ def train_command(
 ) -> str:
     "The command that would train the recommended plan."
     return (f"dpft train --data {data or 'YOUR_DATA'} --model {model or 'YOUR_MODEL'} "
-            f"--method {method} --epsilon {epsilon!r} "
-            + (f"--delta {delta!r} " if delta is not None else "")
+            f"--method {method} --epsilon {epsilon:.12g} "
+            + (f"--delta {delta:.12g} " if delta is not None else "")
             + f"--batch-size {best.batch_size} --steps {best.steps}")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-plan-parts-counted
