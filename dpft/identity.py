@@ -44,7 +44,7 @@ def fingerprint(
     "Internal identity of a data set by its content and order; @sec-fingerprint."
     digest = hashlib.sha256()
     data = bare(data)
-    if own_part(data, "content"):
+    if callable(getattr(data, "content", None)):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
         _take_in(digest, {name: list(data[name]) for name in column_names(data)})
