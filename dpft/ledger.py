@@ -20,7 +20,7 @@ from .charges import (
 from .curve import Budget
 from .privacy import BudgetError, SampledGaussian, check
 from .rows import (
-    Chain, Key, LedgerError, LedgerFile, canonical, check_not_owned, copy_without_key)
+    Chain, Key, LedgerError, LedgerFile, canonical, copy_without_key, in_place_of)
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-check-data
 def check_data(records: Records, key: Key, run: str, plan: dict[str, Any]) -> None:
@@ -238,12 +238,9 @@ def publish_rows(
     seal: str,           # digest of the statement about them, as its last rows
 ) -> str:                # hash of the last row before the seal
     "Write a new chain, without a key, over the rows of some runs."
-    check_not_owned(path)
-    with records.chain.file.reading():
-        rows = list(published_rows(records, runs))
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)
-    try:
+    with in_place_of(path) as part:
+        with records.chain.file.reading():
+            rows = list(published_rows(records, runs))
         file = LedgerFile(part)
         with closing(file.connection):
             copy = Chain(file)
@@ -254,9 +251,6 @@ def publish_rows(
                 for run in runs if seal else ():
                     copy.append("seal", run, digest=seal)
         part.chmod(0o644)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
     return head
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-reader

@@ -789,7 +789,11 @@ class FileShelf(Shelf):
 
     def __init__(self, limit: int, folder: str | Path):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"cache_folder={folder} cannot be a folder, because a "
+                             "file is in its place; name another") from error
         super().__init__(limit)
 
     _close: Callable[[], object] | None = None

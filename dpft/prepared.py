@@ -21,7 +21,7 @@ from .datasets import column_names, has_batch_protocol, made_on_the_fly
 from .datasets import class_names, names_a_row, unit_for
 from .gradients import buffers_kept, evaluating, forked
 from .losses import SINGLE, Collate, answer, default_loss, device_of
-from .losses import evaluation_batches, logits, problem_of
+from .losses import evaluation_batches, logits, problem_of, to_device
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import (
@@ -335,12 +335,16 @@ def check_outputs(
     single = task == "classification" and _is_single(inner, labels, len(train))
     if not (tags or single):
         return
-    odd = (labels != -100) & ((labels < 0) | (labels >= outputs))
-    if odd.any():    # its value is private
-        which = "a tag" if tags else f"the label of row {int(odd.nonzero()[0, 0])}"
+    odd = _odd_rows(labels, outputs)
+    if len(odd):    # its value is private
+        which = "a tag" if tags else f"the label of row {int(odd[0])}"
         raise ValueError(f"{which} is no class of the model, which numbers its "
                          f"{outputs} from 0; correct it, or load the model with more "
                          "(num_labels)")
+
+def _odd_rows(labels: Tensor, outputs: int) -> Tensor:
+    "The rows with a label that is no output and does not stand for none."
+    return ((labels != -100) & ((labels < 0) | (labels >= outputs))).nonzero()[:, 0]
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-known-labels
 def _known_labels(train: Any) -> Tensor | None:
@@ -381,6 +385,7 @@ def check_inputs(
     if type(train) is TensorDataset and len(train.tensors) == 2:
         _check_tensors(model, *train.tensors)
 
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-pictures
 def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
     blank = [(torch.zeros(shape), 0)]
     try:
@@ -392,30 +397,25 @@ def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{type(model).__name__} does not take pictures of {size} "
                          f"({error}); convert them, or choose another model") from error
 
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-tensors
 def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-    "Two rows of zeros, which say nothing about the data, and then the labels."
-    def tried(fill: int) -> Tensor:    # of whole numbers; zero may be no valid length
-        blank = tuple(torch.zeros_like(part[:2], device=device_of(model))
-                      + (0 if part.is_floating_point() else fill)
-                      for part in (inputs, labels))
-        with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
-            default_loss(model)(model, blank)
-            return logits(model, blank)
+    "Try two rows, and compare the labels with the outputs."
+    fill = 0 if inputs.is_floating_point() else 1    # a length of zero may be refused
+    batch = to_device((torch.full_like(inputs[:2], fill), torch.zeros_like(labels[:2])),
+                      device_of(model))
     try:
-        try:
-            scores = tried(0)
-        except FAULTS:
-            scores = tried(1)
+        with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
+            default_loss(model)(model, batch)
+            scores = logits(model, batch)
     except FAULTS as error:
         raise ValueError(f"{type(model).__name__} does not take rows of this form "
                          f"({error})") from error
-    if problem_of(model, scores, labels[:2]) == SINGLE:
-        odd = (labels != -100) & ((labels < 0) | (labels >= scores.shape[1]))
-        if odd.any():
-            row, count = int(odd.nonzero()[0, 0]), scores.shape[1]
-            raise ValueError(f"the label of row {row} is no class of the model, which "
-                             f"numbers its {count} from 0")
+    single = problem_of(model, scores, labels[:2]) == SINGLE
+    if single and len(odd := _odd_rows(labels, scores.shape[1])):
+        raise ValueError(f"the label of row {int(odd[0])} is no class of the model, "
+                         f"which numbers its {scores.shape[1]} from 0")
 
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-tokens
 def _check_tokens(model: nn.Module, train: EncodedData) -> None:
     config = getattr(model, "config", None)
     if (head_of(model) == "classification"

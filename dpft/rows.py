@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LedgerError', 'LedgerFile', 'canonical', 'row_hash', 'Chain', 'verify_chain', 'check_rows', 'Key', 'has_key',
-           'check_not_owned', 'remove_empty', 'copy_without_key']
+           'check_not_owned', 'remove_empty', 'in_place_of', 'copy_without_key']
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-imports
 import hashlib
@@ -285,16 +285,25 @@ def remove_empty(path: Path) -> None:
         ledger.connection.close()
 
 # %% ../nbs/5_notes/58_rows.ipynb #rows-copy
+@contextmanager
+def in_place_of(path: Path) -> Iterator[Path]:
+    "A hidden file that takes another's place at the end; never that of an owner's."
+    check_not_owned(path)
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
 def copy_without_key(
     file: LedgerFile,
     path: str | Path, # an existing copy is replaced
 ) -> None:
     "Copy all rows to another file, atomically; the key is never written there."
-    check_not_owned(path)
-    part = Path(path).with_name(f".{Path(path).name}.part")
-    part.unlink(missing_ok=True)
-    os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    try:
+    with in_place_of(Path(path)) as part:
+        os.close(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         with (_as_sentence(file.path, file.timeout), file.reading(),
               closing(sqlite3.connect(part)) as copied):
             copied.executescript(_TABLE)
@@ -305,6 +314,3 @@ def copy_without_key(
             copied.execute("DELETE FROM sqlite_sequence")
             copied.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", last)
             copied.commit()
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ __all__ = ['CHOICES', 'USUAL', 'NO_TEXT', 'PARTNERS', 'HEAP', 'MADE', 'LIBRARIES
 import hashlib
 import inspect
 import math
-import os
 import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -196,10 +195,7 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:
             (settings.average is None or 0 < settings.average < 1,
              f"average={settings.average}: the decay must lie between 0 and 1"),
             (0 <= settings.cache < math.inf,
-             f"cache={settings.cache} must be zero or positive, and finite"),
-            (not os.path.isfile(settings.cache_folder or ""),
-             f"cache_folder={settings.cache_folder} cannot be a folder, because a file "
-             "is in its place; name another")]
+             f"cache={settings.cache} must be zero or positive, and finite")]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-takes
 def parameters_of(readers: tuple[str, ...]) -> list[inspect.Parameter]:  # keyword-only
