@@ -404,7 +404,7 @@ STUDIES = {
                        untouched=0.5),
     "text-short": Study(
         {**SENTENCES, "steps": 40, "batch_size": 256},
-        SHORT_WAYS, 1500, (2.0, 0.5), seeds=5, elsewhere=SHORT_ELSEWHERE, fixed=30,
+        SHORT_WAYS, 1500, seeds=5, elsewhere=SHORT_ELSEWHERE, fixed=30,
         refined=True, refined_elsewhere=True, untouched=0.5),
     "language": Study(
         FACTS, LANGUAGE_WAYS, 200, (8.0, 3.0), fixed=120, refined=True),
