@@ -35,7 +35,7 @@ from .guarantee import Guarantee, visible_files
 from .identity import FINE_TUNE, is_as_left
 from .ledger import Ledger
 from .method import Method, check_method
-from .prepared import Prepared, prepare
+from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
 from .processes import at_first_signal, plain_of, speaks
 from .provenance import START, came_from
@@ -158,6 +158,7 @@ def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
         description |= {"kind": ready.kind, "trained": run.trained,
                         "pictures": ready.pictures,
                         "tokenizer": ready.save_tokenizer(place, description["base"])}
+        save_scaling(ready.pictures, place)
         description["files"] = [*visible_files(place)]
         (place / "dpft.json").write_text(json.dumps(description, indent=1) + "\n",
                                          encoding="utf-8")

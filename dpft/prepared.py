@@ -5,6 +5,7 @@
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-imports
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ from .sources import classes_of, kind_of_task, stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['SCALING', 'FAULTS', 'Prepared', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token', 'as_task',
-           'prepare', 'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
+__all__ = ['SCALING', 'FAULTS', 'Prepared', 'save_scaling', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token',
+           'as_task', 'prepare', 'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -111,6 +112,25 @@ class Prepared:
                        self.collate is not None, self.most)
         check_places(self.model, read)
         return read
+
+# %% ../nbs/5_notes/75_prepared.ipynb #prepared-save-scaling
+def save_scaling(
+    pictures: dict[str, Any] | None,  # as `Prepared.pictures`
+    folder: Path,                     # with the model's configuration, if it has one
+) -> None:
+    "How `AutoImageProcessor` scales a picture of three channels for a saved model."
+    if (not pictures or pictures["shape"][0] != 3 or pictures["scale"] == 1
+            or not (folder / "config.json").exists()):
+        return
+    height, width = pictures["shape"][1:]
+    mean, deviation = (numbers * (3 // len(numbers))
+                       for numbers in (pictures["mean"], pictures["std"]))
+    said = {"image_processor_type": "ViTImageProcessor",
+            "do_resize": True, "size": {"height": height, "width": width},
+            "do_rescale": True, "rescale_factor": 1 / 255,  # of full intensity
+            "do_normalize": True, "image_mean": mean, "image_std": deviation}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-places
 _PLACES = re.compile(r"(position_embeddings?|embed_positions|wpe)$")

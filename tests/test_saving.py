@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
@@ -358,6 +359,26 @@ def test_a_card_says_how_pictures_are_scaled(tmp_path):
         "shape": [3, 8, 8], "scale": 255.0, "mean": [0.4, 0.5, 0.6], "std": [0.25]}
     plain = dpft.fine_tune("cnn", replace(data, scale=1.0, mean=(0.0,), std=(1.0,)), dpft.Full(), **settings)
     assert not any("scaled" in fact for fact in plain.guarantee.assumed_public)
+
+
+def test_transformers_finds_how_pictures_are_scaled(tmp_path):
+    "What `AutoImageProcessor` makes of a picture is what the model was trained on."
+    tiny = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2)
+    seen = torch.randint(0, 256, (20, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    data = TensorData(seen, torch.arange(20) % 2, 255.0, (0.4, 0.5, 0.6), (0.25,))
+    settings = dict(noise_multiplier=1.0, steps=1, batch_size=10, accountant="rdp", progress=False)
+    def saved(model, data, folder):
+        dpft.fine_tune(model, data, dpft.Full(), output=tmp_path / folder, **settings)
+        return files(tmp_path / folder)
+    def vit(channels=3):
+        return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, **tiny))
+    assert "preprocessor_config.json" in saved(vit(), data, "run")
+    picture = Image.fromarray(seen[0].permute(1, 2, 0).numpy())
+    ready = hf.AutoImageProcessor.from_pretrained(tmp_path / "run")(picture, return_tensors="pt")["pixel_values"]
+    assert torch.allclose(ready[0], data[0][0], atol=1e-5)
+    gray = TensorData(seen[:, :1], data.labels, 255.0)
+    assert "preprocessor_config.json" not in saved(vit(1), gray, "gray")      # none of its processors takes one channel
+    assert "preprocessor_config.json" not in saved("cnn", data, "own")        # nor reads a network of ours
 
 
 def test_the_part_of_a_roberta_base_is_small(tmp_path):
