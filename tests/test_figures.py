@@ -327,6 +327,14 @@ def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tm
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["tradeoff-text.png"]
 
 
+def test_without_any_records_one_sentence_says_where_they_were_looked_for(run, results, tmp_path):
+    for file in results.iterdir():
+        file.unlink()
+    status, out, err = run("figures", "--output", tmp_path / "a")
+    assert status != 0 and not out and str(results) in err and "DPFT_RESULTS" in err and err.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
 def test_an_unknown_figure_is_refused_with_the_nearest(run, results, tmp_path):
     status, _, err = run("figures", "tradeof-text", "--output", tmp_path / "a")
     assert status != 0 and "'tradeof-text'; did you mean tradeoff-text" in err and err.count("\n") == 1

@@ -369,7 +369,12 @@ def figures_named(
     from dpft.registry import did_you_mean
     from dpft.book.evidence import FIGURES
     from dpft.book.figures import redraw
+    from dpft.book.provenance import results_file
 
+    records = results_file("any").parent
+    if not names and not any(records.glob("*.jsonl")):
+        raise ValueError(f"{records} holds no records to draw; name the folder that "
+                         "does in DPFT_RESULTS")
     for name in names or ():
         if name not in FIGURES:
             raise ValueError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
