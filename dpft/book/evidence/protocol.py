@@ -414,7 +414,7 @@ STUDIES = {
     "language-small": Study(
         SMALL_LANGUAGE, SMALL_WAYS, 500, (3.0, 5.0, 7.0), seeds=5, fixed=15,
         elsewhere=("LoRA", "LoRA, Rap-FT as published", "LoRA, Rap-FT at true ε"),
-        refined=True),
+        refined=True, refined_elsewhere=True),
     "language-least": at_size("least", 300.0),
     "language-mini": at_size("mini", 25.0)}
 
