@@ -223,8 +223,8 @@ def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-grid
 def table_grid(full: bool) -> Iterator[Settings]:
     "Table 1: without freezing, frozen for the last 20 steps, and as in Appendix D."
-    whole = [row for row in ROWS if row != "fashion_mnist at 3"]
-    rows = [(row, row_ends(row, full), range(5)) for row in (whole if full else REDUCED)]
+    names = [row for row in ROWS if row != "fashion_mnist at 3"] if full else REDUCED
+    rows = [(row, row_ends(row, full), range(5)) for row in names]
     if not full:
         rows.append(("fashion_mnist", ROWS["fashion_mnist"][1], MORE_SEEDS))
     for row, ends, seeds in rows:
