@@ -87,11 +87,14 @@ class TableData:
 
     privacy_unit: str | None = None  # the column of whom a run on it protects
 
-    def __init__(self, columns: dict[str, list[Any]]):  # the values of each column
+    def __init__(self, columns: dict[str, Any]):  # the values of each column
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"columns must be of one length, not {sizes}")
-        self.columns, self.column_names = columns, list(columns)
+        # a series is read by its labels, which need not be the row's number
+        self.columns = {name: values.tolist() if hasattr(values, "iloc") else values
+                        for name, values in columns.items()}
+        self.column_names = list(columns)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))

@@ -135,7 +135,6 @@ def save_scaling(
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-places
 _PLACES = re.compile(r"(position_embeddings?|embed_positions|wpe)$")
 
-
 def positions(
     model: Any,  # one that is no module is refused later
 ) -> int | None: # None: any number
@@ -146,11 +145,9 @@ def positions(
     return min((table.num_embeddings - _first_place(table) for table in tables),
                default=None)
 
-
 def _first_place(table: Any) -> int:
     padding = table.padding_idx
     return getattr(table, "offset", 0) if padding is None else padding + 1
-
 
 def check_places(model: nn.Module, data: Any) -> None:
     "ValueError for a row with more tokens than the model has positions."
@@ -303,7 +300,6 @@ def _classifies(model: Any) -> bool:
     named = model == "minilm" if isinstance(model, str) else head_of(model)
     return named in (True, "classification")
 
-
 def _for_model(model: Any, train: Any, columns: Sequence[str] | None, unit: Any,
                classes: int | Sequence[str] | None) -> Task:
     "Data as a task for a model, unless they are already a task."
@@ -311,7 +307,6 @@ def _for_model(model: Any, train: Any, columns: Sequence[str] | None, unit: Any,
         return train
     known = classes or (None if isinstance(model, str) else own_classes(model))
     return as_task(train, columns, unit, known, bool(classes) or _classifies(model))
-
 
 def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
     "A task of tokens with the classes of its labels, if none were given."
@@ -485,9 +480,14 @@ def _check_writes(ready: Prepared) -> None:
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
     outputs = 1 if task.kind == "text" else 2
+    labels = data.labels if isinstance(data, EncodedData) else None
+    if (labels is not None and outputs == 1 and not task.classes
+            and not labels.is_floating_point()):
+        raise ValueError("the texts are encoded, and nothing says how many classes "
+                         "their labels have; give the texts themselves, or a model "
+                         "loaded by dpft.load_model(name, classes=)")
     return {"name": name, "classes": [*task.classes] or outputs, "kind": task.kind,
             "image_shape": _image_shape(task, data)}
-
 
 def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
     "(C, H, W) of the pictures, where there are some."

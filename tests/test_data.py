@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from dpft.datasets import (
     Public,
     TableData,
     TensorData,
+    as_dataset,
     check_labels,
 )
 from dpft.files import read_file
@@ -886,6 +888,16 @@ def test_one_copy_that_may_not_move_is_the_picture_itself():
     images, labels = torch.randn(3, 2, 4, 4), torch.arange(3)
     views, same = Augmentation(1, 0, False)((images, labels), torch.arange(3), b"")
     assert torch.equal(views, images) and torch.equal(same, labels)
+
+
+def test_a_dictionary_of_series_is_read_by_position_as_the_frame_is():
+    "Their labels say where a row stood before it was shuffled or filtered."
+    frame = pd.DataFrame({"x": range(20), "patient": [i // 2 for i in range(20)]})
+    for kept in (frame.sample(frac=1.0, random_state=0), frame[frame.x > 7], pd.concat([frame, frame])):
+        whole, parts = as_dataset(kept), as_dataset({name: kept[name] for name in kept})
+        assert [parts[row] for row in range(len(parts))] == [whole[row] for row in range(len(whole))]
+        mixed = as_dataset({"x": kept.x.tolist(), "patient": kept.patient})
+        assert [mixed[row] for row in range(len(mixed))] == [whole[row] for row in range(len(whole))]
 
 
 def test_a_dictionary_of_pictures_keeps_its_other_parts():

@@ -314,6 +314,17 @@ def test_no_warning_tells_how_long_a_private_text_is():
     assert not [line for line in said if "77" in line], said
 
 
+def test_encoded_texts_with_class_numbers_never_make_a_regression():
+    "Nothing says how many classes there are, so a model that is loaded by its name would get one output."
+    from dpft.prepared import prepare
+    from dpft.texts import EncodedData
+    rows = {"input_ids": torch.arange(1, 13)}
+    texts = EncodedData(rows, torch.full((4,), 3), torch.tensor([0, 1, 0, 1]))
+    with pytest.raises(ValueError, match="encoded, and nothing says how many classes"):
+        prepare("minilm", texts)
+    assert prepare(load_model("minilm", classes=2), texts).model.config.num_labels == 2
+
+
 def test_prv_refuses_a_delta_that_its_rounding_reaches_after_many_steps():
     with pytest.raises(ValueError, match=r"delta=1e-10 is below 8\.12e-09"):
         epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "prv")
