@@ -157,7 +157,7 @@ def as_dataset(
         return TableData(data)
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         check_names([str(name) for name in data.columns])    # its index is none
-        return TableData({str(name): data[name].tolist() for name in data.columns})
+        return TableData({str(name): data[name] for name in data.columns})
     if hasattr(data, "to_pydict"):                 # of Arrow
         check_names(list(data.schema.names))
         return TableData(data.to_pydict())

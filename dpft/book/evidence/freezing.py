@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['State', 'SHARED', 'Row', 'ROWS', 'REDUCED', 'MORE_SEEDS', 'FROZEN', 'CLIPS', 'EACH', 'TABLE', 'EXPERIMENTS', 'Kept',
            'walk', 'state_of', 'fresh', 'glorot', 'trunk', 'keep_state', 'branch', 'spent', 'paper_row', 'row_ends',
-           'row_settings', 'table_grid', 'table_entry', 'layer_grid', 'layer_entry', 'similarity_grid',
-           'similarity_entry', 'angle_grid', 'angle_entry', 'start_grid', 'start_entry', 'glorot_grid', 'wide_grid',
-           'same_trunk', 'believed']
+           'row_settings', 'row_grid', 'five_seeds', 'table_grid', 'table_entry', 'layer_grid', 'layer_entry',
+           'similarity_grid', 'similarity_entry', 'angle_grid', 'angle_entry', 'start_grid', 'start_entry',
+           'glorot_grid', 'wide_grid', 'same_trunk', 'believed']
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-imports
 import hashlib
@@ -202,8 +202,6 @@ REDUCED = {"mnist": (1,), "fashion_mnist": (1, 2),  # row -> budgets
            "fashion_mnist at 3": (3,)}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-ends
-MORE_SEEDS = range(5, 20)  # of the reduced row, at all three budgets
-
 def row_ends(row: str, full: bool) -> dict[int, int]:
     "Epsilon -> steps of the cells of a row."
     steps = ROWS[row][1]
@@ -221,19 +219,30 @@ def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     return {**own, **smaller, "row": row, "stops": sorted(stops | between)}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-grid
+MORE_SEEDS = range(5, 20)  # of the reduced row, at all three budgets
+
+def row_grid(
+    row: str, full: bool, ends: dict[int, int], seeds: range,
+) -> Iterator[Settings]:
+    "Without freezing, frozen for the last 20 steps, and as in Appendix D."
+    for seed in seeds:
+        for target, steps in ends.items():
+            for last in dict.fromkeys((0, LAST_STEPS, ROWS[row][2][target])):
+                yield {**row_settings(row, full, ends), "steps": steps, "last": last,
+                       "method": "LayerFreeze" if last else "Full",
+                       "target_epsilon": target, "seed": seed}
+
+def five_seeds(full: bool) -> Iterator[Settings]:
+    "All rows of Table 1 with their first seeds."
+    for row in ROWS if full else REDUCED:
+        if not full or row != "fashion_mnist at 3":
+            yield from row_grid(row, full, row_ends(row, full), range(5))
+
 def table_grid(full: bool) -> Iterator[Settings]:
-    "Table 1: without freezing, frozen for the last 20 steps, and as in Appendix D."
-    names = [row for row in ROWS if row != "fashion_mnist at 3"] if full else REDUCED
-    rows = [(row, row_ends(row, full), range(5)) for row in names]
+    "Table 1, with the further seeds of its reduced row."
+    yield from five_seeds(full)
     if not full:
-        rows.append(("fashion_mnist", ROWS["fashion_mnist"][1], MORE_SEEDS))
-    for row, ends, seeds in rows:
-        for seed in seeds:
-            for target, steps in ends.items():
-                for last in dict.fromkeys((0, LAST_STEPS, ROWS[row][2][target])):
-                    yield {**row_settings(row, full, ends), "steps": steps,
-                           "last": last, "method": "LayerFreeze" if last else "Full",
-                           "target_epsilon": target, "seed": seed}
+        yield from row_grid("fashion_mnist", full, ROWS["fashion_mnist"][1], MORE_SEEDS)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-frozen
 FROZEN = {own["model"]: count for own, _, count, _ in PAPER.values()}  # name -> layers
@@ -411,9 +420,8 @@ def start_entry(settings: Settings) -> Settings:
 
 def glorot_grid(full: bool) -> Iterator[Settings]:
     "Table 1 from Glorot's weights."
-    for settings in table_grid(full):
-        if settings["seed"] not in MORE_SEEDS:
-            yield {**settings, "start": "glorot"}
+    for settings in five_seeds(full):
+        yield {**settings, "start": "glorot"}
 
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-wide
