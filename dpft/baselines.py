@@ -320,14 +320,14 @@ def matching_layers(
     else:
         ends = (asked,) if isinstance(asked, str) else asked
         found = [name for name in layers if any(called(name, end) for end in ends)]
-        missing = [repr(end) for end in ends
+        missing = [f"name {end!r}" for end in ends
                    if not any(called(name, end) for name in layers)]
     if missing or not found:
         known = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in layers})
         raise ValueError(
             f"{type(model).__name__} has no linear layer of the "
-            f"{' or '.join(missing) or 'name'} outside its head; {option} can be "
-            f"{', '.join(known) or NOTHING}")
+            f"{' or '.join(missing) or 'name'} outside its head; "
+            f"{option} can be {', '.join(known) or NOTHING}")
     return {name: layers[name] for name in found}
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-drawn

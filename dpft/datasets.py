@@ -370,9 +370,9 @@ def check_labels(
                              "drop such rows, map the labels to 0, 1, 2, ..., or give "
                              "their names as classes=")
         if count is not None and value >= count:
-            raise ValueError(f"the label of row {row} is outside the {count} classes 0 "
-                             f"to {count - 1}; drop such rows, map them to class "
-                             "numbers, or give the right number of classes")
+            raise ValueError(f"the label of row {row} is outside the {count} classes, "
+                             f"which are numbered 0 to {count - 1}; begin at 0, drop "
+                             "such rows, or give the right number of classes")
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-labels-of
 def _labels(data: Any, name: str) -> Any:

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import nn
 
-from .callbacks import (
-    Callbacks, checked_callbacks, noisy_norm, put_states, states_of, tell_scores)
+from .callbacks import Callbacks, check_stopping, checked_callbacks, noisy_norm
+from .callbacks import put_states, states_of, tell_scores
 from .card import check_statement, how_to_load
 from .datasets import Task, unit_for
 from .engine import Engine, close_account
@@ -181,14 +181,19 @@ def load(
 ) -> nn.Module:
     """Load a saved model.
 
-    ValueError for a folder that is not a saved run, that names no architecture if
-    none is given, or that was made from another base.
+    ValueError for a folder that is not a saved run or is damaged, that names no
+    architecture if none is given, or that was made from another base.
     """
     folder = Path(path)
-    if not (folder / "dpft.json").exists():
+    said = folder / "dpft.json"
+    if not said.exists():
         raise ValueError(f"{folder} is not a saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
-    description = json.loads((folder / "dpft.json").read_text(encoding="utf-8"))
+    try:
+        description = json.loads(said.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{said} is damaged ({error}); take another copy of the "
+                         "folder") from error
     return came_from(read_model(folder, description, model), folder)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
@@ -237,7 +242,9 @@ def checked_before(
     rows = train.train if isinstance(train, Task) else train
     settings = replace(settings, unit=unit_for(train, settings.unit))
     scored_on = checked_evaluation(settings, rows)
-    return replace(settings, evaluate=scored_on), checked_callbacks(settings.callbacks)
+    callbacks = checked_callbacks(settings.callbacks)
+    check_stopping(callbacks, settings)
+    return replace(settings, evaluate=scored_on), callbacks
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-begin
 @contextmanager

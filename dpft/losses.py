@@ -333,8 +333,10 @@ def chosen_loss(
     given: Callable[[nn.Module, Any], Tensor] | None,  # the user's; None: the default
 ) -> Callable[[nn.Module, Any], Tensor]:
     "The loss of a run; TypeError for one of torch's, which takes scores and labels."
-    if hasattr(given, "reduction"):
-        raise TypeError(f"loss_fn={type(given).__name__}() takes scores and labels; "
+    name = getattr(given, "__name__", f"{type(given).__name__}()")
+    if (hasattr(given, "reduction")
+            or getattr(given, "__module__", "") == "torch.nn.functional"):
+        raise TypeError(f"loss_fn={name} takes scores and labels; "
                         f"{ASK}, such as lambda model, batch: F.cross_entropy("
                         "model(batch[0]), batch[1], reduction='none')")
     return given or default_loss(model)

@@ -7,33 +7,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels, column
-from .datasets import column_names, has_batch_protocol, made_on_the_fly
-from .datasets import class_names, names_a_row, unit_for
-from .gradients import buffers_kept, evaluating, forked
-from .losses import SINGLE, Collate, answer, default_loss, device_of
-from .losses import evaluation_batches, logits, problem_of, to_device
+from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels
+from .datasets import class_names, column_names, has_batch_protocol
+from .datasets import names_a_row, unit_for
+from .inputs import check_places, positions
+from .losses import Collate
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .models import (
     load_model, load_tokenizer, minilm_folder, name_classes, own_classes)
 from .schema import Schema, kinds_of, read_schema
-from .sources import classes_of, kind_of_task, stack_images
+from .sources import are_spelled, check_spelled, classes_of, kind_of_task
+from .sources import stack_images
 from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
 
 # %% auto #0
-__all__ = ['SCALING', 'FAULTS', 'Prepared', 'save_scaling', 'positions', 'check_places', 'as_read', 'batchable', 'pad_token',
-           'as_task', 'prepare', 'scaling_by_hand', 'check_outputs', 'check_inputs', 'check_causal']
+__all__ = ['SCALING', 'Prepared', 'save_scaling', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'vocabulary_of',
+           'scaling_by_hand']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -48,6 +45,7 @@ class Prepared:
     assumed_public: list[str] = field(default_factory=list)
     schema: Schema = field(default_factory=lambda: Schema("items"))
     classes: tuple[str, ...] = ()         # none for generation and regression
+    spelled: bool = False                 # whether the training labels are names
     # the user's own, which gets items as they are; None: that of the form of the data
     collate: Collate | None = None
 
@@ -105,10 +103,12 @@ class Prepared:
     def encoded(self, data: Any) -> Any:
         """Any data set of the same form, read as the training data was;
         ValueError for a row that the model has no room for."""
-        pad_id = pad_token(self.tokenizer, self.model)
+        data, pad_id = as_dataset(data), pad_token(self.tokenizer, self.model)
+        if self.spelled:
+            check_spelled(data, self.schema.label)
         outputs = own_classes(self.model)
         classes = self.classes or (1 if outputs == 1 else ())  # 1: for a regression
-        read = as_read(as_dataset(data), self.schema, self.tokenizer, classes, pad_id,
+        read = as_read(data, self.schema, self.tokenizer, classes, pad_id,
                        self.collate is not None, self.most)
         check_places(self.model, read)
         return read
@@ -131,30 +131,6 @@ def save_scaling(
             "do_normalize": True, "image_mean": mean, "image_std": deviation}
     (folder / "preprocessor_config.json").write_text(
         json.dumps(said, indent=1) + "\n", encoding="utf-8")
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-places
-_PLACES = re.compile(r"(position_embeddings?|embed_positions|wpe)$")
-
-def positions(
-    model: Any,  # one that is no module is refused later
-) -> int | None: # None: any number
-    "The number of positions for which a model has an embedding."
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    tables = [table for name, table in modules
-              if _PLACES.search(name) and isinstance(table, nn.Embedding)]
-    return min((table.num_embeddings - _first_place(table) for table in tables),
-               default=None)
-
-def _first_place(table: Any) -> int:
-    padding = table.padding_idx
-    return getattr(table, "offset", 0) if padding is None else padding + 1
-
-def check_places(model: nn.Module, data: Any) -> None:
-    "ValueError for a row with more tokens than the model has positions."
-    places = positions(model)
-    if places and isinstance(data, EncodedData) and int(data.lengths.max()) > places:
-        raise ValueError(f"row {int(data.lengths.argmax())} has more tokens than the "
-                         f"{places} that the model has places for; cut such rows")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-read
 def as_read(
@@ -268,16 +244,14 @@ def prepare(
         task = _with_classes(task, data, schema)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
-    tokenised = (schema.kind in ("text", "causal", "tagging")
-                 and not has_batch_protocol(data))
-    if tokenised:
-        task = task.assuming(VOCABULARY)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
-                     recipe, [*task.assumed_public], schema, task.classes, collate_fn)
-    if tokenised:
+                     recipe, [*task.assumed_public], schema, task.classes,
+                     are_spelled(as_dataset(task.train), schema.label), collate_fn)
+    if (schema.kind in ("text", "causal", "tagging")
+            and not has_batch_protocol(data)):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)
     ready.train = ready.encoded(data)
-    ready.assumed_public += scaling_by_hand(ready, task)
+    ready.assumed_public += vocabulary_of(ready) + scaling_by_hand(ready, task)
     _check_classes(ready, task)
     if loss_fn is None:
         _check_writes(ready)
@@ -285,6 +259,13 @@ def prepare(
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-scaling
 SCALING = "the numbers by which the pictures are scaled"
+
+def vocabulary_of(ready: Prepared) -> list[str]:
+    "A public fact of data that are tokens, whoever made them; none if it is listed."
+    fields = (ready.train.fields if isinstance(ready.train, EncodedData)
+              else ready.schema.columns)
+    new = "input_ids" in fields and VOCABULARY not in ready.assumed_public
+    return [VOCABULARY] if new else []
 
 def scaling_by_hand(ready: Prepared, task: Task) -> list[str]:
     "A public fact, if the user's own numbers scale pictures and nothing says so."
@@ -335,137 +316,6 @@ def _check_classes(ready: Prepared, task: Task) -> None:
                          f"{', '.join(named)}; rename the data's, or put the data's "
                          "names in model.config.id2label before training")
     name_classes(ready.model, named)
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-outputs
-def check_outputs(
-    model: nn.Module,
-    train: Any,        # the training data, as the engine takes it
-) -> None:
-    "ValueError for a label or a tag without an output in a Transformers model."
-    inner, labels = unwrapped(model), _known_labels(train)
-    outputs, task = getattr(inner, "num_labels", None), head_of(model)
-    if outputs is None or labels is None:
-        return
-    tags = task == "tagging"
-    single = task == "classification" and _is_single(inner, labels, len(train))
-    if not (tags or single):
-        return
-    odd = _odd_rows(labels, outputs)
-    if len(odd):    # its value is private
-        which = "a tag" if tags else f"the label of row {int(odd[0])}"
-        raise ValueError(f"{which} is no class of the model, which numbers its "
-                         f"{outputs} from 0; correct it, or load the model with more "
-                         "(num_labels)")
-
-def _odd_rows(labels: Tensor, outputs: int) -> Tensor:
-    "The rows with a label that is no output and does not stand for none."
-    return ((labels != -100) & ((labels < 0) | (labels >= outputs))).nonzero()[:, 0]
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-known-labels
-def _known_labels(train: Any) -> Tensor | None:
-    "All labels of a data set, if it stores them together."
-    if isinstance(train, TensorDataset):
-        return train.tensors[1] if len(train.tensors) == 2 else None
-    if isinstance(train, Selected) and not made_on_the_fly(train.table):
-        named = {new: name for name, new in train.names.items()}
-        found = column(train.table, named["labels"]) if "labels" in named else []
-        whole = found and all(isinstance(value, int) for value in found)
-        return torch.tensor(found) if whole else None
-    ours = isinstance(train, TensorData | EncodedData)  # others may change their own
-    fields = train.fields if isinstance(train, EncodedData) else {}
-    labels = train.labels if ours else None
-    labels = fields.get("labels") if labels is None else labels
-    return labels if isinstance(labels, Tensor) else None
-
-
-def _is_single(model: Any, labels: Tensor, rows: int) -> bool:
-    "Whether each row has one class number, and not a set of classes or a value."
-    stated = getattr(getattr(model, "config", None), "problem_type", None)
-    if model.num_labels == 1 or labels.is_floating_point():
-        return False
-    return stated in (None, SINGLE) and labels.numel() == rows
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs
-FAULTS = AttributeError, IndexError, RuntimeError, TypeError, ValueError
-
-def check_inputs(
-    model: nn.Module,
-    train: Any,        # the training data, as the engine takes it
-) -> None:
-    "ValueError for pictures or tokens that do not go through a model."
-    if isinstance(train, TensorData) and train.images.ndim == 4:
-        _check_pictures(unwrapped(model), tuple(train.images.shape[1:]))
-    if isinstance(train, EncodedData):
-        _check_tokens(unwrapped(model), train)
-    if type(train) is TensorDataset and len(train.tensors) == 2:
-        _check_tensors(model, *train.tensors)
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-pictures
-def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
-    blank = [(torch.zeros(shape), 0)]
-    try:
-        with torch.no_grad(), forked(model), buffers_kept(model):
-            for batch in evaluation_batches(model, blank, None, 1):
-                answer(model, batch)
-    except FAULTS as error:
-        size = " × ".join(map(str, shape))
-        raise ValueError(f"{type(model).__name__} does not take pictures of {size} "
-                         f"({error}); convert them, or choose another model") from error
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-tensors
-def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
-    "Try two rows, and compare the labels with the outputs."
-    fill = 0 if inputs.is_floating_point() else 1    # a length of zero may be refused
-    batch = to_device((torch.full_like(inputs[:2], fill), torch.zeros_like(labels[:2])),
-                      device_of(model))
-    try:
-        with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
-            default_loss(model)(model, batch)
-            scores = logits(model, batch)
-    except FAULTS as error:
-        raise ValueError(f"{type(model).__name__} does not take rows of this form "
-                         f"({error})") from error
-    single = problem_of(model, scores, labels[:2]) == SINGLE
-    if single and len(odd := _odd_rows(labels, scores.shape[1])):
-        raise ValueError(f"the label of row {int(odd[0])} is no class of the model, "
-                         f"which numbers its {scores.shape[1]} from 0")
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-inputs-tokens
-def _check_tokens(model: nn.Module, train: EncodedData) -> None:
-    config = getattr(model, "config", None)
-    if (head_of(model) == "classification"
-            and getattr(config, "pad_token_id", 0) is None):
-        raise ValueError(f"{type(model).__name__} has no padding token, so it takes "
-                         "one row at a time; set model.config.pad_token_id to the "
-                         "tokenizer's")
-    named = getattr(model, "get_input_embeddings", None)
-    count = getattr(named() if named else None, "num_embeddings", None)
-    unknown = [] if count is None else (train.fields["input_ids"] >= count).nonzero()
-    if len(unknown):
-        row = int((train.starts <= unknown[0]).sum()) - 1
-        raise ValueError(f"row {row} has a token beyond the {count} that the model has "
-                         "embeddings for; pass the model's own tokenizer=")
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-causal
-def check_causal(
-    model: nn.Module,  # with the head of a language model
-) -> None:
-    "ValueError for a model that uses the tokens that it predicts."
-    device = next(model.parameters()).device
-    padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
-    tokens = [token for token in range(3) if token != padding][:2]
-    one, other = (torch.tensor([[tokens[0], second]], device=device)
-                  for second in tokens)
-    with torch.no_grad(), evaluating(model):
-        try:
-            first, again = (model(input_ids=ids).logits[0, 0] for ids in (one, other))
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            return                   # it takes more than tokens
-    room = 4 * torch.finfo(first.dtype).eps * float(first.abs().max())
-    if float((first - again).abs().max()) > room:
-        raise ValueError(f"{type(unwrapped(model)).__name__} sees the tokens that it "
-                         "is to predict; load it as a decoder, with is_decoder=True in "
-                         "its configuration, or take a model that writes")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-writes
 def _check_writes(ready: Prepared) -> None:

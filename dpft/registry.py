@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'NUMBERS', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of',
-           'did_you_mean', 'method_type', 'method_from', 'options_of', 'number_asked', 'chosen_options', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of',
+           'did_you_mean', 'method_type', 'method_from', 'options_of', 'plain_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -208,31 +208,32 @@ def options_of(
     return options
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-named
-NUMBERS: dict[Any, tuple[Any, str]] = {  # annotation -> what it takes, in words
+PLAIN: dict[Any, tuple[Any, str]] = {  # annotation -> what it takes, in words
     int: (Integral, "a whole number"), int | None: (Integral | None, "a whole number"),
-    float: (Real, "a number"), float | None: (Real | None, "a number")}
+    float: (Real, "a number"), float | None: (Real | None, "a number"),
+    bool: (bool, "True or False")}
 
-def number_asked(
+def plain_asked(
     annotation: Any,  # of a parameter or of a setting
     value: Any,
 ) -> str:
-    "What to give in place of a value that is no number; empty if it will do."
-    takes, said = NUMBERS.get(annotation, (object, ""))
-    odd = said and isinstance(value, bool)    # JSON's true is no number
+    "What to give in place of a value of another kind; empty if it will do."
+    takes, said = PLAIN.get(annotation, (object, ""))
+    odd = said and takes is not bool and isinstance(value, bool)  # is no number
     return "" if isinstance(value, takes) and not odd else said
 
 def chosen_options(
     name: str,             # as for `method_type`
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
-    "Options of a method; ValueError for an unknown one, or one that is no number."
+    "Options of a method; ValueError for an unknown one, or one of another kind."
     kind, chosen = method_type(name), options_of(given)
     known = signature(kind).parameters
     for option, value in chosen.items():
         if option not in known:
             raise ValueError(f"{kind.__name__} has no option {option!r}; it has "
                              f"{', '.join(known) or 'none'}")
-        if asked := number_asked(known[option].annotation, value):
+        if asked := plain_asked(known[option].annotation, value):
             raise ValueError(f"--option {option}={value} of method {name}: give "
                              f"{asked}")
     return chosen

@@ -300,6 +300,10 @@ def _named(values: Sequence[Any], name: str, known: Sequence[str],
     if len(names) == 1:
         raise ValueError(f"column {name!r} holds a single class, and there is nothing "
                          "to learn; add rows of another, or give the list of classes")
+    if counted and len(own) > len(known):
+        raise ValueError(f"column {name!r} has {len(own)} names for {len(known)} "
+                         "classes; correct them, or load the model with one output "
+                         "for each (num_labels)")
     if counted and len(own) < len(known):
         raise ValueError(f"column {name!r} names {len(own)} of the {len(known)} "
                          "classes, and the others are unknown; give the list of "

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from .datasets import (
     TableData, Task, TensorData, as_dataset, class_list, class_names, column,
-    column_names, protecting, take, undecoded)
+    column_names, own_part, protecting, take, undecoded)
 from .files import READERS, read_file
 from .registry import did_you_mean
 from .schema import (
     Schema, check_tags, read_labels, read_schema, read_tags, tag_values)
 from .tasks import LOCAL, digits, font_digits
-from .texts import label_values
+from .texts import is_numeral, label_values
 
 # %% auto #0
 __all__ = ['PARTS', 'ALIKE', 'PICTURES', 'HUB', 'COLLECTIONS', 'SCORED', 'read_folder', 'read_pictures', 'from_hub', 'concerning',
-           'task_of', 'kind_of_task', 'classes_of', 'stack_images', 'load_data']
+           'task_of', 'are_spelled', 'check_spelled', 'kind_of_task', 'classes_of', 'stack_images', 'load_data']
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-parts
 PARTS = {  # by what they are used for
@@ -232,9 +232,10 @@ def task_of(
     kind = kind_of_task(train, schema)
     if kind == "image" and schema.kind != kind:  # tensors: no command reads them
         kind = "text"
-    names, derived = classes_of(train, schema, classes)
-    if derived and schema.label:
-        _check_names(parts[1:], schema.label, names)
+    names, _ = classes_of(train, schema, classes)
+    if are_spelled(train, schema.label):
+        for part in parts[1:]:
+            check_spelled(part, schema.label)
     if schema.kind == "image":
         parts[0] = stack_images(parts[0], schema, names)
         with concerning(SCORED):
@@ -246,18 +247,34 @@ def task_of(
                 assumed_public=["the classes"] if names else [], unit=schema.unit)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-check-parts
-def _check_names(parts: Sequence[Any], label: str, names: Sequence[str]) -> None:
-    "ValueError for numbers among rows to score where training rows have names."
-    if all(name.lstrip("-").isdecimal() for name in names):
-        return
-    for part in parts:
-        if part is None or label not in column_names(part) or class_names(part, label):
-            continue
-        if any(isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-               for value in column(part, label)):
-            raise ValueError(f"column {label!r} has names in the training rows and "
-                             "numbers in those to score, and nothing says which name "
-                             "a number stands for; write names in both")
+def _each_label(data: Any, name: str | None) -> Iterator[Any]:
+    "The labels of a column, and those of each word in a column of tags."
+    table = own_part(data, "table")
+    rows = data if table is None else table
+    for value in column(rows, name) if name in column_names(rows) else ():
+        yield from value if isinstance(value, (list, tuple, np.ndarray)) else (value,)
+
+
+def are_spelled(
+    data: Any,          # a data set
+    label: str | None,  # its column of labels or tags; None: it has none
+) -> bool:
+    "Whether labels are written as names, none of which is a numeral."
+    names = {one for one in _each_label(data, label) if isinstance(one, str)}
+    return bool(names) and not any(map(is_numeral, names))
+
+
+def check_spelled(
+    part: Any,          # to score where the training rows have names
+    label: str | None,  # its column of labels or tags
+) -> None:
+    "ValueError for a number, unless the data set says which name it stands for."
+    if part is not None and not class_names(part, str(label)) and any(
+            isinstance(one, (int, np.integer)) and not isinstance(one, bool)
+            for one in _each_label(part, label)):
+        raise ValueError(f"column {label!r} has names in the training rows and "
+                         "numbers in those to score, and nothing says which name "
+                         "a number stands for; write names in both")
 
 
 def _check_sizes(images: Sequence[Tensor]) -> None:

@@ -24,7 +24,8 @@ from .schema import Schema, read_labels, read_tags, tag_values
 
 # %% auto #0
 __all__ = ['MOST', 'Row', 'LONGER', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_values',
-           'label_tensor', 'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows', 'Selected']
+           'is_numeral', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows',
+           'Selected']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-places
 def token_places(
@@ -200,6 +201,10 @@ def label_values(
     return [names[value] for value in values] if places else values
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-spelling
+def is_numeral(name: str) -> bool:
+    "Whether a class name is how a table may write a number."
+    return re.fullmatch(r"[+-]?\d+(\.\d*)?", name) is not None
+
 def _spelling(value: Any, known: Sequence[str]) -> Any:
     "The class name that a number or a truth value spells, where names are such words."
     if isinstance(value, (bool, np.bool_)):
@@ -207,7 +212,7 @@ def _spelling(value: Any, known: Sequence[str]) -> Any:
         if {"true", "false"} & words.keys():
             return words.get(str(value).lower(), str(value))
     number = isinstance(value, (int, float, np.number)) and not is_missing(value)
-    if not number or not any(re.fullmatch(r"[+-]?\d+(\.\d*)?", one) for one in known):
+    if not number or not any(map(is_numeral, known)):
         return value
     whole = float(value).is_integer() and str(value) not in known
     return str(int(value)) if whole else str(value)

@@ -197,7 +197,8 @@ def _files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
     names = ", ".join(weights) or "no weights"
     yield f"{names} and the model card: the files that were sealed"
     if len(sealed) > len(weights):
-        yield f"{len(sealed)} files in all: none changed, missing or added"
+        yield (f"all {len(sealed)} files beside the ledger and the guarantee: "
+               "none changed, missing or added")
 
 # %% ../nbs/5_notes/62_verification.ipynb #verify-card
 def _card(guarantee: Guarantee, folder: Path) -> Iterator[str]:

@@ -411,7 +411,7 @@ def test_a_target_is_a_name_or_its_end_and_no_part_of_one():
     LoRA(1, targets="2.1").start(Context(model, unseen, 1, 1, 1))
     assert {key.partition(".lora")[0] for key in names_of(model) if "lora" in key} == {"2.1"}
     plain, *_ = zoo.build("bert")
-    with pytest.raises(ValueError, match="no linear layer of the 'uery'"):
+    with pytest.raises(ValueError, match="no linear layer of the name 'uery'"):
         LoRA(targets=["uery"]).start(Context(plain, unseen, 1, 1, 1))
 
 

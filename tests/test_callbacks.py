@@ -216,10 +216,21 @@ def test_a_callback_that_fails_is_named_and_left_out():
 
 
 def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(tmp_path):
-    with pytest.raises(AssertionError, match=r"eval_strategy|IntervalStrategy"):
-        tuned(callbacks=[EarlyStoppingCallback(1)], ledger=tmp_path / "book")
+    class Unready(TrainerCallback):
+        def on_train_begin(self, *args, **more):
+            raise OSError("the server does not answer")
+    with pytest.raises(OSError, match="the server does not answer"):
+        tuned(callbacks=[Unready()], ledger=tmp_path / "book")
     with Ledger(tmp_path / "book") as ledger:
         assert all(not ledger.spent(name) for name in ledger.runs())
+
+
+def test_early_stopping_may_wait_for_scores_that_another_callback_asks_for():
+    class Asking(TrainerCallback):
+        def on_step_end(self, args, state, control, **more):
+            control.should_evaluate = True
+    run = tuned(callbacks=[EarlyStoppingCallback(2), Asking()], evaluate=Worse(3.0, 4.0, 2.0, 3.0, 9.0))
+    assert [entry["step"] for entry in run.history if "scores" in entry][-1] < 6
 
 
 @pytest.mark.parametrize("wrong", ["tensorboard", 3, [object()], [TrainerCallback], [nn.Linear(1, 1)]])

@@ -158,7 +158,8 @@ def test_a_chain_trains_what_the_fold_says(sets):
 def test_the_sums_of_a_chain_are_the_clipped_sums_of_the_oracle(sets, at, later):
     sets = [(True, sets[0][1]), *[(adds, names) for adds, names in sets[1:] if adds]]            # something is left at each place
     chain = Chain(*(Adds(*sorted(names)) for _, names in sets), Keeps(*BODY, **{f"t{at}": tuple(later)}))
-    e = engine(chain, net().double(), epsilon=None, noise_multiplier=1.0)
+    rows = [(x.double(), y) for x, y in toy()]
+    e = Engine(net().double(), zoo.image_loss, chain, rows, **SETTINGS | dict(epsilon=None, noise_multiplier=1.0))
     batch = (torch.randn(7, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3, torch.arange(7) % 3)
     for t in range(4):
         chain.step(e.context, t)
@@ -396,10 +397,10 @@ def test_an_optimizer_that_misses_the_second_phase_is_noticed():
 SELECT = dict(rounds=1, sample_rate=0.5)
 HOPELESS = {  # what cannot begin, after something that is paid for
     "a schedule beyond the run": (lambda: Chain(DPFrost(0.6, **SELECT), LayerFreeze(1, 99)), "after=99 lies beyond the run of 4 steps"),
-    "a layer that is not there": (lambda: Chain(DPFrost(0.6, **SELECT), LoRA(targets="query")), "no linear layer of the 'query'"),
-    "single entries": (lambda: Chain(EntrySelection(0.6, sample_rate=0.5), LoRA(targets="query")), "no linear layer of the 'query'"),
+    "a layer that is not there": (lambda: Chain(DPFrost(0.6, **SELECT), LoRA(targets="query")), "no linear layer of the name 'query'"),
+    "single entries": (lambda: Chain(EntrySelection(0.6, sample_rate=0.5), LoRA(targets="query")), "no linear layer of the name 'query'"),
     "the same once more": (lambda: Chain(LoRA(targets=("1", "4")), DPFrost(0.6, **SELECT), LoRA(targets="6")), "low-rank matrices"),
-    "the second phase": (lambda: Then(Full(), None, LoRA(targets="query"), steps=2), "no linear layer of the 'query'"),
+    "the second phase": (lambda: Then(Full(), None, LoRA(targets="query"), steps=2), "no linear layer of the name 'query'"),
     "a phase that is too short": (lambda: Then(Full(), None, LayerFreeze(1, 3), steps=2), "after=3 lies beyond the run of 2 steps"),
     "the last of three phases": (lambda: Then(Full(), None, Then(Full(), None, LayerFreeze(1, 3), steps=1), steps=1), "after=3"),
     "the same in both phases": (lambda: Then(LoRA(targets="1"), None, LoRA(targets="4"), steps=2), "has low-rank matrices already"),

@@ -1143,6 +1143,31 @@ def test_numbers_to_score_are_not_read_by_the_alphabet_of_the_training_names(tmp
     assert load_data(tmp_path).classes == ("0", "1")
 
 
+@pytest.mark.parametrize("kind", ["texts", "tags", "pictures"])
+def test_numbers_to_score_are_refused_by_a_run_that_trains_on_names(kind, tokenizer):
+    from PIL import Image
+    from torch import nn
+    from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
+
+    import dpft
+
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    rows = {"texts": lambda labels: [{"text": "a b", "label": one} for one in labels],
+            "tags": lambda labels: [{"tokens": ["a", "b"], "tags": [one, one]} for one in labels],
+            "pictures": lambda labels: [{"image": Image.new("L", (8, 8)), "label": one} for one in labels]}[kind]
+    model = {"texts": lambda: BertForSequenceClassification(BertConfig(**sizes)),
+             "tags": lambda: BertForTokenClassification(BertConfig(**sizes)),
+             "pictures": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 2))}[kind]()
+    names, numbers = ["pos", "neg"] * 12, [1, 0] * 4
+    def run(train, scored):
+        return dpft.fine_tune(model, rows(train), dpft.Full(), 8.0, steps=1, batch_size=4, evaluate=rows(scored), progress=False,
+                              tokenizer=None if kind == "pictures" else tokenizer)
+    with pytest.raises(ValueError, match=r"has names in the training rows and numbers in those to score.*write names in both"):
+        run(names, numbers)
+    assert run(names, names[:8]).scores
+    assert run([1, 0] * 12, numbers).scores
+
+
 def test_pictures_to_score_have_the_shape_of_the_others(tmp_path):
     from PIL import Image
     for part, mode, side in (("train", "RGB", 4), ("test", "L", 6)):

@@ -654,7 +654,7 @@ def test_a_published_folder_is_verified_by_its_own_ledger_and_by_the_owners(tmp_
     folder = folder_of(tmp_path)
     for ledger in (None, tmp_path / "owner.sqlite"):
         sentences = verify(folder, ledger)
-        for text in ("model.safetensors and the model card", "3 files in all", "as sealed", "3 steps, as charged", "all rows in place"):
+        for text in ("model.safetensors and the model card", "all 3 files", "as sealed", "3 steps, as charged", "all rows in place"):
             assert any(text in sentence for sentence in sentences), text
     assert (folder / "README.md").read_text().endswith("## How to load\n")
 
@@ -734,7 +734,7 @@ def test_hidden_files_and_folders_are_left_alone(tmp_path):
     for name in (".git", ".cache/huggingface"):
         (folder / name).mkdir(parents=True)
         (folder / name / "config").write_text("x")
-    assert "3 files in all: none changed, missing or added" in verify(folder)
+    assert "all 3 files beside the ledger and the guarantee: none changed, missing or added" in verify(folder)
 
 
 @pytest.mark.parametrize("sealed", [False, True])  # by an earlier version
@@ -749,7 +749,7 @@ def test_what_lies_in_a_hidden_folder_is_neither_sealed_nor_compared(tmp_path, s
         stated = replace(Guarantee.load(folder / "guarantee.json"), private=False, mechanisms=[], spent=[], planned=[], files=files)
         stated.save(folder / "guarantee.json")
     (place / "index").write_text("after")
-    assert "3 files in all: none changed, missing or added" in verify(folder)
+    assert "all 3 files beside the ledger and the guarantee: none changed, missing or added" in verify(folder)
 
 
 @pytest.mark.parametrize("target", ["../code", "inside"])

@@ -861,3 +861,9 @@ def test_secrets_are_not_kept_in_the_folder_that_is_published(bases, tmp_path, i
     run = tuned(pretrained(bases, "roberta"), dpft.LastLayer(), ledger=tmp_path / "saved" / "mine.sqlite")
     with pytest.raises(ValueError, match="lies in the folder that is published"):
         run.save(tmp_path / "saved")
+
+
+def test_a_damaged_description_of_a_saved_run_is_named(tmp_path):
+    (tmp_path / "dpft.json").write_text('{"part": tr')
+    with pytest.raises(ValueError, match=r"dpft.json is damaged \(Expecting value: line 1 column 10.*take another copy of the folder"):
+        dpft.load(tmp_path, nn.Linear(3, 2))

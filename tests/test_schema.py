@@ -18,8 +18,9 @@ from torch import nn, tensor
 import dpft
 from dpft.datasets import TableData, Task, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
 from dpft.identity import fingerprint, repeated_rows, shared_rows
+from dpft.inputs import check_causal, check_outputs
 from dpft.models import load_model
-from dpft.prepared import as_task, check_causal, check_outputs, prepare
+from dpft.prepared import as_task, prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.schema import kinds_of, read_labels, read_schema, read_tags
 from dpft.sources import classes_of, kind_of_task, load_data, read_file, task_of
@@ -142,7 +143,7 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     (["ham", "", "spam"], None, "1 of 3 rows have no label"), ([0.5, 1.0], 3, "holds fractions"),
     ([0.0, 1.0], None, "whole numbers stored as floats"), ([0.5, float("inf")], None, "row 1 in column 'label' is not finite"),
     ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
-    (["a", "b", "c"], 2, "none of the 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
+    (["a", "b", "c"], 2, "has 3 names for 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
     ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "column 'label' holds lists of names"),
     ([[1, None], [0, 1]], None, "column 'label' holds lists of what"), ([np.array(["a"])] * 2, None, "column 'label' holds lists of names"),
     ([[1, 0], [1]], None, "lists that are not as long"), ([], None, "column 'label' has no rows; give"),
@@ -1386,3 +1387,12 @@ def test_what_cannot_be_scored_is_refused_before_anything_is_charged(given, word
     with pytest.raises(ValueError, match=f"in the data to score: {words}"):
         scored_run(None, given, nn.Linear(2, 2), train)
     scored_run(None, torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3).long()), nn.Linear(2, 2), train)
+
+
+def test_the_vocabulary_is_a_public_fact_of_texts_that_were_encoded_beforehand(tokenizer):
+    texts = {"text": ["a b", "b"] * 6, "label": [0, 1] * 6}
+    ids = {"input_ids": [[2, 3, 4]] * 12, "labels": [0, 1] * 6}
+    for data in (texts, encode(texts, tokenizer, ("text", "label")), ids):
+        assert prepare(small_bert(), data, tokenizer).assumed_public.count("the tokenizer's vocabulary") == 1
+    pairs = [(torch.zeros(3), row % 2) for row in range(12)]
+    assert "the tokenizer's vocabulary" not in prepare(nn.Linear(3, 2), pairs).assumed_public

@@ -616,7 +616,7 @@ def test_a_replay_that_differs_is_charged_and_gets_fresh_noise():
 
 def test_a_seed_is_keyed_by_name_only_where_the_identity_is_complete():
     for settings, portable in ((dict(loop="by hand"), True), ({}, False), (dict(loop="by hand", seed=None), False),
-                               (dict(loop="by hand", collate_fn=lambda rows: rows), False)):
+                               (dict(loop="by hand", collate_fn=lambda rows: torch.utils.data.default_collate(rows)), False)):
         assert engine(**settings).store.portable is portable
 
 

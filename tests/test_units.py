@@ -416,7 +416,7 @@ def test_reading_takes_its_random_numbers_from_the_run_and_leaves_torchs_as_they
         def __getitem__(self, row):
             return torch.full((4,), float(row)) + torch.rand(4), row % 3
 
-    e = dpft.Engine(nn.Linear(4, 3), averaged_loss, dpft.Full(), Jittered(), noise_multiplier=1.0, batch_size=10, steps=1, delta=1e-3,
+    e = dpft.Engine(nn.Linear(4, 3), None, dpft.Full(), Jittered(), noise_multiplier=1.0, batch_size=10, steps=1, delta=1e-3,
                     seed=0, physical_batch_size=4, accountant="rdp")
 
     def read(elsewhere, step):

@@ -545,7 +545,7 @@ def prepared_model(
 def check_written(model: Any, task: Any) -> None:
     """ValueError for a model that cannot generate the last column, whose texts may be
     meant as classes."""
-    from dpft.prepared import check_causal
+    from dpft.inputs import check_causal
     try:
         check_causal(model)
     except ValueError as error:

@@ -1,0 +1,142 @@
+"""What would fail in a first step is refused before a run is charged, so that corrected data are still the first data of a ledger."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpft
+from dpft.inputs import check_first_row
+from dpft.losses import default_loss
+
+
+def bert():
+    import transformers as hf
+
+    torch.manual_seed(0)
+    return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=12, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                          intermediate_size=4, max_position_embeddings=8))
+
+
+def line():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def pairs(width=3, labels=(0, 1)):
+    return [(torch.full((width,), row / 8), labels[row % 2]) for row in range(16)]
+
+
+def tokens(name):
+    return [{"input_ids": [2, 3, 4], name: row % 2} for row in range(16)]
+
+
+def mean_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def failing(model, batch):
+    raise KeyError("label 1 of the first row")
+
+
+WRONG = {  # the model, wrong rows and the loss, what the sentence says, right rows and the loss
+    "no labels in a batch": (bert, tokens("y"), None, r"^the batch holds .* and no 'labels'; name the labels so", tokens("labels"), None),
+    "rows of another width": (line, pairs(4), None, r"^row 0 does not go through Linear and its loss \(RuntimeError\)", pairs(), None),
+    "labels that are words": (line, pairs(labels=("a", "b")), None, r"^part 1 of an item has type str", pairs(), None),
+    "one loss of a batch": (line, pairs(), mean_loss, r"^loss_fn returned a tensor of 0 dimensions that is not one loss per example",
+                            pairs(), default_loss(line())),
+    "a loss that fails": (line, pairs(), failing, r"^row 0 does not go through Linear and its loss \(KeyError\); give", pairs(), None),
+}
+
+
+@pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_fails_on_the_first_row_is_refused_before_a_charge_and_may_be_corrected(tmp_path, what, loop):
+    make, wrong, bad_loss, said, right, good_loss = WRONG[what]
+    given = dict(epsilon=8.0, steps=1, batch_size=4, accountant="rdp", ledger=tmp_path / "book.sqlite")
+    def run(rows, loss_fn):
+        model = make()
+        if loop == "fine_tune":
+            return dpft.fine_tune(model, rows, dpft.Full(), loss_fn=loss_fn, progress=False, **given)
+        from dpft.prepared import prepare
+        return dpft.Engine(model, loss_fn, dpft.Full(), prepare(model, rows).train, **given)
+    with pytest.raises(ValueError, match=said) as refused:
+        run(wrong, bad_loss)
+    assert "label 1" not in str(refused.value) and not any(tmp_path.iterdir())
+    run(right, good_loss)
+
+
+class Counting(nn.Module):
+    "A module that changes with each pass in training mode."
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.drop = line(), nn.Dropout(0.5)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return self.line(self.drop(x))
+
+
+def test_the_first_row_leaves_the_model_and_the_random_state_as_they_were():
+    model, state = Counting(), torch.random.get_rng_state()
+    model.train()
+    check_first_row(model, default_loss(model), pairs(), None)
+    assert model.training and model.drop.training and float(model.passes) == 0
+    assert torch.equal(torch.random.get_rng_state(), state) and model.line.weight.grad is None
+
+
+def test_no_row_is_left_to_the_check_that_names_it_and_a_layer_without_a_shape_is_named():
+    check_first_row(line(), default_loss(line()), [], None)
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"^0.weight has no shape yet; run the model once on a batch$"):
+        dpft.fine_tune(lazy, pairs(), dpft.Full(), 8.0, steps=1, batch_size=4, progress=False)
+
+
+def tagger():
+    import transformers as hf
+
+    torch.manual_seed(0)
+    return hf.BertForTokenClassification(hf.BertConfig(vocab_size=12, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                       intermediate_size=4, max_position_embeddings=8, num_labels=3))
+
+
+@pytest.mark.parametrize("odd", [{"input_ids": [5, 6, 7], "labels": [0, 1]}, {"input_ids": [5, 6], "labels": [0, 1, 2]}])
+def test_a_row_with_other_numbers_of_tokens_and_labels_is_refused_before_a_charge(tmp_path, odd):
+    """Padding would make them equal, and pair a label with no token of the row's."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [0, 1, 2]} for _ in range(12)]
+    given = dict(epsilon=8.0, steps=1, batch_size=4, accountant="rdp", ledger=tmp_path / "book.sqlite", progress=False)
+    said = rf"^row 9 has {len(odd['input_ids'])} tokens and {len(odd['labels'])} labels; give each token one label, and -100"
+    with pytest.raises(ValueError, match=said):
+        dpft.fine_tune(tagger(), [*rows[:9], odd, *rows[10:]], dpft.Full(), **given)
+    assert not any(tmp_path.iterdir())
+    dpft.fine_tune(tagger(), rows, dpft.Full(), **given)
+
+
+def forms_of_rows():
+    import datasets
+    import pandas as pd
+
+    frame = pd.DataFrame({"a": [row / 40 for row in range(40)], "labels": [row % 2 for row in range(40)],
+                          "user": [f"person {row // 2}" for row in range(40)]})
+    return {"frame": frame, "columns": frame.to_dict("list"), "rows": frame.to_dict("records"), "shuffled": frame.sample(frac=1.0),
+            "datasets": datasets.Dataset.from_pandas(frame)}
+
+
+@pytest.mark.parametrize("form", ["frame", "columns", "rows", "shuffled", "datasets"])
+def test_the_engine_takes_rows_in_any_form_and_keeps_the_names_of_people_from_the_model(form):
+    class Line(nn.Linear):
+        def forward(self, a):
+            return super().forward(a[:, None].float())
+
+    def loss(model, batch):
+        assert set(batch) == {"a", "labels"}
+        return F.cross_entropy(model(batch["a"]), batch["labels"], reduction="none")
+
+    model = Line(1, 2)
+    engine = dpft.Engine(model, loss, dpft.Full(), forms_of_rows()[form], unit="user", epsilon=8.0, steps=2, batch_size=4, accountant="rdp")
+    optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+    for step in engine:
+        step.take(optimizer)
+    assert engine.unit == "user" and engine.plan.size == 20 and engine.guarantee.epsilon() <= 8.0
