@@ -175,7 +175,9 @@ def mechanism_text(mechanism: SampledGaussian) -> str:
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-table
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows if b)])
+    cells = [[" ".join(str(one).split()).replace("|", "\\|") for one in row]
+             for row in rows if row[1]]
+    return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in cells)])
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-details-table
 def details(guarantee: Guarantee) -> str:

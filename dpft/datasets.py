@@ -17,12 +17,20 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'TensorData', 'take', 'TableData', 'bare',
-           'has_batch_protocol', 'own_part', 'as_dataset', 'check_names', 'check_drawable', 'made_on_the_fly',
-           'column_names', 'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing', 'check_complete',
-           'check_labels', 'class_list', 'class_names', 'Task', 'protecting', 'mark_of', 'unit_for']
+__all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'row_numbers', 'TensorData', 'take',
+           'TableData', 'bare', 'has_batch_protocol', 'own_part', 'as_dataset', 'check_names', 'check_drawable',
+           'made_on_the_fly', 'column_names', 'undecoded', 'column', 'names_a_row', 'is_chat', 'Public', 'is_missing',
+           'check_complete', 'check_labels', 'class_list', 'class_names', 'Task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tensordata
+def row_numbers(
+    rows: Tensor | Sequence[int],  # numbers, or a truth value for each row
+    size: int,                     # of the data set
+) -> Tensor:
+    "Numbers of rows, also of those that a mask names; IndexError for any other."
+    found = torch.as_tensor(rows)
+    return torch.arange(size)[found if found.dtype is torch.bool else found.long()]
+
 @dataclass(eq=False, repr=False)
 class TensorData:
     "Labelled images in one tensor; an item is `(image (C, H, W) float32, label)`."
@@ -32,8 +40,10 @@ class TensorData:
     mean: Sequence[float] = (0.0,)  # (C,) or (1,) subtracted after scaling
     std: Sequence[float] = (1.0,)   # (C,) or (1,) divided by after that
     table: Any = None               # other columns of the rows, such as the unit's
+    privacy_unit: str | None = field(default=None, init=False)  # as of a table
 
     def __post_init__(self) -> None:
+        self.images, self.labels = map(torch.as_tensor, (self.images, self.labels))
         if len(self.images) != len(self.labels):
             raise ValueError(f"{len(self.images)} images but {len(self.labels)} "
                              "labels; give one label for each image")
@@ -46,7 +56,7 @@ class TensorData:
 
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         "Rows in one gather: (B, C, H, W) float32 and (B,) labels."
-        rows = torch.as_tensor(indices, dtype=torch.long)
+        rows = row_numbers(indices, len(self))
         channels = (-1, *[1] * (self.images.ndim - 2))  # a vector's have no places
         mean, std = (torch.tensor(v).view(channels) for v in (self.mean, self.std))
         return (self.images[rows].float() / self.scale - mean) / std, self.labels[rows]
@@ -63,10 +73,12 @@ class TensorData:
 
     def subset(self, indices: Tensor | Sequence[int]) -> TensorData:
         "These rows only."
-        rows = torch.as_tensor(indices, dtype=torch.long)
-        table = None if self.table is None else take(self.table, rows.tolist())
-        images, labels = self.images[rows], self.labels[rows]
-        return replace(self, images=images, labels=labels, table=table)
+        rows = row_numbers(indices, len(self))
+        table = self.table and take(self.table, rows.tolist())
+        kept = replace(self, images=self.images[rows], labels=self.labels[rows],
+                       table=table)
+        kept.privacy_unit = self.privacy_unit
+        return kept
 
     def content(self) -> list[Any]:
         "What identifies this data set, for `fingerprint`."
@@ -79,6 +91,7 @@ def take(
     rows: Sequence[int],
 ) -> Any:
     "These rows of a data set, in this order."
+    rows = row_numbers(rows, len(data)).tolist()
     return data.subset(rows) if hasattr(data, "subset") else data.select(rows)
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tabledata
@@ -88,6 +101,9 @@ class TableData:
     privacy_unit: str | None = None  # the column of whom a run on it protects
 
     def __init__(self, columns: dict[str, Any]):  # the values of each column
+        for name, values in columns.items():
+            if isinstance(values, str) or not hasattr(values, "__len__"):
+                raise ValueError(f"{name!r} is no list; give a value for each row")
         sizes = {name: len(values) for name, values in columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"columns must be of one length, not {sizes}")
@@ -109,7 +125,7 @@ class TableData:
 
     def subset(self, indices: Tensor | Sequence[int]) -> TableData:
         "These rows only."
-        rows = [int(index) for index in indices]
+        rows = row_numbers(indices, len(self)).tolist()
         kept = TableData({name: [values[row] for row in rows]
                           for name, values in self.columns.items()})
         kept.privacy_unit = self.privacy_unit
@@ -158,6 +174,8 @@ def as_dataset(
     if hasattr(data, "iloc") and hasattr(data, "columns"):
         check_names([str(name) for name in data.columns])    # its index is none
         return TableData({str(name): data[name] for name in data.columns})
+    if hasattr(data, "iloc"):                      # a series has labels, not numbers
+        return data.tolist()
     if hasattr(data, "to_pydict"):                 # of Arrow
         check_names(list(data.schema.names))
         return TableData(data.to_pydict())
@@ -357,12 +375,10 @@ def check_labels(
     column: str = "label",  # where a table keeps them
 ) -> None:
     "Refuse labels that are not class numbers; the error names the first row."
-    count = (len(classes) if isinstance(classes, Sequence) else
-             None if classes is None else int(classes))
-    arrays = (Tensor, np.ndarray)
-    given = isinstance(labels, (*arrays, list, tuple))
+    count = None if classes is None else len(class_list(classes)[0])
+    given = isinstance(labels, (Tensor, np.ndarray, list, tuple))
     values = labels if given else _labels(labels, column)
-    values = values.tolist() if isinstance(values, arrays) else values
+    values = values.tolist() if hasattr(values, "tolist") else values
     for row, value in enumerate(values):
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not whole or value < 0:
@@ -387,10 +403,11 @@ def _labels(data: Any, name: str) -> Any:
 def class_list(
     classes: int | Sequence[str] | None,  # how many, or names
 ) -> tuple[list[str], bool]:              # their names, or numbers; whether counted
-    "The classes that were given; refuses an empty list, and a repeated name."
-    counted = isinstance(classes, (int, np.integer))
-    count = int(classes) if isinstance(classes, (int, np.integer)) else 0
-    if isinstance(classes, str) or (counted and count < 1):
+    "The classes that were given; refuses what has no order, and a repeated name."
+    counted = isinstance(classes, (int, np.integer)) and not isinstance(classes, bool)
+    count = int(classes) if counted else 0  # type: ignore[arg-type]
+    ordered = isinstance(classes, (list, tuple, range, np.ndarray))
+    if classes is not None and not ordered and count < 1:
         raise ValueError(f"classes={classes!r}: give how many there are, or the list "
                          "of their names")
     given: Any = range(count) if counted else classes

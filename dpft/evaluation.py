@@ -166,7 +166,7 @@ class Evaluation:
     given: Any                    # as `checked_evaluation` gives it; None: nothing
     data: Any = None              # the same, as the model reads it
     sigma: float = 0.0            # noise multiplier of a charged score
-    higher: bool = True           # whether more is better
+    higher: bool | None = True    # whether more is better; None: as its name says
     planned: list[PaidScore] = field(default_factory=list)  # if they are charged
     released: list[PaidScore] = field(default_factory=list) # by the run so far
 
@@ -250,7 +250,7 @@ def make_evaluation(
 ) -> Evaluation:
     "The evaluation of a run, with its noise solved before the first draw."
     if given is None or callable(given):
-        return Evaluation(engine, given, given)
+        return Evaluation(engine, given, given, higher=None)
     paid = isinstance(given, NoisyAccuracy)
     with concerning(SCORED):
         data = ready.encoded(given.data if paid else given)

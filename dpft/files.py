@@ -128,7 +128,7 @@ def _joined(content: bytes, values: list[tuple[int, int]]) -> tuple[int, int] | 
 # %% ../nbs/6_appendices/109_files.ipynb #files-spelled
 def _as_spelled(table: Any, read: Any, unit: str | None) -> Any:
     "The table, with texts in place of values whose spelling carries more information."
-    from pyarrow import compute, types
+    from pyarrow import compute, string, types
 
     read_as = (types.is_integer, types.is_floating, types.is_boolean, types.is_temporal)
     guessed = [field.name for field in table.schema
@@ -138,7 +138,8 @@ def _as_spelled(table: Any, read: Any, unit: str | None) -> Any:
         own = name.strip() == unit
         if name not in guessed and not own:
             continue
-        said = compute.utf8_trim_whitespace((texts if name in guessed else table)[name])
+        spelled = (texts if name in guessed else table)[name].cast(string())
+        said = compute.utf8_trim_whitespace(spelled)
         said = compute.if_else(compute.is_valid(table[name]), said, None)
         if own or _is_code(table[name], said):
             table = table.set_column(place, name, said)

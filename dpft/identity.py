@@ -28,7 +28,7 @@ from .datasets import (
 from .gradients import full
 from .noise import bytes_of, raw_bytes
 from .processes import whole
-from .schema import TAGS, WORDS, kind_of
+from .schema import TAGS, WORDS, kind_of, kinds_of
 from .settings import Reading, Settings, package_of, parts_of
 
 # %% auto #0
@@ -219,13 +219,30 @@ def _row_hash(item: Any) -> tuple[str, bytes]:
     return "values", digest.digest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #identity-shared-rows
+def _texts(data: Any, names: set[str]) -> set[str]:
+    "Those of some columns that hold texts, words or messages."
+    kinds = kinds_of(bare(data)) if names else {}
+    return {name for name in names if kinds.get(name) in ("text", "words", "chat")}
+
+def _in_common(public: Any, private: Any) -> set[str]:
+    "Columns to compare rows by; ValueError if texts of either have no counterpart."
+    one, other = _compared(public), _compared(private)
+    ours, theirs = _texts(public, one), _texts(private, other)
+    texts = ours & theirs
+    if texts and ours - texts and theirs - texts:
+        raise ValueError("the texts have different names, "
+                         f"{', '.join(map(repr, sorted(ours - texts)))} and "
+                         f"{', '.join(map(repr, sorted(theirs - texts)))}; give the "
+                         "columns of both sets the same names")
+    return one & other if texts or not (ours and theirs) else set()
+
 def shared_rows(
     public: Any,   # a data set
     private: Any,  # another, of the same form
 ) -> list[int]:    # rows of the first that are in the second too
     "Public rows that are private too; refuses to compare texts with tokens."
     public, private = as_dataset(public), as_dataset(private)
-    both = _compared(public) & _compared(private)
+    both = _in_common(public, private)
     first, second = row_hashes(public, both), row_hashes(private, both)
     forms = [sorted({form for form, _ in rows}) for rows in (first, second)]
     if first and second and forms[0] != forms[1]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from math import isclose
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,6 @@ def note_unpaid_run(budgets: Budgets, run: str, reason: str) -> None:
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-published
 PUBLISHED = ("mechanisms", "delta", "epsilon", "accountant", "size", "method", "clip",
              "clipping", "unit", "reproducible", "secure_mode") # fields of a plan
-
 
 def published_rows(
     records: Records,
@@ -413,6 +413,10 @@ class Ledger(LedgerReader):
         attributes: dict[str, Any] | None = None, # anything else worth keeping; JSON
     ) -> bool:          # whether it was charged: False for an identical release
         "Charge one step, on disk when this returns; call it before noise is added."
+        check(isinstance(step, Integral) and step >= 0,
+              f"step {step!r} is no step; give its number, from 0")
+        check(isinstance(digest, str) and bool(digest),
+              f"the digest of a sum is a text, not {digest!r}")
         return charge_step(self._budgets, run, mechanism, int(step), digest, attributes)
 
     def finish(self, run: str) -> None:
@@ -464,10 +468,12 @@ class Ledger(LedgerReader):
     def publish(
         self,
         path: str | Path,    # an existing copy is replaced
-        runs: Sequence[str], # the runs to publish; no other is shown
+        runs: str | Sequence[str], # what to publish; no other run is shown
         seal: str = "",      # digest of the statement about them, as its last rows
     ) -> str:                # hash of the last row before the seal
         "Write a new chain over the rows of some runs, to publish with a model."
+        runs = [runs] if isinstance(runs, str) else [*runs]
+        check(bool(runs), "name the runs to publish")
         head = publish_rows(self._records, Path(path), runs, seal)
         with self.chain.file.writing():
             if not self.knows(head):

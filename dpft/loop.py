@@ -184,6 +184,9 @@ def load(
     ValueError for a folder that is not a saved run or is damaged, that names no
     architecture if none is given, or that was made from another base.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: pass a module, such as "
+                        f"dpft.load_model({model!r})")
     folder = Path(path)
     said = folder / "dpft.json"
     if not said.exists():

@@ -441,18 +441,22 @@ def exact_match(
     collate: Collate | None = None,
     batch_size: int = 256,
 ) -> float:                            # in [0, 1]
-    "Share of examples whose answer is right in both ends, or in all of its labels."
-    right = 0
+    """Share of examples whose answer is right in both ends, or in all of its labels,
+    among those that have one."""
+    right = count = 0
     for batch in evaluation_batches(model, data, collate, batch_size):
         if task_of(model) == "question answering":
             ends = spans(model, batch)
-            both = [scores.argmax(1) == places for scores, places in ends]
-            right += int(torch.stack(both).all(0).sum())
+            agrees = torch.stack([scores.argmax(1) == places
+                                  for scores, places in ends], 1)
+            counted = torch.stack([places < scores.shape[1]
+                                   for scores, places in ends], 1)
         else:
             scores, labels = logits(model, batch), labels_of(batch)
-            agrees = ((scores > 0) == (labels > 0.5)) | (labels == -100)
-            right += int(agrees.all(1).sum())
-    return right / max(len(data), 1)
+            agrees, counted = (scores > 0) == (labels > 0.5), labels != -100
+        right += int(((agrees | ~counted).all(1) & counted.any(1)).sum())
+        count += int(counted.any(1).sum())
+    return right / max(count, 1)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-r2
 @torch.no_grad()

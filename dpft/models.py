@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -24,6 +25,7 @@ from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
 from .networks import BUILT
+from .provenance import check_saved
 from .registry import did_you_mean
 from .sampling import gather
 from .texts import collate_for
@@ -113,7 +115,6 @@ def own_classes(
     names = [str(named[number]) for number in range(count)]
     return count if all(name.startswith("LABEL_") for name in names) else names
 
-
 def name_classes(
     model: Any,            # of Transformers
     names: Sequence[str],  # by class number
@@ -125,7 +126,8 @@ def name_classes(
 
 # %% ../nbs/5_notes/74_models.ipynb #models-load
 def load_model(
-    name: str,   # "minilm", one of `BUILT`, Transformers', a folder or a GGUF file
+    # "minilm", one of `BUILT`, Transformers', a folder or a GGUF file
+    name: str | os.PathLike[str],
     classes: int | Sequence[str] = 2,   # outputs of the classification head, or names
     kind: str = "text",             # a key of `AUTOS`
     image_shape: tuple[int, int, int] | None = None,    # (C, H, W), for the built ones
@@ -133,7 +135,10 @@ def load_model(
     gguf_file: str | None = None,   # of a folder or repository with GGUF weights
 ) -> nn.Module:
     "A model by name; new weights are drawn from the seed, so they are public."
+    name = os.fspath(name)
     count = classes if isinstance(classes, int) else len(classes)
+    if kind not in (heads := ["text"] if name == "minilm" else [*AUTOS]):
+        raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(heads)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in BUILT:
@@ -198,12 +203,7 @@ def _load_transformers(
 
     name, gguf_file = gguf_of(name, gguf_file)
     check_name(name)
-    weights = list(Path(name).glob("model*.safetensors"))
-    if (Path(name) / "dpft.json").exists() and not weights:
-        raise ValueError(f"{name} holds only what a run trained; "
-                         f"dpft.load({str(name)!r}) puts it on its base")
-    if kind not in AUTOS:
-        raise ValueError(f"unknown kind {kind!r}; it is one of {', '.join(AUTOS)}")
+    check_saved(Path(name))
     file = gguf_options(gguf_file)
     saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
     pooled = "MeanPooledClassifier" in saved_as and kind == "text"
@@ -238,12 +238,13 @@ def load_pretrained(
 
 # %% ../nbs/5_notes/74_models.ipynb #models-tokenizer
 def load_tokenizer(
-    name: str,                      # as for `load_model`
+    name: str | os.PathLike[str],   # as for `load_model`
     gguf_file: str | None = None,   # as for `load_model`
 ) -> Any:                           # a Transformers tokenizer with a padding token
     "The tokenizer of a text model."
     from transformers import AutoTokenizer
 
+    name = os.fspath(name)
     if name in BUILT:
         raise ValueError(f"{name!r} is a model for images and has no tokenizer")
     name, gguf_file = gguf_of(name, gguf_file)
@@ -332,7 +333,6 @@ def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution
     normal = (full(inputs) - full(module.running_mean).view(shape)) * scale
     return Dense(sum_after(full(gradient) * normal))
 
-
 RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-normalising
@@ -348,10 +348,8 @@ def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
 class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
     "Frozen normalisation of vectors and sequences."
 
-
 class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
     "Frozen normalisation of images."
-
 
 class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
     "Frozen normalisation of volumes."
@@ -500,8 +498,9 @@ def pretrain(
         raise ValueError(
             f"pretrain takes public data only; if this {type(public).__name__} is "
             "public, say so: Public(data, source='...')")
-    if epochs < 1:
-        raise ValueError(f"epochs must be at least 1, not {epochs}")
+    if epochs < 1 or batch_size < 1 or not len(public):
+        raise ValueError(f"{epochs} epochs in batches of {batch_size} over "
+                         f"{len(public)} rows; give at least one of each")
     loss_fn = default_loss(model)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     total = epochs * math.ceil(len(public) / batch_size)

@@ -190,6 +190,7 @@ class Keystream:
         # no secret
         secret: bytes | int | None = None,
     ):
+        secret = int(secret) if isinstance(secret, np.integer) else secret
         self.reproducible = isinstance(secret, int)
         secret = os.urandom(32) if secret is None else secret
         self.secret: bytes = from_seed(secret) if isinstance(secret, int) else secret

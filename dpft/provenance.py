@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'carriers', 'trained_parts', 'mark_trained', 'restate', 'restate_own',
-           'note_of_folder', 'came_from', 'notes_in', 'sentence', 'notes_on', 'look_at_start', 'recall']
+           'note_of_folder', 'came_from', 'check_saved', 'notes_in', 'sentence', 'notes_on', 'look_at_start', 'recall']
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
 import json
@@ -121,6 +121,17 @@ def came_from(
     if note is not None:
         add_note(model, note)
     return model
+
+# %% ../nbs/5_notes/64_provenance.ipynb #provenance-saved
+def check_saved(folder: Path) -> None:
+    "ValueError for a saved run whose weights Transformers would not find."
+    if not (folder / "dpft.json").exists():
+        return
+    said = json.loads((folder / "dpft.json").read_text("utf-8"))
+    if said["part"] or said.get("added") or said.get("adapters"):
+        what = "only what a run trained" if said["part"] else "layers that a run added"
+        raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
+                         "in its place, and the model that it returns can train on")
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-in-ledger
 def notes_in(

@@ -71,6 +71,8 @@ def loaded(
     "The module, or the file loaded as one; ValueError if it does not exist."
     try:
         if not where.endswith(".py"):
+            if not all(map(str.isidentifier, where.split("."))):
+                raise ImportError("this is no name of a module")
             return importlib.import_module(where)
         if not Path(where).is_file():
             raise ValueError(f"there is no file {where}; write file.py:Class")

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Number
+from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -428,9 +428,11 @@ class Augmentation:
     flip: bool = True  # mirror half of the views left to right
 
     def __post_init__(self) -> None:
-        if self.copies < 1 or self.crop < 0:
+        whole = all(isinstance(one, Integral) for one in (self.copies, self.crop))
+        if not whole or self.copies < 1 or self.crop < 0:
             raise ValueError(f"copies={self.copies}, crop={self.crop}: a picture needs "
-                             "at least one copy, moved by 0 pixels or more")
+                             "at least one copy, moved by 0 pixels or more, in "
+                             "whole numbers")
 
     @property
     def variants(self) -> int:

@@ -22,6 +22,7 @@ from .identity import fingerprint
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .privacy import SampledGaussian
+from .registry import plain_asked
 from .sampling import check_exact, check_kinds, one_spelling
 from .settings import package_of
 
@@ -78,6 +79,8 @@ class NoisyAccuracy:
     ):
         self.data = data = as_dataset(data)
         self.noise_multiplier, self.unit = noise_multiplier, unit_for(data, unit)
+        if asked := plain_asked(float | None, noise_multiplier):
+            raise ValueError(f"noise_multiplier={noise_multiplier!r}: give {asked}")
         if not len(data):
             raise ValueError("the development set has no rows to score on")
         self.people = None if self.unit is None else people_of(data, self.unit)

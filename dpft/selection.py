@@ -18,6 +18,7 @@ from .guarantee import Guarantee
 from .privacy import (
     NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
     rdp_conversion)
+from .registry import plain_asked
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
@@ -38,6 +39,8 @@ class TrialLaw:
     def __post_init__(self) -> None:
         if self.name not in LAWS:
             raise ValueError(f"law={self.name!r}: choose {', '.join(LAWS)}")
+        if asked := plain_asked(float, self.mean):
+            raise ValueError(f"trials={self.mean!r}: give {asked}")
         if not 1 < self.mean <= 500:
             raise ValueError(f"trials={self.mean:g}: a selection needs an expected "
                              "number of trials above 1 and at most 500")

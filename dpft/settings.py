@@ -164,8 +164,8 @@ def kind_checks(settings: Settings) -> Iterator[tuple[bool, str]]: # (holds, mes
         value = getattr(settings, one.name)
         text = NO_TEXT.get(one.name, "") if isinstance(value, str) else ""
         member, said = MEMBERS.get(one.name, ("__class__", ""))
-        lacks = said if value is not None and not hasattr(value, member) else ""
-        asked = text or plain_asked(one.type, value) or lacks
+        fits = value is None or (hasattr(value, member) and not isinstance(value, type))
+        asked = text or plain_asked(one.type, value) or ("" if fits else said)
         yield not asked, f"{one.name}={value!r}: give {asked}"
 
 def partner_checks(settings: Settings) -> Iterator[tuple[bool, str]]:

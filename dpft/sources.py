@@ -185,8 +185,10 @@ def from_hub(
         raise ValueError(f"the only column of {name} has a name of several words, so "
                          "its first line may be a row; put a line of names above it, "
                          "or name the column with columns=")
-    test = None if named["test"] is named["dev"] else named["test"]
-    return task_of(named["train"], named["dev"], test, columns, unit, classes, name)
+    same = named["test"] is named["dev"]
+    task = task_of(named["train"], named["dev"], None if same else named["test"],
+                   columns, unit, classes, name)
+    return replace(task, test=task.dev) if same else task
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-by-name
 def _parts(name: str, unit: str | None) -> dict[str, Any]:

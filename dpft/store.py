@@ -228,13 +228,13 @@ def check_same(folder: Path, facts: Facts, recorded: dict[str, Any]) -> None:
     if recorded["portable"] and not facts.complete:
         raise CheckpointError(
             f"checkpoint {folder} was begun with settings that could all be read, and "
-            "now one cannot, such as a function in evaluate= or autocast around the "
-            "call; continue as it was begun, or choose an empty folder")
-    for name, value in facts.under(bytes.fromhex(recorded["secret"])).items():
-        if recorded["identity"].get(name) != value:
-            raise CheckpointError(
-                f"checkpoint {folder} belongs to another {name}; continue with "
-                f"the {name} it was made with, or choose an empty folder")
+            "now one cannot, such as a function in evaluate= or autocast; continue as "
+            "it was begun, or choose an empty folder")
+    now, before = facts.under(bytes.fromhex(recorded["secret"])), recorded["identity"]
+    if other := [one for one in now | before if before.get(one) != now.get(one)]:
+        raise CheckpointError(
+            f"checkpoint {folder} belongs to another {other[0]}; continue with "
+            f"the {other[0]} it was made with, or choose an empty folder")
 
 # %% ../nbs/5_notes/57_store.ipynb #store-found
 def own_ledger(folder: str | Path | None) -> Path | None:

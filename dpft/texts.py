@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .datasets import (
     LABELS, as_dataset, check_complete, check_labels, class_list, class_names, column,
-    is_chat, is_missing, made_on_the_fly)
+    is_chat, is_missing, made_on_the_fly, row_numbers)
 from .identity import hash_of
 from .schema import Schema, read_labels, read_tags, tag_values
 
@@ -34,7 +34,7 @@ def token_places(
     indices: Tensor | Sequence[int],   # (B,) texts; negative ones count from the end
 ) -> tuple[Tensor, Tensor, Tensor]:    # (B,) texts; (B, T) places; (B, T) no padding
     "Positions of the tokens of a batch, for rows as long as the longest of them."
-    rows = torch.as_tensor(indices, dtype=torch.long)
+    rows = row_numbers(indices, len(lengths))
     rows = torch.where(rows < 0, rows + len(lengths), rows)
     own = lengths[rows]
     position = torch.arange(int(own.max()))
@@ -107,6 +107,8 @@ def encode(
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
 ) -> EncodedData:
     "Tokenise a data set once; refuses missing columns, empty texts and bad labels."
+    if kind not in ("text", "causal"):
+        raise ValueError(f"kind={kind!r}: choose 'text' or 'causal'")
     data, (*texts, last) = as_dataset(data), columns
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
     if kind == "causal":
@@ -117,6 +119,9 @@ def encode(
         whole = _joined(rows(parts, tokenizer, max_length), max_length, pad_id)
         whole.table = data
         return whole
+    if not texts:
+        raise ValueError(f"columns={list(columns)} name no text; give the text "
+                         "columns, then the label's")
     if len(texts) > 2:
         raise ValueError(f"columns={list(columns)} name {len(texts)} texts, and a "
                          "tokenizer takes one or a pair; join them into two columns")

@@ -48,7 +48,8 @@ def make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         check_held(optimizer, parameters, model)
         return optimizer
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    if optimizer not in OPTIMIZERS if isinstance(optimizer, str) else (
+            not callable(optimizer)):
         raise ValueError(f"optimizer={optimizer!r}: choose one of "
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
@@ -63,7 +64,14 @@ def make_optimizer(
             raise ValueError(f"{make.__name__} takes no weight_decay; leave it at 0, "
                              "or take another optimizer")
         given = {}
-    return make(parameters, lr=learning_rate, **given, **apart)
+    try:
+        made = make(parameters, lr=learning_rate, **given, **apart)
+    except TypeError as error:
+        raise ValueError("optimizer= cannot be made from the parameters, lr= and "
+                         f"weight_decay= ({error}); give the rest with "
+                         "functools.partial, or pass an instance") from error
+    check_closure(made)
+    return made
 
 
 def check_closure(
@@ -234,7 +242,12 @@ def own_scheduler(
     if warmup:
         raise ValueError(f"warmup={warmup:g} beside a scheduler of one's own; put the "
                          "warm-up into the scheduler")
-    made = schedule if isinstance(schedule, LRScheduler) else schedule(optimizer)
+    try:
+        made = schedule if isinstance(schedule, LRScheduler) else schedule(optimizer)
+    except TypeError as error:
+        raise ValueError("schedule= cannot be made from the optimizer alone "
+                         f"({error}); give the rest with functools.partial, such as "
+                         "partial(StepLR, step_size=10)") from error
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
         raise ValueError(f"schedule= gave a {type(made).__name__}; give a scheduler of "
                          "torch.optim.lr_scheduler whose step() takes no score")

@@ -26,7 +26,8 @@ class VerificationError(ValueError):
 # %% ../nbs/5_notes/62_verification.ipynb #verify-function
 def verify(
     folder: str | Path,               # that `run.save` wrote, or a guarantee.json
-    ledger: str | Path | None = None, # None: ledger.sqlite in the folder
+    # a Ledger or its path; None: ledger.sqlite in the folder
+    ledger: Ledger | str | Path | None = None,
 ) -> list[str]:                       # what was checked, one sentence each
     "Recompute a saved guarantee, or raise `VerificationError`; @sec-verify."
     path = Path(folder) / "guarantee.json" if Path(folder).is_dir() else Path(folder)
@@ -37,6 +38,7 @@ def verify(
     content = json.loads(path.read_text(encoding="utf-8"))
     if not guarantee.private:
         return [_promises_nothing(guarantee, content), *_files(guarantee, path.parent)]
+    ledger = ledger.path if isinstance(ledger, Ledger) else ledger
     place = Path(ledger) if ledger is not None else path.parent / "ledger.sqlite"
     if not place.is_file():
         raise VerificationError(f"there is no ledger at {place}, and without one "

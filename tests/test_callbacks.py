@@ -162,6 +162,32 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.parametrize("name, steps", [("loss", 6), ("eval_loss", 6), ("perplexity", 6), ("error", 6), ("score", 3)])
+def test_of_a_function_s_score_less_is_better_where_its_name_says_so(name, steps):
+    falling = iter(range(100, 0, -1))
+    run = tuned(callbacks=[EarlyStoppingCallback(2)], evaluate=lambda model: {name: float(next(falling))}, evaluate_every=1)
+    assert [entry["step"] for entry in run.history if "learning_rate" in entry][-1] == steps
+
+
+def test_a_state_goes_back_to_the_callback_of_its_class(tmp_path):
+    Failing.calls = 0
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
+    first, second = Recorder(), EarlyStoppingCallback(9)
+    tuned(callbacks=[first, second], evaluate=Worse(2.0), **given)
+    assert not hasattr(first, "early_stopping_patience_counter") and second.early_stopping_patience_counter > 2
+
+
+def test_a_state_whose_callback_is_gone_is_told(tmp_path):
+    Failing.calls = 0
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
+    with pytest.warns(UserWarning, match="the interrupted run had a EarlyStoppingCallback, whose state is lost"):
+        tuned(callbacks=[Recorder()], evaluate=Worse(2.0), **given)
+
+
 def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
     Failing.calls = 0
     given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)

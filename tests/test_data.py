@@ -410,7 +410,8 @@ def test_hub_json_pairs_and_causal(hub_cache):
         for part in ("train", "test"):
             (folder / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = load_data(str(hub_cache / "pairs"))
-    assert (task.kind, task.columns, task.classes, task.test) == ("text", ("question", "context", "label"), ("0", "1", "2"), None)
+    assert (task.kind, task.columns, task.classes) == ("text", ("question", "context", "label"), ("0", "1", "2"))
+    assert task.test is task.dev
     task = load_data(str(hub_cache / "causal"))
     assert (task.kind, task.columns, task.classes) == ("causal", ("meaning_representation", "human_reference"), ())
 
@@ -431,7 +432,7 @@ def test_hub_images(hub_cache):
         ("image", "label"),
         ("x", "y"),
         (1, 6, 6),
-        None,
+        task.dev,
     )
     assert torch.equal(task.train.images[:, 0], torch.from_numpy(pixels)) and task.dev.labels.tolist() == [0, 1, 0, 1, 1]
 
@@ -1208,3 +1209,20 @@ def test_hidden_files_of_macos_are_no_parts(tmp_path):
         (tmp_path / name).write_text("text,label\na,0\nb,1\n")
     task = load_data(tmp_path)
     assert (len(task.train), task.dev) == (2, None)
+
+
+def test_a_test_file_alone_is_scored_under_its_name(tmp_path):
+    from dpft.cli.core import name_of_part, scored_part
+
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text("text,label\na b,0\nc d,1\n")
+    task = load_data(tmp_path)
+    assert scored_part(task, "test") is scored_part(task, None) is not None and name_of_part(task, None) == "test"
+    (tmp_path / "validation.csv").write_text("text,label\na b,0\n")
+    task = load_data(tmp_path)
+    assert task.test is not task.dev and name_of_part(task, None) == "dev" and name_of_part(task, "test") == "test"
+
+
+def test_an_empty_column_of_people_with_a_blank_in_its_name_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("text, user,label\na,,0\nb,,1\n")
+    assert read_file(tmp_path / "rows.csv", unit="user").column_names == ["text", "user", "label"]

@@ -1,6 +1,8 @@
 """Each task has the loss that Transformers gives an example alone, and a score of its own; what is unknown is asked for."""
 
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers as hf
@@ -307,6 +309,23 @@ def test_an_exact_match_is_right_in_every_part():
     model = Says()
     said, labels = tensor([[2.0, -1, 3], [1, 1, 1], [-1, -1, -1]]), tensor([[1.0, 0, 1], [1, 0, 1], [0, -100, 0]])
     assert exact_match(model, list(zip(said, labels, strict=True))) == pytest.approx(2 / 3)
+
+
+def test_an_exact_match_leaves_out_rows_without_a_counted_label():
+    said, labels = tensor([[2.0, -1], [1, 1], [-1, 1]]), tensor([[1.0, 0], [-100, -100], [1, -100]])
+    assert exact_match(Says(), list(zip(said, labels, strict=True))) == 1 / 2
+    assert exact_match(Says(), list(zip(said[1:2], labels[1:2], strict=True))) == 0
+
+    class Spans(nn.Module):
+        "Always the span from 1 to 2, of four places."
+        def forward(self, x):
+            scores = [torch.eye(4)[torch.full((len(x),), place)] for place in (1, 2)]
+            return SimpleNamespace(start_logits=scores[0], end_logits=scores[1])
+
+    Spans.__name__ = "SpansForQuestionAnswering"
+    ends = {"start_positions": [1, 1, 4, -100, 9], "end_positions": [2, 3, 2, -100, 9]}       # right, wrong, half, and two not counted
+    rows = [{"x": torch.zeros(1), **{name: torch.tensor(values[row]) for name, values in ends.items()}} for row in range(5)]
+    assert exact_match(Spans(), rows) == pytest.approx(2 / 3)
 
 
 def test_perplexity_without_a_counted_token_is_refused():

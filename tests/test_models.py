@@ -600,7 +600,7 @@ def test_pretrain_refuses_what_is_not_public():
     for data in (task.train, [task.train[0]]):
         with pytest.raises(ValueError, match=r"pretrain takes public data only; if this .* is public, say so"):
             pretrain(mlp(), data)
-    with pytest.raises(ValueError, match="epochs must be at least 1"):
+    with pytest.raises(ValueError, match="0 epochs in batches of 128 over 100 rows; give at least one of each"):
         pretrain(mlp(), font_digits(100), epochs=0)
 
 
@@ -852,3 +852,39 @@ def test_texts_for_labels_are_refused():
     table = TableData({"review": ["a", "b"], "mood": ["good", "bad"]})
     with pytest.raises(ValueError, match="column 'mood' holds texts, not class numbers"):
         dpft.fine_tune(writer("gpt2"), table, dpft.BiTFiT(), noise_multiplier=1.0, steps=1, batch_size=1, tokenizer=object())
+
+
+@pytest.mark.parametrize("method", [lambda: dpft.LoRA(2), dpft.Adapter], ids=["LoRA", "Adapter"])
+def test_a_saved_run_with_added_layers_is_not_loaded_by_name_as_if_it_were_the_base(tmp_path, method):
+    """Transformers would draw the layers anew whose names changed, and a run would train on those."""
+    rows = [{"input_ids": [2, 3, 4], "labels": row % 3} for row in range(24)]
+    run = dpft.fine_tune(text_model("bert"), rows, method(), 8.0, steps=1, batch_size=8, accountant="rdp", progress=False)
+    run.save(tmp_path / "saved", whole=True)
+    assert any((tmp_path / "saved").glob("model*.safetensors"))
+    for attempt in (lambda: load_model(tmp_path / "saved", 3), lambda: dpft.fine_tune(str(tmp_path / "saved"), rows, dpft.Full(), 8.0)):
+        with pytest.raises(ValueError, match=r"saved holds layers that a run added; dpft.load\('.*saved'\) puts it in its place"):
+            attempt()
+    again = dpft.load(tmp_path / "saved")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in run.model.state_dict().items())
+
+
+def test_a_path_names_a_model_and_its_tokenizer(tmp_path):
+    text_model("bert").save_pretrained(tmp_path)
+    model, same = load_model(tmp_path, 3), load_model(str(tmp_path), 3)
+    assert all(torch.equal(value, same.state_dict()[name]) for name, value in model.state_dict().items())
+    load_tokenizer("minilm").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == load_tokenizer(str(tmp_path)).vocab_size
+
+
+@pytest.mark.parametrize("given, said", [
+    (("cnn", 2, "caual"), "unknown kind 'caual'"), (("minilm", 2, "causal"), "unknown kind 'causal'; it is one of text")])
+def test_a_kind_that_no_model_has_is_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        load_model(*given)
+
+
+@pytest.mark.parametrize("rows, batch_size", [(0, 8), (4, 0)])
+def test_pre_training_on_nothing_is_refused(rows, batch_size):
+    data = Public([(torch.zeros(3), 0)] * rows, "nowhere")
+    with pytest.raises(ValueError, match=f"10 epochs in batches of {batch_size} over {rows} rows; give at least one of each"):
+        pretrain(nn.Linear(3, 2), data, batch_size=batch_size)

@@ -50,7 +50,8 @@ def test_a_method_in_a_file_is_found_and_takes_options(mine):
 @pytest.mark.parametrize("name, said", [
     ("bitft", "did you mean bitfit"), ("nowhere.py:Mine", "there is no file nowhere.py"), ("no.module:Mine", "cannot be imported"),
     ("{mine}:Yours", "has no Yours"), ("{mine}:nothing", "no subclass of dpft.Method"), ("Ledger", "unknown method"),
-    ("", "unknown method")])
+    ("", "unknown method"), ("./mine:Mine", "./mine cannot be imported.*file.py:Class"), (".mine:Mine", ".mine cannot be imported"),
+    (":Mine", "cannot be imported")])
 def test_what_is_no_method_is_refused_in_a_sentence(mine, name, said):
     with pytest.raises(ValueError, match=said) as refused:
         method_type(name.format(mine=mine))

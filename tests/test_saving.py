@@ -867,3 +867,8 @@ def test_a_damaged_description_of_a_saved_run_is_named(tmp_path):
     (tmp_path / "dpft.json").write_text('{"part": tr')
     with pytest.raises(ValueError, match=r"dpft.json is damaged \(Expecting value: line 1 column 10.*take another copy of the folder"):
         dpft.load(tmp_path, nn.Linear(3, 2))
+
+
+def test_a_name_in_place_of_a_base_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"model='minilm': pass a module, such as dpft.load_model\('minilm'\)"):
+        dpft.load(tmp_path, "minilm")

@@ -1,6 +1,8 @@
 """Seventy wrong inputs, as people type them: each ends in one sentence that names the thing, and nothing is charged or lost."""
 
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
@@ -206,6 +208,12 @@ CALLS = [
     (dict(loss_fn="mse"), "loss_fn='mse': give a function"), (dict(columns="text,label"), "columns='text,label': give a list of names"),
     *((({name: "no"}), f"{name}='no': give True or False") for name in
       ("dropout", "secure_mode", "show_loss", "progress", "keep_secrets", "overwrite")),
+    (dict(optimizer=None), "optimizer=None: choose one of adamw, adam, sgd, or pass a class"), (dict(optimizer=5), "optimizer=5: choose"),
+    (dict(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), "optimizer= cannot be made from the parameters, lr= and weight_decay="),
+    (dict(optimizer=partial(torch.optim.LBFGS, max_iter=2)), "LBFGS needs a closure"),
+    (dict(optimizer=partial(torch.optim.SparseAdam, eps=1e-8)), "SparseAdam takes sparse gradients only"),
+    (dict(schedule=torch.optim.lr_scheduler.StepLR), r"schedule= cannot be made from the optimizer alone.*partial\(StepLR, step_size"),
+    (dict(schedule=hf.get_linear_schedule_with_warmup), "schedule= cannot be made from the optimizer alone"),
     (dict(show_loss=1), "show_loss=1: give True or False"), (dict(progress=None), "progress=None: give True or False"),
     (dict(augment="flip"), r"augment='flip': give views of pictures, such as dpft.Augmentation\(\)"),
     (dict(augment=True), "augment=True: give views"), (dict(unit=2), "unit=2: give the name of a column, or a list of one name"),

@@ -8,9 +8,9 @@ __all__ = ['app', 'EXTRAS', 'IN_SHELL', 'UsageError', 'METHOD', 'AS_JSON', 'OBJE
            'show_version', 'root', 'check_positive', 'check_idle', 'names_typed', 'classes_typed', 'whole_numbers',
            'increasing', 'print_json', 'with_schedule', 'complete_method', 'knob_options', 'takes_knobs', 'train',
            'Job', 'train_job', 'handler_kept', 'checked_knobs', 'tell_result', 'loaded_task', 'check_learnable',
-           'scored_part', 'check_device', 'check_reads', 'check_model_folder', 'prepared_model', 'check_written',
-           'freeze_statistics', 'pretrained', 'plan', 'Asked', 'planned_size', 'check_planned', 'tell_plan',
-           'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
+           'name_of_part', 'scored_part', 'check_device', 'check_reads', 'check_model_folder', 'prepared_model',
+           'check_written', 'freeze_statistics', 'pretrained', 'plan', 'Asked', 'planned_size', 'check_planned',
+           'tell_plan', 'drawn_plan', 'recommendation', 'train_command', 'counted', 'probed']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -394,7 +394,7 @@ def train_job(job: Job, knobs: dict[str, Any]) -> None:
         run = fine_tune(model, task, method, tokenizer=tokenizer,
                         evaluate=scored_part(task, job.score), **knobs)
     if first:
-        tell_result(run, job.score or "dev", knobs["output"])
+        tell_result(run, name_of_part(task, job.score), knobs["output"])
     stop()
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-handler
@@ -471,6 +471,11 @@ def check_learnable(task: Any) -> None:
                          "of one output")
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-scored
+def name_of_part(task: Any, score: str | None) -> str:
+    "What a score is of; a data set without a dev part is scored on its test part."
+    only_test = task.test is not None and task.test is task.dev
+    return score or ("test" if only_test else "dev")
+
 def scored_part(task: Any, score: str | None) -> Any:
     "The part of a task to score, or None; ValueError when it has no such part."
     if score not in (None, "dev", "test", "none"):
