@@ -27,9 +27,9 @@ def row_numbers(
     rows: Tensor | Sequence[int],  # numbers, or a truth value for each row
     size: int,                     # of the data set
 ) -> Tensor:
-    "Numbers of rows, also of those that a mask names; IndexError for any other."
+    "Numbers of rows, also of those that a mask names; IndexError for a short mask."
     found = torch.as_tensor(rows)
-    return torch.arange(size)[found if found.dtype is torch.bool else found.long()]
+    return torch.arange(size)[found] if found.dtype is torch.bool else found.long()
 
 @dataclass(eq=False, repr=False)
 class TensorData:
@@ -91,8 +91,8 @@ def take(
     rows: Sequence[int],
 ) -> Any:
     "These rows of a data set, in this order."
-    rows = row_numbers(rows, len(data)).tolist()
-    return data.subset(rows) if hasattr(data, "subset") else data.select(rows)
+    return (data.subset(rows) if hasattr(data, "subset")
+            else data.select(row_numbers(rows, len(data)).tolist()))
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-tabledata
 class TableData:

@@ -95,13 +95,19 @@ def _odd_rows(labels: Tensor, outputs: int) -> Tensor:
     return ((labels != -100) & ((labels < 0) | (labels >= outputs))).nonzero()[:, 0]
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-known-labels
+def _stored(train: Selected, name: str) -> list[Any]:
+    "A column by the model's name for it; empty if there is none, or it is computed."
+    named = {new: own for own, new in train.names.items()}
+    if name not in named or made_on_the_fly(train.table):
+        return []
+    return column(train.table, named[name])
+
 def _known_labels(train: Any) -> Tensor | None:
     "All labels of a data set, if it stores them together."
     if isinstance(train, TensorDataset):
         return train.tensors[1] if len(train.tensors) == 2 else None
-    if isinstance(train, Selected) and not made_on_the_fly(train.table):
-        named = {new: name for name, new in train.names.items()}
-        found = column(train.table, named["labels"]) if "labels" in named else []
+    if isinstance(train, Selected):
+        found = _stored(train, "labels")
         whole = found and all(isinstance(value, int) for value in found)
         return torch.tensor(found) if whole else None
     ours = isinstance(train, TensorData | EncodedData)  # others may change their own
@@ -169,11 +175,7 @@ def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-tokens
 def _check_lengths(train: Selected) -> None:
     "Refuse a row whose labels a padded batch would pair with other tokens."
-    named = {new: name for name, new in train.names.items()}
-    if not {"input_ids", "labels"} <= named.keys() or made_on_the_fly(train.table):
-        return
-    pairs = zip(*(column(train.table, named[name]) for name in ("input_ids", "labels")),
-                strict=True)
+    pairs = zip(_stored(train, "input_ids"), _stored(train, "labels"), strict=False)
     for row, (tokens, labels) in enumerate(pairs):
         if np.shape(tokens) != np.shape(labels):
             raise ValueError(f"row {row} has {np.size(tokens)} tokens and "

@@ -38,7 +38,7 @@ from .method import Method, check_method
 from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
 from .processes import at_first_signal, plain_of, speaks
-from .provenance import START, came_from
+from .provenance import START, came_from, description_of
 from .rows import check_not_owned
 from .saving import check_room, files_of_run, read_model, write_model
 from .settings import Settings, settings_from, takes_settings
@@ -188,15 +188,10 @@ def load(
         raise TypeError(f"model={model!r}: pass a module, such as "
                         f"dpft.load_model({model!r})")
     folder = Path(path)
-    said = folder / "dpft.json"
-    if not said.exists():
+    description = description_of(folder)
+    if description is None:
         raise ValueError(f"{folder} is not a saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
-    try:
-        description = json.loads(said.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{said} is damaged ({error}); take another copy of the "
-                         "folder") from error
     return came_from(read_model(folder, description, model), folder)
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import warnings
@@ -25,7 +24,7 @@ from .gradients import (
     RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
 from .losses import default_loss, to_device, unwrapped
 from .networks import BUILT
-from .provenance import check_saved
+from .provenance import check_saved, description_of
 from .registry import did_you_mean
 from .sampling import gather
 from .texts import collate_for
@@ -250,9 +249,9 @@ def load_tokenizer(
     name, gguf_file = gguf_of(name, gguf_file)
     if name != "minilm":
         check_name(name)
-    saved, own = Path(name) / "dpft.json", Path(name) / "tokenizer_config.json"
-    if saved.exists() and not own.exists():    # saved without one: it is the base's
-        base = (json.loads(saved.read_text("utf-8")).get("base") or {}).get("name")
+    saved = description_of(Path(name))
+    if saved is not None and not (Path(name) / "tokenizer_config.json").exists():
+        base = (saved.get("base") or {}).get("name")    # whose tokenizer it is
         if base is None:
             raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
                              "base model; load the tokenizer of the base")

@@ -236,6 +236,7 @@ def prepare(
     columns = columns or (task.columns if isinstance(train, Task) else None)
     schema = read_schema(data, _known(columns, data), unit,
                          classed=bool(task.classes) or _classifies(model))
+    spelled = are_spelled(data, schema.label)
     recipe: dict[str, Any] | None = None
     if isinstance(model, str):
         _check_readable(schema, data)
@@ -246,7 +247,7 @@ def prepare(
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
-                     are_spelled(as_dataset(task.train), schema.label), collate_fn)
+                     spelled, collate_fn)
     if (schema.kind in ("text", "causal", "tagging")
             and not has_batch_protocol(data)):
         ready.tokenizer = tokenizer or _own_tokenizer(ready)

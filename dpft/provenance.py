@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'carriers', 'trained_parts', 'mark_trained', 'restate', 'restate_own',
-           'note_of_folder', 'came_from', 'check_saved', 'notes_in', 'sentence', 'notes_on', 'look_at_start', 'recall']
+           'note_of_folder', 'came_from', 'description_of', 'check_saved', 'notes_in', 'sentence', 'notes_on',
+           'look_at_start', 'recall']
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
 import json
@@ -123,13 +124,25 @@ def came_from(
     return model
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-saved
+def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
+    "What a saved run says of its model; ValueError if that is damaged."
+    path = folder / "dpft.json"
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); take another copy of the "
+                         "folder") from error
+
 def check_saved(folder: Path) -> None:
     "ValueError for a saved run whose weights Transformers would not find."
-    if not (folder / "dpft.json").exists():
+    said = description_of(folder)
+    if said is None:
         return
-    said = json.loads((folder / "dpft.json").read_text("utf-8"))
-    if said["part"] or said.get("added") or said.get("adapters"):
-        what = "only what a run trained" if said["part"] else "layers that a run added"
+    part = said.get("part")
+    if part or said.get("added") or said.get("adapters"):
+        what = "only what a run trained" if part else "layers that a run added"
         raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
                          "in its place, and the model that it returns can train on")
 

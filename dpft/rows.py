@@ -224,7 +224,7 @@ class Key:
 
     def __init__(self, file: LedgerFile, make: bool):
         self.file = file
-        if make and not self.exists() and not self.published():
+        if make and not self.exists() and not self.sealed(): # a published copy is
             with file.writing():
                 if not self.exists(): # another process may have been quicker
                     file.query("CREATE TABLE secret (key BLOB NOT NULL)")
@@ -235,10 +235,10 @@ class Key:
         return bool(self.file.query(
             "SELECT 1 FROM sqlite_master WHERE name = 'secret'"))
 
-    def published(self) -> bool:
-        "Whether the file has a sealed statement and no key, as a published copy."
+    def sealed(self) -> bool:
+        "Whether the file holds a sealed statement."
         begun = self.file.query("SELECT 1 FROM sqlite_master WHERE name = 'ledger'")
-        return bool(not self.exists() and begun and self.file.query(
+        return bool(begun and self.file.query(
             "SELECT 1 FROM ledger WHERE kind = 'seal' LIMIT 1"))
 
     def mac(self, content: str) -> str:

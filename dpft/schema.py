@@ -403,6 +403,7 @@ def _as_number(text: str) -> float | None:
     except ValueError:
         return None
 
+# %% ../nbs/5_notes/67_schema.ipynb #schema-alone
 def check_stray(
     labels: Tensor,  # (N,) class numbers
     rows: Sequence[int] | None = None,  # of each of them; None: one each

@@ -175,6 +175,7 @@ def partner_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
         yield (not value or getattr(settings, other) is not None,
                f"{name}={value} does nothing without {other}=; give both, or neither")
 
+# %% ../nbs/5_notes/55_settings.ipynb #settings-each
 def range_checks(settings: Settings) -> list[tuple[bool, str]]:
     "The conditions on each setting by itself."
     own = callable(settings.schedule) or hasattr(settings.schedule, "get_last_lr")

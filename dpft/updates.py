@@ -48,11 +48,10 @@ def make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         check_held(optimizer, parameters, model)
         return optimizer
-    if optimizer not in OPTIMIZERS if isinstance(optimizer, str) else (
-            not callable(optimizer)):
+    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if not callable(make):
         raise ValueError(f"optimizer={optimizer!r}: choose one of "
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     several = len({getattr(one, "device_mesh", None) for one in parameters}) > 1
     # on meshes that torch does not mix
     apart = {"foreach": False} if several and isinstance(optimizer, str) else {}
@@ -73,7 +72,7 @@ def make_optimizer(
     check_closure(made)
     return made
 
-
+# %% ../nbs/5_notes/80_updates.ipynb #updates-closure
 def check_closure(
     optimizer: Any,  # as for `make_optimizer`
 ) -> None:
