@@ -300,6 +300,7 @@ SHORT_ELSEWHERE = ("LastLayer", "BiTFiT", "Full", "LoRA", "Adapter",
                    "RandomPartitions", "LargestWeights", "DPFrost")
 SHORT_WAYS["DPFrost"] = replace(TEXT_WAYS["DPFrost"],
                                 options={**FROST, "sample_rate": 0.005})
+SHORT_WAYS |= PHASED
 FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
                    "batch_size": 128, "optimizer": "adamw", "accountant": "prv",
                    "delta": 1e-5, "physical_batch_size": 8, "every": 20, "beams": 0}
