@@ -285,10 +285,11 @@ def column(
     table = own_part(data, "table")
     data = data if table is None else table
     if name not in (names := column_names(data)):
-        known = ", ".join(map(repr, names)) or "items without names"
-        raise ValueError(f"no column {name!r}; the data has {known}")
-    values = ((data[row][name] for row in range(len(data))) if made_on_the_fly(data)
-              else data[name])
+        raise ValueError(f"no column {name!r}; the data has "
+                         + (", ".join(map(repr, names)) or "items without names"))
+    values = (data if not made_on_the_fly(data) else _from_items(
+        [{key: value for key, value in data[row].items() if key == name}
+         for row in range(len(data))]))[name]
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             for value in values]
 
@@ -422,8 +423,7 @@ def class_names(
     label: str,  # its column of labels
 ) -> tuple[str, ...] | None:
     "The names of the classes that a `datasets.Dataset` states, if it states any."
-    features = getattr(data, "features", None) or {}
-    found = features.get(label)
+    found = (getattr(data, "features", None) or {}).get(label)
     names = getattr(getattr(found, "feature", found), "names", None)  # of each word
     return tuple(names or ()) or None
 
@@ -466,8 +466,8 @@ class Task:
 
     def assuming(self, fact: str) -> Task:
         "The same task with one more public fact, if it is a new one."
-        facts = dict.fromkeys([*self.assumed_public, fact])
-        return replace(self, assumed_public=[*facts])
+        facts = [*dict.fromkeys([*self.assumed_public, fact])]
+        return replace(self, assumed_public=facts)
 
     @property
     def public(self) -> Public | None:
@@ -494,6 +494,7 @@ def protecting(
     marked.privacy_unit = unit
     return marked
 
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-mark
 def mark_of(
     data: Any,     # a data set
 ) -> str | None:   # a column; ValueError where parts name several
@@ -511,14 +512,14 @@ def mark_of(
                          "units; load all of them with one unit=")
     return next(iter(found), None)
 
+# %% ../nbs/5_notes/65_datasets.ipynb #datasets-unit-for
 def unit_for(
     data: Any,         # a data set, or a `Task`
     unit: Any = None,  # the unit's column, or each row's unit; None: as the data say
 ) -> Any:              # None: a row
     "The privacy unit of a run; ValueError if the data name another than requested."
-    own = data.unit if isinstance(data, Task) else None
-    if own is None:
-        own = mark_of(data.train if isinstance(data, Task) else data)
+    rows, own = (data.train, data.unit) if isinstance(data, Task) else (data, None)
+    own = mark_of(rows) if own is None else own
     same = unit is None or unit is own or (isinstance(unit, str) and unit == own)
     if own is None or same:
         return unit if own is None else own

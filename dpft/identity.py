@@ -192,6 +192,7 @@ def _said(value: Any) -> str | list[str] | None:
         return [word.strip() for word in value]
     return value.strip() if kind == "text" else None
 
+# %% ../nbs/5_notes/66_identity.ipynb #identity-item-hash
 def _row_hash(item: Any) -> tuple[str, bytes]:
     "The form in which an item is compared, and its hash."
     if not isinstance(item, Mapping):

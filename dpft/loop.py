@@ -146,6 +146,7 @@ def check_way(folder: Path, place: Path, own: Sequence[str]) -> None:
             raise ValueError(f"{folder / name} is there already, and no run wrote it; "
                              "save into another folder")
 
+# %% ../nbs/1_start/07_loop.ipynb #loop-write-run-parts
 def write_run(run: Run, folder: Path, whole: bool | None = None) -> None:
     """Write a run into a folder that is free for it;
     if that fails, the folder stays as it was."""

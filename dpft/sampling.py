@@ -148,6 +148,7 @@ def _reads_alike(values: Tensor, here: slice, alone: Tensor | None) -> bool:
         and (values.ndim != 2 or _is_padding(_beyond(values, both[1], end), here))
         for end in (False, True))
 
+# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-padding
 def _cut(rows: Tensor, shape: Sequence[int], end: bool) -> Tensor:
     "The part of a shape at the beginning, or at the end."
     return rows[tuple(slice(own - size, None) if end else slice(size)

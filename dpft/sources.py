@@ -81,6 +81,7 @@ def read_folder(
         return read_folder(folder / "data", unit)
     return _other_pictures(folder)
 
+# %% ../nbs/5_notes/71_sources.ipynb #sources-other-pictures
 def _other_pictures(folder: Path) -> dict[str, Any]:
     "Pictures in another layout, by the loader of `datasets`; ValueError if none."
     import datasets
@@ -299,13 +300,13 @@ def kind_of_task(
         return "image"
     if schema.label is None or not len(data):
         return "causal"
-    rows = [data[row] for row in range(min(len(data), 100))]
-    labels = [torch.as_tensor(row[schema.label]) for row in rows]
+    rows = as_dataset([dict(data[row]) for row in range(min(len(data), 100))])
+    labels = [torch.as_tensor(label) for label in rows[schema.label]]
     if not labels[0].ndim:
         return "text"
     if "input_ids" not in schema.reads:
         return "seq2seq"
-    return _kind_of_labels([torch.as_tensor(row["input_ids"]) for row in rows], labels)
+    return _kind_of_labels([torch.as_tensor(row) for row in rows["input_ids"]], labels)
 
 # %% ../nbs/5_notes/71_sources.ipynb #sources-kind-labels
 def _kind_of_labels(tokens: Sequence[Tensor], labels: Sequence[Tensor]) -> str:

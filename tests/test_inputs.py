@@ -140,3 +140,35 @@ def test_the_engine_takes_rows_in_any_form_and_keeps_the_names_of_people_from_th
     for step in engine:
         step.take(optimizer)
     assert engine.unit == "user" and engine.plan.size == 20 and engine.guarantee.epsilon() <= 8.0
+
+
+class Uneven(torch.utils.data.Dataset):
+    "Rows that are made when they are read; only the first half has every name."
+    def __init__(self, lacking):
+        self.lacking = lacking
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        item = {"input_ids": [2, 3, 4], "labels": row % 2, "writer": f"w{row}"}
+        return item if row < 4 else {name: value for name, value in item.items() if name != self.lacking}
+
+
+@pytest.mark.parametrize("lacking, unit", [("labels", None), ("writer", "writer")])
+def test_rows_that_lack_a_name_beyond_the_first_are_one_sentence(lacking, unit):
+    parts = [dpft.datasets.as_dataset({name: values for name, values in {"input_ids": [[2, 3, 4]] * 4, "labels": [0, 1] * 2,
+                                                                          "writer": list("abcd")}.items() if name not in left_out})
+             for left_out in ((), (lacking,))]
+    for rows in (Uneven(lacking), torch.utils.data.ConcatDataset(parts)):
+        with pytest.raises(ValueError, match=rf"^rows 0 and 4 differ: only one of them has '{lacking}'; give every row the same names"):
+            dpft.fine_tune(bert(), rows, dpft.BiTFiT(), epsilon=8.0, steps=1, batch_size=4, unit=unit, progress=False)
+
+
+def test_a_key_that_a_data_set_of_its_own_misses_is_its_own_error():
+    class Broken(Uneven):
+        def __getitem__(self, row):
+            return super().__getitem__(row) if row < 4 else {}[f"file of row {row}"]
+
+    with pytest.raises(KeyError, match="file of row 4"):
+        dpft.fine_tune(bert(), Broken("none"), dpft.BiTFiT(), epsilon=8.0, steps=1, batch_size=4, progress=False)

@@ -538,6 +538,7 @@ def peers_table(found: Iterable[dict[str, Any]], field: str = "time") -> str:
     said = "; ".join(f"({number}) {reason}" for reason, number in notes.items())
     return "\n".join([*lines, "", f"{said}."] if said else lines)
 
+# %% ../../nbs/6_appendices/107_bench.ipynb #cost-peers-cell
 def _whole_cell(
     entry: dict[str, Any] | None, field: str, notes: dict[str, int],
 ) -> str:

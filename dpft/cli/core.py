@@ -177,6 +177,7 @@ def check_idle(
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does nothing {why}; leave out {option}")
 
+# %% ../../nbs/5_notes/87_command_line.ipynb #cli-names-typed
 def names_typed(text: str) -> tuple[str, ...]:
     "Names with commas, as they were typed, without the blanks around them."
     return tuple(name.strip() for name in text.split(","))
@@ -206,6 +207,7 @@ def increasing(name: str, text: str | None) -> list[int] | None:
     numbers = whole_numbers(name, text)
     return None if numbers is None else sorted(set(numbers))
 
+# %% ../../nbs/5_notes/87_command_line.ipynb #cli-print-json
 def print_json(value: Any) -> None:
     "Print JSON for other programs."
     def plain(part: Any) -> Any:

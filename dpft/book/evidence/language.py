@@ -552,6 +552,7 @@ def step_costs(settings: Settings) -> Settings:
            for name, its in them.items()}
     return {"step_seconds": seconds, "step_mib": mib, "metrics": {}}
 
+# %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-costs-relevance
 def relevance_costs(settings: Settings) -> Settings:
     "The cost of all biases' relevance for one batch, and of their plain gradient."
     name = language_model(settings["model"])
