@@ -6,14 +6,14 @@
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'PHASED', 'TEXT_WAYS', 'LORA',
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED',
-           'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'QUESTIONS', 'MEASURES', 'EXPERIMENTS',
-           'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'AGAINST', 'Way', 'Study', 'options_at', 'entry', 'three_digits',
-           'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid', 'weight', 'believed',
-           'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of', 'alike_grid',
-           'multiple_of_rate', 'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'planned_hours', 'holm',
-           'p_value', 'Comparison', 'compared', 'sides', 'judged', 'missing_of', 'counted', 'timed', 'untuned',
-           'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate',
-           'rate_differences']
+           'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'CHOICES', 'QUESTIONS', 'MEASURES',
+           'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'AGAINST', 'Way', 'Study', 'options_at', 'entry',
+           'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid',
+           'weight', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of',
+           'alike_grid', 'multiple_of_rate', 'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'choices_grid',
+           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'sides', 'judged', 'missing_of', 'counted',
+           'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps',
+           'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterator, Mapping
@@ -295,12 +295,11 @@ TEXT_HEAD = {**SENTENCES, "model": "head", "physical_batch_size": 1024}
 TEXT_HEAD_WAYS = {"LastLayer": replace(TEXT_WAYS["LastLayer"], speed=40_000.0)}
 SHORT_WAYS = {name: TEXT_WAYS[name] for name in (  # that two papers compare
     "LastLayer", "BiTFiT", "Full", "LoRA", "Adapter", "Compacter",
-    "RandomPartitions", "LargestWeights")}
+    "RandomPartitions", "LargestWeights")} | PHASED
 SHORT_ELSEWHERE = ("LastLayer", "BiTFiT", "Full", "LoRA", "Adapter",
                    "RandomPartitions", "LargestWeights", "DPFrost")
 SHORT_WAYS["DPFrost"] = replace(TEXT_WAYS["DPFrost"],
                                 options={**FROST, "sample_rate": 0.005})
-SHORT_WAYS |= PHASED
 FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps": 24,
                    "batch_size": 128, "optimizer": "adamw", "accountant": "prv",
                    "delta": 1e-5, "physical_batch_size": 8, "every": 20, "beams": 0}
@@ -490,6 +489,20 @@ def again_grid(full: bool) -> Iterator[Settings]:
     for seed in range(13):
         yield from ({**run, "seed": study.headline + seed} for run in runs)
 
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-choices
+CHOICES = ("MGN", "MG", "MGNA, one round", "MGNA, order 2", "entries",
+           "four selections")
+
+def choices_grid(full: bool) -> Iterator[Settings]:
+    "DP-FROST on sentences at 0.5 with one choice changed, its tuning unchanged."
+    for run in study_grid("text-short", STUDIES["text-short"], full):
+        if (run["label"], run["target_epsilon"]) == ("DPFrost", 0.5):
+            for label in CHOICES:
+                way = DESIGN_WAYS[label]
+                looks = run["options"]["sample_rate"]
+                yield {**run, "label": label, "method": way.method,
+                       "options": {**way.options, "sample_rate": looks}}
+
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
     "frost-design": ("Which of DP-FROST's choices matter?",
@@ -554,6 +567,10 @@ EXPERIMENTS["frost-design-again"] = Experiment(
     "Which of DP-FROST's choices matter, by other seeds?", again_grid, digits_measured,
     "frost-design-tuning's records; digits, a transformer pre-trained on printed "
     "digits", single=True, seconds=partial(believed, STUDIES["frost-design"]))
+EXPERIMENTS["frost-design-text"] = Experiment(
+    "Which of DP-FROST's choices matter on SST-2?", choices_grid, measured,
+    "text-short-tuning's records; SST-2, MiniLM", single=True,
+    seconds=lambda run: 270.0)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
 def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
