@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...baselines import Full, partitions
 from ...datasets import Task
@@ -255,7 +256,12 @@ def cost_entry(settings: Settings) -> Settings:
             **_peaks(settings, task), "metrics": {}}
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-measured-engine
-def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
+def measured_engine(
+    settings: Settings,
+    task: Task,
+    method: Method,
+    model: nn.Module | None = None,  # None: a new one by its name
+) -> Engine:
     """An engine without a cache of the frozen trunk, so that each step costs as much
     as the first."""
     recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
@@ -264,9 +270,10 @@ def measured_engine(settings: Settings, task: Task, method: Method) -> Engine:
     own = {name: settings[name] for name in names if name in settings}
     steps = (settings.get("steps")
              or round(settings["epochs"] * len(task.train) / settings["batch_size"]))
-    return Engine(load_model(settings["model"], **recipe), None, method, task.train,
-                  epsilon=settings["target_epsilon"], steps=steps,
-                  cache=0, **own)
+    if model is None:
+        model = load_model(settings["model"], **recipe)
+    return Engine(model, None, method, task.train, epsilon=settings["target_epsilon"],
+                  steps=steps, cache=0, **own)
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-peaks
 def _peaks(settings: Settings, task: Task) -> Settings:
