@@ -287,11 +287,11 @@ def column(
     if name not in (names := column_names(data)):
         raise ValueError(f"no column {name!r}; the data has "
                          + (", ".join(map(repr, names)) or "items without names"))
-    values = (data if not made_on_the_fly(data) else _from_items(
-        [{key: value for key, value in data[row].items() if key == name}
-         for row in range(len(data))]))[name]
+    if made_on_the_fly(data):    # its rows may differ in their names, which is refused
+        data = _from_items([{key: value for key, value in data[row].items()
+                             if key == name} for row in range(len(data))])
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-            for value in values]
+            for value in data[name]]
 
 # %% ../nbs/5_notes/65_datasets.ipynb #datasets-aside
 LABELS = ("label", "labels", "label_ids", "class", "target", "fine_label")
