@@ -264,13 +264,13 @@ def measured_engine(
 ) -> Engine:
     """An engine without a cache of the frozen trunk, so that each step costs as much
     as the first."""
-    recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
-                              "image_shape": task.image_shape}
     names = ("batch_size", "clip", "delta", "accountant", "physical_batch_size", "seed")
     own = {name: settings[name] for name in names if name in settings}
     steps = (settings.get("steps")
              or round(settings["epochs"] * len(task.train) / settings["batch_size"]))
     if model is None:
+        recipe: dict[str, Any] = {"classes": len(task.classes), "kind": task.kind,
+                                  "image_shape": task.image_shape}
         model = load_model(settings["model"], **recipe)
     return Engine(model, None, method, task.train, epsilon=settings["target_epsilon"],
                   steps=steps, cache=0, **own)
