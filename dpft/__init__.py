@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
-    from dpft.gradients import Block, Partition
     from dpft.guarantee import Guarantee
     from dpft.ledger import Ledger
     from dpft.loop import Run, fine_tune, load
     from dpft.method import Context, Method
     from dpft.models import freeze_batchnorm, load_model
+    from dpft.norms import Block, Partition
     from dpft.planning import plan_table
     from dpft.privacy import Request, SampledGaussian, epsilon, noise_multiplier
     from dpft.rapft import RapFT
@@ -51,12 +51,12 @@ _HOMES = {  # module -> what it gives to the package
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
-    "gradients": "Block Partition",
     "guarantee": "Guarantee",
     "ledger": "Ledger",
     "loop": "Run fine_tune load",
     "method": "Context Method",
     "models": "freeze_batchnorm load_model",
+    "norms": "Block Partition",
     "planning": "plan_table",
     "privacy": "Request SampledGaussian epsilon noise_multiplier",
     "rapft": "RapFT",

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gradients import Block, Partition, trainable
 from .identity import rewritten
 from .method import Context, Method
 from .models import fresh_head
+from .norms import Block, Partition
+from .oracle import trainable
 from .saving import additions, note_addition, restores
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-full

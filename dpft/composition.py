@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .baselines import Full, LastLayer, Trainable, masked_block
-from .gradients import Block, members, trainable
 from .method import Context, Method, NotRunning, said_of
 from .models import fresh_head
+from .norms import Block, members
+from .oracle import trainable
 from .privacy import Request
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-parts

@@ -18,17 +18,21 @@ from torch import Tensor, nn
 
 from . import __version__
 from .account import Account, Told
+from .coupling import Coupling
 from .datasets import has_batch_protocol
-from .gradients import (
-    WHOLE, Batch, Block, Coupling, Groups, LossFunction, lying, reuse_memory, trainable)
+from .forms import Groups
+from .gradients import reuse_memory
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .inputs import checked_rows
+from .layer_rules import WHOLE, lying
 from .ledger import Ledger, record_weights
 from .losses import chosen_loss
 from .method import Access, Context, Method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
+from .norms import Block
+from .oracle import Batch, LossFunction, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)

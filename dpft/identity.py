@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .datasets import (
     ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
     made_on_the_fly, names_a_row, own_part)
-from .gradients import full
+from .forms import full
 from .noise import bytes_of, raw_bytes
 from .processes import whole
 from .schema import TAGS, WORDS, kind_of, kinds_of

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import TensorDataset
 
+from .buffers import buffers_kept
+from .coupling import evaluating, forked
 from .datasets import TensorData, as_dataset, column, column_names
 from .datasets import has_batch_protocol, made_on_the_fly, unit_for
-from .gradients import WHOLE, LossFunction, buffers_kept, evaluating, forked
-from .gradients import lying, per_example_losses
+from .layer_rules import WHOLE
+from .layer_rules import lying
 from .losses import SINGLE, Collate, answer, chosen_loss, default_loss
 from .losses import device_of, evaluation_batches, logits, problem_of
 from .losses import to_device
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .method import Method, check_method, said_of
+from .oracle import LossFunction
+from .oracle import per_example_losses
 from .processes import check_whole
 from .sampling import gather
 from .settings import Settings

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .gradients import buffers_kept, evaluating, full, version
+from .buffers import buffers_kept, version
+from .coupling import evaluating
+from .forms import full
 from .sampling import gather
 
 # %% auto #0

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import Public
-from .gradients import Batch, Block, Groups, LossFunction, trainable
-from .gradients import Partition as Partition
+from .forms import Groups
 from .gradients import gradients as gradients
 from .gradients import per_example_norms as per_example_norms
 from .identity import check_disjoint_rows, fingerprint
 from .models import fresh_head, head_parameters
+from .norms import Block
+from .norms import Partition as Partition
+from .oracle import Batch, LossFunction, trainable
 from .plan import Plan
 from .privacy import Request
 from .settings import Parts, Reading, package_of, parts_of

@@ -20,8 +20,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .datasets import Public, has_batch_protocol
-from .gradients import (
-    RULES, Contribution, Dense, Rule, channel_bias, full, sum_after)
+from .forms import Contribution, Dense, full
+from .layer_rules import RULES, Rule, channel_bias, sum_after
 from .losses import default_loss, to_device, unwrapped
 from .networks import BUILT
 from .provenance import check_saved, description_of

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .gradients import (
-    RULES, Contribution, Dense, Outer, Rule, channel_bias, full, unfolded)
+from .forms import Contribution, Dense, Outer, full
+from .layer_rules import RULES, Rule, channel_bias, unfolded
 
 # %% auto #0
 __all__ = ['BUILT', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small', 'Projected',

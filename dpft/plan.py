@@ -18,8 +18,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from .gradients import Block, members
 from .noise import secure_std
+from .norms import Block, members
 from .privacy import Request, SampledGaussian, epsilon, plan_budget
 from .settings import Settings
 

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from .gradients import Batch, batch_rows, clipped_sum
+from .gradients import clipped_sum
 from .losses import default_loss
 from .method import Context, Method
 from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
+from .oracle import Batch, batch_rows
 from .plan import check_sizes, usual_delta
 from .privacy import BudgetError, noise_multiplier
 from .registry import did_you_mean

@@ -36,9 +36,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from .gradients import Batch, LossFunction, batch_rows, per_example_losses
-from .gradients import select_rows, tensors, tolerance, version
+from .buffers import version
+from .coupling import tolerance
 from .losses import copied_from
+from .oracle import Batch, LossFunction, batch_rows, per_example_losses
+from .oracle import select_rows, tensors
 
 # %% ../nbs/5_notes/76_prefix.ipynb #prefix-pays
 OVERHEAD = 0.5  # cost of a miss, as a share of what a hit saves; less was measured

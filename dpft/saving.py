@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .gradients import full
+from .forms import full
 from .identity import weights_of
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from .comparison import PASS_FAILS, Sights, record
+from .coupling import VALUES, Coupling, Recollate, Still, check_uncoupled
+from .coupling import different_rows, looked_at, modes_of, nothing_hidden
+from .coupling import only_training, same_losses_in_all_settings, tolerance
 from .device_noise import CHUNK, device_pieces
-from .gradients import (
-    PASS_FAILS, VALUES, Batch, Coupling, Form, LossFunction, Recollate, Sights, Still,
-    batch_rows, by_example, check_uncoupled, different_rows, full, looked_at,
-    modes_of, nothing_hidden, only_training, record, same_losses_in_all_settings,
-    select_rows, tensors, tolerance, trainable)
+from .forms import by_example, full
 from .noise import SHARE, Context, Keystream, Noise, cipher_pieces
+from .norms import Form
+from .oracle import Batch, LossFunction, batch_rows, select_rows, tensors, trainable
 from .processes import Processes, gathered, local, reached, take_over
 from .sharding import Ranks, Sharding, Span, as_lies, sharding_of, unify
 

@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .gradients import Measured, Whole, as_it_is, full
+from .forms import full
+from .layer_rules import Whole, as_it_is
 from .noise import bytes_of
+from .norms import Measured
 from .processes import local, reached
 
 # %% ../nbs/6_appendices/101_sharding.ipynb #sharding-spans

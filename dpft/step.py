@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .account import Account, Counted
-from .gradients import (
-    WHOLE, Batch, Groups, LossFunction, batch_rows, check_unwritten, full, gradients,
-    lying, per_example_losses, samples_of, select_rows, version)
+from .buffers import check_unwritten, samples_of, version
+from .forms import Groups, full
+from .gradients import gradients
+from .layer_rules import WHOLE, lying
 from .losses import to_device
-from .noise import (
-    SHARE, Keystream, Noise, digests, perturbed_on_grid, side_by_side)
+from .noise import SHARE, Keystream, Noise, digests, perturbed_on_grid, side_by_side
+from .oracle import Batch, LossFunction, batch_rows, per_example_losses, select_rows
 from .processes import SAME_CHOICE, Processes, local
-from .sampling import (
-    Part, Population, check_alone, gather, parts_of, poisson_draw, probes, random_state)
+from .sampling import Part, Population, check_alone, gather, parts_of
+from .sampling import poisson_draw, probes, random_state
 from .texts import padded
 from .updates import Movers
 
@@ -92,9 +93,8 @@ def read_part(
     copies = 1 if key is None else draws.population.copies
     with random_state(draws, "read", *context, *mark, int(rows[0])):
         read = draws.population.read(rows)
-        drawn = Drawn(
-            shown(draws, rows, read, key), numbers.repeat_interleave(copies), rows,
-            (sample_rate, *context), views=key)
+        drawn = Drawn(shown(draws, rows, read, key), numbers.repeat_interleave(copies),
+                      rows, (sample_rate, *context), views=key)
     check_read(draws, rows, read, *context)
     return drawn
 

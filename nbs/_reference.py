@@ -65,7 +65,7 @@ SHARED = {  # descriptions of parameters by name, used where a parameter has non
     "parameters": "the parameters of the model",
     "sums": "tensors by name",
     "what": "a description in words, for the report",
-    "partitions": "groups of parameters (`dpft.gradients.Partition`)",
+    "partitions": "groups of parameters (`dpft.norms.Partition`)",
     "settings": "the settings of one run",
     "full": "whether to use the full grid instead of the reduced one",
     "records": "records of experiments, one dictionary per run",

@@ -20,7 +20,8 @@ from dpft import DPFrost, Full, engine, gradients, step
 from dpft.auditing import CanaryTable, audit
 from dpft.engine import Engine
 from dpft.frost import selection
-from dpft.gradients import Block, Gradients
+from dpft.gradients import Block
+from dpft.norms import Gradients
 from dpft.step import Account, Step
 
 # The bugs -------------------------------------------------------------------------------------------------------------------------

@@ -15,18 +15,12 @@ from test_gradients import Chain, noise, relative, total, wave
 from torch import nn, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpft.gradients import (
-    Coupling,
-    Held,
-    TriedFirst,
-    check_uncoupled,
-    clipped_sum,
-    gradients,
-    per_example_gradients,
-    per_example_losses,
-    unlike,
-)
+from dpft.buffers import Held, unlike
+from dpft.coupling import Coupling, check_uncoupled
+from dpft.gradients import clipped_sum, gradients, per_example_gradients
+from dpft.oracle import per_example_losses
 from dpft.step import Lowered
+from dpft.whole_batch import TriedFirst
 
 # ---- parameters of the loss ------------------------------------------------------------------------------------------------------
 

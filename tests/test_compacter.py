@@ -13,8 +13,9 @@ import dpft
 from dpft import Adapter, BiTFiT, Chain, Compacter, DPFrost, LoRA
 from dpft.baselines import Adapted, partitions, place, remove_adapters
 from dpft.compacter import KroneckerLinear, mixing_layer
-from dpft.gradients import Block, gradients, per_example_gradients, trainable
+from dpft.gradients import Block, gradients, per_example_gradients
 from dpft.method import Context
+from dpft.oracle import trainable
 from dpft.saving import additions
 
 KINDS = ["bert", "roberta", "gpt2", "vit", "llama"]

@@ -9,9 +9,12 @@ import torch
 from test_training import engine
 from torch import nn
 
-import dpft.gradients as engine_room
+import dpft.forms
+import dpft.norms
 from dpft.clipping import clip_factor
-from dpft.gradients import Dense, Gradients, Outer, Rows, clipped_sum, gradients, per_example_norms
+from dpft.forms import Dense, Outer, Rows
+from dpft.gradients import clipped_sum, gradients, per_example_norms
+from dpft.norms import Gradients
 from dpft.step import Lowered
 
 SLACK = 1e-6
@@ -237,12 +240,12 @@ def test_lower_precision_of_products_does_not_reach_the_norms():
 @contextmanager
 def rounding_processor():
     "A processor that rounds the factors of a float32 product to bfloat16 wherever it is allowed to."
-    honest, matmul = engine_room.summed_products, torch.backends.mkldnn.matmul
+    honest, matmul = dpft.forms.summed_products, torch.backends.mkldnn.matmul
 
     def rounded(left, right):
         return honest(*(x.bfloat16().float() if matmul.fp32_precision == "bf16" else x for x in (left, right)))
 
-    with patch.object(engine_room, "summed_products", rounded):
+    with patch.object(dpft.forms, "summed_products", rounded):
         yield
 
 
@@ -260,7 +263,7 @@ def test_nobody_is_released_beyond_the_bound_where_factors_are_rounded():
 
 
 def test_a_margin_without_that_rounding_would_be_too_small():
-    with rounding_processor(), patch.object(engine_room, "SHORT", 0.0):
+    with rounding_processor(), patch.object(dpft.norms, "SHORT", 0.0):
         assert largest_release(torch.bfloat16) > 1.001
 
 
@@ -273,10 +276,10 @@ def test_factors_in_float32_are_never_rounded():
 def test_the_setting_of_products_is_as_it_was_even_after_an_error():
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
-    with pytest.raises(ZeroDivisionError), engine_room.short_factors(True):
+    with pytest.raises(ZeroDivisionError), dpft.forms.short_factors(True):
         assert matmul.fp32_precision == "bf16"
         raise ZeroDivisionError
-    with engine_room.short_factors(False):
+    with dpft.forms.short_factors(False):
         assert matmul.fp32_precision == before
     assert matmul.fp32_precision == before
 
@@ -298,7 +301,7 @@ def test_under_autocast_an_input_is_kept_as_it_was_multiplied_once_for_all_layer
     taken = gradients(Branches(), Lowered(lambda model, batch: model(batch[0]).flatten(1).sum(1)), (x,))
     uses = [taken.uses[name][0] for name in ("query.weight", "key.weight")]
     assert all(torch.equal(use.right[:, 0], x.bfloat16()) and use.short for use in uses)
-    assert engine_room.place_of(uses[0].right) == engine_room.place_of(uses[1].right)
+    assert dpft.norms.place_of(uses[0].right) == dpft.norms.place_of(uses[1].right)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.01), (torch.bfloat16, 1.06)])

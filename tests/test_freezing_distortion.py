@@ -11,6 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from zoo import Plain, inner, plain
 
+from dpft.coupling import only_training
+from dpft.forms import Groups
 from dpft.freezing import (
     UndefinedAngle,
     angle,
@@ -24,7 +26,8 @@ from dpft.freezing import (
     status_changes,
     true_gradient,
 )
-from dpft.gradients import Groups, Partition, only_training, per_example_gradients, select_rows
+from dpft.gradients import Partition, per_example_gradients
+from dpft.oracle import select_rows
 
 SEEDS = st.integers(0, 10**6)
 

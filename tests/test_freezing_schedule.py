@@ -20,10 +20,11 @@ from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
 from dpft.datasets import TensorData
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
-from dpft.gradients import Block, per_example_gradients, trainable
+from dpft.gradients import Block, per_example_gradients
 from dpft.ledger import Ledger
 from dpft.method import Context, Method
 from dpft.models import load_model, set_modes
+from dpft.oracle import trainable
 from dpft.planning import count_trainable
 from dpft.prefix import Prefix
 from dpft.privacy import SampledGaussian, epsilon

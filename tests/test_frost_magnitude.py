@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import Plain, inner, plain
 
-import dpft.gradients
+from dpft.forms import Groups
 from dpft.frost import exact_magnitudes, gradient_magnitudes, partitions, sensitivity
 from dpft.frost.magnitude import absolute_norms, absolute_sum
 from dpft.gradients import gradients, per_example_gradients
@@ -183,7 +183,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind,order", [("mgna", 1), ("mgna", 2), ("mgn", 2)])
 def test_no_table_of_examples_times_entries_is_ever_written(kind, order, monkeypatch):
-    monkeypatch.setattr(dpft.gradients, "CHUNK", 5000)
+    for module in ("norms", "layer_rules", "comparison"):
+        monkeypatch.setattr(f"dpft.{module}.CHUNK", 5000)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(2000, 20), nn.Linear(20, 50), nn.Tanh(), nn.Flatten(), nn.Linear(300, 3))
     batch = torch.randint(0, 2000, (16, 6)), torch.arange(16) % 3
@@ -298,7 +299,7 @@ def test_sizes_may_be_a_tensor(kind):
 def test_the_rows_of_a_unit_are_summed_before_they_are_bounded():
     model, loss_fn, batch = zoo.build("roberta")
     model.eval()
-    pieces, units = partitions(model), dpft.gradients.Groups(torch.tensor([0, 1, 0, 2, 1]))
+    pieces, units = partitions(model), Groups(torch.tensor([0, 1, 0, 2, 1]))
     rows = written_out(model, loss_fn, batch, pieces)
     merged = torch.zeros(3, rows.shape[1], dtype=rows.dtype).index_add_(0, units.index, rows)
     for kind, order in itertools.product(KINDS, (1, 2)):

@@ -24,9 +24,12 @@ from scipy import stats
 from torch import nn
 
 import dpft
-from dpft.gradients import Block, Groups, batch_rows, clipped_sum, gradients, members, select_rows
+from dpft.forms import Groups
+from dpft.gradients import Block, clipped_sum, gradients
 from dpft.method import Method
 from dpft.noise import Keystream
+from dpft.norms import members
+from dpft.oracle import batch_rows, select_rows
 
 # what was tried --------------------------------------------------------------------------------------------------------------------
 

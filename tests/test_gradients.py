@@ -15,31 +15,26 @@ from torch import nn, tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-import dpft.gradients
+import dpft.forms
+import dpft.recorder
 from dpft.clipping import clip_factor
+from dpft.comparison import Ragged, mapped_gradients, norm_of_all
+from dpft.coupling import check_uncoupled
+from dpft.forms import Dense, Outer, Rows, only_rows, pair_squares
 from dpft.gradients import (
     Block,
-    Dense,
-    Gradients,
-    Outer,
     Partition,
-    Ragged,
-    Rows,
-    _norm,
-    check_uncoupled,
     clipped_sum,
     gradients,
-    mapped_gradients,
-    only_rows,
-    pair_squares,
     per_example_gradients,
-    per_example_losses,
     per_example_norms,
     reuse_memory,
     unseen,
-    untraced,
     weighted_sum,
 )
+from dpft.norms import Gradients
+from dpft.oracle import per_example_losses, select_rows
+from dpft.recorder import untraced
 
 
 def flat(rows):
@@ -306,7 +301,7 @@ def test_convolutions(kind, options):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_patches_of_a_few_examples_at_a_time(channels, monkeypatch):
-    monkeypatch.setattr("dpft.gradients.PATCHES", 300)                                       # of 5 examples: two, two and one
+    monkeypatch.setattr("dpft.layer_rules.PATCHES", 300)                                       # of 5 examples: two, two and one
     exact(Chain(conv=nn.Conv2d(channels, 2, 3)), wave, (noise(5, channels, 6, 7),))
 
 
@@ -331,8 +326,8 @@ def test_matrices_with_one_input_are_measured_as_one(tokens, monkeypatch):
     batch, calls = (noise(5, tokens, 12),), []
     exact(model, wave, batch)
     found = gradients(model, wave, batch)
-    honest = dpft.gradients.token_products
-    monkeypatch.setattr("dpft.gradients.token_products", lambda *pair: (calls.append(1), honest(*pair))[1])
+    honest = dpft.forms.token_products
+    monkeypatch.setattr("dpft.forms.token_products", lambda *pair: (calls.append(1), honest(*pair))[1])
     together = found.norms()
     assert len(calls) == 2                                                                   # one of the input, one of all outputs
     parts = [Partition(name, (parameter,)) for name, parameter in model.named_parameters()]
@@ -499,7 +494,7 @@ class Deciding(Net):
 
 def test_the_looks_take_norms_of_many_numbers_as_exactly_as_the_engine():
     """Torch's own norm of so many may be off by more than the looks allow."""
-    assert abs(_norm([torch.full((2**25,), 1.1)]) / (1.1 * 2**12.5) - 1) < 1e-5
+    assert abs(norm_of_all([torch.full((2**25,), 1.1)]) / (1.1 * 2**12.5) - 1) < 1e-5
 
 
 def test_what_vmap_cannot_follow_is_taken_one_by_one():
@@ -508,7 +503,8 @@ def test_what_vmap_cannot_follow_is_taken_one_by_one():
 
 
 def test_vmap_under_dropout_and_in_chunks_bounds_every_example(monkeypatch):
-    monkeypatch.setattr("dpft.gradients.CHUNK", 40)
+    monkeypatch.setattr("dpft.norms.CHUNK", 40)
+    monkeypatch.setattr("dpft.comparison.CHUNK", 40)
     model, batch = Odd(), (noise(7, 3, 4),)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -611,7 +607,8 @@ def test_factors_may_differ_between_parameters():
 
 def test_chunks_do_not_show(monkeypatch):
     model, loss_fn, batch = zoo.build("vit")
-    monkeypatch.setattr("dpft.gradients.CHUNK", 300)
+    for module in ("norms", "layer_rules", "comparison"):
+        monkeypatch.setattr(f"dpft.{module}.CHUNK", 300)
     exact(model, loss_fn, batch)
 
 
@@ -683,7 +680,7 @@ def test_the_error_does_not_tell_how_many_examples_were_drawn():
     model, loss_fn, batch = zoo.build("cnn")
     def told(rows, reduce):
         with pytest.raises(ValueError) as error:
-            gradients(model, lambda m, b: reduce(loss_fn(m, b)), dpft.gradients.select_rows(batch, torch.arange(rows)))
+            gradients(model, lambda m, b: reduce(loss_fn(m, b)), select_rows(batch, torch.arange(rows)))
         return str(error.value)
     for reduce in (lambda losses: losses[:1], lambda losses: losses[:, None], lambda losses: 1.0, lambda losses: losses.repeat(2)):
         assert told(2, reduce) == told(3, reduce)
@@ -1039,7 +1036,7 @@ def test_rows_that_stay_in_their_place_cost_no_second_pass(monkeypatch):
         def forward(self, x):
             return self.last(self.first(x)[torch.arange(len(x)), (x[:, :, 0] > 0).sum(1) - 1])
     model, listened = Last(first=nn.Linear(4, 5), last=nn.Linear(5, 3)), []
-    monkeypatch.setattr(dpft.gradients.Recorder, "listen", lambda *given: listened.append(given))
+    monkeypatch.setattr(dpft.recorder.Recorder, "listen", lambda *given: listened.append(given))
     gradients(model, wave, (noise(5, 2, 4),))
     gradients(Sorts(WAYS_TO_SORT["index"]), wave, of_lengths(3, 3, 3, 3))
     assert not listened

@@ -15,7 +15,8 @@ from torch import nn, tensor
 import dpft
 import dpft.models as models
 from dpft.datasets import Public, TensorData
-from dpft.gradients import Groups, gradients, per_example_gradients
+from dpft.forms import Groups
+from dpft.gradients import gradients, per_example_gradients
 from dpft.identity import fingerprint
 from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
 from dpft.models import (

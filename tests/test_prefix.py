@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpft.prefix
-from dpft.gradients import Block, clipped_sum, gradients, per_example_gradients, select_rows
+from dpft.gradients import Block, clipped_sum, gradients, per_example_gradients
 from dpft.models import set_modes
+from dpft.oracle import select_rows
 from dpft.prefix import FileShelf, Prefix, Shelf, hit_share, jolted, row_keys, token_counts, worth_it
 
 FIRST_TO_TRAIN = {"roberta": "layer.1.", "bert": "layer.1.", "gpt2": "h.1.", "gpt2-lm": "h.1.", "vit": "layers.1.", "cnn": "strided",

@@ -18,11 +18,12 @@ from dpft.composition import Chain, Then
 from dpft.datasets import Public
 from dpft.engine import Engine
 from dpft.frost import DPFrost
-from dpft.gradients import Block, Partition, gradients, per_example_gradients, trainable
+from dpft.gradients import Block, Partition, gradients, per_example_gradients
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
+from dpft.oracle import trainable
 from dpft.plan import scaled_blocks
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
 from dpft.rapft.mask import AS_PUBLISHED

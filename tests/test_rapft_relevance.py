@@ -21,9 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dpft.baselines import insert_adapters, partitions
 from dpft.bitfit import biases
 from dpft.book.contenders import LiveBytes
-from dpft.gradients import Groups, Partition, evaluating, gradients, per_example_gradients, select_rows, trainable
+from dpft.coupling import evaluating
+from dpft.forms import Groups
+from dpft.gradients import Partition, gradients, per_example_gradients
 from dpft.losses import logits
 from dpft.networks import TemperedSigmoid
+from dpft.oracle import select_rows, trainable
 from dpft.rapft import relevance
 from dpft.rapft.propagation import relevance_rules
 from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map

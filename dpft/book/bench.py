@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..gradients import Batch, reuse_memory, tensors
+from ..gradients import reuse_memory
 from ..losses import example_losses
 from ..noise import Keystream
+from ..oracle import Batch, tensors
 from ..processes import worker_context
 from ..step import Lowered, perturbed, perturbed_on_grid
 from .contenders import (

@@ -40,10 +40,11 @@ from torch.utils._pytree import tree_leaves
 from ..baselines import Trainable
 from ..bitfit import biases
 from ..engine import Engine
-from ..gradients import (
-    Batch, LossFunction, batch_rows, by_example, clipped_sum, full,
-    per_example_gradients, reuse_memory, select_rows, trainable)
+from ..forms import by_example, full
+from ..gradients import clipped_sum, reuse_memory
 from ..losses import example_losses
+from ..oracle import Batch, LossFunction, batch_rows, per_example_gradients
+from ..oracle import select_rows, trainable
 from ..processes import worker_context
 from ..step import Lowered
 from .provenance import device_name, versions

@@ -20,9 +20,9 @@ from ..baselines import Full
 from ..datasets import TensorData
 from ..engine import Engine
 from ..freezing.schedule import LayerFreeze
-from ..gradients import Batch
 from ..method import Method
 from ..models import load_model
+from ..oracle import Batch
 from .contenders import Contender, interleaved, median_interval, provenance
 from .experiments import write_records
 

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..gradients import (
-    Batch, GroupsOf, LossFunction, Partition, batch_rows, gradients, per_example_losses,
-    tensors, trainable)
+from ..forms import GroupsOf
+from ..gradients import gradients
+from ..norms import Partition
+from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, tensors
+from ..oracle import trainable
 from .angles import Vector, angle, length
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-batches

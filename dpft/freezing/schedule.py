@@ -16,9 +16,10 @@ from typing import Any
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..gradients import Partition, trainable
 from ..method import Context, Method
 from ..models import fresh_head
+from ..norms import Partition
+from ..oracle import trainable
 from ..sampling import Augmentation
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-find-root

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradients import Batch, batch_rows, evaluating
+from ..coupling import evaluating
 from ..losses import device_of, logits, to_device
+from ..oracle import Batch, batch_rows
 from ..sampling import gather
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-checked

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, largest, masked_block, offered
-from ..gradients import GroupsOf
-from ..gradients import (
-    Batch, Block, LossFunction, Partition, evaluating, gradients, plain_arithmetic)
+from ..coupling import evaluating
+from ..forms import GroupsOf
+from ..gradients import gradients
 from ..method import Context, Method
 from ..models import fresh_head
+from ..norms import Block, Partition, plain_arithmetic
+from ..oracle import Batch, LossFunction
 from ..privacy import Request
 from .magnitude import (
     Reduce, Sums, bounding_factors, check_kind, measuring, norm_table)

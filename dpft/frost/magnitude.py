@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..gradients import (
-    Batch, Gradients, GroupsOf, LossFunction, Outer, Partition, Rows, full, gradients,
-    only_rows, only_training, plain_arithmetic)
+from ..coupling import only_training
+from ..forms import GroupsOf, Outer, Rows, full, only_rows
+from ..gradients import gradients
+from ..norms import Gradients, Partition, plain_arithmetic
+from ..oracle import Batch, LossFunction
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norms
 def absolute_norms(taken: Gradients, name: str) -> Tensor:

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, offered
-from ..gradients import Batch, Partition, evaluating
+from ..coupling import evaluating
 from ..method import Context, Method
 from ..models import fresh_head
+from ..norms import Partition
+from ..oracle import Batch
 from ..plan import usual_delta
 from ..privacy import Request
 from .estimation import Estimate, estimate

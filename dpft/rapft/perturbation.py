@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from ..baselines import offered
 from ..composition import Then
 from ..datasets import Public
-from ..gradients import Block, Partition, batch_rows, full, members, trainable
+from ..forms import full
 from ..method import Context, Method, said_of
 from ..models import fresh_head
+from ..norms import Block, Partition, members
+from ..oracle import batch_rows, trainable
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_choices, relevance_mask
 from .propagation import attention_configs

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradients import by_example
+from ..forms import by_example
 
 # %% ../../nbs/2_methods/27_rapft_rules.ipynb #rules-rules
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from ...freezing.distortion import (
     status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...freezing.similarity import activations, pwcca
-from ...gradients import Partition
 from ...identity import fingerprint
 from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
 from ...models import load_model
+from ...norms import Partition
 from ...privacy import SampledGaussian, epsilon
 from ...processes import own_device
 from ..experiments import Experiment, Settings, kept_in, prepared_task

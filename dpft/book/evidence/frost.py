@@ -21,10 +21,11 @@ from ...datasets import Task
 from ...engine import Engine
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings
-from ...gradients import clipped_sum, tensors
+from ...gradients import clipped_sum
 from ...loop import Run
 from ...method import Context, Method
 from ...models import load_model
+from ...oracle import tensors
 from ..contenders import live_peak
 from ..experiments import (
     Experiment, Settings, measured_run, prepared_task, recorded, results_file)
