@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EVENTS', 'UNCALLED', 'LOWER', 'shown_settings', 'Arguments', 'arguments_of', 'has_own', 'checked_callbacks',
-           'check_stopping', 'noisy_norm', 'Callbacks', 'call', 'left_out', 'first_state', 'tell_scores', 'states_of',
-           'attributes_of', 'put_states']
+           'check_stopping', 'noisy_norm', 'hooks_on', 'vars_of', 'Callbacks', 'call', 'left_out', 'first_state',
+           'tell_scores', 'states_of', 'attributes_of', 'put_states']
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-imports
 import json
@@ -141,6 +141,21 @@ def noisy_norm(parameters: Iterable[nn.Parameter]) -> dict[str, float]:
     norms = [whole(p.grad.norm()) for p in parameters if p.grad is not None]
     return {"grad_norm": torch.stack(norms).norm().item()} if norms else {}
 
+# %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-hooks
+def hooks_on(model: nn.Module) -> set[tuple[int, str, int]]:
+    "The hooks on the modules of a model and on its parameters."
+    places = [*model.modules(), *model.parameters()]
+    return {(id(place), kind, number) for place in places
+            for kind, held in vars_of(place).items()
+            if "hook" in kind and "state_dict" not in kind
+            and isinstance(held, Mapping) for number in held}
+
+def vars_of(place: Any) -> Mapping[str, Any]:
+    "A module's attributes, or those of a tensor that hold hooks."
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return (vars(place) if isinstance(place, nn.Module)
+            else {name: getattr(place, name, None) for name in names})
+
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-class
 class Callbacks:
     "A run's callbacks, what they are told, and what they request."
@@ -156,7 +171,7 @@ class Callbacks:
         if made:
             from transformers import TrainerControl
             self.control, self.args = TrainerControl(), arguments_of(engine)
-            self.state = first_state(engine)
+            self.state, self.hooks = first_state(engine), hooks_on(engine.model)
 
     def tell(self, event: str, **more: Any) -> None:
         "Call an event's method of each callback."
@@ -170,6 +185,10 @@ class Callbacks:
                 if event == "on_train_begin":
                     raise
                 left_out(self, one, event, error)
+        if self.made and self.engine.plan.private and not (
+                hooks_on(self.engine.model) <= self.hooks):
+            self.engine.note_uncharged("what the hooks saw that callbacks put on the "
+                                       "model: rows, and gradients that are not clipped")
 
     def log(self, **logs: Any) -> None:
         "Pass on what may be logged."

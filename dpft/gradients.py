@@ -26,7 +26,7 @@ from .norms import Block, Gradients, Partition
 from .oracle import Batch, LossFunction, batch_rows, check_kinds
 from .oracle import per_example_gradients, select_rows, tensors, trainable
 from .recorder import ROWS, NotByExample
-from .whole_batch import same_beside_extremes, same_in_whole
+from .whole_batch import same_afterwards, same_beside_extremes, same_in_whole
 
 # %% ../nbs/5_notes/120_primitives.ipynb #primitives-look-at-whole
 _watched: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> loss -> work and looks
@@ -54,6 +54,7 @@ def look_at_whole(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     same_in_whole(model, loss_fn, batch, skip, counted["looks"])
     if larger:
         same_beside_extremes(model, loss_fn, batch)
+        same_afterwards(model, loss_fn, batch)
     counted["spent"] += 3 * size
     counted["looks"] += 1
     counted["rows"] = max(rows, counted["rows"])

@@ -173,7 +173,9 @@ def score_report(run: Run) -> str:
     "What is promised to the rows of charged scores; empty where there are none."
     if run.score_guarantee is None:
         return ""
-    return "## The development set\n\n" + run.score_guarantee.report()
+    return ("## The development set\n\nOnly the scores of this run are counted here; "
+            "those of other runs on the same rows add up.\n\n"
+            + run.score_guarantee.report())
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-load
 def load(

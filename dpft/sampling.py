@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
+from unicodedata import category, normalize
 
 import numpy as np
 import torch
@@ -83,16 +84,17 @@ def random_state(engine: Any, *context: str | int) -> Iterator[None]:
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone
 APART = ("a row comes out otherwise when it is read by itself than in its batch, so it "
          "may count as another person's, or hold some of another's; let a collate_fn "
-         "keep its rows apart and in order and draw no random numbers, and use "
-         "augment= for views of pictures")
+         "keep its rows apart and in order, draw no random numbers and, as the data "
+         "set, keep nothing of what it has read, and use augment= for views of "
+         "pictures")
 
 def probes(
     size: int,       # rows of a batch
     key: bytes,      # which chooses
 ) -> list[int]:
-    "The first row, the last, and one between them."
+    "One row between the others, the first, and the last."
     between = 1 + int.from_bytes(key[:8], "little") % max(size - 2, 1)
-    return sorted({0, min(between, size - 1), size - 1})
+    return [*dict.fromkeys((min(between, size - 1), 0, size - 1))]
 
 def check_alone(
     batch: Any,      # tensors, in dictionaries or tuples
@@ -191,17 +193,21 @@ def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
 def one_spelling(
     name: Hashable,  # of a unit
 ) -> Hashable:
-    "A name that is a text, or has texts, with one blank between words and no others."
+    """A name that is a text, or has texts, with one blank between words and no others,
+    composed accents and no invisible characters."""
     if isinstance(name, tuple):
         return tuple(map(one_spelling, name))
-    return " ".join(name.split()) if isinstance(name, str) else name
+    if not isinstance(name, str):
+        return name
+    seen = (sign for sign in normalize("NFC", name) if category(sign) != "Cf")
+    return " ".join("".join(seen).split())
 
 def check_kinds(
     values: Sequence[Hashable],  # the unit of each row
     name: str,                   # of the column, for the error
 ) -> None:
-    """Refuse unit names of several kinds, or that differ by blanks only, by which one
-    person may count as two."""
+    """Refuse unit names of several kinds, or that look alike, by which one person may
+    count as two."""
     try:
         # by types too, for True equals 1
         different = dict.fromkeys(zip(map(type, values), values, strict=True))
@@ -217,8 +223,9 @@ def check_kinds(
     names = {value for _, value in different}
     if len({*map(one_spelling, names)}) < len(names):
         raise ValueError(
-            f"unit {name!r} holds texts that differ by blanks only, so a person may be "
-            "two units; write each name in one way, without blanks around it")
+            f"unit {name!r} holds texts that differ by blanks only, by characters that "
+            "nobody sees or by how an accent is coded, so a person may be two units; "
+            "write each name in one way, without blanks around it")
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-exact
 def check_exact(
@@ -372,6 +379,8 @@ class Population:
         # whether code that is not the package's makes the batches
         reader = bare(data) if self.collate_fn is None else self.collate_fn
         self.read_by_others = package_of(reader) != "dpft"
+        self.may_change = self.read_by_others or package_of(bare(data)) not in {
+            "dpft", "torch", "datasets"}
         # of rows; a unit is as long as its longest
         self.lengths = getattr(data, "lengths", None)
         if self.units and self.lengths is not None:

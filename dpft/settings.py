@@ -413,7 +413,9 @@ AROUND = set("""environ environb getenv getenvb open load loadtxt genfromtxt fro
     read_parquet read_pickle read_excel read_feather random urandom secrets
     token_bytes token_hex randbelow time time_ns now today utcnow localtime gmtime
     perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns
-    hash id getpid uuid1 uuid4""".split())  # noqa: SIM905
+    hash id getpid uuid1 uuid4 globals locals vars eval exec __import__ import_module
+    argv _getframe check_output getoutput Popen system read_table read_fwf read_hdf
+    read_sql listdir scandir stat""".split())  # noqa: SIM905
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'CHANGED', 'Added', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Drawn', 'taken', 'shown',
-           'read_part', 'check_read', 'Draws', 'idle_batch', 'again', 'own_groups', 'bounded_sums', 'plain_sums',
-           'Lowered', 'with_precision', 'perturbed', 'each_perturbed', 'key_of_sums', 'Releases', 'forget_gradients',
-           'write_gradients', 'Kept', 'summed', 'Totals', 'Summing', 'released', 'Step']
+           'read_part', 'read_alone', 'check_still', 'Draws', 'idle_batch', 'again', 'own_groups', 'bounded_sums',
+           'plain_sums', 'Lowered', 'with_precision', 'perturbed', 'each_perturbed', 'key_of_sums', 'Releases',
+           'forget_gradients', 'write_gradients', 'summed', 'Totals', 'Summing', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .processes import SAME_CHOICE, Processes, local
 from .sampling import Part, Population, check_alone, gather, parts_of
 from .sampling import poisson_draw, probes, random_state
 from .texts import padded
-from .updates import Movers
+from .updates import Kept, Movers
 
 # %% ../nbs/1_start/05_step.ipynb #engine-drawn
 @dataclass
@@ -91,22 +92,42 @@ def read_part(
     "A part of a draw as a batch that remembers its draw."
     (rows, numbers), mark = part, draws.processes.mark
     copies = 1 if key is None else draws.population.copies
+    alone = read_alone(draws, rows, *context)
+    if not draws.witness:
+        check_still(draws, rows)
+    early = [*islice(alone, 1)]     # before its batch
     with random_state(draws, "read", *context, *mark, int(rows[0])):
         read = draws.population.read(rows)
         drawn = Drawn(shown(draws, rows, read, key), numbers.repeat_interleave(copies),
                       rows, (sample_rate, *context), views=key)
-    check_read(draws, rows, read, *context)
+    for row, own in chain(early, alone):
+        check_alone(read, own, len(rows), row)
+    check_still(draws, rows)
     return drawn
 
 # %% ../nbs/1_start/05_step.ipynb #engine-alone
-def check_read(draws: "Draws", rows: Tensor, read: Batch, *context: str | int) -> None:
-    "ValueError when rows of a batch are not what they are by themselves."
+def read_alone(
+    draws: "Draws", rows: Tensor, *context: str | int,
+) -> Iterator[tuple[int, Batch]]:
+    "Three rows of a batch by themselves, in an order that the run's key decides."
     people, size, name = draws.population, len(rows), ("alone", *context, int(rows[0]))
     if size < 2 or not (draws.private and people.read_by_others):
         return
-    with random_state(draws, *name):
-        for row in probes(size, draws.keystream.key(*name)):
-            check_alone(read, people.read(rows[[row]]), size, row)
+    for row in probes(size, draws.keystream.key(*name)):
+        with random_state(draws, *name):
+            own = people.read(rows[[row]])
+        yield row, own
+
+def check_still(draws: "Draws", rows: Tensor) -> None:
+    "ValueError when a row is not what it was before the first batch."
+    if not (draws.private and draws.population.may_change):
+        return
+    row, before = draws.witness or (rows[:1], None)
+    with random_state(draws, "witness"):
+        now = draws.population.read(row)
+    if before is not None:
+        check_alone(before, now, 1, 0)
+    draws.witness = row, before or now
 
 # %% ../nbs/1_start/05_step.ipynb #engine-draws
 @dataclass
@@ -121,6 +142,7 @@ class Draws:
     open: list[Drawn] = field(default_factory=list)  # given out, not yet taken back
     private: bool = True  # whether rows may not be mixed
     added: tuple[float | str | int, ...] = ()  # the draw that a step has added of
+    witness: tuple[Tensor, Batch] | None = None  # a row, and what it was at first
 
     def draw(self, sample_rate: float, *context: str | int, whole: bool = False,
              views: bool = False) -> Iterator[Batch]:
@@ -358,31 +380,6 @@ def write_gradients(
     for name, parameter in trains.items():
         parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
 
-# %% ../nbs/1_start/05_step.ipynb #engine-kept
-class Kept:
-    "Values before a step, of what it must not change and of what it must."
-
-    def __init__(self, engine: Any):
-        self.engine = engine
-        self.masked = {name: p.detach().clone() for name, p in engine.trains.items()
-                       if isinstance(engine.spread[id(p)], Tensor)}
-        new = sorted(engine.newly, key=torch.numel)[:1]  # the smallest speaks for all
-        self.new = [(parameter, parameter.detach().clone()) for parameter in new]
-
-    def put_back(self) -> None:
-        """Restore masked entries; ValueError when what is new has a gradient
-        and has not changed."""
-        with torch.no_grad():
-            for name, before in self.masked.items():
-                parameter = self.engine.trains[name]
-                trains = torch.as_tensor(self.engine.spread[id(parameter)]) > 0
-                parameter.copy_(torch.where(trains, parameter, before))
-        if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new
-               if p.grad is not None):
-            raise ValueError("the optimizer does not hold the parameters that train "
-                             "from this step on; make it over all parameters of the "
-                             "model, or anew over engine.parameters() when they change")
-
 # %% ../nbs/1_start/05_step.ipynb #engine-summed
 def summed(engine: Any, batch: Batch, t: int, number: int) -> Added:
     "Line 2 of @def-dpsgd, for one batch of step t."
@@ -500,7 +497,7 @@ class Step(Summing):
         self.privatized = True
         check_unwritten(self.samples)
         released(self)
-        self.movers.release()
+        self.movers.release(self.engine.trains if self.engine.plan.private else {})
 
     def done(self) -> None:
         """After the optimizer: entries that do not train are put back,

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'Movers', 'check_rates', 'rate_course',
-           'check_course', 'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average', 'take_up',
-           'Updates']
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'Movers', 'Kept', 'check_rates',
+           'rate_course', 'check_course', 'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average',
+           'take_up', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -121,6 +121,7 @@ class Movers:
     def listen(self, trains: dict[str, nn.Parameter]) -> None:
         "From now until `release`, no optimizer may update a trainable parameter."
         self.held: set[int] | None = None    # ids; None: no optimizer took a step
+        self.watched: list[Any] = []         # hooks on what trains
         self.fixed = {id(parameter) for parameter in trains.values()}
         for other in [*self.listening]:      # of an abandoned step
             if other.fixed & self.fixed:
@@ -131,8 +132,9 @@ class Movers:
     def stop(self) -> None:
         "From now on optimizers are not watched."
         if self.handle:
-            self.handle.remove()
-            self.handle = None
+            for handle in (self.handle, *self.watched):
+                handle.remove()
+            self.handle, self.watched = None, []
             self.listening.remove(self)
 
     def note(self, optimizer: Any, *called: Any) -> None:
@@ -144,9 +146,18 @@ class Movers:
                                "add(batch), privatize(), optimizer.step(), then done()")
         self.held = own | (self.held or set())
 
-    def release(self) -> None:
-        "Allow updates: the gradients are private."
+    def release(self, trains: dict[str, nn.Parameter]) -> None:
+        "Allow updates: the gradients are private, and nothing may be added to them."
         self.fixed = set()
+        self.watched = [parameter.register_post_accumulate_grad_hook(self.refuse)
+                        for parameter in trains.values()]
+
+    @staticmethod
+    def refuse(parameter: Tensor) -> None:
+        "RuntimeError for a backward pass after `release`."
+        raise RuntimeError("a backward pass has added to gradients that were private "
+                           "already; take other gradients with torch.autograd.grad, "
+                           "or after done()")
 
     def check_whole(self, trains: dict[str, nn.Parameter]) -> None:
         "Warn, at the end of a step, of trainable parameters that no optimizer holds."
@@ -160,6 +171,31 @@ class Movers:
             warn(f"the optimizer lacks {len(out)} of the {len(trains)} parameters that "
                  f"train, such as {out[0]}; make it after the engine, over "
                  "engine.parameters()", stacklevel=3)
+
+# %% ../nbs/5_notes/80_updates.ipynb #updates-kept
+class Kept:
+    "Values before a step, of what it must not change and of what it must."
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.masked = {name: p.detach().clone() for name, p in engine.trains.items()
+                       if isinstance(engine.spread[id(p)], Tensor)}
+        new = sorted(engine.newly, key=torch.numel)[:1]  # the smallest speaks for all
+        self.new = [(parameter, parameter.detach().clone()) for parameter in new]
+
+    def put_back(self) -> None:
+        """Restore masked entries; ValueError when what is new has a gradient
+        and has not changed."""
+        with torch.no_grad():
+            for name, before in self.masked.items():
+                parameter = self.engine.trains[name]
+                trains = torch.as_tensor(self.engine.spread[id(parameter)]) > 0
+                parameter.copy_(torch.where(trains, parameter, before))
+        if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new
+               if p.grad is not None):
+            raise ValueError("the optimizer does not hold the parameters that train "
+                             "from this step on; make it over all parameters of the "
+                             "model, or anew over engine.parameters() when they change")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-rates
 def check_rates(

@@ -3,8 +3,9 @@
 import queue
 import types
 import warnings
-from collections import deque
-from functools import partial
+from collections import Counter, deque
+from functools import lru_cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ import torch.utils.checkpoint
 from test_gradients import Chain, noise, relative, total, wave
 from torch import nn, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
-from dpft.buffers import Held, unlike
+from dpft import Engine, Full
+from dpft.baselines import Trainable
+from dpft.buffers import Held, sum_of_bits, unlike
 from dpft.coupling import Coupling, check_uncoupled
 from dpft.gradients import clipped_sum, gradients, per_example_gradients
 from dpft.oracle import per_example_losses
@@ -1077,3 +1081,216 @@ def test_steps_that_would_stop_an_accelerator_for_good_are_tried_on_the_cpu_firs
     with Calls() as calls, TriedFirst():
         F.embedding(tensor([0, 2]), table)
     assert calls.names.count("aten::embedding") == 1
+
+
+# ---- what a loss, a model or a data set keeps in numbers, wherever it lies
+
+class Scale:
+    "A number that anyone may reach."
+    most = 1.0
+
+    def __init__(self):
+        self.own = 1.0
+
+
+REACHED, TABLE = Scale(), {"most": 1.0}
+
+
+class Shrunk(torch.autograd.Function):
+    "Divides by the largest number so far."
+    most = 1.0
+
+    @staticmethod
+    def forward(context, x):
+        Shrunk.most = max(Shrunk.most, float(x.abs().max()))
+        return x / Shrunk.most
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient / Shrunk.most
+
+
+def keeping(where):
+    "A loss that divides by the largest number that it has seen, and what it has kept."
+    most, space = 1.0, SimpleNamespace(most=1.0)
+
+    def local(x):
+        nonlocal most
+        most = max(most, float(x.abs().max()))
+        return most
+
+    def attribute(x):
+        attribute.most = max(attribute.most, float(x.abs().max()))
+        return attribute.most
+
+    def object_of_the_class(x):
+        REACHED.own = max(REACHED.own, float(x.abs().max()))
+        return REACHED.own
+
+    def class_of_the_module(x):
+        Scale.most = max(Scale.most, float(x.abs().max()))
+        return Scale.most
+
+    def table(x):
+        def inner():
+            TABLE["most"] = max(TABLE["most"], float(x.abs().max()))
+        inner()
+        return TABLE["most"]
+
+    def namespace(x):
+        space.most = max(space.most, float(x.abs().max()))
+        return space.most
+
+    def function(x):
+        Shrunk.apply(x)
+        return Shrunk.most
+
+    attribute.most = 1.0
+    scale = locals()[where]
+    kept = {"local": lambda: most, "attribute": lambda: attribute.most, "object_of_the_class": lambda: REACHED.own,
+            "function": lambda: Shrunk.most, "class_of_the_module": lambda: Scale.most, "table": lambda: TABLE["most"],
+            "namespace": lambda: space.most}[where]
+    return (lambda model, batch: square(model, (batch[0] / scale(batch[0]),))), kept
+
+
+def square(model, batch):
+    return model(batch[0]).square().sum(1)
+
+
+@pytest.mark.parametrize("where", ["local", "attribute", "object_of_the_class", "class_of_the_module", "table", "namespace", "function"])
+def test_a_number_that_a_loss_keeps_is_put_back(where):
+    "A running maximum would let one example change the losses of all later ones; it has absorbed whatever a look compares."
+    loss_fn, kept = keeping(where)
+    per_example_losses(nn.Linear(3, 1), loss_fn, (torch.full((4, 3), 50.0),))
+    assert kept() == 1.0
+
+
+def test_a_counter_is_put_back_and_not_added_to():
+    class Counted(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            self.seen, self.raw = Counter(rows=1), bytearray(b"\x01")
+
+        def forward(self, x):
+            self.seen["rows"] += len(x)
+            self.raw[0] = len(x)
+            self.weight.last = float(x.max())
+            return super().forward(x)
+
+    model = Counted()
+    per_example_losses(model, square, (torch.ones(4, 3),))
+    assert model.seen == Counter(rows=1) and model.raw == b"\x01" and not hasattr(model.weight, "last")
+
+
+@lru_cache(1)
+def out_of_reach():
+    return [1.0]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.long])
+def test_a_loss_that_remembers_out_of_reach_is_refused(kind):
+    "For numbers a running maximum, for tokens a mean of those before."
+    def scaled(model, batch):
+        memory = out_of_reach()
+        largest, mean = float(batch[0].abs().max()), float(batch[0].double().mean())
+        memory[0] = max(memory[0], largest) if kind.is_floating_point else 0.5 * memory[0] + mean
+        return square(model, (batch[0].double() / memory[0],))
+
+    out_of_reach()[0] = 1.0
+    rows = torch.arange(24).reshape(8, 3).to(kind)
+    with pytest.raises(ValueError, match=r"keep nothing from one pass to the next|changes with"):
+        clipped_sum(nn.Linear(3, 1).double(), scaled, (rows,), 1.0)
+
+
+# ---- what a run keeps between its batches, and what is added after the noise
+
+ROWS = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2)
+
+
+def classified(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def engine_of(model=None, data=ROWS, method=None, loss=classified, **more):
+    return Engine(model or nn.Linear(4, 2), loss, method or Full(), data, noise_multiplier=1.0, delta=1e-5, steps=2,
+                  batch_size=60, clip=1.0, physical_batch_size=20, **more)
+
+
+def scaled(largest, x):
+    largest[0] = max(largest[0], float(x.abs().max()))
+    return x / largest[0]
+
+
+class Normalised(torch.utils.data.Dataset):
+    "Divides a row by the largest number that was read so far."
+
+    def __init__(self):
+        self.largest = [1e-3]
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, row):
+        x, y = ROWS[row]
+        return scaled(self.largest, x), y
+
+
+def test_a_collate_fn_or_a_data_set_that_keeps_a_running_scale_is_refused():
+    largest = [1e-3]
+
+    def collate(items):
+        return scaled(largest, torch.stack([x for x, _ in items])), torch.stack([y for _, y in items])
+
+    for more in ({"collate_fn": collate}, {"data": Normalised()}):
+        with pytest.raises(ValueError, match=r"keep nothing of what it has read|as the data set, keep nothing"):
+            for step in engine_of(**more):
+                step.take()
+
+
+def test_no_gradient_is_added_to_private_ones():
+    "Until the step is done; then a pass may run again."
+    engine, model = None, nn.Linear(4, 2)
+    engine = engine_of(model)
+    optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+    for step in engine:
+        batches = [*step]
+        for batch in batches:
+            step.add(batch)
+        step.privatize()
+        with pytest.raises(RuntimeError, match="a backward pass has added to gradients that were private"):
+            classified(model, batches[0]).sum().backward()
+        (other,) = torch.autograd.grad(classified(model, ROWS[:3]).sum(), [model.weight])
+        optimizer.step()
+        step.done()
+    classified(model, ROWS[:3]).sum().backward()
+    assert other.shape == model.weight.shape
+
+
+class Remembering(nn.Module):
+    "Writes a rare row into a table that does not train."
+
+    def __init__(self, numbers=100_000):
+        super().__init__()
+        self.head, self.memory = nn.Linear(4, 2), nn.Parameter(torch.zeros(numbers, 4), requires_grad=False)
+
+    def forward(self, x):
+        rare = x[:, 0] > 2.3
+        self.memory.data[7777][:] = x.detach()[rare].sum(0)
+        return self.head(x)
+
+
+def test_a_row_that_is_written_into_one_place_of_a_large_parameter_is_found():
+    rows = ROWS.tensors[0].clone()
+    rows[33, 0] = 2.5
+    with pytest.raises(RuntimeError, match="changed the parameters memory"):
+        for step in engine_of(Remembering(), TensorDataset(rows, ROWS.tensors[1]), Trainable()):
+            step.take()
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_each_number_counts_in_the_sum_of_bits(kind):
+    values = (torch.arange(35) % 2).reshape(5, 7).to(kind)
+    before, part = sum_of_bits(values), sum_of_bits(values.T[1:])
+    values[3, 4] = values[3, 4] + 1 if kind != torch.bool else ~values[3, 4]
+    assert sum_of_bits(values) != before and sum_of_bits(values.T[1:]) != part
+    assert sum_of_bits(values[:0]) == 0

@@ -667,3 +667,27 @@ def test_what_callbacks_did_is_named_where_they_saw_what_is_not_charged(seen):
     assert said in tuned(callbacks=[Slows()], **seen).guarantee.uncharged
     assert said not in tuned(callbacks=[Slows()]).guarantee.uncharged and said not in tuned(**seen).guarantee.uncharged
     assert said not in tuned(callbacks=[Slows()], evaluate=Public(OTHER, "made up"), evaluate_every=2).guarantee.uncharged
+
+
+# ---- hooks that a callback puts on the model
+
+
+class Watch(TrainerCallback):
+    "Follows gradients and inputs, as integrations do that log them."
+
+    def on_train_begin(self, args, state, control, model=None, **more):
+        model[0].weight.register_hook(lambda gradient: None)
+        model.register_forward_hook(lambda module, inputs, output: None)
+
+
+class Quiet(TrainerCallback):
+    "Removes what it has put there."
+
+    def on_step_end(self, args, state, control, model=None, **more):
+        model.register_forward_hook(lambda module, inputs, output: None).remove()
+
+
+@pytest.mark.parametrize("callback,named", [(Watch, True), (Quiet, False)])
+def test_hooks_that_a_callback_leaves_on_the_model_are_named_in_the_report(callback, named):
+    run = tuned(callbacks=[callback()])
+    assert any("hooks" in what for what in run.guarantee.uncharged) == named

@@ -1283,7 +1283,8 @@ def test_truth_values_and_dates_that_are_spelled_in_two_ways_stay_texts(tmp_path
 
 
 @pytest.mark.parametrize("people", [["ann", "ann ", "bob", "bob"], ["ann b", "ann  b", "c", "c"], ["ann", "ann\u00a0", "bob", "bob"],
-                                    [("ann", 1), (" ann", 1), ("bob", 2), ("bob", 2)]])
+                                    [("ann", 1), (" ann", 1), ("bob", 2), ("bob", 2)], ["ann\u200b", "ann", "bob", "bob"],
+                                    ["ann\u00e9", "anne\u0301", "bob", "bob"], ["an\u00adn", "ann", "bob", "bob"]])
 def test_names_of_people_that_differ_by_blanks_only_are_refused_in_every_form(people):
     from dpft.scores import people_of
 
