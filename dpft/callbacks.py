@@ -187,8 +187,9 @@ class Callbacks:
                 left_out(self, one, event, error)
         if self.made and self.engine.plan.private and not (
                 hooks_on(self.engine.model) <= self.hooks):
-            self.engine.note_uncharged("what the hooks saw that callbacks put on the "
-                                       "model: rows, and gradients that are not clipped")
+            self.engine.note_uncharged(
+                "what the hooks saw that callbacks put on the model: rows, and "
+                "gradients that are not clipped")
 
     def log(self, **logs: Any) -> None:
         "Pass on what may be logged."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of',
+__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of', 'names_in',
            'did_you_mean', 'method_type', 'method_from', 'options_of', 'plain_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
@@ -139,6 +139,12 @@ def source_of(value: FunctionType | ModuleType) -> str | None:
         value.__name__ != "<lambda>"     # two of them may stand on one line
         and set(value.__code__.co_freevars) <= {"__class__"} and is_as_written(value))
     return repr(tree_of(tree)) if whole else None
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    "All names in a function's code, and in that of the functions within it."
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(

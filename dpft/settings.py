@@ -6,7 +6,7 @@
 __all__ = ['CHOICES', 'USUAL', 'NO_TEXT', 'MEMBERS', 'PARTNERS', 'HEAP', 'MADE', 'LIBRARIES', 'Parts', 'ORIGINS', 'AROUND',
            'NOTES', 'DRAWN', 'HOOKS', 'knob', 'Settings', 'kind_checks', 'partner_checks', 'range_checks',
            'parameters_of', 'takes_settings', 'settings_from', 'package_of', 'is_own', 'Reading', 'parts_of',
-           'in_order', 'held_by', 'names_in', 'named_in', 'is_found', 'unwrapped', 'hooks_of', 'constants_of']
+           'in_order', 'held_by', 'named_in', 'is_found', 'unwrapped', 'hooks_of', 'constants_of']
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-imports
 import hashlib
@@ -14,14 +14,14 @@ import inspect
 import math
 import sys
 from collections import defaultdict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from functools import cached_property, partial, singledispatch
 from itertools import chain
 from logging import Logger
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from types import MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from .noise import raw_bytes
-from .registry import plain_asked, source_of
+from .registry import names_in, plain_asked, source_of
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-knob
 def knob(
@@ -375,12 +375,7 @@ def _(value: Any, reading: Reading) -> Parts:
     yield None if any(None in parts for parts in members) else repr(sorted(members))
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-functions
-def names_in(code: CodeType) -> set[str]:
-    "All names in a function's code, and in that of the functions within it."
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*inner)
-
-def named_in(space: Mapping[str, Any], names: set[str], home: str) -> Iterator[Any]:
+def named_in(space: Mapping[str, Any], names: Set[str], home: str) -> Iterator[Any]:
     "The values of names, and of names within the user's modules."
     for name in sorted(names & space.keys()):
         yield space[name]
@@ -410,12 +405,12 @@ def unwrapped(function: Any) -> FunctionType | None:
 # what reads what is around: files, clocks, generators other than torch's, the process
 AROUND = set("""environ environb getenv getenvb open load loadtxt genfromtxt fromfile
     fromregex from_file load_file memmap read_text read_bytes read_csv read_json
-    read_parquet read_pickle read_excel read_feather random urandom secrets
-    token_bytes token_hex randbelow time time_ns now today utcnow localtime gmtime
-    perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns
-    hash id getpid uuid1 uuid4 globals locals vars eval exec __import__ import_module
-    argv _getframe check_output getoutput Popen system read_table read_fwf read_hdf
-    read_sql listdir scandir stat""".split())  # noqa: SIM905
+    read_parquet read_pickle read_excel read_feather random urandom secrets token_bytes
+    token_hex randbelow time time_ns now today utcnow localtime gmtime perf_counter
+    perf_counter_ns monotonic monotonic_ns process_time process_time_ns hash id getpid
+    uuid1 uuid4 globals locals vars eval exec __import__ import_module argv _getframe
+    check_output getoutput Popen system read_table read_fwf read_hdf read_sql listdir
+    scandir stat""".split())  # noqa: SIM905
 
 @parts_of.register(FunctionType)
 def _(value: FunctionType, reading: Reading) -> Parts:
