@@ -18,10 +18,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpft.prefix
+from dpft.calls import jolted
 from dpft.gradients import Block, clipped_sum, gradients, per_example_gradients
 from dpft.models import set_modes
 from dpft.oracle import select_rows
-from dpft.prefix import FileShelf, Prefix, Shelf, hit_share, jolted, row_keys, token_counts, worth_it
+from dpft.prefix import Prefix, hit_share, worth_it
+from dpft.shelf import FileShelf, Shelf, row_keys, token_counts
 
 FIRST_TO_TRAIN = {"roberta": "layer.1.", "bert": "layer.1.", "gpt2": "h.1.", "gpt2-lm": "h.1.", "vit": "layers.1.", "cnn": "strided",
                   "llama": "layers.1."}
@@ -562,7 +564,7 @@ def test_the_file_has_no_name_and_is_the_owners(tmp_path):
 def test_a_killed_process_leaves_nothing(tmp_path):
     script = """
         import os, signal, sys, torch
-        from dpft.prefix import FileShelf
+        from dpft.shelf import FileShelf
         shelf = FileShelf(2**20, sys.argv[1])
         shelf.put(b"key", [torch.ones(1, 100)])
         assert torch.equal(shelf.get(b"key")[0], torch.ones(1, 100))

@@ -6,6 +6,8 @@ import fresh
 import pytest
 from synchronising import CASES
 
+CACHE = ("prefix.py", "calls.py", "cut.py", "shelf.py", "lookup.py")  # what keeps the frozen prefix
+
 
 @pytest.fixture(scope="module")
 def waits(tmp_path_factory):
@@ -28,7 +30,7 @@ def test_a_batch_and_a_step_ask_the_device_for_little(waits, case):
     """
     found = waits["cases"][case]
     *_, step = found["steps"]
-    cached = any(where.startswith("prefix.py") for batch in step["batches"] for _, where in batch)
+    cached = any(where.startswith(CACHE) for batch in step["batches"] for _, where in batch)
     assert step["batches"] and cached == found["cached"]
     for batch in step["batches"]:
         assert len(own(batch)) <= 2 + cached, batch
@@ -40,7 +42,7 @@ def test_rows_that_a_trunk_has_not_seen_are_asked_for_once(waits):
     "The second batch after layer freezing has found the trunk: its rows are computed, and stored."
     *_, batch = waits["cases"]["text LayerFreeze"]["steps"][1]["batches"]
     read = [where for what, where in own(batch) if what.startswith("read")]
-    assert len(read) <= 4 and sum(where.startswith("prefix.py") for where in read) == 2, batch
+    assert len(read) <= 4 and sum(where.startswith(CACHE) for where in read) == 2, batch
 
 
 def test_a_batch_that_was_changed_on_the_device_is_looked_up_as_it_is(waits):
