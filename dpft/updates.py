@@ -150,7 +150,7 @@ class Movers:
         "Allow updates: the gradients are private, and nothing may be added to them."
         self.fixed = set()
         self.watched = [parameter.register_post_accumulate_grad_hook(self.refuse)
-                        for parameter in trains.values()]
+                        for parameter in trains.values() if parameter.requires_grad]
 
     @staticmethod
     def refuse(parameter: Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +17,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dpft import DPFrost, Full, engine, gradients, step
+from dpft import DPFrost, Full, engine, forms, step
 from dpft.auditing import CanaryTable, audit
 from dpft.engine import Engine
 from dpft.frost import selection
 from dpft.gradients import Block
 from dpft.norms import Gradients
 from dpft.step import Account, Step
+
+ROOMS = "buffers", "oracle", "forms", "layer_rules", "norms", "coupling", "recorder", "comparison", "whole_batch", "gradients"
+
+
+def everywhere(name, value):
+    "Something else under a name, in each module of the engine's gradients that knows it."
+    stack = ExitStack()
+    for module in (import_module(f"dpft.{room}") for room in ROOMS):
+        if hasattr(module, name):
+            stack.enter_context(patch.object(module, name, value))
+    return stack
+
 
 # The bugs -------------------------------------------------------------------------------------------------------------------------
 
@@ -31,7 +44,7 @@ def no_clipping():
     def ones(norms, clip, style="flat"):
         return norms.isfinite().to(norms)
 
-    return patch.object(gradients, "clip_factor", ones)
+    return everywhere("clip_factor", ones)
 
 
 def clip_after_sum():
@@ -123,7 +136,7 @@ def first_sensitivity_reused():
 
 
 def nan_passed_through():
-    return patch.object(gradients, "silenced", lambda rows, factors: rows)
+    return everywhere("silenced", lambda rows, factors: rows)
 
 
 def raw_gradients_in_the_loss():
@@ -135,36 +148,36 @@ def raw_gradients_in_the_loss():
         return outputs.backward() if anchors else honest(outputs, inputs, **settings)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(gradients, "leaves_of", lambda losses: []))
+    stack.enter_context(everywhere("leaves_of", lambda losses: []))
     stack.enter_context(patch.object(torch.autograd, "grad", backward))
     return stack
 
 
 def buffers_left_as_they_are():
-    return patch.object(gradients, "buffers_kept", lambda model, *others, **settings: nullcontext())
+    return everywhere("buffers_kept", lambda model, *others, **settings: nullcontext())
 
 
 def margin_of_four_units():
     "Products in one piece, under a margin that does not grow with their length, and nothing measured again."
     stack = ExitStack()
-    stack.enter_context(patch.object(gradients, "gamma", lambda depth, dtype: 4 * torch.finfo(dtype).eps))
-    stack.enter_context(patch.object(gradients, "token_products", lambda left, right: left @ right.mT))
-    stack.enter_context(patch.object(gradients, "DOUBTFUL", math.inf))
+    stack.enter_context(everywhere("gamma", lambda depth, dtype: 4 * torch.finfo(dtype).eps))
+    stack.enter_context(everywhere("token_products", lambda left, right: left @ right.mT))
+    stack.enter_context(everywhere("DOUBTFUL", math.inf))
     return stack
 
 
 def products_in_half_precision():
-    honest = gradients.token_products
+    honest = forms.token_products
 
     def halved(left, right):
         return honest(left.bfloat16(), right.bfloat16()).float()
 
-    return patch.object(gradients, "token_products", halved)
+    return everywhere("token_products", halved)
 
 
 def rows_padded_already():
     "The comparison takes rows from the batch, all padded to one length, instead of putting them together anew."
-    return patch.object(gradients, "repadded", lambda batch, rows, recollate, longest: iter(()))
+    return everywhere("repadded", lambda batch, rows, recollate, longest: iter(()))
 
 
 # What catches them ----------------------------------------------------------------------------------------------------------------
