@@ -384,8 +384,9 @@ def refill(place: Any, before: Any) -> None:
     if isinstance(place, dict):
         if (place.keys() != before.keys()
                 or not all(map(is_, place.values(), before.values()))):
-            dict.clear(place)           # a Counter's own update adds
-            dict.update(place, before)
+            place.clear()
+            for key, value in before.items():   # a Counter's own update adds
+                place[key] = value
         return
     if len(place) != len(before) or not all(map(is_, place, before)):
         place.clear()

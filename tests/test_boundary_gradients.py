@@ -3,7 +3,7 @@
 import queue
 import types
 import warnings
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from functools import lru_cache, partial
 from types import SimpleNamespace
 
@@ -1169,17 +1169,27 @@ def test_a_counter_is_put_back_and_not_added_to():
     class Counted(nn.Linear):
         def __init__(self):
             super().__init__(3, 1)
-            self.seen, self.raw = Counter(rows=1), bytearray(b"\x01")
+            self.seen, self.raw, self.last = Counter(rows=1), bytearray(b"\x01"), OrderedDict(rows=1)
 
         def forward(self, x):
             self.seen["rows"] += len(x)
-            self.raw[0] = len(x)
+            self.raw[0] = self.last["rows"] = len(x)
+            self.last["more"] = 1
             self.weight.last = float(x.max())
             return super().forward(x)
 
     model = Counted()
     per_example_losses(model, square, (torch.ones(4, 3),))
     assert model.seen == Counter(rows=1) and model.raw == b"\x01" and not hasattr(model.weight, "last")
+    assert [*model.last.items()] == [("rows", 1)]
+
+
+def test_a_compiled_model_is_what_it_was_after_a_pass():
+    "Its hooks and parts lie in ordered dictionaries, which keep an order of their own."
+    model = torch.compile(nn.Linear(3, 1), backend="eager")
+    for _ in range(3):
+        clipped_sum(model, square, (torch.randn(4, 3),), 1.0)
+    assert [*model._modules] == ["_orig_mod"] and [*model._forward_hooks] == []
 
 
 @lru_cache(1)

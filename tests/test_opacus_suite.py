@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dpft import gradients as engine
+from dpft import layer_rules
 
 opacus_utils = pytest.importorskip("opacus.utils.per_sample_gradients_utils")
 common = pytest.importorskip("opacus.tests.grad_samples.common")
@@ -199,11 +200,11 @@ def test_layers_that_we_do_not_claim(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind, rule", [
-    ("linear", nn.Linear, lambda module, gradient, inputs: engine.linear_weight(module, 1.001 * gradient, inputs)),
-    ("conv1d", nn.Conv1d, lambda module, gradient, inputs: engine.convolution_weight(module, gradient, inputs.flip(-1))),
-    ("embedding", nn.Embedding, lambda module, gradient, inputs: engine.embedding_weight(module, gradient, inputs * 0))])
+    ("linear", nn.Linear, lambda module, gradient, inputs: layer_rules.linear_weight(module, 1.001 * gradient, inputs)),
+    ("conv1d", nn.Conv1d, lambda module, gradient, inputs: layer_rules.convolution_weight(module, gradient, inputs.flip(-1))),
+    ("embedding", nn.Embedding, lambda module, gradient, inputs: layer_rules.embedding_weight(module, gradient, inputs * 0))])
 def test_a_broken_rule_is_seen(name, kind, rule, monkeypatch):
-    monkeypatch.setitem(engine.RULES, kind, engine.Rule(rule, engine.RULES[kind].bias))
+    monkeypatch.setitem(layer_rules.RULES, kind, layer_rules.Rule(rule, layer_rules.RULES[kind].bias))
     monkeypatch.setattr(engine, "unseen", lambda *_: [])  # so that the suite alone must see it
     result, _ = run_suite(name, monkeypatch, examples=20)
     assert result.failures or result.errors
