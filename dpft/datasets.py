@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 # %% auto #0
 __all__ = ['SPLITS', 'LABELS', 'ABOUT', 'PERSONS', 'ASIDE', 'VOCABULARY', 'MARK', 'row_numbers', 'TensorData', 'take',
@@ -232,10 +233,10 @@ def check_drawable(data: Any) -> None:
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
     if hasattr(data, "dataset") and not hasattr(data, "__getitem__"):
-        raise ValueError(
-            f"this {kind} makes its own batches, and privacy needs Poisson draws; "
-            "give the data set inside it, .dataset")
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(f"this {kind} makes its own batches, and privacy needs Poisson "
+                         "draws; give the data set inside it, .dataset")
+    known = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not known or isinstance(data, IterableDataset):
         if hasattr(data, "train") and hasattr(data, "dev"):
             raise ValueError("a Task is several data sets; give one of them, such as "
                              "task.train, task.dev or task.test")

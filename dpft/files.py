@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # %% auto #0
-__all__ = ['QUOTED', 'OVER_LINES', 'IN_QUOTES', 'SEPARATORS', 'NUMBER', 'UTF', 'STARTS', 'READERS', 'read_file']
+__all__ = ['QUOTED', 'OVER_LINES', 'IN_QUOTES', 'AFTER_BLANKS', 'SEPARATORS', 'NUMBER', 'UTF', 'STARTS', 'READERS', 'read_file']
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-read
 def read_file(
@@ -48,6 +48,8 @@ def _csv(path: Path, unit: str | None = None) -> Any:
     mark = "\t" if path.suffix.lower() == ".tsv" else ","
     quotes: Any = '"' if mark == "," or _quotes(path) else False
     if mark == ",":
+        with path.open("rb") as file:
+            _check_mark(path.name, file.readline(2**20), mark)
         _check_quotes(path)
     lines = csv.ParseOptions(delimiter=mark, quote_char=quotes, newlines_in_values=True)
 
@@ -86,6 +88,8 @@ def _quotes(path: Path) -> bool:
 IN_QUOTES = re.compile(rb'(?:\A|(?<=[,\r\n]))'
                        rb'(?:"[^"]*(?:""[^"]*)*"(?=[,\r\n]|\Z)|(?P<open>"))')
 
+AFTER_BLANKS = re.compile(rb'(?:^|,)[ \t]+"[^"\r\n]*"[ \t]*(?=[,\r\n]|\Z)', re.M)
+
 def _check_quotes(path: Path) -> None:
     "ValueError for a mark that its value does not end with, or that joins rows."
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
@@ -98,6 +102,10 @@ def _check_quotes(path: Path) -> None:
                              "each mark that belongs to a text, within marks")
         if b"\n" in found[0]:
             values.append(found.span())
+    if AFTER_BLANKS.search(IN_QUOTES.sub(b"", content)):
+        raise ValueError(f"{path.name} has blanks before a quotation mark, which would "
+                         "make it a part of the text; begin each value right after its "
+                         "comma")
     if values and (span := _joined(content, values)):
         first, last = (content.count(b"\n", 0, place) + 1 for place in span)
         raise ValueError(f"lines {first} to {last} of {path.name} stand between two "
@@ -181,8 +189,13 @@ def _check_header(name: str, table: Any, mark: str) -> None:
     if what:
         raise ValueError(f"{name} has {what}, so its first line may be a row; put a "
                          "line of names above it")
-    found = [one for one in SEPARATORS if one in columns[0] and one != mark]
-    if len(columns) == 1 and found:
+    if len(columns) == 1:
+        _check_mark(name, columns[0].encode(), mark)
+
+def _check_mark(name: str, header: bytes, mark: str) -> None:
+    "ValueError for a header in which something else separates the names."
+    found = [one for one in SEPARATORS if one.encode() in header]
+    if found and mark not in found:
         own, wanted = SEPARATORS[found[0]], SEPARATORS[mark]
         raise ValueError(f"the values of {name} seem to be separated by {own}, not by "
                          f"{wanted}; save it with {wanted}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,14 @@ from .buffers import buffers_kept
 from .coupling import evaluating, forked
 from .datasets import TensorData, as_dataset, column, column_names
 from .datasets import has_batch_protocol, made_on_the_fly, unit_for
-from .layer_rules import WHOLE
-from .layer_rules import lying
-from .losses import SINGLE, Collate, answer, chosen_loss, default_loss
+from .layer_rules import WHOLE, lying
+from .losses import SINGLE, Collate, chosen_loss, default_loss
 from .losses import device_of, evaluation_batches, logits, problem_of
 from .losses import to_device
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .method import Method, check_method, said_of
-from .oracle import LossFunction
-from .oracle import per_example_losses
+from .oracle import LossFunction, per_example_losses, tensors
 from .processes import check_whole
 from .sampling import gather
 from .settings import Settings
@@ -138,7 +137,7 @@ def check_inputs(
 ) -> None:
     "ValueError for pictures or tokens that do not go through a model."
     if isinstance(train, TensorData) and train.images.ndim == 4:
-        _check_pictures(unwrapped(model), tuple(train.images.shape[1:]))
+        _check_pictures(unwrapped(model), tuple(train.images.shape[1:]), train.labels)
     if isinstance(train, EncodedData):
         _check_tokens(unwrapped(model), train)
     if isinstance(train, Selected) and head_of(model) in ALIGNED:
@@ -147,16 +146,18 @@ def check_inputs(
         _check_tensors(model, *train.tensors)
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-pictures
-def _check_pictures(model: nn.Module, shape: tuple[int, ...]) -> None:
+def _check_pictures(model: nn.Module, shape: tuple[int, ...], labels: Tensor) -> None:
     blank = [(torch.zeros(shape), 0)]
     try:
         with torch.no_grad(), forked(model), buffers_kept(model):
             for batch in evaluation_batches(model, blank, None, 1):
-                answer(model, batch)
+                scores = logits(model, batch)
     except FAULTS as error:
         size = " × ".join(map(str, shape))
         raise ValueError(f"{type(model).__name__} does not take pictures of {size} "
                          f"({error}); convert them, or choose another model") from error
+    if problem_of(model, scores, labels[:1]) == SINGLE:
+        _check_classes(labels, scores)
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-tensors
 def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
@@ -169,12 +170,27 @@ def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
             default_loss(model)(model, batch)
             scores = logits(model, batch)
     except FAULTS as error:
-        raise ValueError(f"{type(model).__name__} does not take rows of this form "
+        raise ValueError(_other_kind(model, [inputs]) or
+                         f"{type(model).__name__} does not take rows of this form "
                          f"({error})") from error
-    single = problem_of(model, scores, labels[:2]) == SINGLE
-    if single and len(odd := _odd_rows(labels, scores.shape[1])):
+    if problem_of(model, scores, labels[:2]) == SINGLE:
+        _check_classes(labels, scores)
+
+def _check_classes(labels: Tensor, scores: Tensor) -> None:
+    "ValueError for a label without a score."
+    if len(odd := _odd_rows(labels, scores.shape[1])):
         raise ValueError(f"the label of row {int(odd[0])} is no class of the model, "
                          f"which numbers its {scores.shape[1]} from 0")
+
+def _other_kind(model: nn.Module, inputs: Sequence[Tensor]) -> str:
+    "What to say of floats that are not the model's; empty where they are."
+    known = {value.dtype for value in model.parameters() if value.is_floating_point()}
+    found = {value.dtype for value in inputs if value.is_floating_point()} - known
+    if not (known and found):
+        return ""
+    one, own = (str(kinds.pop()).removeprefix("torch.") for kinds in (found, known))
+    return (f"the inputs are {one} and the model is {own}; convert them, such as with "
+            f".to(torch.{own})")
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-tokens
 def _check_lengths(train: Selected) -> None:
@@ -210,11 +226,9 @@ def check_first_row(
     collate: Collate | None,  # rows -> batch; None: from the data
 ) -> None:
     "ValueError if no loss of the first row can be taken."
-    lazy = (name for name, value in model.named_parameters() if is_lazy(value))
-    if name := next(lazy, None):
-        raise ValueError(f"{name} has no shape yet; run the model once on a batch")
     if not len(train):
         return
+    batch: Any = ()
     try:
         with torch.no_grad(), forked(model), evaluating(model):
             batch = to_device(gather(train, [0], collate), device_of(model))
@@ -222,7 +236,8 @@ def check_first_row(
     except ValueError:
         raise
     except Exception as error:  # of whatever the model or the loss does
-        raise ValueError(f"row 0 does not go through {type(unwrapped(model)).__name__} "
+        raise ValueError(_other_kind(model, tensors(batch)) or
+                         f"row 0 does not go through {type(unwrapped(model)).__name__} "
                          f"and its loss ({type(error).__name__}); give rows of the "
                          "form that the model takes, or pass loss_fn=") from error
 
@@ -260,6 +275,9 @@ def checked_rows(
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so nothing in it "
                          "can train; pass a model with layers that have some")
+    lazy = (name for name, value in model.named_parameters() if is_lazy(value))
+    if name := next(lazy, None):
+        raise ValueError(f"{name} has no shape yet; run the model once on a batch")
     check_method(method)
     train = as_rows(data, settings)
     if settings.loss_fn is None and settings.collate_fn is None:

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from .callbacks import Callbacks, check_stopping, checked_callbacks, noisy_norm
@@ -195,7 +196,11 @@ def load(
     if description is None:
         raise ValueError(f"{folder} is not a saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
-    return came_from(read_model(folder, description, model), folder)
+    try:
+        return came_from(read_model(folder, description, model), folder)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be read ({type(error).__name__}); take "
+                         "another copy of the folder") from error
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")

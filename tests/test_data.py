@@ -751,7 +751,8 @@ def test_rows_that_depend_on_their_neighbours_are_told_when_they_are_read_by_the
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_the_ends_of_a_batch_and_a_row_between_them_are_read_again(size):
     found = [probes(size, bytes([key]) * 32) for key in range(60)]
-    assert all(rows[0] == 0 and rows[-1] == size - 1 and len(rows) == min(size, 3) for rows in found)
+    assert all({0, size - 1} <= set(rows) and len(rows) == min(size, 3) for rows in found)
+    assert size == 2 or all(0 < rows[0] < size - 1 for rows in found)                 # the first is read before the batch
     assert {row for rows in found for row in rows} == set(range(size))
 
 

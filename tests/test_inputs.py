@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import dpft
+from dpft.datasets import TensorData
 from dpft.inputs import check_first_row
 from dpft.losses import default_loss
 
@@ -172,3 +174,50 @@ def test_a_key_that_a_data_set_of_its_own_misses_is_its_own_error():
 
     with pytest.raises(KeyError, match="file of row 4"):
         dpft.fine_tune(bert(), Broken("none"), dpft.BiTFiT(), epsilon=8.0, steps=1, batch_size=4, progress=False)
+
+
+# ---- what a first try often meets
+
+ROWS = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 2
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    "Has a length, and rows in order alone."
+
+    def __len__(self):
+        return len(ROWS[0])
+
+    def __iter__(self):
+        return zip(*ROWS, strict=True)
+
+
+@pytest.mark.parametrize("form", ["tensors", "pairs"])
+def test_inputs_in_double_precision_are_named_with_the_way_out(form, tmp_path):
+    double = TensorDataset(ROWS[0].double(), ROWS[1])
+    with pytest.raises(ValueError, match=r"^the inputs are float64 and the model is float32; convert them, such as with \.to\(torch"):
+        trained(line(), double if form == "tensors" else [*double], tmp_path)
+    trained(line().double(), double, tmp_path)
+
+
+def test_a_stream_with_a_length_has_no_rows_by_number(tmp_path):
+    with pytest.raises(ValueError, match=r"^this Streamed has no length or no rows by number"):
+        trained(line(), Streamed(), tmp_path)
+
+
+@pytest.mark.parametrize("form", ["tensors", "pairs"])
+def test_a_layer_without_a_shape_is_named_before_its_rows(form, tmp_path):
+    with pytest.raises(ValueError, match=r"^weight has no shape yet; run the model once on a batch$"):
+        trained(nn.LazyLinear(2), TensorDataset(*ROWS) if form == "tensors" else [*TensorDataset(*ROWS)], tmp_path)
+
+
+def test_a_picture_with_a_label_that_the_network_has_no_output_for_is_refused_before_a_charge(tmp_path):
+    pictures = TensorData(torch.zeros(16, 1, 4, 4, dtype=torch.uint8), torch.arange(16) % 3)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    with pytest.raises(ValueError, match=r"^the label of row 2 is no class of the model, which numbers its 2 from 0$"):
+        trained(network, pictures, tmp_path)
+    trained(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), pictures, tmp_path)     # with the same ledger
+
+
+def trained(model, rows, folder):
+    return dpft.fine_tune(model, rows, dpft.Full(), noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=8, clip=1.0, accountant="rdp",
+                          progress=False, ledger=folder / "run.ledger")

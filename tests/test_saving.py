@@ -872,3 +872,19 @@ def test_a_damaged_description_of_a_saved_run_is_named(tmp_path):
 def test_a_name_in_place_of_a_base_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"model='minilm': pass a module, such as dpft.load_model\('minilm'\)"):
         dpft.load(tmp_path, "minilm")
+
+
+@pytest.mark.parametrize("what", ["longer", "gone"])
+def test_a_saved_file_that_is_damaged_or_gone_is_one_sentence(tmp_path, what):
+    torch.manual_seed(0)
+    rows = torch.utils.data.TensorDataset(torch.randn(16, 3), torch.arange(16) % 2)
+    run = dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, delta=1e-3, steps=1, batch_size=8, clip=1.0,
+                         accountant="rdp", progress=False)
+    run.save(tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    if what == "longer":
+        file.write_bytes(file.read_bytes() + b"x")
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match=r"out .*(cannot be read|do not fit|is damaged)"):
+        dpft.load(tmp_path / "out", nn.Linear(3, 2))

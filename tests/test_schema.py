@@ -894,6 +894,20 @@ def test_another_separator_is_named_and_no_text_is_learned_with_its_label(tmp_pa
     assert read_file(written(tmp_path, name, f"text\na{separator if name == 'x.csv' else ''} b\n")).column_names == ["text"]
 
 
+@pytest.mark.parametrize("content", ['text;label\n"nice, really";good\n"bad, too";bad\n', "\ufefftext;label\nnice, really;good\nbad;bad\n",
+                                     '"text";"label"\n"nice, really";"good"\n'])
+def test_semicolons_are_named_where_texts_have_commas(tmp_path, content):
+    with pytest.raises(ValueError, match="separated by semicolons, not by commas; save it with commas"):
+        read_file(written(tmp_path, "x.csv", content))
+
+
+def test_blanks_before_a_quotation_mark_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.csv has blanks before a quotation mark"):
+        read_file(written(tmp_path, "x.csv", 'text, label\n"nice", "good"\n"awful", "bad"\n'))
+    kept = 'text,label\n"he said, ""no""",good\n"a, ""b"", c",bad\nshe waved,bad\n'
+    assert read_file(written(tmp_path, "y.csv", kept))["text"][:2] == ['he said, "no"', 'a, "b", c']
+
+
 @pytest.mark.parametrize("written", ["a good film\nbad\nawful film\n", "good,pos\nbad,neg\nfine,pos\n", "pos\tgood\nneg\tbad\npos\tfine\n"])
 def test_a_first_line_that_may_be_a_row_does_not_become_the_names_of_columns(tmp_path, written):
     path = tmp_path / ("rows.tsv" if "\t" in written else "rows.csv")
