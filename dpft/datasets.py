@@ -233,8 +233,8 @@ def check_drawable(data: Any) -> None:
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
     if hasattr(data, "dataset") and not hasattr(data, "__getitem__"):
-        raise ValueError(f"this {kind} makes its own batches, and privacy needs Poisson "
-                         "draws; give the data set inside it, .dataset")
+        raise ValueError(f"this {kind} makes its own batches, and privacy needs "
+                         "Poisson draws; give the data set inside it, .dataset")
     known = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not known or isinstance(data, IterableDataset):
         if hasattr(data, "train") and hasattr(data, "dev"):
