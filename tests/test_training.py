@@ -202,8 +202,11 @@ def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
 def test_labels_outside_the_models_classes_are_refused():
     data = toy()
     data.labels[3] = 5
-    with pytest.raises(ValueError, match=r"the label in row . of a batch is outside the 3 classes"):
+    with pytest.raises(ValueError, match=r"^the label of row 3 is no class of the model, which numbers its 3 from 0$"):
         tune(data=data, batch_size=60)
+    rows = [(x / 255, y) for x, y in zip(data.images, data.labels, strict=True)]          # whose labels nobody holds together
+    with pytest.raises(ValueError, match=r"the label in row \d+ of a batch is outside the 3 classes"):
+        tune(data=rows, batch_size=60)
 
 
 def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same():
