@@ -419,7 +419,8 @@ def check_stray(
         present < len(counts)) & (len(counts) > 2)
     if many and counts[0] == 0 and (counts[1:] > 1).all():
         raise ValueError("the labels begin at 1, and classes are numbered from 0; "
-                         "subtract 1, or write them as texts")
+                         "subtract 1, or load the file with their names, as in "
+                         "classes=('1', '2') or --classes 1,2")
     if odd.any():
         row = int((labels == int(odd.nonzero()[-1])).nonzero()[0])
         raise _stands_alone(rows[row])
