@@ -6,7 +6,7 @@
 __all__ = ['Call', 'Answers', 'intercepted', 'aside', 'trial', 'random_state', 'set_random_state', 'has_drawn', 'evaluate',
            'Leaf', 'Form', 'form_of', 'plain', 'answerable', 'copied', 'rows_of', 'filled', 'nowhere', 'poison', 'near',
            'close', 'is_live', 'live_modules', 'NoPrefix', 'NotOnThisBatch', 'Reached', 'Strayed', 'Survey',
-           'recomputed_segments', 'first_outputs', 'jolted', 'numbers_of', 'raw']
+           'recomputed_segments', 'first_outputs', 'jolted']
 
 # %% ../nbs/5_notes/121_calls.ipynb #calls-imports
 import math
@@ -339,13 +339,3 @@ def jolted(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for parameter, values in own.items():
             parameter.data = values
-
-# %% ../nbs/5_notes/121_calls.ipynb #calls-raw
-def numbers_of(values: Tensor) -> Tensor:
-    "The bytes of a tensor, in a row."
-    flat = values.detach().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)   # of one number, too
-
-def raw(values: Tensor) -> Any:
-    "The bytes of a tensor, as an array."
-    return numbers_of(values.cpu()).numpy()

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from .buffers import version
 from .calls import Answers, Call, Form, NoPrefix, NotOnThisBatch, Survey, close
 from .calls import evaluate, first_outputs, form_of, intercepted, is_live, jolted
-from .calls import nowhere, numbers_of, random_state, rows_of, set_random_state
+from .calls import nowhere, random_state, rows_of, set_random_state
 from .calls import trial
+from .noise import bytes_of
 from .oracle import Batch, LossFunction, batch_rows, per_example_losses, select_rows
 
 # %% ../nbs/5_notes/122_cut.ipynb #cut-plan
@@ -65,7 +66,7 @@ class Watch:
         "Bytes of the samples, one tensor for each device."
         devices: dict[torch.device, list[Tensor]] = {}
         for view in self.views:
-            devices.setdefault(view.device, []).append(numbers_of(view))
+            devices.setdefault(view.device, []).append(bytes_of(view))
         return [torch.cat(parts) for parts in devices.values()]
 
     def same_structure(self) -> bool:

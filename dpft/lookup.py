@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .calls import Answers, Call, Form, Leaf, Reached, Strayed, aside, close, copied
-from .calls import evaluate, filled, first_outputs, intercepted, near, numbers_of
+from .calls import evaluate, filled, first_outputs, intercepted, near
 from .calls import plain, poison, random_state, set_random_state
 from .cut import Plan
+from .noise import bytes_of
 from .oracle import Batch, LossFunction, batch_rows, select_rows, tensors
 from .shelf import Key, Shelf, ambient, batch_form, late, on_host, row_keys
 from .shelf import stack_rows, token_counts, trimmable
@@ -144,7 +145,7 @@ def as_noted(model: nn.Module, loss_fn: LossFunction, plan: Plan) -> list[Tensor
     def same(x: Any, y: Any) -> Tensor:
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if x.shape == y.shape and x.dtype == y.dtype:
-                return (numbers_of(x) == numbers_of(y)).all()
+                return (bytes_of(x) == bytes_of(y)).all()
             return torch.tensor(False)
         return torch.tensor(type(x) is type(y) and (not plain(x) or x == y))
     return [torch.tensor(len(now) == len(before)), *map(same, now, before)]

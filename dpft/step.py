@@ -127,7 +127,7 @@ def check_still(draws: "Draws", rows: Tensor) -> None:
         now = draws.population.read(row)
     if before is not None:
         check_alone(before, now, 1, 0)
-    draws.witness = row, before or now
+    draws.witness = row, now if before is None else before
 
 # %% ../nbs/1_start/05_step.ipynb #engine-draws
 @dataclass

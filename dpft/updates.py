@@ -113,6 +113,7 @@ def check_held(
 class Movers:
     "The parameters of all optimizers that take a step between a draw and `done`."
     handle: Any = None
+    watched: Sequence[Any] = ()         # hooks on what trains
     listening: ClassVar[list[Movers]] = []
 
     def __init__(self, step: object):
@@ -121,7 +122,6 @@ class Movers:
     def listen(self, trains: dict[str, nn.Parameter]) -> None:
         "From now until `release`, no optimizer may update a trainable parameter."
         self.held: set[int] | None = None    # ids; None: no optimizer took a step
-        self.watched: list[Any] = []         # hooks on what trains
         self.fixed = {id(parameter) for parameter in trains.values()}
         for other in [*self.listening]:      # of an abandoned step
             if other.fixed & self.fixed:
@@ -131,10 +131,12 @@ class Movers:
 
     def stop(self) -> None:
         "From now on optimizers are not watched."
+        for hook in self.watched:
+            hook.remove()
+        self.watched = ()
         if self.handle:
-            for handle in (self.handle, *self.watched):
-                handle.remove()
-            self.handle, self.watched = None, []
+            self.handle.remove()
+            self.handle = None
             self.listening.remove(self)
 
     def note(self, optimizer: Any, *called: Any) -> None:
@@ -161,9 +163,10 @@ class Movers:
 
     def check_whole(self, trains: dict[str, nn.Parameter]) -> None:
         "Warn, at the end of a step, of trainable parameters that no optimizer holds."
-        if not self.handle:
-            return
+        listened = self.handle
         self.stop()
+        if not listened:
+            return
         held = self.held
         out = [] if held is None else [
             name for name, one in trains.items() if id(one) not in held]

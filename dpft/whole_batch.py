@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['AGAIN', 'CHECKS', 'APART', 'Counting', 'counting', 'same_in_whole', 'Share', 'share_of', 'numbers_of', 'Steps',
            'same_share', 'far_apart', 'distance', 'off_direction', 'refuse_other_share', 'extreme', 'TriedFirst',
-           'same_beside_extremes', 'same_afterwards']
+           'looking', 'same_beside_extremes', 'same_afterwards']
 
 # %% ../nbs/5_notes/119_whole_batch.ipynb #whole-batch-imports
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -238,27 +238,35 @@ class TriedFirst(TorchDispatchMode):
         return values.to("cpu", kind, copy=True)
 
 # %% ../nbs/5_notes/119_whole_batch.ipynb #whole-batch-beside-extremes
+@contextmanager
+def looking(model: nn.Module, loss_fn: LossFunction) -> Iterator[Callable]:
+    "The losses of a batch, as often as wanted; all is put back afterwards."
+    exact = getattr(loss_fn, "full_precision", loss_fn)
+    held = Held(model, exact, every=True)
+    def losses(part: Batch) -> Tensor:
+        with torch.no_grad(), forked(model):
+            return per_example_losses(model, exact, part, held)
+    try:
+        yield losses
+    finally:      # a buffer that is no number would stay so
+        refuse_lost(held, held.put_back())
+
 def same_beside_extremes(model: nn.Module, loss_fn: LossFunction,
                          batch: Batch) -> None:
     "ValueError when losses change beside examples that are not finite or very large."
     if not any(x.is_floating_point() for x in tensors(batch)):
         return
-    size, exact = batch_rows(batch), getattr(loss_fn, "full_precision", loss_fn)
-    factors = torch.ones(size, dtype=torch.float64)
+    factors = torch.ones(batch_rows(batch), dtype=torch.float64)
     factors[1::3], factors[2::3] = math.nan, 1e4
     other = each_value(batch, partial(extreme, factors=factors))
-    held = Held(model, exact, every=True)
-    def share(part: Batch) -> Share:
-        with torch.no_grad(), forked(model):
-            losses = per_example_losses(model, exact, part, held)[::3]
-        return Share(losses, torch.zeros_like(losses), {}, losses.dtype)
-    try:
+    with looking(model, loss_fn) as passed:
+        def share(part: Batch) -> Share:
+            losses = passed(part)[::3]
+            return Share(losses, torch.zeros_like(losses), {}, losses.dtype)
         among = beside = share(batch)
         with suppress(Exception), TriedFirst():   # a model may stop there
             beside = share(other)
         same_share(among, beside, partial(share, batch), partial(share, other))
-    finally:      # a buffer that is no number would stay so
-        refuse_lost(held, held.put_back())
 
 # %% ../nbs/5_notes/119_whole_batch.ipynb #whole-batch-afterwards
 APART = ("keep nothing from one pass to the next that examples decide, such as a "
@@ -266,20 +274,13 @@ APART = ("keep nothing from one pass to the next that examples decide, such as a
 
 def same_afterwards(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
     "ValueError when losses change by what other batches leave behind."
-    exact = getattr(loss_fn, "full_precision", loss_fn)
     first = torch.zeros(batch_rows(batch), dtype=torch.long)
-    held = Held(model, exact, every=True)
     def large(value: Any) -> Any:
         real = isinstance(value, Tensor) and value.is_floating_point()
         return value * 1e4 if real else value
-    def losses(part: Batch) -> Tensor:
-        with torch.no_grad(), forked(model):
-            return per_example_losses(model, exact, part, held)
-    try:
+    with looking(model, loss_fn) as losses:
         before = losses(batch)
         for other in (select_rows(batch, first), each_value(batch, large)):
             with suppress(Exception), TriedFirst():   # a model may stop there
                 losses(other)
         refuse_change(before, losses(batch), "the batches before it", APART)
-    finally:
-        refuse_lost(held, held.put_back())

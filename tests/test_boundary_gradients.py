@@ -1304,3 +1304,12 @@ def test_each_number_counts_in_the_sum_of_bits(kind):
     values[3, 4] = values[3, 4] + 1 if kind != torch.bool else ~values[3, 4]
     assert sum_of_bits(values) != before and sum_of_bits(values.T[1:]) != part
     assert sum_of_bits(values[:0]) == 0
+
+
+def test_hooks_on_what_trains_go_with_a_step_that_drew_nothing():
+    model = nn.Linear(4, 2)
+    step = next(iter(engine_of(model)))
+    step.privatize()
+    step.done()
+    classified(model, ROWS[:3]).sum().backward()
+    assert not model.weight._post_accumulate_grad_hooks
