@@ -102,6 +102,7 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
         if isinstance(own, FunctionType):
             yield own
 
+# %% ../nbs/5_notes/112_buffers.ipynb #buffers-beside
 def hooks_of(module: nn.Module) -> Iterator[Any]:
     "What a pass calls beside a module, but for this package's own."
     for name in CALLED:
@@ -363,6 +364,7 @@ def copy_of(place: Any) -> Any:
         return place.held()
     return place.copy() if isinstance(place, np.ndarray) else [*place]
 
+# %% ../nbs/5_notes/112_buffers.ipynb #buffers-back
 def exchanged(
     before: Any,                    # dictionary, list or array
     instead: Mapping[int, Tensor],  # id of a tensor that was written into -> its copy
