@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sharded', 'asked', 'planned', 'public_facts',
-           'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'in_modes', 'method_release',
-           'access_of', 'alike', 'start_method', 'take_over', 'look_again', 'look_back', 'record_final',
-           'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
+           'read_through', 'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'in_modes',
+           'method_release', 'access_of', 'alike', 'start_method', 'take_over', 'look_again', 'look_back',
+           'record_final', 'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from .forms import Groups
 from .gradients import reuse_memory
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
-from .inputs import checked_rows
+from .inputs import NotableRows, check_row, checked_rows
 from .layer_rules import WHOLE, lying
 from .ledger import Ledger, record_weights
 from .losses import chosen_loss
@@ -128,6 +128,18 @@ def public_facts(engine: "Engine", further: Sequence[str]) -> list[str]:
     statistics = ([f"the statistics of {len(frozen)} frozen normalisation layers"]
                   if frozen else [])
     return [f"the number of {engine.unit}s, {engine.plan.size}", *further, *statistics]
+
+# %% ../nbs/1_start/06_engine.ipynb #engine-read-through
+def read_through(engine: "Engine") -> dict[str, Any]:
+    """The identity of the data, all of which is read;
+    ValueError for a row that the model cannot take."""
+    notable, given = NotableRows(), engine.settings
+    content = content_of(engine.population, notable.see)
+    if lying(engine.model) is WHOLE:
+        for row in notable:
+            check_row(engine.model, chosen_loss(engine.model, given.loss_fn),
+                      engine.train, given.collate_fn, row)
+    return content
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened
 def opened(
@@ -386,7 +398,7 @@ class Engine:
             self.losses.fn, self.losses.prefix, self.population.unit)
         self.context = asked(model, self.loss_fn, given, self.population.size)
         self.requests = named_apart(method.requests(self.context))
-        content = content_of(self.population)
+        content = read_through(self)
         self.plan = planned(self, content)
         start = fingerprint_of(self)
         self.assumed_public = public_facts(self, assumed_public)

@@ -67,7 +67,19 @@ def _csv(path: Path, unit: str | None = None) -> Any:
         said = "UTF8"
     except (ArrowInvalid, UnicodeDecodeError) as error:
         said = "UTF8" if isinstance(error, UnicodeDecodeError) else str(error)
-    raise ValueError(_csv_fault(path.name, said))
+    raise ValueError(_csv_fault(path.name, _with_row(path, lines, said)))
+
+def _with_row(path: Path, lines: Any, said: str) -> str:
+    "Arrow's error, with the number of the row, which one thread alone can count."
+    from pyarrow import ArrowInvalid, csv
+
+    if "Expected" in said:
+        try:
+            one_thread = csv.ReadOptions(use_threads=False)
+            csv.read_csv(path, read_options=one_thread, parse_options=lines)
+        except ArrowInvalid as error:
+            return str(error)
+    return said
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-paired
 QUOTED = re.compile(rb'(?:^|\t)(?:"(?:[^"\r\n]|"")*"(?=[\t\r\n]|\Z)|(?P<open>"))', re.M)
@@ -208,10 +220,12 @@ def _csv_fault(name: str, said: str) -> str:
                 "example with iconv -f latin1 -t utf-8")
     if "Empty CSV" in said:
         return f"{name} is empty; give a header and rows"
-    counts = re.search(r"Expected (\d+) columns, got (\d+)", said)
-    place = (f"a line has {counts[2]} values for {counts[1]} columns" if counts
-             else "a bad line")
-    return f"{name} cannot be read as CSV: {place}; correct it"
+    counts = re.search(r"(?:Row #(\d+): )?Expected (\d+) columns, got (\d+)", said)
+    if counts is None:
+        return f"{name} cannot be read as CSV: a bad line; correct it"
+    row = f"row {counts[1]}, counting the header," if counts[1] else "a row"
+    return (f"{name} cannot be read as CSV: {row} has {counts[3]} values for "
+            f"{counts[2]} columns; correct it")
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-encoding
 UTF = "is in UTF-{0}; save it as UTF-8, for example with iconv -f utf-{0} -t utf-8"

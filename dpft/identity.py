@@ -40,6 +40,8 @@ __all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_o
 # %% ../nbs/5_notes/66_identity.ipynb #identity-fingerprint
 def fingerprint(
     data: Any,  # a data set
+    # shown the number and the parts of each row, unless `content` stands for all
+    see: Callable[[int, Any], None] = lambda row, item: None,
 ) -> str:       # sha256, hex; a function of private data, never to be published
     "Internal identity of a data set by its content and order; @sec-fingerprint."
     digest = hashlib.sha256()
@@ -47,11 +49,16 @@ def fingerprint(
     if callable(getattr(data, "content", None)):
         _absorb(digest, data.content())
     elif not made_on_the_fly(data):
-        _take_in(digest, {name: list(data[name]) for name in column_names(data)})
+        columns = {name: list(data[name]) for name in column_names(data)}
+        _take_in(digest, columns)
+        for row, values in enumerate(zip(*columns.values(), strict=True)):
+            see(row, dict(zip(columns, values, strict=True)))
     else:
         before = _first_row(data)
         for row in range(len(data)):
-            _take_in(digest, data[row])
+            item = data[row]
+            _take_in(digest, item)
+            see(row, item)
         if _first_row(data) != before:
             raise ValueError("row 0 is another once all rows were read, so a row may "
                              "hold some of others; let the data set keep nothing of "
@@ -461,14 +468,17 @@ def is_as_left(
     return now == left
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-content
-def content_of(population: Any) -> dict[str, Any]:
+def content_of(
+    population: Any,                  # whose data set is read
+    see: Callable[[int, Any], None],  # shown each row, but for encoded texts
+) -> dict[str, Any]:
     """Digests that identify the data and its units:
     private, and keyed before they are kept."""
     train, units = population.data, population.units
     # texts are the same data whatever tokenizer reads them
-    table = own_part(train, "table")
-    return {"data": fingerprint(train if table is None else table),
-            "tokens": None if table is None else fingerprint(train),
+    read, table = fingerprint(train, see), own_part(train, "table")
+    return {"data": read if table is None else fingerprint(table),
+            "tokens": None if table is None else read,
             "units": None if units is None else hashlib.sha256(
                 units.index.numpy().tobytes()).hexdigest()}
 

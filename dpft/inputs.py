@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ from .settings import Settings
 from .texts import EncodedData, Selected
 
 # %% auto #0
-__all__ = ['ALIGNED', 'FAULTS', 'as_rows', 'positions', 'check_places', 'check_outputs', 'check_inputs', 'check_first_row',
-           'check_causal', 'checked_rows']
+__all__ = ['ALIGNED', 'FAULTS', 'MOST_FORMS', 'as_rows', 'positions', 'check_places', 'check_outputs', 'check_inputs',
+           'check_row', 'NotableRows', 'check_causal', 'checked_rows']
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-rows
 def as_rows(
@@ -219,27 +219,71 @@ def _check_tokens(model: nn.Module, train: EncodedData) -> None:
                          "embeddings for; pass the model's own tokenizer=")
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-row
-def check_first_row(
+def check_row(
     model: nn.Module,
     loss_fn: LossFunction,    # (model, batch) -> (B,) losses
     train: Any,               # the training data, as the engine takes it
     collate: Collate | None,  # rows -> batch; None: from the data
+    row: int = 0,
 ) -> None:
-    "ValueError if no loss of the first row can be taken."
-    if not len(train):
-        return
+    "ValueError if no loss of a row can be taken, by itself and beside the first."
     batch: Any = ()
     try:
         with torch.no_grad(), forked(model), evaluating(model):
-            batch = to_device(gather(train, [0], collate), device_of(model))
-            per_example_losses(model, loss_fn, batch)
-    except ValueError:
+            for rows in ([row], [0, row]) if row else ([0],):
+                batch = to_device(gather(train, rows, collate), device_of(model))
+                per_example_losses(model, loss_fn, batch)
+    except ValueError as error:
+        if row:
+            raise ValueError(f"row {row}, tried before the run: {error}") from error
         raise
     except Exception as error:  # of whatever the model or the loss does
-        raise ValueError(_other_kind(model, tensors(batch)) or
-                         f"row 0 does not go through {type(unwrapped(model)).__name__} "
-                         f"and its loss ({type(error).__name__}); give rows of the "
+        raise ValueError((not row and _other_kind(model, tensors(batch))) or
+                         f"row {row} does not go through "
+                         f"{type(unwrapped(model)).__name__} and its loss "
+                         f"({type(error).__name__}); give rows of the "
                          "form that the model takes, or pass loss_fn=") from error
+
+# %% ../nbs/6_appendices/111_inputs.ipynb #inputs-notable
+MOST_FORMS = 16
+
+class NotableRows:
+    "The first row of each form, and the rows with extreme integers; @sec-notable-rows."
+
+    def __init__(self) -> None:
+        self.forms: dict[Any, int] = {}                # the first row of each
+        self.ends: dict[Any, tuple[int, int]] = {}     # the largest, and its row
+
+    def __iter__(self) -> Iterator[int]:
+        ends = (row for _, row in self.ends.values())
+        return iter(sorted({*self.forms.values(), *ends} - {0}))  # tried before
+
+    def see(self, row: int, item: Any) -> None:
+        "Remember a row if it stands out."
+        parts = (item.items() if isinstance(item, Mapping) else
+                 enumerate(item if isinstance(item, (list, tuple)) else [item]))
+        form = []
+        for name, value in parts:
+            kind, ends = _form_of(value)
+            form.append((name, kind))
+            for end, number in ends.items():
+                if number > self.ends.get((name, end), (number - 1, row))[0]:
+                    self.ends[name, end] = number, row
+        if len(self.forms) < MOST_FORMS:
+            self.forms.setdefault(tuple(form), row)
+
+# %% ../nbs/6_appendices/111_inputs.ipynb #inputs-form-of
+def _form_of(value: Any) -> tuple[tuple[Any, ...], dict[str, int]]:
+    "The type and shape of a part of a row, and its extreme integers."
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # no numbers
+        return (type(value).__name__,), {}
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return (tensor.dtype, tensor.shape), {}
+    ends = {"least": -int(tensor.min()), "most": int(tensor.max()),
+            "longest": tensor.numel()}
+    return (tensor.dtype, tensor.shape if tensor.ndim != 1 else None), ends
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-causal
 def check_causal(
@@ -288,7 +332,7 @@ def checked_rows(
             check_inputs(model, train)
         if head_of(model) == "causal":
             check_causal(model)
-    if whole:
-        check_first_row(model, chosen_loss(model, settings.loss_fn), train,
-                        settings.collate_fn)
+    if whole and len(train):
+        check_row(model, chosen_loss(model, settings.loss_fn), train,
+                  settings.collate_fn)
     return train

@@ -244,7 +244,7 @@ def prepare(
             data = as_read(data, schema, tokenizer, task.classes)
         task = _with_classes(task, data, schema)
         recipe = _recipe(model, task, data)
-        model = load_model(**recipe)
+        model = _loaded(recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes,
                      spelled, collate_fn)
@@ -328,6 +328,17 @@ def _check_writes(ready: Prepared) -> None:
                          "a model for causal language modelling, or pass loss_fn=")
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
+def _loaded(recipe: dict[str, Any]) -> nn.Module:
+    "The model of a recipe; ValueError for one without a head for the task."
+    try:
+        return load_model(**recipe)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):  # of Transformers
+            raise
+        raise ValueError(f"Transformers has no head for the task {recipe['kind']!r} "
+                         f"on the model {recipe['name']!r}; give a model for such "
+                         "data, or data of another form") from error
+
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
     outputs = 1 if task.kind == "text" else 2

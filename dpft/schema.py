@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -385,14 +386,17 @@ def _check_derived(labels: Tensor, names: Sequence[str], column: str,
     "ValueError for derived class names that should not be published."
     if not all(text.isdecimal() for text in names):
         check_names_of_classes(labels, column)
-        numbers = [one for text in names if (one := _as_number(text)) is not None]
-        if len({*numbers}) < len(numbers):
-            raise ValueError(f"column {column!r} spells one number in two ways, as 1 "
-                             "and 1.0; spell it in one, or give the list of classes")
-        if len({" ".join(text.split()).casefold() for text in names}) < len(names):
-            raise ValueError(f"column {column!r} spells one name in two ways, which "
-                             "differ by blanks or case; spell it in one, or give the "
-                             "list of classes")
+        pointed = [text.replace(",", ".") for text in names]
+        numbers = [one for text in pointed if (one := _as_number(text)) is not None]
+        if len(numbers) == len(names) and [*names] != pointed:
+            raise ValueError(f"column {column!r} holds numbers with commas; write "
+                             "points, or give the list of classes")
+        alike = [" ".join(normalize("NFC", text).split()).casefold() for text in names]
+        for seen, ways in ((numbers, "number in two ways, as 1 and 1.0"), (
+                alike, "name in two ways, by blanks, case or the code of an accent")):
+            if len({*seen}) < len(seen):
+                raise ValueError(f"column {column!r} spells one {ways}; spell it in "
+                                 "one, or give the list of classes")
     if rows is not None:
         check_stray(labels, rows)
 

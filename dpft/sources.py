@@ -347,9 +347,11 @@ def stack_images(
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
     stored = column(undecoded(data), schema.reads[0])
     pictures = [_opened(picture, row) for row, picture in enumerate(stored)]
-    if len({picture.shape for picture in pictures}) > 1:
-        raise ValueError("the pictures are not of one size and number of channels; "
-                         "resize them first, as the model's image processor does")
+    for row, picture in enumerate(pictures):
+        if picture.shape != pictures[0].shape:
+            raise ValueError(f"the picture of row {row} has another size or number of "
+                             "channels than that of row 0; resize them first, as the "
+                             "model's image processor does")
     pixels = torch.from_numpy(np.stack(pictures))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     label = schema.label or "label"

@@ -411,6 +411,9 @@ def _collate(items: list[Any], pad_id: int) -> Any:
     if isinstance(items[0], (Tensor, np.ndarray)):
         return (_stacked(items, "the whole", 0),)
     if not isinstance(items[0], Mapping):
+        if len(sizes := sorted({len(item) for item in items})) > 1:
+            raise ValueError(f"items have {sizes[0]} and {sizes[-1]} parts; give all "
+                             "the same, or pass collate_fn=")
         parts = zip(*items, strict=True)
         return tuple(_stacked(part, f"part {i}", 0) for i, part in enumerate(parts))
     batch = {}

@@ -499,7 +499,7 @@ def test_pictures_of_the_hub_may_be_given_as_they_are():
     assert isinstance(ready.train, TensorData) and ready.train.images.flatten(1)[:, 0].tolist() == list(range(6))
     assert ready.schema.line() == "reads: image; label: label; unit: patient" and len(units_of(ready.train, "patient")) == 3
     assert fingerprint(data) and ready.kind == "image"
-    with pytest.raises(ValueError, match="not of one size"):
+    with pytest.raises(ValueError, match=r"^the picture of row 1 has another size or number of channels than that of row 0; resize"):
         prepare(nn.Linear(1, 1), as_dataset({"image": [pictures[0], pictures[1].resize((2, 2))], "label": [0, 1]}))
     with pytest.raises(ValueError, match="part 0 of an item has type Image, which is not a tensor"):
         collate_for([(pictures[0], 1)])([(pictures[0], 1)])
@@ -855,7 +855,7 @@ def test_every_kind_of_file(tmp_path):
     ("x.csv", "text,label\ncafé secret,1\n".encode("latin-1"), "x.csv is not in UTF-8"),
     ("x.csv", "text,label\n", "no rows below its header"),
     ("x.csv", "", "x.csv is empty"), ("x.csv", "text,text\nsecret,b\n", "two columns are named 'text'"),
-    ("x.csv", "text,label\nsecret,1,2\n", "a line has 3 values for 2 columns"), ("x.txt", "secret", "ends in '.txt'"),
+    ("x.csv", "text,label\nsecret,1,2\n", "row 2, counting the header, has 3 values for 2 columns"), ("x.txt", "secret", "ends in '.txt'"),
     ("x.jsonl", '{"text": "a"}\n{"text": secret}\n', "line 2 of x.jsonl is not JSON"), ("x.jsonl", "[]", "has no rows"),
     ("x.jsonl", '{"text": "a", "label": 1}\n{"text": "secret"}\n', "only one of them has 'label'"),
     ("x.json", '["secret"]', "not objects with names"),
@@ -1318,15 +1318,35 @@ def test_a_person_who_is_trained_on_is_found_under_a_name_with_blanks():
         apart(NoisyAccuracy(scored, unit="user"), trained, "user")
 
 
-@pytest.mark.parametrize("labels", [["pos", " pos", "neg"], ["Pos", "pos", "neg"], ["not so", "not  so", "yes"]])
+@pytest.mark.parametrize("labels", [["pos", " pos", "neg"], ["Pos", "pos", "neg"], ["not so", "not  so", "yes"],
+                                    ["caf\u00e9", "cafe\u0301", "bar"]])
 def test_names_of_classes_that_differ_by_blanks_or_case_only_are_refused_unless_they_are_given(labels):
-    words = "column 'label' spells one name in two ways, which differ by blanks or case; spell it in one"
+    words = "column 'label' spells one name in two ways, by blanks, case or the code of an accent; spell it in one"
     with pytest.raises(ValueError, match=words) as caught:
         read_labels(labels * 2)
     assert not any(name in str(caught.value) for name in labels)
     assert read_labels(labels, classes=labels).values.tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="column 'tags' spells one name in two ways"):
         classes_of(as_dataset([{"tokens": labels, "tags": labels}] * 3), read_schema(as_dataset([{"tokens": labels, "tags": labels}])))
+
+
+def test_labels_with_decimal_commas_are_no_names_of_classes_unless_they_are_given():
+    words = "column 'label' holds numbers with commas; write points, or give the list of classes"
+    labels = ["1,5", "2,5", "2"]
+    for wrong in (labels, ["1,5", "1.5"]):
+        with pytest.raises(ValueError, match=words):
+            read_labels(wrong * 2)
+    assert read_labels(labels, classes=labels).values.tolist() == [0, 1, 2]
+    assert read_labels(["a,b", "2,5"] * 2).values.tolist() == [1, 0] * 2
+
+
+def test_a_text_model_on_pictures_is_refused_in_one_sentence(tmp_path):
+    from PIL import Image as Picture
+
+    zoo.build("bert")[0].save_pretrained(tmp_path / "bert")
+    rows = [{"image": Picture.fromarray(np.full((4, 4), i, np.uint8)), "label": i % 2} for i in range(4)]
+    with pytest.raises(ValueError, match=r"^Transformers has no head for the task 'image' on the model '.*bert'; give a model"):
+        prepare(str(tmp_path / "bert"), rows)
 
 
 # ---- advice that can be followed
