@@ -26,7 +26,7 @@ from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
 from .inputs import NotableRows, check_row, checked_rows
 from .layer_rules import WHOLE, lying
-from .ledger import Ledger, record_weights
+from .ledger import Ledger
 from .losses import chosen_loss
 from .method import Access, Context, Method, noted
 from .models import Modes, frozen_statistics
@@ -39,7 +39,8 @@ from .plan import (
 from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, form
-from .provenance import look_at_start, mark_trained, recall, restate_own
+from .provenance import changed_parts, look_at_start, mark_trained, recall
+from .provenance import record_weights, restate_own
 from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
 from .step import Draws, Releases, Step, with_precision
@@ -309,9 +310,9 @@ def record_final(engine: "Engine") -> None:
     account = engine.account
     if not (account.shared or account.charges):
         return
-    fingerprint = fingerprint_of(engine)
+    fingerprint, parts = fingerprint_of(engine), changed_parts(engine)
     def record() -> tuple[Told, str]:
-        record_weights(account.ledger, engine.store.run, left := fingerprint())
+        record_weights(account.ledger, engine.store.run, left := fingerprint(), parts)
         return account.now() if account.charges else account.told, left
     account.told, engine.left = engine.processes.first(record)
 
@@ -364,6 +365,7 @@ class Engine:
     spread: dict[int, Tensor | float]
     modes: Modes | None = None # of the layers; None: it is not known yet what trains
     left = ""                  # fingerprint of the final weights, where one was taken
+    start_parts: frozenset[str] = frozenset()  # hashes of initial parameters, likewise
 
     @takes_settings("engine")
     def __init__(

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PUBLISHED', 'check_data', 'check_rates', 'check_same', 'has_row', 'known_release', 'reserved', 'first_digest',
            'steady', 'begin_run', 'charge_step', 'note_unpaid_run', 'published_rows', 'publish_rows', 'LedgerReader',
-           'Ledger', 'record_weights', 'trained_in']
+           'Ledger']
 
 # %% ../nbs/5_notes/60_ledger.ipynb #ledger-imports
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import isclose
 from numbers import Integral
@@ -489,33 +489,3 @@ class Ledger(LedgerReader):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-# %% ../nbs/5_notes/60_ledger.ipynb #ledger-record-weights
-def _weights(ledger: Ledger, fingerprint: str) -> str:
-    return ledger.mac(f"final weights {fingerprint}")
-
-# %% ../nbs/5_notes/60_ledger.ipynb #ledger-record-weights-function
-def record_weights(
-    ledger: Ledger,
-    run: str,         # its name
-    fingerprint: str, # of its final model
-) -> None:
-    "Record the final weights of a run once, as a digest under the ledger's key."
-    digest, file = _weights(ledger, fingerprint), ledger.chain.file
-    with file.writing():
-        if not file.query("SELECT 1 FROM ledger WHERE kind = 'weights' AND run = ? AND "
-                          "digest = ?", run, digest):
-            ledger.chain.append("weights", run, digest=digest)
-
-# %% ../nbs/5_notes/60_ledger.ipynb #ledger-trained-in
-def trained_in(
-    ledger: Ledger,
-    fingerprint: Callable[[], str], # of initial weights
-) -> list[str]:                     # names of runs, in order
-    "The runs of a ledger that ended with exactly these weights."
-    query = ledger.chain.file.query
-    if not query("SELECT 1 FROM ledger WHERE kind = 'weights' LIMIT 1"):
-        return []
-    return [run for run, in query(
-        "SELECT run FROM ledger WHERE kind = 'weights' AND digest = ? ORDER BY number",
-        _weights(ledger, fingerprint()))]

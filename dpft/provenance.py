@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['START', 'note_of', 'notes_of', 'add_note', 'carriers', 'trained_parts', 'mark_trained', 'restate', 'restate_own',
-           'note_of_folder', 'came_from', 'description_of', 'check_saved', 'notes_in', 'sentence', 'notes_on',
-           'look_at_start', 'recall']
+           'note_of_folder', 'came_from', 'description_of', 'check_saved', 'part_hashes', 'changed_parts',
+           'record_weights', 'trained_in', 'notes_in', 'sentence', 'notes_on', 'look_at_start', 'recall']
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-imports
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from torch import nn
 
 from .card import rounded_up
 from .datasets import Public
-from .ledger import Ledger, trained_in
+from .forms import full
+from .ledger import Ledger
+from .noise import raw_bytes
 from .privacy import SampledGaussian, epsilon
+from .processes import whole
 
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-note
 def note_of(
@@ -146,14 +150,73 @@ def check_saved(folder: Path) -> None:
         raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
                          "in its place, and the model that it returns can train on")
 
+# %% ../nbs/5_notes/64_provenance.ipynb #provenance-part-hashes
+def part_hashes(
+    model: nn.Module,
+    among: Collection[int] | None = None,  # ids of parameters; None: all
+) -> dict[str, str]:                       # by name
+    "A hash of the values of each parameter, unless they are all equal."
+    found = {}
+    for name, parameter in model.named_parameters():
+        if among is not None and id(parameter) not in among:
+            continue
+        value = full(whole(parameter.detach())).cpu()
+        if value.numel() and bool((value != value.flatten()[0]).any()):
+            digest = hashlib.sha256(f"{tuple(value.shape)}".encode())
+            digest.update(memoryview(raw_bytes(value)))  # type: ignore[arg-type]
+            found[name] = digest.hexdigest()
+    return found
+
+def changed_parts(engine: Any) -> list[str]:
+    "Hashes of the parameters that a run has changed; all processes call this together."
+    if not engine.account.shared:
+        return []
+    trained = engine.touched | {id(one) for one in engine.trains.values()}
+    return [one for one in part_hashes(engine.model, trained).values()
+            if one not in engine.start_parts]
+
+# %% ../nbs/5_notes/64_provenance.ipynb #provenance-record-weights
+def _weights(ledger: Ledger, fingerprint: str) -> str:
+    return ledger.mac(f"final weights {fingerprint}")
+
+def record_weights(
+    ledger: Ledger,
+    run: str,                    # its name
+    fingerprint: str,            # of its final model
+    parts: Collection[str] = (), # hashes of the parameters that it changed
+) -> None:
+    "Record the final weights of a run once, as digests under the ledger's key."
+    digest, file = _weights(ledger, fingerprint), ledger.chain.file
+    content = json.dumps([_weights(ledger, one) for one in parts]) if parts else ""
+    with file.writing():
+        if not file.query("SELECT 1 FROM ledger WHERE kind = 'weights' AND run = ? AND "
+                          "digest = ?", run, digest):
+            ledger.chain.append("weights", run, digest=digest, content=content)
+
+# %% ../nbs/5_notes/64_provenance.ipynb #provenance-trained-in
+def trained_in(
+    ledger: Ledger,
+    fingerprint: Callable[[], str], # of initial weights
+    parts: Collection[str] = (),    # hashes of their parameters
+) -> list[str]:                     # names of runs, in order
+    "The runs of a ledger that ended with exactly these weights, or changed some."
+    rows = ledger.chain.file.query("SELECT run, digest, content FROM ledger "
+                                   "WHERE kind = 'weights' ORDER BY number")
+    if not rows:
+        return []
+    known = {_weights(ledger, one) for one in (fingerprint(), *parts)}
+    return [run for run, digest, content in rows
+            if not known.isdisjoint([digest, *json.loads(content or "[]")])]
+
 # %% ../nbs/5_notes/64_provenance.ipynb #provenance-in-ledger
 def notes_in(
     ledger: Ledger,
     fingerprint: Callable[[], str], # of a start; called only if the ledger may know it
+    parts: Collection[str] = (),    # hashes of its parameters
 ) -> list[dict[str, Any]]:
-    "The runs of a ledger that ended with these weights, as notes."
+    "The runs of a ledger that ended with these weights or some of them, as notes."
     found = []
-    for run in trained_in(ledger, fingerprint):
+    for run in trained_in(ledger, fingerprint, parts):
         if run in ledger.unpaid():
             found.append(note_of(run, False, "", 0.0, "rdp", []))
             continue
@@ -198,17 +261,21 @@ def notes_on(model: nn.Module) -> Iterator[dict[str, Any]]:
 def look_at_start(engine: Any, fingerprint: Callable[[], str]) -> None:
     """List the runs that made the initial weights;
     ValueError if one of them used the same data without noise."""
+    parts = [*part_hashes(engine.model).values()] if engine.account.shared else []
+    engine.start_parts = frozenset(parts)
     if not engine.plan.private:
         return
     found = [note for note in notes_on(engine.model) if note["run"] != engine.store.run]
     known = {note["run"] for note in found}
-    held = engine.processes.first(lambda: notes_in(engine.account.held, fingerprint))
+    held = engine.processes.first(
+        lambda: notes_in(engine.account.held, fingerprint, parts))
     for note in held:
         if not note["private"]:
             raise ValueError(
-                f'run "{note["run"]}" of this ledger has trained this model on the '
-                "same data without privacy, which noise that is added now cannot undo; "
-                "start from the weights before that run, or set epsilon=inf")
+                f'run "{note["run"]}" of this ledger has trained this model, or a part '
+                "of it, on the same data without privacy, which noise that is added "
+                "now cannot undo; start from the weights before that run, or set "
+                "epsilon=inf")
     found += [note for note in held if note["run"] not in known | {engine.store.run}]
     if found:
         engine.assumed_public = [one for one in engine.assumed_public

@@ -17,10 +17,9 @@ from dpft.baselines import Adapter, Trainable, merge_lora, remove_adapters
 from dpft.boundary import neighbours, toy_network, toy_pictures
 from dpft.datasets import Public
 from dpft.identity import model_fingerprint
-from dpft.ledger import record_weights, trained_in
 from dpft.loop import load
 from dpft.privacy import SampledGaussian, epsilon
-from dpft.provenance import START, note_of, note_of_folder, notes_on, sentence
+from dpft.provenance import START, note_of, note_of_folder, notes_on, part_hashes, record_weights, sentence, trained_in
 from dpft.verification import verify
 
 DATA = toy_pictures()
@@ -178,6 +177,70 @@ def test_noise_that_comes_too_late_is_refused_before_anything_is_spent(tmp_path,
     with pytest.raises(ValueError, match=r"on the same data without privacy.*start from the weights before that run"):
         made(hand_on(first), ledger=ledger)
     assert not ledger.runs()
+
+
+def under_a_new_head(run):
+    "A new network, all but the head of which was copied, without the modules, from another."
+    model = toy_network()
+    model.load_state_dict({name: value for name, value in run.model.state_dict().items() if not name.startswith("6")}, strict=False)
+    return model
+
+
+def elsewhere(run):
+    "One trained layer, as another part of a network of another form."
+    trained = run.model[1]
+    layer = nn.Linear(trained.in_features, trained.out_features)
+    layer.load_state_dict(trained.state_dict())
+    return nn.Sequential(nn.Flatten(), nn.Tanh(), layer, nn.Linear(layer.out_features, 3))
+
+
+@pytest.mark.parametrize("hand_on", [under_a_new_head, elsewhere])
+def test_a_part_of_what_an_unpaid_run_trained_is_refused_under_a_ledger(tmp_path, hand_on):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger, epsilon=math.inf)
+    with pytest.raises(ValueError, match=r"has trained this model, or a part of it, on the same data without privacy"):
+        made(hand_on(first), ledger=ledger)
+    assert not ledger.runs()
+
+
+@pytest.mark.parametrize("hand_on", [under_a_new_head, elsewhere])
+def test_a_part_of_what_a_private_run_trained_is_no_public_start(tmp_path, hand_on):
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    first = made(ledger=ledger)
+    public, unpaid = said(made(hand_on(first), ledger=ledger))
+    assert not public and first.guarantee.run in unpaid[0]
+
+
+@pytest.mark.parametrize("method, budget", [(Full(), math.inf), (dpft.BiTFiT(), math.inf), (dpft.BiTFiT(), 3.0), (LoRA(targets=("1",)), math.inf)],
+                         ids=["all", "biases", "biases privately", "lora"])
+def test_what_an_earlier_run_left_as_it_was_stays_public(tmp_path, method, budget):
+    "Frozen layers, layers without a gradient, and new biases that are zero."
+    class Spare(nn.Sequential):
+        "A network with a layer that nothing uses."
+
+    def network():
+        model = Spare(*toy_network())
+        model.spare = nn.Linear(3, 3)
+        torch.nn.init.eye_(model.spare.weight)
+        model.forward = lambda x: nn.Sequential(*[part for name, part in model.named_children() if name != "spare"])(x)
+        return model
+    ledger = dpft.Ledger(tmp_path / "ledger.sqlite")
+    made(network(), ledger=ledger, method=method, epsilon=budget)
+    public, unpaid = said(made(network(), ledger=ledger))
+    assert public and not unpaid
+
+
+def test_values_are_recognised_wherever_they_are_and_equal_ones_nowhere():
+    first, second = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))
+    second[1].load_state_dict(first.state_dict())
+    assert set(part_hashes(first).values()) < set(part_hashes(second).values())
+    nn.init.zeros_(first.bias)
+    assert list(part_hashes(first)) == ["weight"] and part_hashes(first, {id(first.bias)}) == {}
+    first.weight.data[0, 0] += 1
+    assert not set(part_hashes(first).values()) & set(part_hashes(second).values())
+    turned = nn.Linear(4, 3)
+    turned.weight.data.copy_(second[1].weight.T)
+    assert part_hashes(turned)["weight"] not in part_hashes(second).values()
 
 
 def test_what_a_ledger_publishes_holds_no_digest_of_weights(tmp_path):
