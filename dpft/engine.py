@@ -24,7 +24,7 @@ from .forms import Groups
 from .gradients import reuse_memory
 from .guarantee import Guarantee, promised, secrets_in
 from .identity import content_of, facts_of, fingerprint_of, known_of, record_of
-from .inputs import NotableRows, check_row, checked_rows
+from .inputs import NotableRows, check_rows, checked_rows
 from .layer_rules import WHOLE, lying
 from .ledger import Ledger
 from .losses import chosen_loss
@@ -137,9 +137,8 @@ def read_through(engine: "Engine") -> dict[str, Any]:
     notable, given = NotableRows(), engine.settings
     content = content_of(engine.population, notable.see)
     if lying(engine.model) is WHOLE:
-        for row in notable:
-            check_row(engine.model, chosen_loss(engine.model, given.loss_fn),
-                      engine.train, given.collate_fn, row)
+        check_rows(engine.model, chosen_loss(engine.model, given.loss_fn),
+                   engine.train, given.collate_fn, notable)
     return content
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-opened

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from .texts import EncodedData, Selected
 
 # %% auto #0
 __all__ = ['ALIGNED', 'FAULTS', 'MOST_FORMS', 'as_rows', 'positions', 'check_places', 'check_outputs', 'check_inputs',
-           'check_row', 'NotableRows', 'check_causal', 'checked_rows']
+           'check_rows', 'NotableRows', 'check_causal', 'checked_rows']
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-rows
 def as_rows(
@@ -219,14 +219,22 @@ def _check_tokens(model: nn.Module, train: EncodedData) -> None:
                          "embeddings for; pass the model's own tokenizer=")
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-row
-def check_row(
+def check_rows(
     model: nn.Module,
     loss_fn: LossFunction,    # (model, batch) -> (B,) losses
     train: Any,               # the training data, as the engine takes it
     collate: Collate | None,  # rows -> batch; None: from the data
-    row: int = 0,
+    rows: Iterable[int] = (0,),
 ) -> None:
-    "ValueError if no loss of a row can be taken, by itself and beside the first."
+    """ValueError if the loss of one of these rows cannot be taken, by itself and beside
+    row 0; RuntimeError if a pass writes into parameters."""
+    with buffers_kept(model, loss_fn, every=True):
+        for row in rows:
+            _check_row(model, loss_fn, train, collate, row)
+
+def _check_row(
+    model: nn.Module, loss_fn: LossFunction,
+    train: Any, collate: Collate | None, row: int) -> None:
     batch: Any = ()
     try:
         with torch.no_grad(), forked(model), evaluating(model):
@@ -333,6 +341,6 @@ def checked_rows(
         if head_of(model) == "causal":
             check_causal(model)
     if whole and len(train):
-        check_row(model, chosen_loss(model, settings.loss_fn), train,
-                  settings.collate_fn)
+        check_rows(model, chosen_loss(model, settings.loss_fn), train,
+                   settings.collate_fn)
     return train

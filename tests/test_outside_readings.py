@@ -135,7 +135,7 @@ class Late(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.embedding, self.classifier, self.way = nn.Embedding(8, 8), nn.Linear(8, 2), way
+        self.embedding, self.classifier, self.way = nn.Embedding(9, 8), nn.Linear(8, 2), way
         self.embedding.weight.requires_grad_(False)
 
     def forward(self, tokens):
@@ -154,8 +154,9 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("way", ["data", "numpy", "another tensor"])
 def test_a_late_write_into_a_parameter_is_noticed_in_the_step_in_which_it_happens(way):
-    """One row of 200 has the token, so the first looks do not meet it."""
+    """One row of 200 has the token, which is not the largest, so neither the first looks nor those before the run meet it."""
     tokens = torch.randint(0, 7, (200, 5), generator=torch.Generator().manual_seed(0))
+    tokens[tokens == 6] = 8
     def losses(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
@@ -166,6 +167,19 @@ def test_a_late_write_into_a_parameter_is_noticed_in_the_step_in_which_it_happen
     tokens[150] = 7
     with pytest.raises(RuntimeError, match=r"a forward pass has changed the parameters embedding\.weight"):
         trained(tokens)
+
+
+@pytest.mark.parametrize("row", [0, 150])
+@pytest.mark.parametrize("way", ["data", "numpy", "another tensor"])
+def test_a_write_as_rows_are_tried_before_the_run_is_noticed_before_anything_is_charged(tmp_path, way, row):
+    """The token is the largest, so its row is tried; in the run the same write would change nothing any more."""
+    tokens = torch.randint(0, 7, (200, 5), generator=torch.Generator().manual_seed(0))
+    tokens[row] = 7
+    with pytest.raises(RuntimeError, match=r"a forward pass has changed the parameters embedding\.weight"):
+        fine_tune(Late(way), TensorDataset(tokens, tokens[:, 0] % 2), Trainable(), noise_multiplier=1.0, delta=1e-3, steps=12,
+                  batch_size=100, accountant="rdp", progress=False, ledger=tmp_path / "ledger.sqlite",
+                  loss_fn=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none"))
+    assert not any(tmp_path.iterdir())
 
 
 class Widened(nn.Module):
@@ -353,8 +367,8 @@ def test_what_a_model_does_not_take_is_refused_before_anything_is_charged(tmp_pa
 
 
 def test_an_error_after_the_first_draw_says_what_was_charged(tmp_path):
-    def fails(model, batch):     # not on the first row, which is tried before
-        if len(batch[0]) > 1:
+    def fails(model, batch):     # not on one or two rows, as are tried before
+        if len(batch[0]) > 2:
             raise RuntimeError("no room")
         return example_losses(model, batch)
     rows = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)

@@ -211,7 +211,8 @@ def test_a_part_of_what_a_private_run_trained_is_no_public_start(tmp_path, hand_
     assert not public and first.guarantee.run in unpaid[0]
 
 
-@pytest.mark.parametrize("method, budget", [(Full(), math.inf), (dpft.BiTFiT(), math.inf), (dpft.BiTFiT(), 3.0), (LoRA(targets=("1",)), math.inf)],
+@pytest.mark.parametrize("method, budget", [(Full(), math.inf), (dpft.BiTFiT(), math.inf), (dpft.BiTFiT(), 3.0),
+                                            (LoRA(targets=("1",)), math.inf)],
                          ids=["all", "biases", "biases privately", "lora"])
 def test_what_an_earlier_run_left_as_it_was_stays_public(tmp_path, method, budget):
     "Frozen layers, layers without a gradient, and new biases that are zero."
