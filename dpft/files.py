@@ -220,12 +220,10 @@ def _csv_fault(name: str, said: str) -> str:
                 "example with iconv -f latin1 -t utf-8")
     if "Empty CSV" in said:
         return f"{name} is empty; give a header and rows"
-    counts = re.search(r"(?:Row #(\d+): )?Expected (\d+) columns, got (\d+)", said)
-    if counts is None:
-        return f"{name} cannot be read as CSV: a bad line; correct it"
-    row = f"row {counts[1]}, counting the header," if counts[1] else "a row"
-    return (f"{name} cannot be read as CSV: {row} has {counts[3]} values for "
-            f"{counts[2]} columns; correct it")
+    counts = re.search(r"Row #(\d+): Expected (\d+) columns, got (\d+)", said)
+    place = (f"row {counts[1]}, counting the header, has {counts[3]} values for "
+             f"{counts[2]} columns" if counts else "a bad line")
+    return f"{name} cannot be read as CSV: {place}; correct it"
 
 # %% ../nbs/6_appendices/109_files.ipynb #sources-encoding
 UTF = "is in UTF-{0}; save it as UTF-8, for example with iconv -f utf-{0} -t utf-8"

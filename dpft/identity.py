@@ -26,7 +26,7 @@ from .datasets import (
     ABOUT, LABELS, Public, TensorData, as_dataset, bare, column_names, is_chat,
     made_on_the_fly, names_a_row, own_part)
 from .forms import full
-from .noise import bytes_of, raw_bytes
+from .noise import bytes_of, take_tensor
 from .processes import whole
 from .schema import TAGS, WORDS, kind_of, kinds_of
 from .settings import Reading, Settings, package_of, parts_of
@@ -41,7 +41,7 @@ __all__ = ['UNKNOWN_TO_NUMPY', 'FINE_TUNE', 'fingerprint', 'row_hashes', 'hash_o
 def fingerprint(
     data: Any,  # a data set
     # shown the number and the parts of each row, unless `content` stands for all
-    see: Callable[[int, Any], None] = lambda row, item: None,
+    see: Callable[[int, Any], None] | None = None,
 ) -> str:       # sha256, hex; a function of private data, never to be published
     "Internal identity of a data set by its content and order; @sec-fingerprint."
     digest = hashlib.sha256()
@@ -51,20 +51,24 @@ def fingerprint(
     elif not made_on_the_fly(data):
         columns = {name: list(data[name]) for name in column_names(data)}
         _take_in(digest, columns)
-        for row, values in enumerate(zip(*columns.values(), strict=True)):
-            see(row, dict(zip(columns, values, strict=True)))
+        if see is not None:
+            for row, values in enumerate(zip(*columns.values(), strict=True)):
+                see(row, dict(zip(columns, values, strict=True)))
     else:
         before = _first_row(data)
         for row in range(len(data)):
             item = data[row]
             _take_in(digest, item)
-            see(row, item)
+            if see is not None:
+                see(row, item)
         if _first_row(data) != before:
             raise ValueError("row 0 is another once all rows were read, so a row may "
                              "hold some of others; let the data set keep nothing of "
                              "what it has read, such as a running scale")
     return digest.hexdigest()
 
+
+# %% ../nbs/5_notes/66_identity.ipynb #identity-first-row
 def _first_row(data: Any) -> str:
     "A hash of the first row, with torch's random numbers held."
     digest = hashlib.sha256()
@@ -434,9 +438,7 @@ def model_fingerprint(model: nn.Module) -> str:
     "Hash of the names, shapes and values of the weights, to recognise initial weights."
     digest = hashlib.sha256()
     for name, value in weights_of(model):
-        raw = raw_bytes(full(whole(value.detach())).cpu())
-        digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(memoryview(raw))  # type: ignore[arg-type]
+        take_tensor(digest, full(whole(value.detach())).cpu(), name)
     return digest.hexdigest()
 
 # %% ../nbs/5_notes/66_identity.ipynb #engine-fingerprint

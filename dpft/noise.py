@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'generator_state',
            'drawn_below', 'box_muller', 'cipher_pieces', 'part_of', 'add_pieces', 'usable_cores', 'threads',
-           'side_by_side', 'Keystream', 'digests', 'bytes_of', 'raw_bytes', 'factors_of', 'device_hashes', 'flat_scale',
-           'noise_jobs', 'Noise', 'secure_pieces', 'noise_key', 'grid_step', 'on_grid', 'perturbed_on_grid',
-           'secure_std']
+           'side_by_side', 'Keystream', 'digests', 'bytes_of', 'raw_bytes', 'take_tensor', 'factors_of',
+           'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces', 'noise_key', 'grid_step', 'on_grid',
+           'perturbed_on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -301,6 +301,15 @@ def bytes_of(value: Tensor) -> Tensor:
 def raw_bytes(value: Tensor) -> np.ndarray:
     "The bytes of a tensor on the CPU."
     return bytes_of(value).numpy()
+
+def take_tensor(
+    digest: Any,       # a hash of hashlib
+    value: Tensor,     # on the CPU
+    name: str = "",
+) -> None:
+    "Feed a tensor's name, shape and bytes to a hash."
+    digest.update(f"{name}{tuple(value.shape)}".encode())
+    digest.update(memoryview(raw_bytes(value)))  # type: ignore[arg-type]
 
 def factors_of(
     stream: Keystream, device: torch.device,

@@ -21,7 +21,7 @@ from .card import rounded_up
 from .datasets import Public
 from .forms import full
 from .ledger import Ledger
-from .noise import raw_bytes
+from .noise import take_tensor
 from .privacy import SampledGaussian, epsilon
 from .processes import whole
 
@@ -162,8 +162,7 @@ def part_hashes(
             continue
         value = full(whole(parameter.detach())).cpu()
         if value.numel() and bool((value != value.flatten()[0]).any()):
-            digest = hashlib.sha256(f"{tuple(value.shape)}".encode())
-            digest.update(memoryview(raw_bytes(value)))  # type: ignore[arg-type]
+            take_tensor(digest := hashlib.sha256(), value)
             found[name] = digest.hexdigest()
     return found
 

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
@@ -192,7 +193,7 @@ def test_fingerprint_sees_bytes_shapes_types_and_scaling():
 def test_a_column_that_has_no_fingerprint_is_named_with_the_way_out(strange):
     columns = {"text": ["a", "b"], "label": [0, 1], "extra": [None, strange]}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    for data in (TableData(columns), Items(rows)):
+    for data in (TableData(columns), zoo.Items(rows)):
         with pytest.raises(ValueError, match=r"^column 'extra': cannot fingerprint a .*where nothing reads the column, leave it out$"):
             fingerprint(data)
 
@@ -200,19 +201,6 @@ def test_a_column_that_has_no_fingerprint_is_named_with_the_way_out(strange):
 def test_names_of_several_types_within_a_value_have_an_order():
     mixed, other = ([{1: "a", "b": 2, None: 3}], [{None: 3, "b": 2, 1: "a"}])
     assert fingerprint(TableData({"extra": mixed})) == fingerprint(TableData({"extra": other}))
-
-
-class Items(torch.utils.data.Dataset):
-    "Rows that are made when they are asked for."
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
 
 
 def test_fingerprint_of_a_table_and_of_a_datasets_dataset_agree():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -230,19 +231,6 @@ def at(place, row):
     return [*rows[:place], row, *rows[place + 1:]]
 
 
-class OnTheFly(torch.utils.data.Dataset):
-    "Rows that are made when they are asked for."
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
-
-
 ODD = {  # a later row, and what the sentence says of it
     "a feature more": ((torch.ones(4), 1), r"^row 41 does not go through Linear and its loss \(RuntimeError\)"),
     "a feature less": ((torch.ones(2), 1), r"^row 41 does not go through Linear and its loss \(RuntimeError\)"),
@@ -256,7 +244,7 @@ ODD = {  # a later row, and what the sentence says of it
 }
 
 
-@pytest.mark.parametrize("form", [list, OnTheFly])
+@pytest.mark.parametrize("form", [list, zoo.Items])
 @pytest.mark.parametrize("what", ODD)
 def test_a_later_row_that_fails_is_named_before_a_charge_and_may_be_corrected(tmp_path, what, form):
     row, said = ODD[what]
@@ -277,7 +265,7 @@ def test_a_token_beyond_the_embedding_is_found_in_rows_that_a_data_set_makes(tmp
     rows = [{"input_ids": [2, 3 + row % 4], "labels": row % 2} for row in range(32)]
     rows[19] = {"input_ids": [2, 99], "labels": 1}
     with pytest.raises(ValueError, match=r"^row 19 does not go through BertForSequenceClassification and its loss \(IndexError\)"):
-        dpft.fine_tune(bert(), OnTheFly(rows), dpft.Full(), 8.0, steps=1, batch_size=4, progress=False, ledger=tmp_path / "book.sqlite")
+        dpft.fine_tune(bert(), zoo.Items(rows), dpft.Full(), 8.0, steps=1, batch_size=4, progress=False, ledger=tmp_path / "book.sqlite")
     assert not any(tmp_path.iterdir())
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import zoo
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from test_data import Items
 from torch import nn, tensor
+from zoo import Items
 
 import dpft
 from dpft.datasets import TableData, Task, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row

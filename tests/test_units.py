@@ -17,11 +17,11 @@ import zoo
 from datasets import Dataset, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import Items
 from test_training import engine, net, run_all, toy, weights
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
+from zoo import Items
 
 import dpft
 from dpft.datasets import TableData, Task, TensorData, as_dataset, protecting, take, unit_for

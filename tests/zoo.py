@@ -178,3 +178,16 @@ def apart(tensors):
     "Whether each tensor has memory of its own, without holes, as noise that is added in place needs."
     places = sorted((each.data_ptr(), each.numel() * each.element_size(), each.is_contiguous()) for each in tensors)
     return all(whole for *_, whole in places) and all(a[0] + a[1] <= b[0] for a, b in pairwise(places))
+
+
+class Items(torch.utils.data.Dataset):
+    "Rows that are made when they are asked for."
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.rows[row]
