@@ -1,4 +1,4 @@
-"""The book as a whole: chapters and labels, whether it is consistent (`check`, `exported`), how long (`words`), how it is run (`run`)."""
+"""The book as a whole: chapters and labels, whether it is consistent (`check`, `exported`), how it is run (`run`)."""
 
 import ast
 import hashlib
@@ -37,8 +37,7 @@ CAPTION = re.compile(r"^: (.*?)\s*\{#(tbl-[\w-]+)[^}]*\}\s*$")
 READ = re.compile(  # a name of records: read as such, of a file, or a quoted name with a hyphen
     r"""(?:records_of|results_file)\(["']([\w-]+)["']|(?:results/|glob\(["'])([\w*-]+)\.jsonl|["']([a-z0-9]+(?:-[a-z0-9]+)+)["']""")
 DRAWN = re.compile(r"""["']([\w-]+)["']: Drawing\(((?:.(?!Drawing\())*)""", re.DOTALL)
-FORMULA = re.compile(r"\$\$.*?\$\$|\$[^$\n]+\$", re.DOTALL)
-HEADER, LONGEST = "takes", 3500  # id of the cell that says how long a chapter runs; words of prose in a chapter, at most
+HEADER = "takes"  # id of the cell that says how long a chapter runs
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/[\w.-]+/[\w.-]+/|/tmp/|site-packages")
 
 
@@ -269,12 +268,6 @@ def prose(chapter: Chapter) -> Iterator[str]:
             yield from docstrings(body)
 
 
-def words(chapter: Chapter) -> int:
-    "Words of prose: without code and formulas."
-    texts = (FORMULA.sub(" ", CODE.sub(" ", source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
-    return sum(bool(re.search(r"\w", word)) for text in texts for word in text.split())
-
-
 def devices(chapter: Chapter) -> list[str]:
     "On what the records were made that a chapter shows: those under nbs/results that its code names, but not in what it exports."
     cells = [source(cell) for cell in chapter.cells if cell["cell_type"] == "code"]
@@ -328,8 +321,6 @@ def notebook_problems(chapter: Chapter) -> Iterator[str]:
     told = next((source(cell) for cell in chapter.cells if cell.get("id") == HEADER), "")
     if told and any(device not in told for device in devices(chapter)):
         yield f"{chapter.path.name}: the header does not name every device of its records; `make notebooks` writes it anew"
-    if words(chapter) > LONGEST:
-        yield f"{chapter.path.name}: {words(chapter)} words are more than {LONGEST}; split it"
     identifiers = Counter(cell.get("id") for cell in chapter.cells)
     yield from (f"{chapter.path.name}: {times} cells have the id {name}" for name, times in identifiers.items() if times > 1 or not name)
     for cell in chapter.cells:
@@ -475,14 +466,6 @@ def write_header(path: Path, seconds: float) -> None:
     path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def print_words() -> list[str]:
-    "The words of each chapter; nothing to say."
-    for chapter in chapters():
-        if chapter.path.suffix == ".ipynb":
-            print(f"{words(chapter):6,}  {chapter.path.stem}")
-    return []
-
-
 def print_pinned() -> list[str]:
     "The cells that are left out under a salt; nothing to say."
     for chapter in chapters():
@@ -493,14 +476,14 @@ def print_pinned() -> list[str]:
 
 
 def main(command: str, *arguments: str) -> int:
-    "check | export | exported | words | pinned | test [WORKERS] NOTEBOOK … | run NOTEBOOK [FLAG …]"
+    "check | export | exported | pinned | test [WORKERS] NOTEBOOK … | run NOTEBOOK [FLAG …]"
     if command == "test":
         workers, *paths = arguments if arguments[0].isdigit() else ("1", *arguments)
         found = test_all([Path(path).resolve() for path in paths], int(workers))
     elif command == "run":
         found = run(Path(arguments[0]).resolve(), set(arguments[1:]))
     else:
-        found = {"check": problems, "export": export, "exported": exported, "words": print_words, "pinned": print_pinned}[command]()
+        found = {"check": problems, "export": export, "exported": exported, "pinned": print_pinned}[command]()
     for sentence in found:
         print(sentence, file=sys.stderr)
     return 1 if found else 0
