@@ -240,10 +240,9 @@ class Checkpoint:
     def remove(self) -> None:
         "Empty the folder when the run has ended; its name goes last."
         if self.folder is not None:
-            names = ["state.pt", *(p.name for p in self.folder.glob("release-*.pt"))]
-            for name in [*names, "run.pt"]:
-                (self.folder / name).unlink(missing_ok=True)
-                (self.folder / f"{name}.part").unlink(missing_ok=True)
+            for pattern in ("*.part", "state.pt", "release-*.pt", "run.pt"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
         self.plan, self.head = None, ""
 
     def close(self) -> None:
