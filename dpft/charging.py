@@ -119,7 +119,7 @@ class Ledger:
             except OSError as error:
                 raise LedgerError(f"there is no ledger at {path}: {error.strerror}; "
                                   "name a file that you may use") from error
-            place = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+            place = self.path.absolute().as_uri() + ("?mode=ro" if read_only else "")
         self._file = sqlite3.connect(place, timeout, isolation_level=None, uri=True)
         try:
             self._query("PRAGMA synchronous = EXTRA")
@@ -167,11 +167,10 @@ class Ledger:
                 for statement in _TABLE.split(";"):
                     self._query(statement)
             elif mark() != _MARK: # another process may have been quicker
-                older = mark()[0] == _MARK[0]
-                raise LedgerError(
-                    f"{self.path} is " + ("a ledger of another version of dpft; read it "
-                    "with that version" if older else "a database but no ledger")
-                    + ", and give this run a file of its own")
+                what = ("a ledger of another version of dpft" if mark()[0] == _MARK[0]
+                        else "a database but no ledger")
+                raise LedgerError(f"{self.path} is {what}; give this run a file of its "
+                                  "own")
 
     def _append(self, kind: str, run: str, mechanism: str = "", step: int = 0,
                 content: str = "") -> None:
@@ -185,10 +184,10 @@ class Ledger:
     def verify(self) -> None:
         "Recompute the chain; `LedgerError` names the first row that does not fit."
         with self._transaction("BEGIN"): # one view, whatever others write
-            damaged = self._query("PRAGMA integrity_check(1)") != [("ok",)]
-            rows = [] if damaged else self._query("SELECT * FROM ledger ORDER BY number")
-            last = [] if damaged else self._query("SELECT seq FROM sqlite_sequence")
-        previous, why = "", "the file is damaged" if damaged else ""
+            whole = self._query("PRAGMA integrity_check(1)") == [("ok",)]
+            rows = self._query("SELECT * FROM ledger ORDER BY number") if whole else []
+            last = self._query("SELECT seq FROM sqlite_sequence") if whole else []
+        previous, why = "", "" if whole else "the file is damaged"
         for number, (*row, stored) in enumerate(rows, 1):
             if row[0] != number or row_hash(previous, tuple(row)) != stored:
                 why = why or f"row {number} was changed, removed or moved"
@@ -304,8 +303,8 @@ class Ledger:
         "The recorded plan of a run."
         found = self._content("begin", run)
         if found is None:
-            raise LedgerError(f'run "{run}" is not in the ledger; it has {self.runs()}; '
-                              "call begin first")
+            raise LedgerError(f'run "{run}" is not in the ledger, which has '
+                              f"{self.runs()}; call begin first")
         return found["plan"]
 
     def owner(self, run: str) -> str:
@@ -331,8 +330,9 @@ class Ledger:
 
     def claims(self, run: str, mechanism: str) -> int:
         "How many numbers of a mechanism are claimed: 0, 1, ... up to this."
-        return self._query("SELECT ifnull(max(step) + 1, 0) FROM ledger WHERE kind = "
-                           "'claim' AND run = ? AND mechanism = ?", run, mechanism)[0][0]
+        return self._query(
+            "SELECT ifnull(max(step) + 1, 0) FROM ledger WHERE kind = 'claim' AND "
+            "run = ? AND mechanism = ?", run, mechanism)[0][0]
 
     def repeated(self, run: str) -> int:
         "How often a seeded run has made a step again."
@@ -464,9 +464,10 @@ class Ledger:
             return
         for run, why in [*unpaid.items(), *((one, "it was seeded, and whoever has the "
                          "seed can repeat it") for one in self.hypothetical())]:
-            raise BudgetError(f'ledger {self.path}: run "{run}" has no privacy guarantee '
-                              f"that a budget could count ({why}); give it a ledger of "
-                              "its own, and never release its result")
+            raise BudgetError(
+                f'ledger {self.path}: run "{run}" has no privacy guarantee that a '
+                f"budget could count ({why}); give it a ledger of its own, and never release "
+                "its result")
         if (total := self.share()) <= 1 + 1e-9:
             return
         others = [run for run in self.runs() if run != asking]
@@ -515,8 +516,9 @@ class Ledger:
         if path.exists():
             with Ledger(path, read_only=True) as there:
                 if not there.published:
-                    raise LedgerError(f"{path} is the only record of what its runs have "
-                                      "spent, and no copy takes its place; name another")
+                    raise LedgerError(
+                        f"{path} is the only record of what its runs have spent, and "
+                        "no copy takes its place; name another")
         part = path.with_name(f".{path.name}.part")
         part.unlink(missing_ok=True)
         try:

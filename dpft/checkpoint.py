@@ -48,8 +48,8 @@ def write(
     except (OSError, RuntimeError) as error: # torch says RuntimeError when a disk fills
         part.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{path} could not be written ({error}); the last good checkpoint stays, so "
-            "make room and start the same command again") from error
+            f"{path} could not be written ({error}); the last good checkpoint stays, "
+            "so make room and start the same command again") from error
 
 
 def read(path: Path) -> Any: # None: there is no such file
@@ -82,7 +82,7 @@ def facts(
             return f"{value.__module__}.{value.__qualname__}"
         return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
-    return {"model": f"{type(model).__qualname__} {digest}", "method": repr(method),
+    return {"model": f"{type(model).__qualname__} {digest}", "method": text(method),
             "data": f"{size} units of {sorted(map(str, columns))}",
             **{name: text(value) for name, value in settings.items()}}
 
@@ -118,8 +118,9 @@ class Checkpoint:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {folder} cannot be a folder "
-                                  f"({error.strerror}); choose another place") from error
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be a folder ({error.strerror}); choose "
+                "another place") from error
         self._hold(self.folder.resolve())
         try:
             self._recall(read(self.folder / "run.pt") or {})
@@ -151,8 +152,8 @@ class Checkpoint:
             if before.get(name) != self.facts.get(name):
                 raise CheckpointError(
                     f"checkpoint {self.folder} belongs to a run with another {name}: "
-                    f"{before.get(name)} there, {self.facts.get(name)} now; continue it "
-                    "as it was begun, or choose an empty folder")
+                    f"{before.get(name)} there, {self.facts.get(name)} now; continue "
+                    "it as it was begun, or choose an empty folder")
         self.run = known.get("run", self.run)
         self.head, self.plan = known.get("head", ""), known.get("plan")
 
@@ -204,8 +205,8 @@ class Checkpoint:
         if self.folder is None:
             return
         if self._lock is None:
-            raise CheckpointError(f"checkpoint {self.folder} was closed, or another run "
-                                  "of this process uses it now")
+            raise CheckpointError(f"checkpoint {self.folder} was closed, or another "
+                                  "run of this process uses it now")
         write(self.folder / "state.pt", {**state, "head": ledger.head, "run": self.run})
         self._saved = time.monotonic()
 
@@ -333,7 +334,7 @@ def sentence(note: dict[str, Any]) -> str:
     "What a guarantee says about an earlier run that trained the initial weights."
     start = f'the weights that training started from: run "{note["run"]}" trained them '
     return start + (
-        f"at epsilon {note['epsilon']:.2f} and delta {note['delta']:.2e}, which come on "
-        "top for whoever is in both data sets" if note["private"] else
+        f"at epsilon {note['epsilon']:.2f} and delta {note['delta']:.2e}, which come "
+        "on top for whoever is in both data sets" if note["private"] else
         "without a privacy guarantee, so nobody in its data is protected by this run "
         "either")
