@@ -466,8 +466,8 @@ class Ledger:
                          "seed can repeat it") for one in self.hypothetical())]:
             raise BudgetError(
                 f'ledger {self.path}: run "{run}" has no privacy guarantee that a '
-                f"budget could count ({why}); give it a ledger of its own, and never release "
-                "its result")
+                f"budget could count ({why}); give it a ledger of its own, and never "
+                "release its result")
         if (total := self.share()) <= 1 + 1e-9:
             return
         others = [run for run in self.runs() if run != asking]

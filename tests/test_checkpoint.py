@@ -80,6 +80,9 @@ def killed_at(line: int, after: str, folder: Path, draws: Path) -> bool:
 @pytest.mark.parametrize("before, after", [(0, "begin"), (1, "claim")])
 def test_a_kill_at_any_line_repeats_nothing_and_passes_no_plan(tmp_path, before, after, monkeypatch):
     "From where the ledger learns of a run to its first saved state, or in its second step; then the same command, to the end."
+    query = Ledger._query       # a kill loses nothing that was handed to the system, so nothing needs to be synced
+    monkeypatch.setattr(Ledger, "_query", lambda self, sql, *values: query(self, sql.replace("= EXTRA", "= OFF"), *values))
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setitem(PLAN, "mechanisms", [PLAN["mechanisms"][0] | {"steps": 3}, PLAN["mechanisms"][1]])
     for line in range(1, 1000):
         place = tmp_path / str(line)
