@@ -1,0 +1,486 @@
+"""The ledger: no number is claimed twice, no plan is passed, and nothing that was written can be changed unseen."""
+
+import math
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import fresh
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpft.charging import Ledger, LedgerError, PlanSpent, row_hash, shared_draw
+from dpft.curve import Budget, odometer_epsilon
+from dpft.privacy import BudgetError, SampledGaussian, epsilon, epsilon_at_order
+
+TRAIN = {"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10}
+SELECT = {"name": "select", "noise_multiplier": 2.0, "sample_rate": 0.02, "steps": 3}
+PLAN = {"mechanisms": [TRAIN, SELECT], "delta": 1e-5, "accountant": "prv", "data": "reviews", "unit": "person", "size": 1000,
+        "method": "BiTFiT()", "divisor": 10.0, "seed": None}
+PLANNED = [SampledGaussian(1.0, 0.01, 10), SampledGaussian(2.0, 0.02, 3)]
+HUNDRED = SampledGaussian(1.0, 0.01, 100)
+TWO_RUNS = 1.02 * epsilon([HUNDRED] * 2, 1e-5, "rdp")   # two runs of a hundred steps fit, and three do not
+COLUMNS = ["number", "kind", "run", "mechanism", "step", "content", "hash"]
+
+
+def plan(steps: int = 10, **more) -> dict:
+    return {"mechanisms": [TRAIN | {"steps": steps}], "delta": 1e-5, **more}
+
+
+def claimed(ledger: Ledger, run: str, count: int, mechanism: str = "train") -> list[int]:
+    return [ledger.claim(run, mechanism) for _ in range(count)]
+
+
+def change(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as file, file:
+        for statement in statements:
+            file.execute(statement)
+
+
+def rows(ledger: Ledger, kind: str) -> list[tuple]:
+    return ledger._query("SELECT run, mechanism, step FROM ledger WHERE kind = ?", kind)
+
+
+def test_a_mechanism_has_as_many_numbers_as_it_has_steps(tmp_path):
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.begin("a", PLAN)
+        assert claimed(ledger, "a", 4) == [0, 1, 2, 3] and claimed(ledger, "a", 3, "select") == [0, 1, 2]
+        with pytest.raises(PlanSpent, match='run "a" has made 3 of 3 draws of "select" and may make no more'):
+            ledger.claim("a", "select")
+    with Ledger(tmp_path / "l") as ledger:     # another process
+        assert claimed(ledger, "a", 6) == [4, 5, 6, 7, 8, 9] and ledger.claims("a", "train") == 10
+        with pytest.raises(PlanSpent):
+            ledger.claim("a", "train")
+        assert ledger.spent("a") == ledger.planned("a") == PLANNED and not ledger.stopped("a")
+
+
+def test_a_run_that_has_ended_claims_nothing(tmp_path):
+    with Ledger() as ledger:
+        ledger.begin("a", PLAN)
+        claimed(ledger, "a", 2)
+        ledger.finish("a")
+        ledger.finish("a")
+        assert ledger.finished("a") and ledger.stopped("a")
+        with pytest.raises(PlanSpent, match="since it was finished"):
+            ledger.claim("a", "train")
+
+
+def test_names_that_no_plan_has():
+    with Ledger() as ledger:
+        for call in (lambda: ledger.claim("a", "train"), lambda: ledger.finish("a"), lambda: ledger.plan("a"),
+                     lambda: ledger.stated("a")):
+            with pytest.raises(LedgerError, match='run "a" is not in the ledger'):
+                call()
+        ledger.begin("a", PLAN)
+        with pytest.raises(LedgerError, match=r"""no mechanism "relevance".*'train', 'select'"""):
+            ledger.claim("a", "relevance")
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["train", "select"]), st.booleans()), max_size=40))
+@settings(max_examples=20)
+def test_however_many_ledgers_claim_no_number_comes_twice(tmp_path_factory, calls):
+    "Three that have the file open, each reopened at times, as after a crash."
+    path = tmp_path_factory.mktemp("ledger") / "l"
+    ledgers, got = [Ledger(path) for _ in range(3)], []
+    ledgers[0].begin("a", PLAN)
+    for who, mechanism, crashes in calls:
+        if crashes:
+            ledgers[who].close()
+            ledgers[who] = Ledger(path)
+        try:
+            got.append((mechanism, ledgers[who].claim("a", mechanism)))
+        except PlanSpent:
+            got.append((mechanism, None))
+    for m in PLANNED:
+        name = "train" if m.steps == 10 else "select"
+        asked = [number for one, number in got if one == name]
+        assert asked == [*range(m.steps), *[None] * len(asked)][:len(asked)]
+    for ledger in ledgers:
+        ledger.close()
+
+
+def at_once(path: Path, work) -> list:
+    "What two processes found that did the same at the same time."
+    together, results = fresh.CONTEXT.Barrier(2), fresh.CONTEXT.Queue()
+    both = [fresh.CONTEXT.Process(target=work, args=(str(path), name, together, results)) for name in "ab"]
+    for one in both:
+        one.start()
+    found = [results.get(timeout=120) for _ in both]
+    for one in both:
+        one.join()
+    return found
+
+
+def claim_all(path: str, name: str, together, results) -> None:
+    with Ledger(path, timeout=60) as ledger:
+        ledger.begin("shared", plan(40))
+        together.wait()
+        got = []
+        try:
+            while True:
+                got.append(ledger.claim("shared", "train"))
+        except PlanSpent:
+            results.put(got)
+
+
+def begin(path: str, name: str, together, results) -> None:
+    with Ledger(path, timeout=60) as ledger:
+        together.wait()
+        try:
+            ledger.begin(name, plan(100))
+            results.put("let in")
+        except BudgetError:
+            results.put("refused")
+
+
+def test_two_processes_that_claim_at_once_share_the_plan(tmp_path):
+    one, two = at_once(tmp_path / "l", claim_all)
+    assert sorted(one + two) == list(range(40)) and not set(one) & set(two)
+    with Ledger(tmp_path / "l") as ledger:    # opening verifies the chain
+        assert ledger.claims("shared", "train") == 40
+
+
+def test_of_two_processes_that_begin_at_once_one_gets_the_rest(tmp_path):
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.set_budget(TWO_RUNS, 1e-5)
+        ledger.begin("first", plan(100))
+    assert sorted(at_once(tmp_path / "l", begin)) == ["let in", "refused"]
+    with Ledger(tmp_path / "l") as ledger:
+        assert len(ledger.runs()) == 2 and ledger.share() <= 1
+
+
+def test_releases_that_share_a_draw_are_one_mechanism():
+    assert shared_draw(*[SampledGaussian(2.0, 0.1, 5)] * 4, name="both") == SampledGaussian(1.0, 0.1, 5, "both")
+    with pytest.raises(ValueError, match="one rate and one number of steps"):
+        shared_draw(SampledGaussian(2.0, 0.1, 5), SampledGaussian(2.0, 0.2, 5))
+
+
+def test_the_same_plan_goes_on_and_another_is_refused():
+    with Ledger() as ledger:
+        ledger.begin("a", PLAN)
+        head = ledger.head
+        ledger.begin("a", dict(reversed(PLAN.items())))
+        for other, field in ((PLAN | {"delta": 1e-6}, "delta is 1e-05 in the ledger and 1e-06 now"), (PLAN | {"new": 1}, "new is None"),
+                             ({**PLAN, "mechanisms": [TRAIN]}, "mechanisms is"), (PLAN | {"seed": 1}, "seed is None")):
+            with pytest.raises(LedgerError, match=field):
+                ledger.begin("a", other)
+        assert ledger.plan("a") == PLAN and ledger.head == head
+
+
+@pytest.mark.parametrize("bad", [{}, {"mechanisms": [{"name": "train"}]}, {"mechanisms": 3}, PLAN | {"path": Path("x")},
+                                 {"mechanisms": [TRAIN, TRAIN]}])
+def test_a_plan_that_cannot_be_counted_is_refused(bad):
+    with Ledger() as ledger:
+        with pytest.raises(LedgerError):
+            ledger.begin("a", bad)
+        assert ledger.runs() == []
+
+
+@pytest.mark.parametrize("field, what", [("data", "data set"), ("unit", "privacy unit")])
+def test_one_ledger_is_for_one_data_set_and_one_unit(field, what):
+    with Ledger() as ledger:
+        ledger.begin("one", PLAN)
+        with pytest.raises(LedgerError, match=f"for another {what}: .* give each {what} a ledger of its own"):
+            ledger.begin("two", PLAN | {field: "another"})
+        ledger.begin("says nothing", plan())
+        assert ledger.runs() == ["one", "says nothing"]
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_a_run_states_its_plan_unless_the_stop_was_declared_independent(accountant):
+    whole, three = (epsilon(SampledGaussian(1.0, 0.01, steps), 1e-5, accountant) for steps in (10, 3))
+    with Ledger() as ledger:
+        for run in "abc":
+            ledger.begin(run, plan())
+            assert ledger.epsilon(1e-5, run, accountant) == pytest.approx(whole)
+        for run in "ab":
+            claimed(ledger, run, 3)
+            assert ledger.epsilon(1e-5, run, accountant) == pytest.approx(whole)    # killed, perhaps
+        ledger.finish("a")
+        ledger.finish("b", independent="the machine was needed")
+        ledger.finish("c")                                                          # before its first claim
+        assert [ledger.epsilon(1e-5, run, accountant) for run in "abc"] == pytest.approx([whole, three, 0.0])
+        assert [sum(m.steps for m in ledger.stated(run)) for run in "abc"] == [10, 3, 0]
+        assert ledger.charged() == [SampledGaussian(1.0, 0.01, 3)] * 2
+
+
+def test_several_runs_are_read_by_an_odometer():
+    with Ledger() as ledger:
+        assert ledger.epsilon(1e-5) == 0
+        for run in "ab":
+            ledger.begin(run, PLAN)
+        assert ledger.epsilon(1e-5) == odometer_epsilon(PLANNED * 2, 1e-5) > epsilon(PLANNED * 2, 1e-5, "rdp")
+        with pytest.raises(ValueError, match='"prv" prices no runs that may depend on each other; use "rdp"'):
+            ledger.epsilon(1e-5, accountant="prv")
+        ledger.finish("b")
+        assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, ["a"]) == ledger.epsilon(1e-5, "a")
+        ledger.note_unpaid("c", "epsilon is infinite")
+        assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, "c") == math.inf > ledger.epsilon(1e-5, "a")
+
+
+def test_a_seeded_run_repeats_steps_and_is_listed_apart():
+    with Ledger() as ledger:
+        ledger.begin("real", plan())
+        for run in ("one", "two"):
+            ledger.begin(run, plan(seed=42))
+        assert ledger.hypothetical() == ["one", "two"]
+        assert [ledger.claim("one", "train", t) for t in (0, 1, 2, 1, 2, 3)] == [0, 1, 2, 1, 2, 3]
+        assert ledger.repeated("one") == 2 and ledger.claims("one", "train") == 4 and ledger.repeated("two") == 0
+        for number in (5, -1):
+            with pytest.raises(LedgerError, match="is at 4 of \"train\", so it cannot claim"):
+                ledger.claim("one", "train", number)
+        ledger.claim("real", "train")
+        with pytest.raises(LedgerError, match="is at 1 of \"train\", so it cannot claim 0"):
+            ledger.claim("real", "train", 0)                                       # without a seed nothing is repeated
+        assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, "real") == pytest.approx(ledger.epsilon(1e-5, "one"))
+        with pytest.raises(ValueError, match="share draws and noise"):
+            ledger.epsilon(1e-5, ["one", "two"])
+
+
+def test_a_plan_beyond_the_budget_is_refused_by_name_and_leaves_no_row(tmp_path):
+    with Ledger(tmp_path / "l", who="Anna") as anna, Ledger(tmp_path / "l") as other:
+        anna.set_budget(TWO_RUNS, 1e-5)
+        anna.begin("one", plan(100))
+        other.begin("two", plan(100))
+        head = anna.head
+        with pytest.raises(BudgetError, match=r'"three" asks for \d+% and \d+% is left; spent by "one" \(Anna\) \d+%, "two" \d+%; ask'):
+            other.begin("three", plan(100))
+        assert anna.runs() == ["one", "two"] and anna.head == head and anna.owner("one") == "Anna" and anna.owner("two") == ""
+        other.begin("two", plan(100))           # to resume is no new run
+        other.begin("small", plan(1))
+        assert claimed(other, "two", 100)[-1] == 99 and anna.share() == pytest.approx(201 * anna.budget.share([HUNDRED]) / 100)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_a_stopped_run_left_comes_back_if_the_order_was_fixed_first(early):
+    with Ledger() as ledger:
+        if early:
+            ledger.set_budget(TWO_RUNS, 1e-5)
+        for run in ("one", "two"):
+            ledger.begin(run, plan(100))
+            ledger.claim(run, "train")
+        if not early:
+            ledger.set_budget(TWO_RUNS, 1e-5)
+        assert ledger.budget.order == Budget(TWO_RUNS, 1e-5).best_order([HUNDRED])
+        ledger.finish("two")
+        left = 1 - ledger.share()
+        assert ledger.share("two") == pytest.approx(ledger.share("one") / (100 if early else 1))
+        if early:
+            ledger.begin("three", plan(99))
+        else:
+            with pytest.raises(BudgetError, match='"three" asks for'):
+                ledger.begin("three", plan(99))
+            ledger.finish("one", independent="the machine was needed")
+            assert ledger.share("one") == pytest.approx(ledger.share("two") / 100) and 1 - ledger.share() > left
+
+
+def test_a_budget_keeps_its_order_when_it_is_changed():
+    with Ledger() as ledger:
+        ledger.set_budget(4.0, 1e-5)
+        assert ledger.budget.order == 0
+        ledger.begin("one", plan(100))
+        order = ledger.budget.order
+        assert order == Budget(4.0, 1e-5).best_order([HUNDRED])
+        ledger.begin("of another kind", {"mechanisms": [TRAIN | {"noise_multiplier": 30.0, "sample_rate": 1.0}]})
+        ledger.claim("one", "train")
+        ledger.set_budget(3.5, 1e-5)
+        ledger.set_budget(5.0, 1e-5, reason="more work")
+        assert ledger.budget == Budget(5.0, 1e-5, order, "more work") and [one["early"] for one in ledger.budgets()] == [True] * 3
+        ledger.set_budget(5.0, 1e-5, order=4.0, reason="another order")
+        assert not ledger.budgets()[-1]["early"]
+        assert epsilon_at_order(ledger.charged(), 1e-5, 4.0) <= 5.0
+
+
+def test_a_budget_is_loosened_only_with_a_reason(tmp_path):
+    with Ledger(tmp_path / "l", who="Anna") as ledger:
+        for step in ((2.0, 1e-5), (1.5, 1e-5)):     # tighter: no reason needed
+            ledger.set_budget(*step)
+        for looser in ((3.0, 1e-5), (1.5, 1e-4), (1.0, 1e-5, 12.0)):
+            with pytest.raises(BudgetError, match=r"epsilon=1.5 at delta=1e-05.*give a reason"):
+                ledger.set_budget(*looser)
+        with pytest.raises(ValueError, match="give a reason"):
+            ledger.remove_budget("")
+        ledger.remove_budget("the data are public now")
+        assert ledger.budget is None
+        ledger.begin("one", {"mechanisms": [TRAIN | {"noise_multiplier": 0.3}]})
+        with pytest.raises(BudgetError, match='spent by "one"'):
+            ledger.set_budget(1.0, 1e-5)
+        assert [one["epsilon"] for one in ledger.budgets()] == [2.0, 1.5, None] and {one["who"] for one in ledger.budgets()} == {"Anna"}
+
+
+@pytest.mark.parametrize("run, begin", [("unpaid", lambda ledger: ledger.note_unpaid("unpaid", "epsilon=inf")),
+                                        ("seeded", lambda ledger: ledger.begin("seeded", plan(seed=0)))])
+def test_a_budget_and_a_run_without_a_guarantee_exclude_each_other(run, begin):
+    with Ledger() as ledger:
+        ledger.set_budget(2.0, 1e-5)
+        with pytest.raises(BudgetError, match=f'run "{run}" has no privacy guarantee'):
+            begin(ledger)
+        assert ledger.runs() == [] and ledger.unpaid() == {}
+    with Ledger() as ledger:
+        begin(ledger)
+        begin(ledger)
+        with pytest.raises(BudgetError, match=f'run "{run}" has no privacy guarantee'):
+            ledger.set_budget(2.0, 1e-5)
+        assert ledger.budget is None
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("ledger") / "l"
+    with Ledger(path) as ledger:
+        ledger.set_budget(9.0, 1e-5)
+        ledger.begin("a", PLAN)
+        claimed(ledger, "a", 2)
+        ledger.finish("a")
+    return path.read_bytes()
+
+
+ROWS = 5    # of `filled`
+
+
+def refused(content: bytes, path: Path, *statements: str) -> None:
+    path.write_bytes(content)
+    Ledger(path).close()
+    change(path, *statements)
+    with pytest.raises(LedgerError, match=r"row(s after)? \d (was|were) .*; restore it from a backup"):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("row", range(1, ROWS + 1))
+def test_every_edit_and_every_deletion_is_found(filled, tmp_path, row):
+    for column in COLUMNS:
+        value = "number + 100" if column == "number" else "step + 100" if column == "step" else f"{column} || '0'"
+        refused(filled, tmp_path / "l", f"UPDATE ledger SET {column} = {value} WHERE number = {row}")
+    refused(filled, tmp_path / "l", f"DELETE FROM ledger WHERE number = {row}")
+    refused(filled, tmp_path / "l", f"DELETE FROM ledger WHERE number = {row}",
+            *(f"UPDATE ledger SET number = {n - 1} WHERE number = {n}" for n in range(row + 1, ROWS + 1)))
+
+
+def test_rows_that_are_added_or_hashed_anew_by_hand_are_found(filled, tmp_path):
+    columns = "kind, run, mechanism, step, content, hash"
+    refused(filled, tmp_path / "l", f"INSERT INTO ledger ({columns}) VALUES ('claim', 'a', 'train', 9, '', 'x')")
+    (tmp_path / "l").write_bytes(filled)
+    with closing(sqlite3.connect(tmp_path / "l")) as file:
+        first, second = file.execute("SELECT * FROM ledger ORDER BY number LIMIT 2")
+    own = [*second[:5], second[5].replace("1000", "9999")]
+    assert own[5] != second[5]
+    refused(filled, tmp_path / "l", f"UPDATE ledger SET content = '{own[5]}', hash = '{row_hash(first[-1], tuple(own))}' WHERE number = 2")
+
+
+def test_only_the_owner_may_read_it(tmp_path):
+    old = os.umask(0)
+    try:
+        Ledger(tmp_path / "new" / "l").close()
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new" / "l").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [b"some notes that somebody keeps\n" * 50, b"SQLite format 3\0 and then nonsense" * 30])
+def test_another_file_is_left_alone(tmp_path, content):
+    (tmp_path / "notes.txt").write_bytes(content)
+    with pytest.raises(LedgerError, match=r"notes.txt"):
+        Ledger(tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_bytes() == content
+
+
+@pytest.mark.parametrize("statement, why", [("CREATE TABLE ledger (number INTEGER)", "a database but no ledger"),
+                                            (f"PRAGMA application_id = {0x64706674}", "a ledger of another version")])
+def test_another_database_is_left_alone(tmp_path, statement, why):
+    change(tmp_path / "l", statement)
+    content = (tmp_path / "l").read_bytes()
+    with pytest.raises(LedgerError, match=why):
+        Ledger(tmp_path / "l")
+    assert (tmp_path / "l").read_bytes() == content
+
+
+def test_places_where_no_ledger_can_be(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "l"):
+        with pytest.raises(LedgerError, match=r"there is no ledger at .*; name a file that you may use"):
+            Ledger(place)
+    Ledger(tmp_path / "file").close()           # what a kill leaves before the first transaction
+    with pytest.raises(LedgerError, match="there is no ledger at"):
+        Ledger(tmp_path / "none" / "l", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_reading_changes_nothing(filled, tmp_path):
+    (tmp_path / "l").write_bytes(filled)
+    (tmp_path / "l").chmod(0o444)
+    with Ledger(tmp_path / "l", read_only=True) as ledger:
+        assert ledger.runs() == ["a"] and ledger.claims("a", "train") == 2
+        with pytest.raises(LedgerError, match="readonly"):
+            ledger.begin("c", PLAN)
+    assert (tmp_path / "l").read_bytes() == filled and (tmp_path / "l").stat().st_mode & 0o777 == 0o444
+
+
+def test_a_locked_ledger_says_so_and_claims_later(tmp_path):
+    with Ledger(tmp_path / "l", timeout=0.05) as ledger, Ledger(tmp_path / "l") as other:
+        ledger.begin("a", PLAN)
+        with other._transaction(), pytest.raises(LedgerError, match=r"another process has locked it for more than 0.05 s; wait"):
+            ledger.claim("a", "train")
+        assert ledger.claim("a", "train") == 0
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    with Ledger(tmp_path / "l") as ledger:
+        ledger.begin("a", plan(10**6))
+        ledger._query(f"PRAGMA max_page_count = {ledger._query('PRAGMA page_count')[0][0]}")
+        got = []
+        with pytest.raises(LedgerError, match="full; nothing was recorded"):
+            while True:
+                got.append(ledger.claim("a", "train"))
+    with Ledger(tmp_path / "l") as ledger:
+        assert ledger.claim("a", "train") == len(got)
+
+
+def test_a_published_copy_has_its_runs_and_no_secret(tmp_path):
+    with Ledger(tmp_path / "l", who="Anna Agnew") as ledger:
+        for run in ("first", "second", "third"):
+            ledger.begin(run, PLAN | {"seed": 987654321 if run == "second" else None, "settings": {"learning_rate": 0.123}})
+        for run in ("third", "second", "first"):
+            claimed(ledger, run, 3)
+        ledger.claim("second", "train", 1)
+        ledger.finish("second", independent="the machine was needed")
+        head = ledger.publish(tmp_path / "p", ["second"], "the seal")
+        content = (tmp_path / "p").read_bytes()
+        assert head == ledger.publish(tmp_path / "p", "second", "the seal") and content == (tmp_path / "p").read_bytes()
+        assert ledger.knows(head) and ledger.sealed("second", "the seal") and not ledger.sealed("first") and not ledger.knows("x")
+        spent = ledger.spent("second")
+    for word in ("first", "third", "Anna", "987654321", "reviews", "0.123"):
+        assert word.encode() not in content, word
+    assert (tmp_path / "p").stat().st_mode & 0o777 == 0o644
+    with Ledger(tmp_path / "p", read_only=True) as copy:
+        assert copy.runs() == copy.hypothetical() == ["second"] and copy.sealed("second", "the seal") and copy.knows(head)
+        assert copy.spent() == copy.stated("second") == spent and copy.stopped("second") and copy.repeated("second") == 1
+        assert copy.plan("second")["unit"] == "person" and not {"data", "seed", "settings"} & set(copy.plan("second"))
+    with Ledger(tmp_path / "p") as copy, pytest.raises(LedgerError, match="is a published copy; begin in the owner's file"):
+        copy.begin("mine", plan())
+
+
+def test_what_is_published_does_not_depend_on_other_runs(tmp_path):
+    contents = []
+    for others in (0, 3):
+        with Ledger(tmp_path / f"{others}") as ledger:
+            for number in range(others):
+                ledger.begin(f"other {number}", PLAN)
+                ledger.claim(f"other {number}", "train")
+            ledger.begin("mine", PLAN)
+            claimed(ledger, "mine", 3)
+            assert ledger.holds_more(["mine"]) == bool(others)
+            ledger.publish(tmp_path / f"{others} published", ["mine"])
+            contents.append((tmp_path / f"{others} published").read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_a_copy_takes_the_place_of_no_owners_ledger(tmp_path):
+    with Ledger(tmp_path / "l") as ledger, Ledger(tmp_path / "other") as other:
+        for one in (ledger, other):
+            one.begin("mine", PLAN)
+        for place in ("l", "other"):
+            with pytest.raises(LedgerError, match="the only record of what its runs have spent"):
+                ledger.publish(tmp_path / place, "mine")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["l", "other"]
