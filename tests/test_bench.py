@@ -576,3 +576,39 @@ def test_the_settings_of_one_precision_are_not_taken_for_those_of_another(tmp_pa
                             for who in setting.who))
     kept, left = bench.begun(path, plan)
     assert len(kept) == 8 and [setting.precision for setting in left] == ["bf16", "bf16", "bf16 weights"]
+
+
+# Fixed time
+
+
+def test_the_fixed_time_of_a_step_is_measured_on_every_shape_and_recorded(run, tmp_path, monkeypatch):
+    scripts = []
+    inside = types.SimpleNamespace(run=lambda command, **_: scripts.append(command[2]) or exec(command[2], {}))
+    monkeypatch.setattr(bench, "subprocess", inside)                               # in this process, which has imported all
+    status, out, err = run("bench", "--overhead", "--quick", "--output", tmp_path)
+    assert status == 0, err
+    (record,) = [json.loads(line) for line in (tmp_path / "costs-overhead.jsonl").read_text(encoding="utf-8").splitlines()]
+    values = {(row["shape"], row["what"]): row["value"] for row in record["rows"]}
+    assert all(math.isfinite(value) for value in values.values()) and len(values) == len(record["rows"])
+    asked = {("full", "Engine / plain"), ("biases", "Engine / plain"), ("biases", "clipped_sum alone / plain"),
+             ("biases", "first step / plain"), ("full", "making the Engine / plain"), ("8", "default physical batch / plain"),
+             ("8", "a ledger file's commit, wall time"), ("8", "import and 1 private steps"), ("frozen", "with features / full step")}
+    assert all(any(shape.endswith(end) and what == known for shape, known in values) for end, what in asked)
+    assert all(row["what"] in out for row in record["rows"]) and len(scripts) == 2
+
+
+def test_calls_are_counted_of_the_package_and_not_of_the_book():
+    def work():
+        CONTENDERS.get("plain")
+        torch.zeros(2).sum()
+        return bench.adamw([nn.Parameter(torch.zeros(2))])
+    assert bench.own_calls(work) == (0, 0)
+    linear, batch = nn.Linear(3, 2), (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    calls, files = bench.own_calls(lambda: bench.clipped_sum(linear, bench.losses_of, batch, 1.0))
+    assert calls >= files >= 1
+
+
+def test_a_mark_of_fixed_time_is_met_or_missed_by_its_shape():
+    rows = [{"shape": f"encoder, 12 × 32, {trains}", "what": "Engine / plain", "value": 1.6, "unit": ""} for trains in ("full", "biases")]
+    full, biases = bench.overhead_table({"rows": rows}).splitlines()[2:]
+    assert "1.8 | met" in full and "1.5 | missed" in biases

@@ -5,17 +5,26 @@
 # %% auto #0
 __all__ = ['TEAMS', 'PART', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'Shape', 'PEERS', 'TINY', 'STEPS', 'UNITS', 'PROCESSES_MARK',
            'BF16_MARKS', 'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS', 'TRAINED',
-           'AXES', 'watched', 'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed', 'measure_largest',
-           'largest_of', 'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways',
-           'measure_numbers', 'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_bf16',
-           'plan_gpu', 'cost_table', 'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table',
-           'numbers_table', 'processes_table', 'bf16_table', 'judged', 'judged_peers', 'marks_table', 'panels',
-           'cost_figure', 'plain_of', 'beside_plain', 'batch_figure', 'model_figure', 'peers_figure', 'begun',
-           'write_bench', 'bench_report']
+           'AXES', 'OVERHEAD_QUICK', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN', 'OVERHEAD_MARKS', 'watched',
+           'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed', 'measure_largest', 'largest_of',
+           'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways', 'measure_numbers',
+           'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_bf16', 'plan_gpu', 'cost_table',
+           'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table', 'numbers_table', 'processes_table',
+           'bf16_table', 'judged', 'judged_peers', 'marks_table', 'panels', 'cost_figure', 'plain_of', 'beside_plain',
+           'batch_figure', 'model_figure', 'peers_figure', 'begun', 'write_bench', 'bench_report', 'OverheadSizes',
+           'small_roberta', 'small_texts', 'losses_of', 'adamw', 'plain_adamw', 'opacus_adamw', 'engine_of',
+           'engine_steps', 'over', 'measure_encoder', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen',
+           'measure_overhead', 'overhead_table', 'write_overhead']
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-imports
+import copy
 import math
+import os
+import resource
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +37,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from ..gradients import reuse_memory
+from .. import Engine, Full, LayerFreeze, Method, Trainable
+from ..gradients import clipped_sum, reuse_memory
 from ..losses import example_losses
 from ..noise import Keystream
 from ..oracle import Batch, tensors
@@ -38,7 +49,8 @@ from ..step import Lowered, perturbed, perturbed_on_grid
 from .contenders import (
     CONTENDERS, LOADED, LOWERED, MARGIN, MIB, WHOLE, Contender, Memory, Setting,
     WatchedLoss, alone, dpft_step, enter, free_memory, interleaved, largest_batch,
-    matrix_rate, measure_memory, median_interval, operations, provenance, weight_bytes)
+    matrix_rate, measure_memory, median_interval, operations, provenance, quiet,
+    seconds_of, train_only, weight_bytes)
 from .experiments import read_records, write_records
 from .figures import names_at_lines, plain_log, save_figure, style
 from .provenance import replace_records
@@ -961,3 +973,291 @@ def bench_report(found: list[dict[str, Any]]) -> str:
     absent = [f"{entry['who']} took no part: {entry['cannot']}."
               for entry in found if entry["part"] == "absent"]
     return "\n\n".join([*shown, *absent])
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-sizes
+@dataclass(frozen=True)
+class OverheadSizes:
+    "The sizes of the measurement of fixed time."
+    layers: int = 12
+    width: int = 32     # of the encoder without much arithmetic
+    tokens: int = 8
+    rows: int = 8       # in a batch of texts
+    batch: int = 256    # expected rows of the two-layer network's step
+    steps: int = 60     # of the run in a fresh process
+    repeats: int = 15
+    engines: int = 3    # how often an Engine is made
+    frozen: tuple[int, int, int] = (4, 256, 128)  # layers, width, tokens
+
+OVERHEAD_QUICK = OverheadSizes(layers=1, tokens=4, rows=2, batch=8, steps=1, repeats=2,
+                               engines=1, frozen=(2, 32, 4))
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-models
+def small_roberta(layers: int, width: int, tokens: int) -> nn.Module:
+    "RoBERTa's shape with two heads and a small vocabulary."
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    return RobertaForSequenceClassification(RobertaConfig(
+        vocab_size=100, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=2, intermediate_size=4 * width,
+        max_position_embeddings=tokens + 2, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0)).train()
+
+def small_texts(rows: int, tokens: int) -> dict[str, torch.Tensor]:
+    "Random texts of one length, with labels."
+    texts = torch.randint(5, 100, (rows, tokens))
+    return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
+            "labels": torch.randint(0, 2, (rows,))}
+
+def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    "The cross-entropy of each example, of texts or of a pair of inputs and labels."
+    if isinstance(batch, dict):
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        return nn.functional.cross_entropy(model(**inputs).logits, batch["labels"],
+                                           reduction="none")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-steps
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    "The optimizer of all steps here."
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+def plain_adamw(model: nn.Module) -> Contender:
+    "PyTorch without privacy."
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    def step(batch: Any) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        losses_of(model, batch).mean().backward()
+        optimizer.step()
+        return {}
+    return Contender(model, step)
+
+def opacus_adamw(model: nn.Module, rows: int) -> Contender:
+    "Opacus' hooks and its optimizer."
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    optimizer = DPOptimizer(adamw(p for p in model.parameters() if p.requires_grad),
+                            noise_multiplier=1.0, max_grad_norm=0.1,
+                            expected_batch_size=rows, loss_reduction="sum")
+    def step(batch: Any) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        losses_of(wrapped, batch).sum().backward()
+        optimizer.step()
+        return {}
+    return Contender(wrapped, quiet(step))
+
+def engine_of(model: nn.Module, train: Any, rows: int, method: Method | None = None,
+              **settings: Any) -> Engine:
+    "A long private run."
+    return Engine(model, losses_of, method or Trainable(), train, noise_multiplier=1.0,
+                  accountant="rdp", clip=0.1, batch_size=rows, steps=100_000,
+                  **settings)
+
+def engine_steps(engine: Engine) -> Contender:
+    "The steps of an engine, one at each call; it draws its own batches."
+    optimizer, steps = adamw(engine.parameters()), iter(engine)
+    def step(_: Any) -> dict[str, torch.Tensor]:
+        one = next(steps)
+        for batch in one:
+            one.add(batch)
+        one.privatize()
+        optimizer.step()
+        one.done()
+        return {}
+    return Contender(engine.model, step)
+
+def over(seconds: dict[str, list[float]], who: str, base: str) -> float:
+    "The median ratio of two contenders' times in the same rounds."
+    return median(one / other
+                  for one, other in zip(seconds[who], seconds[base], strict=True))
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-encoder
+Measured = Iterator[tuple[str, str, float, str]]  # shape, what, value, unit
+
+def measure_encoder(sizes: OverheadSizes, trains: str) -> Measured:
+    "Whole steps, the first step, and making the Engine, over the plain step."
+    model = small_roberta(sizes.layers, sizes.width, sizes.tokens)
+    train_only(model, trains)
+    batch = small_texts(sizes.rows, sizes.tokens)
+    data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
+    shape = f"encoder, {sizes.layers} × {sizes.width}, {trains}"
+    alone = copy.deepcopy(model)
+    them = {"plain": plain_adamw(copy.deepcopy(model)),
+            "Engine": engine_steps(engine_of(copy.deepcopy(model), data, sizes.rows)),
+            "clipped_sum alone": Contender(
+                alone, lambda batch: clipped_sum(alone, losses_of, batch, 0.1))}
+    if find_spec("opacus"):
+        them["Opacus"] = opacus_adamw(copy.deepcopy(model), sizes.rows)
+    seconds = interleaved(them, batch, sizes.repeats, clock=time.process_time)
+    yield shape, "plain step", 1e3 * median(seconds["plain"]), "ms"
+    for who in [who for who in them if who != "plain"]:
+        yield shape, f"{who} / plain", over(seconds, who, "plain"), ""
+    made: dict[str, list[float]] = {"plain": [], "making": [], "first": []}
+    for _ in range(sizes.engines):
+        own = copy.deepcopy(model)
+        began = time.process_time()
+        engine = engine_of(own, data, sizes.rows)
+        made["making"].append(time.process_time() - began)
+        made["first"].append(seconds_of(engine_steps(engine), batch, time.process_time))
+        made["plain"].append(median(interleaved(
+            {"it": them["plain"]}, batch, 5, warm=1, clock=time.process_time)["it"]))
+    yield shape, "first step / plain", over(made, "first", "plain"), ""
+    yield shape, "making the Engine / plain", over(made, "making", "plain"), ""
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-calls
+def own_calls(work: Callable[[], Any]) -> tuple[int, int]:
+    "How many calls of the package's functions, without the book's; in how many files."
+    import dpft
+
+    package, calls = f"{Path(dpft.__file__).parent}{os.sep}", list[str]()
+    comprehensions = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+    def seen(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if (event == "call" and code.co_filename.startswith(package)
+                and not code.co_filename.startswith(f"{package}book{os.sep}")
+                and code.co_name not in comprehensions):
+            calls.append(code.co_filename)
+    sys.setprofile(seen)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(calls), len(set(calls))
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-network
+def measure_network(sizes: OverheadSizes) -> Measured:
+    "Whole steps of a two-layer network over the plain step, the commit, and calls."
+    rows, shape = sizes.batch, f"two layers, batch {sizes.batch}"
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    data = TensorDataset(torch.randn(16 * rows, 64),
+                         torch.randint(0, 10, (16 * rows,)))
+    def private(**settings: Any) -> Contender:
+        return engine_steps(engine_of(copy.deepcopy(model), data, rows, **settings))
+    with tempfile.TemporaryDirectory() as folder:
+        one = "one physical batch"
+        them = {"plain": plain_adamw(copy.deepcopy(model)),
+                one: private(physical_batch_size=2 * rows),
+                "default physical batch": private()}
+        filed = {one: them[one],
+                 "filed": private(physical_batch_size=2 * rows,
+                                  ledger=Path(folder) / "a.ledger")}
+        batch = data[:rows]
+        seconds = interleaved(them, batch, 2 * sizes.repeats, clock=time.process_time)
+        walls = interleaved(filed, batch, 2 * sizes.repeats)
+    yield shape, "plain step", 1e3 * median(seconds["plain"]), "ms"
+    for who in [who for who in them if who != "plain"]:
+        yield shape, f"{who} / plain", over(seconds, who, "plain"), ""
+    waits = [a - b for a, b in zip(walls["filed"], walls[one], strict=True)]
+    yield shape, "a ledger file's commit, wall time", 1e3 * median(waits), "ms"
+    calls, files = own_calls(lambda: them[one].step(batch))
+    yield shape, "own functions called in a steady step", calls, "calls"
+    yield shape, "files in which they stand", files, "files"
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-fresh
+PLAIN_RUN = """
+import torch
+from torch import nn
+torch.set_num_threads(1)
+inputs, labels = torch.randn({data}, 64), torch.randint(0, 10, ({data},))
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+"""
+STEPS_RUN = PLAIN_RUN + """
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for _ in range({steps}):
+    rows = torch.randint(0, {data}, ({batch},))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+    optimizer.step()
+"""
+PRIVATE_RUN = PLAIN_RUN + """
+from torch.utils.data import TensorDataset
+from dpft import Full, fine_tune
+fine_tune(model, TensorDataset(inputs, labels), Full(), epsilon=2.0, clip=0.1,
+          learning_rate=1e-3, batch_size={batch}, steps={steps}, progress=False)
+"""
+
+def measure_fresh(sizes: OverheadSizes) -> Measured:
+    "Processor time of whole runs, each in a process of its own."
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+    for who, script in (("plain", STEPS_RUN), ("private", PRIVATE_RUN)):
+        code = script.format(data=16 * sizes.batch, batch=sizes.batch,
+                             steps=sizes.steps)
+        seconds = []
+        for _ in range(sizes.engines):
+            began = spent()
+            subprocess.run([sys.executable, "-c", code], check=True,
+                           capture_output=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+            seconds.append(spent() - began)
+        yield (f"two layers, batch {sizes.batch}",
+               f"import and {sizes.steps} {who} steps", median(seconds), "s")
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-frozen
+def measure_frozen(sizes: OverheadSizes) -> Measured:
+    "Private steps with the lower half frozen over those with nothing frozen."
+    layers, width, tokens = sizes.frozen
+    batch = small_texts(sizes.rows, tokens)
+    data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
+    model = small_roberta(layers, width, tokens)
+    def private(method: Method, cache: float) -> Contender:
+        return engine_steps(engine_of(copy.deepcopy(model), data, sizes.rows, method,
+                                      cache=cache))
+    them = {"full": private(Full(), 0.0), "without features":
+            private(LayerFreeze(after=1), 0.0), "with features":
+            private(LayerFreeze(after=1), 1.0)}
+    seconds = interleaved(them, batch, min(5, sizes.repeats), clock=time.process_time)
+    shape = f"encoder, {layers} × {width}, lower half frozen"
+    for who in [who for who in them if who != "full"]:
+        yield shape, f"{who} / full step", over(seconds, who, "full"), ""
+
+# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-report
+OVERHEAD_MARKS = {  # (how the shape ends, what) -> at most
+    ("full", "Engine / plain"): 1.8, ("biases", "Engine / plain"): 1.5,
+    ("full", "first step / plain"): 12, ("biases", "first step / plain"): 12,
+    ("full", "making the Engine / plain"): 5,
+    ("biases", "making the Engine / plain"): 5,
+    ("batch 256", "one physical batch / plain"): 3,
+    ("batch 256", "default physical batch / plain"): 3,
+    ("batch 256", "import and 60 private steps"): 4,
+    ("batch 256", "own functions called in a steady step"): 200,
+    ("frozen", "with features / full step"): 0.5}
+
+def measure_overhead(
+    sizes: OverheadSizes = OverheadSizes(),  # frozen
+) -> dict[str, Any]:  # one record
+    "The fixed time of private steps, on one thread of the processor."
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            found = [*measure_encoder(sizes, "full"), *measure_encoder(sizes, "biases"),
+                     *measure_network(sizes), *measure_fresh(sizes),
+                     *measure_frozen(sizes)]
+        return {"experiment": "cost", "part": "overhead", "sizes": asdict(sizes),
+                "rows": [dict(zip(("shape", "what", "value", "unit"), row, strict=True))
+                         for row in found]} | provenance(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+def overhead_table(record: dict[str, Any]) -> str:
+    "Markdown: what was measured, what is promised, and whether it is so."
+    lines = ["| shape | what | value | at most | |", "|:--|:--|--:|--:|:--|"]
+    for row in record["rows"]:
+        bound = next((most for (end, what), most in OVERHEAD_MARKS.items()
+                      if row["shape"].endswith(end) and what == row["what"]), None)
+        judged = "" if bound is None else "met" if row["value"] <= bound else "missed"
+        value = f"{row['value']:.4g} {row['unit']}".strip()
+        lines.append(f"| {row['shape']} | {row['what']} | {value} | "
+                     f"{'' if bound is None else f'{bound:g}'} | {judged} |")
+    return "\n".join(lines)
+
+def write_overhead(output: Path, quick: bool = False) -> str:
+    "Measure, append the record to the folder's `costs-overhead.jsonl`; the table."
+    record = measure_overhead(OVERHEAD_QUICK if quick else OverheadSizes())
+    output.mkdir(parents=True, exist_ok=True)
+    write_records(output / "costs-overhead.jsonl", [record])
+    return overhead_table(record)

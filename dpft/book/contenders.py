@@ -501,6 +501,7 @@ def median_interval(
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-time
 def interleaved(
     them: dict[str, Contender], batch: Batch, repeats: int, warm: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each round, after warm-up rounds; all take turns,
     and each round begins with the next contender."""
@@ -508,22 +509,23 @@ def interleaved(
     names = list(them)
     for repeat in range(-warm, repeats):
         for name in names[repeat % len(names):] + names[:repeat % len(names)]:
-            taken = seconds_of(them[name], batch)
+            taken = seconds_of(them[name], batch, clock)
             if repeat >= 0:
                 seconds[name].append(taken)
     return seconds
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-seconds-of
-def seconds_of(contender: Contender, batch: Batch) -> float:
-    "Wall time of one step, until the device has finished it."
+def seconds_of(contender: Contender, batch: Batch,
+               clock: Callable[[], float] = time.perf_counter) -> float:
+    "Seconds of one step by a clock, until the device has finished it."
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     gc.disable()
     try:
         wait()
-        began = time.perf_counter()
+        began = clock()
         contender.step(batch)
         wait()
-        return time.perf_counter() - began
+        return clock() - began
     finally:
         gc.enable()
 

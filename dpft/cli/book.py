@@ -7,11 +7,11 @@ __all__ = ['RUN_HOURS', 'RUN_WORKERS', 'RUN_PLAN', 'RUN_RECHECK', 'RUN_QUIET', '
            'LLM_EPSILON', 'LLM_RATE', 'LLM_EVERY', 'CLAIMED', 'SMALL_DELTA', 'CANARIES', 'AUDIT_STEPS', 'AUDIT_RATE',
            'AUDIT_PRECISION', 'AUDIT_ACCOUNTANT', 'AUDIT_SEED', 'AUDIT_ALL', 'AUDIT_OUTPUT', 'AUDIT_BOUNDARY',
            'AUDIT_OPTION', 'BENCH_OUTPUT', 'PARTS', 'WHO', 'TRAINS', 'LENGTHS', 'SIDES', 'WIDTH', 'WIDTHS', 'LAYERS',
-           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'RESUME', 'FREEZING',
-           'one_thread', 'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of', 'begin_anew',
-           'chosen_runs', 'cores', 'prepare', 'written', 'kept_as', 'check_kept', 'trained_llm', 'llm', 'told_texts',
-           'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench', 'sizes_from',
-           'parts_asked']
+           'ROWS', 'REPEATS', 'MEMORY', 'QUICK', 'MARKS', 'GPU', 'PEERS', 'PROCESSES', 'BF16', 'OVERHEAD', 'RESUME',
+           'FREEZING', 'one_thread', 'quickstart', 'run_named', 'list_experiments', 'recheck_runs', 'source_of',
+           'begin_anew', 'chosen_runs', 'cores', 'prepare', 'written', 'kept_as', 'check_kept', 'trained_llm', 'llm',
+           'told_texts', 'figures_named', 'audit', 'told', 'audit_outputs', 'audit_all', 'planned_bench', 'bench',
+           'sizes_from', 'parts_asked']
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #book-commands-imports
 import json
@@ -41,7 +41,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
 
 # %% ../../nbs/6_appendices/99_book_commands.ipynb #cli-quickstart
 @app.command()
@@ -547,6 +546,11 @@ PROCESSES = typer.Option(
 BF16 = typer.Option(
     "--bf16", help="Only sums of clipped gradients in bf16 and in float32; needs a "
                    "processor with bf16.")
+OVERHEAD = typer.Option(
+    "--overhead",
+    help="Only the fixed time of private steps, by processor time on one thread: "
+         "steps, first steps and making the Engine over plain steps, calls, whole "
+         "runs. Appends a record.")
 RESUME = typer.Option(
     "--resume", help="Keep recorded measurements, and make those that are missing.")
 FREEZING = typer.Option(
@@ -602,12 +606,17 @@ def bench(
     bf16: Annotated[bool, BF16] = False,
     gpu: Annotated[bool, GPU] = False,
     freezing: Annotated[bool, FREEZING] = False,
+    overhead: Annotated[bool, OVERHEAD] = False,
     resume: Annotated[bool, RESUME] = False,
 ) -> None:
     ("Measure time and memory of a private step against a non-private one and other "
      "libraries; lists are separated by commas.")
     from dpft.book import bench as benchmark
 
+    if overhead:
+        print(benchmark.write_overhead(output, quick))
+        print(f"\nThe record is the last of {output / 'costs-overhead.jsonl'}.")
+        return
     if freezing:
         from dpft.book.freezing_costs import write_freezing
         size = (64 if quick else 2048) if rows is None else rows
