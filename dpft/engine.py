@@ -6,7 +6,7 @@
 __all__ = ['Losses', 'processes_of', 'coupling_of', 'check_requests', 'check_sharded', 'asked', 'planned', 'public_facts',
            'read_through', 'opened', 'account_of', 'bounded_blocks', 'groups_of', 'unasked', 'batches_of', 'in_modes',
            'method_release', 'access_of', 'alike', 'start_method', 'take_over', 'look_again', 'look_back',
-           'record_final', 'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine', 'mind_the_prefix']
+           'record_final', 'close_account', 'steps_of', 'keep_state', 'kept_state', 'Engine']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from . import __version__
 from .account import Account, Told
 from .coupling import Coupling
 from .datasets import has_batch_protocol
+from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory
 from .guarantee import Guarantee, promised, secrets_in
@@ -36,7 +37,6 @@ from .oracle import Batch, LossFunction, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
-from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, form
 from .provenance import changed_parts, look_at_start, mark_trained, recall
@@ -51,18 +51,19 @@ from .texts import collate_for
 class Losses:
     "The loss as training calls it."
 
-    def __init__(self, model: nn.Module, settings: Settings):
-        plain = with_precision(chosen_loss(model, settings.loss_fn),
-                               settings.precision)
-        holds_all = lying(model) is WHOLE  # else no process keeps a cache of its own
-        room, folder = int(settings.cache * 2**30) * holds_all, settings.cache_folder
-        self.prefix = Prefix(model, plain, room, folder) if room > 0 else None
-        # through the cache of the frozen trunk
-        self.fn: LossFunction = self.prefix or plain
+    def __init__(self, model: nn.Module, settings: Settings, method: Method):
+        self.fn: LossFunction = with_precision(
+            chosen_loss(model, settings.loss_fn), settings.precision)
+        room = (settings.cache if settings.cache is not None
+                else float(method.caches_features))
+        self.features = (Features(model, self.fn, int(room * 2**30),
+                                  settings.cache_folder)
+                         if room > 0 and lying(model) is WHOLE else None)
+        in_step: LossFunction = self.features or self.fn
         copies = settings.augment.copies if settings.augment else 1
-        self.of_view = self.fn if copies == 1 else Share(self.fn, copies)
+        self.of_view = in_step if copies == 1 else Share(in_step, copies)
         # the check that no example's loss needs another
-        self.coupling = coupling_of(model, plain)
+        self.coupling = coupling_of(model, self.fn)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-sharded
 def processes_of(model: nn.Module) -> Processes:
@@ -283,6 +284,8 @@ def take_over(engine: "Engine") -> None:
     check_sharded(engine)
     engine.releases.choice = choice_hash(engine.trains, engine.blocks)
     engine.modes = Modes(engine.model, engine.settings.dropout)
+    if engine.features is not None:
+        engine.features.refresh(engine.trains.values())
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-again
 def look_again(engine: "Engine") -> None:
@@ -293,7 +296,6 @@ def look_again(engine: "Engine") -> None:
     if changes:
         engine.refresh()
         mark_trained(engine)
-    mind_the_prefix(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-back
 def look_back(engine: "Engine", step: Step) -> None:
@@ -318,8 +320,8 @@ def record_final(engine: "Engine") -> None:
 # %% ../nbs/1_start/06_engine.ipynb #engine-close-account
 def close_account(engine: "Engine") -> None:
     "Nothing more is drawn or charged."
-    if engine.prefix is not None:
-        engine.prefix.clear()
+    if engine.features is not None:
+        engine.features.clear()
     engine.account.finish()
     record_final(engine)
     restate_own(engine)
@@ -394,9 +396,9 @@ class Engine:
         self.touched: set[int] = set()  # ids of all parameters that have trained
         self.uncharged: list[str] = []
         self.processes, self.population, self.losses = (
-            processes_of(model), Population(train, given), Losses(model, given))
-        self.loss_fn, self.prefix, self.unit = (
-            self.losses.fn, self.losses.prefix, self.population.unit)
+            processes_of(model), Population(train, given), Losses(model, given, method))
+        self.loss_fn, self.features, self.unit = (
+            self.losses.fn, self.losses.features, self.population.unit)
         self.context = asked(model, self.loss_fn, given, self.population.size)
         self.requests = named_apart(method.requests(self.context))
         content = read_through(self)
@@ -452,7 +454,7 @@ class Engine:
         noted(self.uncharged, what)
 
     def finish(self) -> None:
-        """End the run: forget the cached activations, close the ledger,
+        """End the run: forget the features, close the ledger,
         remove the secret."""
         close_account(self)
         self.remove_secrets()
@@ -502,19 +504,3 @@ class Engine:
     def secrets(self) -> list[str]:
         "What undoes the noise and is still there."
         return secrets_in(self.store.folder)
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-prefix
-def mind_the_prefix(engine: "Engine") -> None:
-    """Use the cache of the frozen trunk while it saves time over the remaining steps;
-    @sec-prefix-engine."""
-    prefix, augment, plan = engine.prefix, engine.settings.augment, engine.plan
-    if prefix is None:
-        return
-    variants = augment.variants if augment else 1
-    # of each view
-    rate = min(1.0, plan.sample_rate * engine.population.copies / variants)
-    size, left = len(engine.train) * variants, plan.steps - engine.t
-    # a cache for what is frozen by now begins empty
-    if worth_it(rate, left, prefix.room(size)):
-        prefix.refresh()
-    prefix.enabled = worth_it(rate, left, prefix.room(size), prefix.stored(size))

@@ -59,6 +59,7 @@ class Method:
     changes = overrides(
         "step", "Whether a step may change what trains: the engine looks again.")
     may_spend = overrides("requests", "Whether the method may spend besides training.")
+    caches_features = False    # whether `cache=` is 1 GiB where it is left out
 
     def requests(self, context: "Context") -> list[Request]:
         "What the method must spend besides training."

@@ -6,10 +6,11 @@
 __all__ = ['WRONG_BATCH', 'CHANGED', 'Added', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Drawn', 'taken', 'shown',
            'read_part', 'read_alone', 'check_still', 'Draws', 'idle_batch', 'again', 'own_groups', 'bounded_sums',
            'plain_sums', 'Lowered', 'with_precision', 'perturbed', 'each_perturbed', 'key_of_sums', 'Releases',
-           'forget_gradients', 'write_gradients', 'summed', 'Totals', 'Summing', 'released', 'Step']
+           'forget_gradients', 'write_gradients', 'kept_features', 'summed', 'Totals', 'Summing', 'released', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -381,10 +382,21 @@ def write_gradients(
         parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-summed
+def kept_features(engine: Any, batch: Batch) -> AbstractContextManager[None]:
+    "While it is open, the frozen part's output is read by row number; @sec-features."
+    for drawn in engine.draws.open if engine.features is not None else ():
+        if drawn.batch is batch:
+            augment = engine.draws.population.augment if drawn.views else None
+            keys = (drawn.rows.tolist() if augment is None
+                    else augment.views(drawn.rows, drawn.views))
+            return engine.features.rows(batch, keys)
+    return nullcontext()
+
 def summed(engine: Any, batch: Batch, t: int, number: int) -> Added:
     "Line 2 of @def-dpsgd, for one batch of step t."
     engine.modes.keep()
-    with engine.random_state("dropout", t, number, *engine.processes.mark):
+    with (engine.random_state("dropout", t, number, *engine.processes.mark),
+          kept_features(engine, batch)):
         return (bounded_sums(engine, batch) if engine.plan.private
                 else plain_sums(engine, batch))
 
