@@ -221,7 +221,7 @@ class Features:
         self.answer: Tensor | None = None  # what its split gets
         self.off = ""                      # why nothing is stored for good
         self.hits = self.misses = 0        # rows
-        self.split: nn.Module | None = None
+        self.split: Any = None             # the module that gets the stored tensor
         self.trains: list[Tensor] = []
         self.refresh(p for p in model.parameters() if p.requires_grad)
 
@@ -277,19 +277,21 @@ class Features:
         if self.split is None:
             return None
         entry, mask = self.form(batch)[0], real_tokens(batch)
-        by_token = (mask is not None and entry.ndim > 2
-                    and entry.shape[1] == mask.shape[1])
-        found = [self.store.get(key) for key in keys]
-        sizes = ([(n, *entry.shape[2:]) for n in mask.sum(1).tolist()] if by_token
-                 else [tuple(entry.shape[1:])] * len(keys))
+        found: list[Any] = [self.store.get(key) for key in keys]
+        sizes = [tuple(entry.shape[1:])] * len(keys)
+        by_token = False
+        if mask is not None and entry.ndim > 2 and entry.shape[1] == mask.shape[1]:
+            by_token = True
+            sizes = [(n, *entry.shape[2:]) for n in mask.sum(1).tolist()]
         missing = [i for i, (row, size) in enumerate(zip(found, sizes, strict=True))
                    if row is None or row.shape != size]
         if missing:
             new = self.below(select_rows(batch, torch.tensor(missing)))
             if new is None or new.shape != (len(missing), *entry.shape[1:]):
-                return self.stop("a batch takes another way through the model")
+                self.stop("a batch takes another way through the model")
+                return None
             for i, row in zip(missing, new.cpu(), strict=True):
-                found[i] = row[mask[i]] if by_token else row
+                found[i] = row[mask[i]] if mask is not None and by_token else row
                 self.store.put(keys[i], found[i])
         if by_token:
             answer = torch.zeros(len(keys), *entry.shape[1:], dtype=entry.dtype)
@@ -301,14 +303,15 @@ class Features:
         if (self.compared < 0 or (hits and self.compared < ENOUGH)
                 or (padded and not self.padded)):
             if not self.agrees(batch, answer, mask if padded else None, by_token):
-                return self.stop("stored features differ from those of the full pass, "
-                                 "as they do where rows are augmented at random")
+                self.stop("stored features differ from those of the full pass, as they "
+                          "do where rows are augmented at random")
+                return None
             self.compared = max(self.compared, 0) + hits
             self.padded |= padded
         self.hits, self.misses = self.hits + hits, self.misses + len(missing)
         return answer
 
-    def below(self, batch: Batch, outputs: list | None = None) -> Tensor | None:
+    def below(self, batch: Batch, outputs: Any = None) -> Tensor | None:
         "The input of the split; nothing above it runs."
         found: list[Any] = []
         def stop(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -403,7 +406,8 @@ class Features:
         rounding = torch.finfo(entry.dtype).eps ** 0.5
         return (operations[1] <= (1 - LEAST) * operations[0] and again is not None
                 and same(again, entry, rounding)
-                and torch.allclose(*losses, rounding, rounding, equal_nan=True))
+                and torch.allclose(losses[1], losses[0], rounding, rounding,
+                                   equal_nan=True))
 
     def agrees(self, batch: Batch, answer: Tensor, mask: Tensor | None,
                by_token: bool) -> bool:
@@ -432,7 +436,8 @@ class Features:
             return same(answer, entries[0], rounding)
         row = int(mask.sum(1).argmin())
         alone = self.below(unpadded(batch, mask, row))
-        mask = mask.to(answer.device) if by_token else ...
-        own = answer[row][mask[row]] if by_token else answer[row]
+        real = mask.to(answer.device) if by_token else mask.new_ones(
+            answer.shape[:1], device=answer.device)
+        own = answer[row][real[row]] if by_token else answer[row]
         return (alone is not None and same(alone, own[None], rounding)
-                and same(answer[mask], entries[0][mask], rounding))
+                and same(answer[real], entries[0][real], rounding))

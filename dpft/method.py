@@ -59,7 +59,6 @@ class Method:
     changes = overrides(
         "step", "Whether a step may change what trains: the engine looks again.")
     may_spend = overrides("requests", "Whether the method may spend besides training.")
-    caches_features = False    # whether `cache=` is 1 GiB where it is left out
 
     def requests(self, context: "Context") -> list[Request]:
         "What the method must spend besides training."
@@ -107,6 +106,11 @@ class Method:
     @property
     def unfreezes(self) -> bool:
         "Whether a step may let train what was frozen at the start."
+        return False
+
+    @property
+    def caches_features(self) -> bool:
+        "Whether features of frozen layers are stored where `cache=` is left out."
         return False
 
     def __repr__(self) -> str:

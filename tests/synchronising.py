@@ -13,7 +13,6 @@ import dpft
 import dpft.gradients
 import dpft.noise
 from dpft.datasets import TensorData
-from dpft.losses import to_device
 
 STEPS = 3
 

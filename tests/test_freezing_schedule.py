@@ -18,14 +18,14 @@ from dpft.auditing import Stopped, stopping
 from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
 from dpft.datasets import TensorData
+from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients
 from dpft.ledger import Ledger
 from dpft.method import Context, Method
 from dpft.models import load_model, set_modes
-from dpft.oracle import trainable
+from dpft.oracle import batch_rows, trainable
 from dpft.planning import count_trainable
-from dpft.features import Features
 from dpft.privacy import SampledGaussian, epsilon
 
 
@@ -139,10 +139,10 @@ def test_below_a_waist_everything_can_be_cached(name):
             for parameter in layer.parameters:
                 parameter.requires_grad_(False)
         set_modes(model)
-        features, rows = Features(model, loss_fn), range(len(batch[0] if isinstance(batch, tuple) else batch["labels"]))
+        features, rows = Features(model, loss_fn), range(batch_rows(batch))
         with features.rows(batch, rows):
             losses = features(model, batch)
-        saves = count > 1 or name in ("vit", "cnn")      # a look-up is no arithmetic
+        saves = count > 1 or name == "vit"     # a look-up is no arithmetic; the first convolution's output is read twice
         assert torch.allclose(losses, loss_fn(model, batch)) and (features.split is not None or not saves) and not features.off
 
 
@@ -504,14 +504,14 @@ def wide(seed=0, layer=Counted):
 
 def test_after_freezing_repeats_are_hits():
     e = run_all(engine(LayerFreeze(3, 2), wide(), batch_size=30, steps=30))
-    assert e.features.hits > 5 * e.features.misses > 0 and e.features.split is e.model[7 - 1] or e.features.split is None
+    assert e.features.hits > 5 * e.features.misses > 0 and e.features.split is e.model[7]
 
 
 def test_a_second_stage_moves_the_split_up():
     model, found = wide(), []
     run_all(engine(LayerFreeze([1, 3], [2, 20]), model, batch_size=30, steps=30),
             lambda step: found.append(step.engine.features.split))
-    assert found[0] is None and found[10] in (model[2], model[3]) and found[-1] in (model[6], model[7])
+    assert found[0] is None and found[10] is model[3] and found[-1] is model[7]
 
 
 def test_the_cache_changes_nothing_but_the_work():
