@@ -10,7 +10,8 @@ __all__ = ['LEAST', 'ENOUGH', 'Reached', 'random_state', 'splits', 'Store', 'bla
 import os
 import tempfile
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class Store:
         folder: str | Path | None = None,  # None: in memory
     ):
         self.room, self.folder = room, folder
+        self.close: Callable[[], object] = lambda: None
         try:
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -104,8 +106,10 @@ class Store:
         self.rows: dict[Hashable, Any] = {}
         self.bytes = 0
         if self.folder is not None:
+            self.close()
             self.file = tempfile.TemporaryFile(  # noqa: SIM115
                 dir=self.folder, buffering=0)
+            self.close = weakref.finalize(self, self.file.close)
 
     def put(self, key: Hashable, row: Tensor) -> None:
         "Admit a row on the CPU if there is room."

@@ -888,7 +888,7 @@ def test_features_change_nothing_but_the_work():
 
 
 @pytest.mark.parametrize(("method", "cache", "there"), [
-    (dpft.LastLayer(), None, True), (dpft.LayerFreeze(), None, True), (dpft.BiTFiT(), None, False), (dpft.BiTFiT(), 0.1, True),
+    (dpft.LastLayer(), None, True), (dpft.LayerFreeze(after=1), None, True), (dpft.BiTFiT(), None, False), (dpft.BiTFiT(), 0.1, True),
     (dpft.LastLayer(), 0, False), (dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=2), None, True)])
 def test_features_are_stored_by_default_where_layers_freeze(method, cache, there):
     assert (engine(method=method, cache=cache, **NOISE).features is not None) == there
