@@ -302,7 +302,7 @@ class Features:
             answer[mask] = torch.cat(found)
         else:
             answer = torch.stack(found)
-        answer = answer.to(entry.device, non_blocking=entry.is_cuda)
+        answer = answer.to(entry.device, non_blocking=entry.device.type != "mps")
         hits, padded = len(keys) - len(missing), mask is not None and not mask.all()
         if (self.compared < 0 or (hits and self.compared < ENOUGH)
                 or (padded and not self.padded)):
