@@ -125,6 +125,8 @@ def checked(model, loss_fn, data):
         warnings.simplefilter("ignore")  # of the slow way
         return check(model.train(), loss_fn, *data)
 
+OTHER = mlp()
+
 @pytest.mark.parametrize("model, loss_fn, data", [
     (mlp, ce, vectors), (lambda: mlp(nn.Dropout(0.5)), ce, vectors), (lambda: mlp(Noisy()), ce, vectors),
     (Text, text_loss, texts), (lambda: Text("tied"), text_loss, texts),
@@ -132,7 +134,7 @@ def checked(model, loss_fn, data):
     (lambda: mlp(nn.BatchNorm1d(8).eval().requires_grad_(False)), ce, vectors)])
 def test_honest_models_are_accepted(model, loss_fn, data):
     model = model()
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.train = lambda mode=True, own=module: own  # stays in evaluation mode
     report = checked(model, loss_fn, data())
@@ -158,7 +160,7 @@ def test_what_hooks_do_not_see_is_named(kind, names):
     (lambda: Text("mixed"), text_loss, texts, "examples beside it"),
     (lambda: Text("running mean"), text_loss, texts, "writes into m "),
     (lambda: Text("max_norm"), text_loss, texts, "max_norm writes"),
-    (mlp, lambda m, b, other=mlp(): ce(other, b), vectors, "the model that it is given")])
+    (mlp, lambda m, b: ce(OTHER, b), vectors, "the model that it is given")])
 def test_coupled_examples_are_refused(model, loss_fn, data, why):
     with pytest.raises(Coupled, match=why):
         checked(model(), loss_fn, data())
