@@ -597,13 +597,13 @@ def check(
                 if isinstance(module, _InstanceNorm)
                 else module.training or module.running_mean is None):
             kind = type(module).__name__
-            raise Coupled(f"{name or kind}: {kind} mixes the examples of a batch; freeze "
-                          "it by dpft.models.freeze_batchnorm(model), or use "
+            raise Coupled(f"{name or kind}: {kind} mixes the examples of a batch; "
+                          "freeze it by dpft.models.freeze_batchnorm(model), or use "
                           "replace_batchnorm")
         if getattr(module, "max_norm", None) is not None:
-            raise Coupled(f"{name}: max_norm writes into the rows that a batch looks up, "
-                          "so the weights keep them without noise; build the embedding "
-                          "without it")
+            raise Coupled(f"{name}: max_norm writes into the rows that a batch looks "
+                          "up, so the weights keep them without noise; build the "
+                          "embedding without it")
     report, exact = Report(), getattr(loss_fn, "full_precision", loss_fn)
     device = next(model.parameters()).device.type
     with generators_kept(model), torch.enable_grad(), plain_arithmetic(device):
