@@ -154,7 +154,6 @@ def test_what_hooks_do_not_see_is_named(kind, names):
     (mlp, lambda m, b: ce(m, b).mean(), vectors, "reduction='none'"),
     (mlp, contrastive, vectors, "examples beside it"), (mlp, mixup, vectors, "examples beside it"),
     (lambda: Text("padding mean"), text_loss, texts, "padding"),
-    (lambda: Text("zero head"), text_loss, texts, "padding"),
     (lambda: Text("across"), text_loss, texts, "examples beside it"),
     (lambda: Text("capacity"), text_loss, texts, "examples beside it"),
     (lambda: Text("mixed"), text_loss, texts, "examples beside it"),
@@ -164,6 +163,13 @@ def test_what_hooks_do_not_see_is_named(kind, names):
 def test_coupled_examples_are_refused(model, loss_fn, data, why):
     with pytest.raises(Coupled, match=why):
         checked(model(), loss_fn, data())
+
+def test_a_head_of_zeros_hides_nothing():
+    model = Text("zero head")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name)  # whose gradients end at the head
+    with pytest.raises(Coupled, match="padding"):
+        checked(model, text_loss, texts())
 
 def test_a_loss_that_closes_over_the_model_is_compared_like_any_other():
     for kind in ("plain", "padding mean"):
