@@ -237,7 +237,8 @@ def loss_grid(
     far = np.rint(400 * np.sinh(np.arange(0, reach, 1 / 400)))
     corner = [np.rint(end / width) - far] if end < math.inf else []
     inner = np.concatenate([-far, far, *corner])
-    return np.unique([first, *inner[(inner > first) & (inner < last)], last]).astype(int)
+    inside = (inner > first) & (inner < last)
+    return np.unique([first, *inner[inside], last]).astype(int)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-composed-loss
 GRID = 2**16 # points of the common grid
