@@ -157,9 +157,10 @@ def log_density(
 ) -> np.ndarray:         # of y's shape
     "Logarithm of a mixture's density at outputs, over the standard normal density."
     on = weights > 0
-    terms = np.multiply.outer(y, shifts[on]) + np.log(weights[on]) - shifts[on] ** 2 / 2
-    largest = terms.max(-1)
-    return largest + np.log(np.exp(terms - largest[..., None]).sum(-1))
+    rest = np.log(weights[on]) - shifts[on] ** 2 / 2
+    terms = np.multiply.outer(shifts[on], y) + rest[:, None]
+    largest = terms.max(0)
+    return largest + np.log(np.exp(terms - largest).sum(0))
 
 
 class StepLoss:
@@ -241,7 +242,7 @@ def loss_grid(
     return np.unique([first, *inner[inside], last]).astype(int)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-composed-loss
-GRID = 2**16 # points of the common grid
+GRID = 2**15 # points of the common grid
 
 
 def composed_loss(
