@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DELTAS', 'ODOMETER', 'best_true_positive_rate', 'best_of_pairs', 'grouped', 'group_epsilon', 'sentence_units',
-           'Budget', 'odometer', 'odometer_epsilon', 'PrivacyCurve', 'privacy_curve']
+           'Budget', 'odometer', 'odometer_epsilon']
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-imports
 import math
@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .privacy import (
+from .privacy import ( # noqa: F401 - the curves are read here
     BudgetError, PrivacyCurve, SampledGaussian, check, check_group, epsilon,
     privacy_curve, rdp_conversion, rdp_moment, rdp_orders)
-
-_all_ = ["PrivacyCurve", "privacy_curve"]
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(

@@ -154,7 +154,7 @@ class Guarantee:
     method: str = ""                  # what trained
     run: str = ""                     # its name in the ledger
     ledger_head: str = ""             # hash of the published ledger's last row
-    versions: dict[str, str] = field(default_factory=installed_versions)
+    versions: dict[str, str] = field(default_factory=installed_versions) # of packages
     private: bool | None = None       # None: whether there is a mechanism
     unpaid: str = ""                  # uncharged, without noise: nothing is promised
     others: bool | None = None        # the ledger has charged more; None: unsaid
