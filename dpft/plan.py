@@ -81,7 +81,7 @@ def usual_batch_size(size: int) -> int:
     1,024, or an eighth of a small data set."""
     return min(1024, max(1, size // 8))
 
-FEWEST = 10 # units; with fewer the default delta would promise next to nothing
+FEWEST = 5 # units; with fewer the default delta would promise next to nothing
 
 def usual_delta(size: int) -> float:
     "The default delta: half of that of publishing one unit at random."
