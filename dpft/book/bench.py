@@ -12,9 +12,9 @@ __all__ = ['TEAMS', 'PART', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'Shape', 'PEERS
            'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table', 'numbers_table', 'processes_table',
            'bf16_table', 'judged', 'judged_peers', 'marks_table', 'panels', 'cost_figure', 'plain_of', 'beside_plain',
            'batch_figure', 'model_figure', 'peers_figure', 'begun', 'write_bench', 'bench_report', 'OverheadSizes',
-           'small_roberta', 'small_texts', 'losses_of', 'adamw', 'plain_adamw', 'opacus_adamw', 'engine_of',
-           'engine_steps', 'over', 'measure_encoder', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen',
-           'measure_overhead', 'overhead_table', 'write_overhead']
+           'small_encoder', 'small_texts', 'losses_of', 'adamw', 'engine_of', 'engine_steps', 'over', 'measure_encoder',
+           'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen', 'measure_overhead', 'overhead_table',
+           'write_overhead']
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-imports
 import copy
@@ -48,9 +48,9 @@ from ..processes import worker_context
 from ..step import Lowered, perturbed, perturbed_on_grid
 from .contenders import (
     CONTENDERS, LOADED, LOWERED, MARGIN, MIB, WHOLE, Contender, Memory, Setting,
-    WatchedLoss, alone, dpft_step, enter, free_memory, interleaved, largest_batch,
-    matrix_rate, measure_memory, median_interval, operations, provenance, quiet,
-    seconds_of, train_only, weight_bytes)
+    WatchedLoss, alone, dpft_step, encoder, enter, free_memory, interleaved,
+    largest_batch, matrix_rate, measure_memory, median_interval, opacus_step,
+    operations, plain_step, provenance, seconds_of, train_only, weight_bytes)
 from .experiments import read_records, write_records
 from .figures import names_at_lines, plain_log, save_figure, style
 from .provenance import replace_records
@@ -992,15 +992,9 @@ OVERHEAD_QUICK = OverheadSizes(layers=1, tokens=4, rows=2, batch=8, steps=1, rep
                                engines=1, frozen=(2, 32, 4))
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #overhead-models
-def small_roberta(layers: int, width: int, tokens: int) -> nn.Module:
+def small_encoder(layers: int, width: int, tokens: int) -> nn.Module:
     "RoBERTa's shape with two heads and a small vocabulary."
-    from transformers import RobertaConfig, RobertaForSequenceClassification
-
-    return RobertaForSequenceClassification(RobertaConfig(
-        vocab_size=100, hidden_size=width, num_hidden_layers=layers,
-        num_attention_heads=2, intermediate_size=4 * width,
-        max_position_embeddings=tokens + 2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0)).train()
+    return encoder(width, layers, tokens, words=100, attention_heads=2)
 
 def small_texts(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     "Random texts of one length, with labels."
@@ -1021,32 +1015,6 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     "The optimizer of all steps here."
     return torch.optim.AdamW(parameters, lr=1e-4)
 
-def plain_adamw(model: nn.Module) -> Contender:
-    "PyTorch without privacy."
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    def step(batch: Any) -> dict[str, torch.Tensor]:
-        optimizer.zero_grad()
-        losses_of(model, batch).mean().backward()
-        optimizer.step()
-        return {}
-    return Contender(model, step)
-
-def opacus_adamw(model: nn.Module, rows: int) -> Contender:
-    "Opacus' hooks and its optimizer."
-    from opacus import GradSampleModule
-    from opacus.optimizers import DPOptimizer
-
-    wrapped = GradSampleModule(model, loss_reduction="sum")
-    optimizer = DPOptimizer(adamw(p for p in model.parameters() if p.requires_grad),
-                            noise_multiplier=1.0, max_grad_norm=0.1,
-                            expected_batch_size=rows, loss_reduction="sum")
-    def step(batch: Any) -> dict[str, torch.Tensor]:
-        optimizer.zero_grad()
-        losses_of(wrapped, batch).sum().backward()
-        optimizer.step()
-        return {}
-    return Contender(wrapped, quiet(step))
-
 def engine_of(model: nn.Module, train: Any, rows: int, method: Method | None = None,
               **settings: Any) -> Engine:
     "A long private run."
@@ -1058,12 +1026,7 @@ def engine_steps(engine: Engine) -> Contender:
     "The steps of an engine, one at each call; it draws its own batches."
     optimizer, steps = adamw(engine.parameters()), iter(engine)
     def step(_: Any) -> dict[str, torch.Tensor]:
-        one = next(steps)
-        for batch in one:
-            one.add(batch)
-        one.privatize()
-        optimizer.step()
-        one.done()
+        next(steps).take(optimizer)
         return {}
     return Contender(engine.model, step)
 
@@ -1077,18 +1040,18 @@ Measured = Iterator[tuple[str, str, float, str]]  # shape, what, value, unit
 
 def measure_encoder(sizes: OverheadSizes, trains: str) -> Measured:
     "Whole steps, the first step, and making the Engine, over the plain step."
-    model = small_roberta(sizes.layers, sizes.width, sizes.tokens)
+    model = small_encoder(sizes.layers, sizes.width, sizes.tokens)
     train_only(model, trains)
     batch = small_texts(sizes.rows, sizes.tokens)
     data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
     shape = f"encoder, {sizes.layers} × {sizes.width}, {trains}"
-    alone = copy.deepcopy(model)
-    them = {"plain": plain_adamw(copy.deepcopy(model)),
+    alone, loss = copy.deepcopy(model), WatchedLoss(losses_of)
+    them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw),
             "Engine": engine_steps(engine_of(copy.deepcopy(model), data, sizes.rows)),
             "clipped_sum alone": Contender(
                 alone, lambda batch: clipped_sum(alone, losses_of, batch, 0.1))}
     if find_spec("opacus"):
-        them["Opacus"] = opacus_adamw(copy.deepcopy(model), sizes.rows)
+        them["Opacus"] = opacus_step(copy.deepcopy(model), loss, make=adamw)
     seconds = interleaved(them, batch, sizes.repeats, clock=time.process_time)
     yield shape, "plain step", 1e3 * median(seconds["plain"]), "ms"
     for who in [who for who in them if who != "plain"]:
@@ -1132,11 +1095,12 @@ def measure_network(sizes: OverheadSizes) -> Measured:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     data = TensorDataset(torch.randn(16 * rows, 64),
                          torch.randint(0, 10, (16 * rows,)))
+    loss = WatchedLoss(losses_of)
     def private(**settings: Any) -> Contender:
         return engine_steps(engine_of(copy.deepcopy(model), data, rows, **settings))
     with tempfile.TemporaryDirectory() as folder:
         one = "one physical batch"
-        them = {"plain": plain_adamw(copy.deepcopy(model)),
+        them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw),
                 one: private(physical_batch_size=2 * rows),
                 "default physical batch": private()}
         filed = {one: them[one],
@@ -1201,7 +1165,7 @@ def measure_frozen(sizes: OverheadSizes) -> Measured:
     layers, width, tokens = sizes.frozen
     batch = small_texts(sizes.rows, tokens)
     data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
-    model = small_roberta(layers, width, tokens)
+    model = small_encoder(layers, width, tokens)
     def private(method: Method, cache: float) -> Contender:
         return engine_steps(engine_of(copy.deepcopy(model), data, sizes.rows, method,
                                       cache=cache))

@@ -6,7 +6,7 @@
 __all__ = ['MODELS', 'CLIP', 'RATE', 'CONTENDERS', 'LOWERED', 'WHOLE', 'TOLERANCE', 'MARGIN', 'CONTAINERS', 'REFUSED', 'KILLED',
            'LOADED', 'MIB', 'heads', 'encoder', 'bert', 'gpt2', 'llama', 'convolutions', 'tanh_convolutions',
            'train_only', 'random_batch', 'default_dtype', 'Setting', 'WatchedLoss', 'Contender', 'collected', 'quiet',
-           'plain', 'dpft', 'hooked', 'opacus_hooks', 'opacus_ghost', 'fastdp_engine', 'fastdp', 'in_parts',
+           'plain', 'dpft', 'sgd', 'hooked', 'opacus_hooks', 'opacus_ghost', 'fastdp_engine', 'fastdp', 'in_parts',
            'plain_step', 'OneBatch', 'steps_of', 'dpft_step', 'opacus_step', 'opacus_ghost_step', 'fastdp_step',
            'lowered', 'wanted_sum', 'relative_error', 'reason_of', 'enter', 'median_interval', 'interleaved',
            'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory', 'weight_bytes', 'forget', 'measure_memory',
@@ -55,15 +55,16 @@ def heads(width: int) -> int:
     or of 32 where 64 does not divide the width."""
     return width // 64 if width % 64 == 0 else width // 32
 
-def encoder(width: int, layers: int, size: int) -> nn.Module:
+def encoder(width: int, layers: int, size: int, words: int = 50_265,
+            attention_heads: int | None = None) -> nn.Module:
     "A classifier of RoBERTa's shape for texts of up to `size` tokens."
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
     return RobertaForSequenceClassification(RobertaConfig(
-        vocab_size=50_265, hidden_size=width, num_hidden_layers=layers,
-        num_attention_heads=heads(width), intermediate_size=4 * width,
-        max_position_embeddings=size + 2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0))
+        vocab_size=words, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=attention_heads or heads(width),
+        intermediate_size=4 * width, max_position_embeddings=size + 2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 def bert(width: int, layers: int, size: int) -> nn.Module:
     """A classifier of BERT's shape: one look-up of the position embeddings
@@ -240,13 +241,18 @@ def dpft(model: nn.Module, loss: WatchedLoss) -> Contender:
     return Contender(model, lambda batch: clipped_sum(model, loss, batch, CLIP))
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-contenders-opacus-hooks
-def hooked(model: nn.Module, noise_multiplier: float) -> tuple[Any, Any]:
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    "The optimizer of whole steps, unless another is asked for."
+    return torch.optim.SGD(parameters, lr=RATE)
+
+def hooked(model: nn.Module, noise_multiplier: float,
+           make: Callable[..., Any] = sgd) -> tuple[Any, Any]:
     "Opacus' wrapped model and its optimizer."
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
     wrapped = GradSampleModule(model, loss_reduction="sum")
-    return wrapped, DPOptimizer(torch.optim.SGD(trainable(model).values(), lr=RATE),
+    return wrapped, DPOptimizer(make(trainable(model).values()),
                                 noise_multiplier=noise_multiplier, max_grad_norm=CLIP,
                                 expected_batch_size=None, loss_reduction="sum")
 
@@ -306,9 +312,10 @@ def in_parts(batch: Batch, parts: int) -> list[Batch]:
     return [select_rows(batch, rows)
             for rows in torch.arange(batch_rows(batch)).chunk(parts)]
 
-def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
+def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1,
+               make: Callable[..., Any] = sgd) -> Contender:
     "PyTorch without privacy, and its optimizer."
-    optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
+    optimizer = make(trainable(model).values())
     def step(batch: Batch) -> dict[str, Tensor]:
         model.zero_grad()
         for part in in_parts(batch, parts):
@@ -346,7 +353,7 @@ def steps_of(
 
 def dpft_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     "A whole step of this package: draw, sum, ledger, noise, optimizer."
-    optimizer = torch.optim.SGD(trainable(model).values(), lr=RATE)
+    optimizer = sgd(trainable(model).values())
     own: Batch = ()
     steps: Iterator[Any] = iter(())
     def step(batch: Batch) -> dict[str, Tensor]:
@@ -358,9 +365,10 @@ def dpft_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-opacus
-def opacus_step(model: nn.Module, loss: WatchedLoss) -> Contender:
+def opacus_step(model: nn.Module, loss: WatchedLoss,
+                make: Callable[..., Any] = sgd) -> Contender:
     "A whole step of Opacus' hooks and its optimizer."
-    wrapped, optimizer = hooked(model, 1.0)
+    wrapped, optimizer = hooked(model, 1.0, make)
     def step(batch: Batch) -> dict[str, Tensor]:
         optimizer.zero_grad()
         loss(wrapped, batch).sum().backward()
