@@ -28,7 +28,7 @@ def run(folder: Path, draws: Path, steps: int | None = None, ledger: Path | None
     made: list[int] = []
     try:
         with Ledger(ledger or kept.ledger_path) as book:
-            plan = kept.begin(book, PLAN)
+            kept.begin(book, PLAN)
             weights = kept.load(book).get("weights", torch.zeros(3))
             if not kept.releases():
                 try:
@@ -38,8 +38,11 @@ def run(folder: Path, draws: Path, steps: int | None = None, ledger: Path | None
                     kept.store_release("select", number, torch.ones(3))
                 except PlanSpent:
                     pass                       # it was lost, and the method goes on without it
-            while len(made) != steps and book.claims(kept.run, "train") < plan["mechanisms"][0]["steps"]:
-                number = book.claim(kept.run, "train")
+            while len(made) != steps:
+                try:
+                    number = book.claim(kept.run, "train")
+                except PlanSpent:              # by this process, or by another that has the last number
+                    break
                 with draws.open("a") as file:
                     file.write(f"train {number}\n")
                 made.append(number)
