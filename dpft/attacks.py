@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .coupling import evaluating
+from .oracle import evaluating
 from .curve import DELTAS, PrivacyCurve
 from .guarantee import Guarantee
 from .identity import shared_rows

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from .coupling import tolerance
+from .gradients import tolerance
 from .oracle import Batch, LossFunction
 
 # %% ../nbs/5_notes/121_calls.ipynb #calls-calls

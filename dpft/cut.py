@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .buffers import version
 from .calls import Answers, Call, Form, NoPrefix, NotOnThisBatch, Survey, close
 from .calls import evaluate, first_outputs, form_of, intercepted, is_live, jolted
 from .calls import nowhere, random_state, rows_of, set_random_state
@@ -37,7 +36,7 @@ def structure(module: nn.Module) -> tuple:
 
 def versions(module: nn.Module) -> list[tuple[int, int, int]]:
     "Which tensors a module holds, where, and how often each was changed in place."
-    return [(id(x), x.data_ptr(), version(x))
+    return [(id(x), x.data_ptr(), x._version)
             for x in own_tensors(module)]
 
 # %% ../nbs/5_notes/122_cut.ipynb #cut-sampled

@@ -77,18 +77,22 @@ def product_depth(width: int) -> int:
 def pair_squares(
     left: Tensor,   # (N, T, p)
     right: Tensor,  # (N, T, d)
-) -> Tensor:        # (N,)
-    "Squared norms of the N sums of T outer products; @lem-ghost."
+) -> tuple[Tensor, Tensor]:  # (N,) and (N,)
+    """Squared norms of the N sums of T outer products, and the sums of the T norms;
+    @lem-ghost, @lem-rounding."""
     tokens = left.shape[1]
     half = tokens // 2 if tokens >= HALVED else tokens
-    def products(first: int, stop: int) -> Tensor:
+    def products(first: int, stop: int) -> tuple[Tensor, Tensor]:
         gram, other = (token_products(x[:, first:stop], x[:, first:])
                        for x in (left, right))
         gram.mul_(other)
+        lengths = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().sum(1)
         gram[..., stop - first:].mul_(2)
-        return row_sums(gram)
-    squares = products(0, half)
-    return squares if half == tokens else squares + products(half, tokens)
+        return row_sums(gram), lengths
+    if half == tokens:
+        return products(0, tokens)
+    (squares, lengths), (more, longer) = products(0, half), products(half, tokens)
+    return squares + more, lengths + longer
 
 # %% ../nbs/5_notes/113_forms.ipynb #forms-added
 def added(values: Iterable[Tensor], zero: Callable[[], Tensor]) -> Tensor:
@@ -110,6 +114,14 @@ class Contribution:
     def weighted(self, factors: Tensor) -> Tensor:
         "Sum over examples of factor (B,) times gradient, of the parameter's shape."
         raise NotImplementedError
+
+    def add_weighted(self, total: Tensor, factors: Tensor) -> None:
+        "Add that sum to a contiguous tensor of the parameter's shape."
+        total += self.weighted(factors)
+
+    def measure(self) -> tuple[Tensor, Tensor]:
+        "(B,) squared norm as computed, and `length()`."
+        return self.inner(self), self.length()
 
     def inner(self, other: "Contribution") -> Tensor:
         "(B,) inner product of each example's two gradients."
@@ -223,6 +235,16 @@ class Outer(Contribution):
         with short_factors(self.short):
             return summed_products(full(left), full(right)).reshape(self.shape)
 
+    def add_weighted(self, total: Tensor, factors: Tensor) -> None:
+        if self.left.shape[1] > 1 or total.dtype != factors.dtype:
+            return super().add_weighted(total, factors)
+        left, right, scale = self.left, self.right, factors[:, None, None, None]
+        small = left.numel() <= right.numel()
+        left, right = (left * scale, right) if small else (left, right * scale)
+        with short_factors(self.short):
+            total.view(left.shape[-1], -1).addmm_(
+                full(left).flatten(0, 2).mT, full(right).flatten(0, 2))
+
     def inner(self, other: Contribution) -> Tensor:
         if not isinstance(other, Outer):
             return other.inner(self)
@@ -232,10 +254,21 @@ class Outer(Contribution):
         left, right = ([x.flatten(0, 1) for x in pair] for pair in
                        ((self.left, other.left), (self.right, other.right)))
         with short_factors(self.short and other.short):
-            if other is self:
-                return row_sums(pair_squares(left[0], right[0]).view(self.size, -1))
             gram = token_products(*left).mul_(token_products(*right))
         return row_sums(gram.view(self.size, -1))
+
+    def measure(self) -> tuple[Tensor, Tensor]:
+        _, groups, tokens, p = self.left.shape
+        d = self.right.shape[-1]
+        if tokens * (p + d) > p * d:
+            return super().measure()
+        with short_factors(self.short):
+            squares, lengths = pair_squares(self.left.flatten(0, 1),
+                                            self.right.flatten(0, 1))
+        if groups == 1:
+            return squares, lengths
+        return row_sums(squares.view(self.size, -1)), lengths.view(
+            self.size, -1).norm(dim=1)
 
     def length(self) -> Tensor:
         tokens = token_norms(self.left) * token_norms(self.right)
@@ -275,8 +308,13 @@ class Rows(Contribution):
         return table.scatter_add_(1, self.index[..., None].expand_as(right), right)
 
     def weighted(self, factors: Tensor) -> Tensor:
+        total = full(self.right).new_zeros(self.shape)
+        self.add_weighted(total, factors)
+        return total
+
+    def add_weighted(self, total: Tensor, factors: Tensor) -> None:
         values = (full(self.right) * factors[:, None, None]).flatten(0, 1)
-        return values.new_zeros(self.shape).index_add_(0, self.index.flatten(), values)
+        total.index_add_(0, self.index.flatten(), values.to(total.dtype))
 
     def inner(self, other: Contribution) -> Tensor:
         right = full(self.right)

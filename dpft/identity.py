@@ -67,7 +67,6 @@ def fingerprint(
                              "what it has read, such as a running scale")
     return digest.hexdigest()
 
-
 # %% ../nbs/5_notes/66_identity.ipynb #identity-first-row
 def _first_row(data: Any) -> str:
     "A hash of the first row, with torch's random numbers held."
@@ -472,13 +471,12 @@ def is_as_left(
 # %% ../nbs/5_notes/66_identity.ipynb #engine-content
 def content_of(
     population: Any,                  # whose data set is read
-    see: Callable[[int, Any], None],  # shown each row, but for encoded texts
 ) -> dict[str, Any]:
     """Digests that identify the data and its units:
     private, and keyed before they are kept."""
     train, units = population.data, population.units
     # texts are the same data whatever tokenizer reads them
-    read, table = fingerprint(train, see), own_part(train, "table")
+    read, table = fingerprint(train), own_part(train, "table")
     return {"data": read if table is None else fingerprint(table),
             "tokens": None if table is None else read,
             "units": None if units is None else hashlib.sha256(

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import TensorDataset
 
-from .buffers import buffers_kept
-from .coupling import evaluating, forked
 from .datasets import TensorData, as_dataset, column, column_names
 from .datasets import has_batch_protocol, made_on_the_fly, unit_for
-from .layer_rules import WHOLE, lying
 from .losses import SINGLE, Collate, chosen_loss, default_loss
 from .losses import device_of, evaluation_batches, logits, problem_of
 from .losses import to_device
@@ -33,8 +30,8 @@ from .settings import Settings
 from .texts import EncodedData, Selected
 
 # %% auto #0
-__all__ = ['ALIGNED', 'FAULTS', 'MOST_FORMS', 'as_rows', 'positions', 'check_places', 'check_outputs', 'check_inputs',
-           'check_rows', 'NotableRows', 'check_causal', 'checked_rows']
+__all__ = ['ALIGNED', 'FAULTS', 'as_rows', 'positions', 'check_places', 'check_outputs', 'check_inputs', 'check_causal',
+           'checked_rows']
 
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-rows
 def as_rows(
@@ -218,81 +215,6 @@ def _check_tokens(model: nn.Module, train: EncodedData) -> None:
         raise ValueError(f"row {row} has a token beyond the {count} that the model has "
                          "embeddings for; pass the model's own tokenizer=")
 
-# %% ../nbs/6_appendices/111_inputs.ipynb #inputs-row
-def check_rows(
-    model: nn.Module,
-    loss_fn: LossFunction,    # (model, batch) -> (B,) losses
-    train: Any,               # the training data, as the engine takes it
-    collate: Collate | None,  # rows -> batch; None: from the data
-    rows: Iterable[int] = (0,),
-) -> None:
-    """ValueError if the loss of one of these rows cannot be taken, by itself and beside
-    row 0; RuntimeError if a pass writes into parameters."""
-    with buffers_kept(model, loss_fn, every=True):
-        for row in rows:
-            _check_row(model, loss_fn, train, collate, row)
-
-def _check_row(
-    model: nn.Module, loss_fn: LossFunction,
-    train: Any, collate: Collate | None, row: int) -> None:
-    batch: Any = ()
-    try:
-        with torch.no_grad(), forked(model), evaluating(model):
-            for rows in ([row], [0, row]) if row else ([0],):
-                batch = to_device(gather(train, rows, collate), device_of(model))
-                per_example_losses(model, loss_fn, batch)
-    except ValueError as error:
-        if row:
-            raise ValueError(f"row {row}, tried before the run: {error}") from error
-        raise
-    except Exception as error:  # of whatever the model or the loss does
-        raise ValueError((not row and _other_kind(model, tensors(batch))) or
-                         f"row {row} does not go through "
-                         f"{type(unwrapped(model)).__name__} and its loss "
-                         f"({type(error).__name__}); give rows of the "
-                         "form that the model takes, or pass loss_fn=") from error
-
-# %% ../nbs/6_appendices/111_inputs.ipynb #inputs-notable
-MOST_FORMS = 16
-
-class NotableRows:
-    "The first row of each form, and the rows with extreme integers; @sec-notable-rows."
-
-    def __init__(self) -> None:
-        self.forms: dict[Any, int] = {}                # the first row of each
-        self.ends: dict[Any, tuple[int, int]] = {}     # the largest, and its row
-
-    def __iter__(self) -> Iterator[int]:
-        ends = (row for _, row in self.ends.values())
-        return iter(sorted({*self.forms.values(), *ends} - {0}))  # tried before
-
-    def see(self, row: int, item: Any) -> None:
-        "Remember a row if it stands out."
-        parts = (item.items() if isinstance(item, Mapping) else
-                 enumerate(item if isinstance(item, (list, tuple)) else [item]))
-        form = []
-        for name, value in parts:
-            kind, ends = _form_of(value)
-            form.append((name, kind))
-            for end, number in ends.items():
-                if number > self.ends.get((name, end), (number - 1, row))[0]:
-                    self.ends[name, end] = number, row
-        if len(self.forms) < MOST_FORMS:
-            self.forms.setdefault(tuple(form), row)
-
-# %% ../nbs/6_appendices/111_inputs.ipynb #inputs-form-of
-def _form_of(value: Any) -> tuple[tuple[Any, ...], dict[str, int]]:
-    "The type and shape of a part of a row, and its extreme integers."
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):  # no numbers
-        return (type(value).__name__,), {}
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
-        return (tensor.dtype, tensor.shape), {}
-    ends = {"least": -int(tensor.min()), "most": int(tensor.max()),
-            "longest": tensor.numel()}
-    return (tensor.dtype, tensor.shape if tensor.ndim != 1 else None), ends
-
 # %% ../nbs/6_appendices/111_inputs.ipynb #inputs-causal
 def check_causal(
     model: nn.Module,  # with the head of a language model
@@ -334,13 +256,9 @@ def checked_rows(
     train = as_rows(data, settings)
     if settings.loss_fn is None and settings.collate_fn is None:
         check_outputs(model, train)
-    whole = lying(model) is WHOLE
-    if settings.loss_fn is None and whole:
+    if settings.loss_fn is None:
         if settings.collate_fn is None:
             check_inputs(model, train)
         if head_of(model) == "causal":
             check_causal(model)
-    if whole and len(train):
-        check_rows(model, chosen_loss(model, settings.loss_fn), train,
-                   settings.collate_fn)
     return train

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .buffers import buffers_kept, version
-from .coupling import evaluating
+from .oracle import evaluating
 from .forms import full
 from .sampling import gather
 
@@ -366,14 +365,14 @@ def to_device(
         return tuple(to_device(part, device) for part in batch)
     there = batch.to(device, non_blocking=torch.device(device).type != "mps")
     if batch.device.type == "cpu" != there.device.type:
-        _COPIED[there] = batch, version(there)
+        _COPIED[there] = batch, there._version
     return there
 
 def copied_from(values: Tensor) -> Tensor | None:
     """The original of a copy that `to_device` made; None for any other tensor,
     or if the copy was changed in place."""
     origin, before = _COPIED.get(values, (None, 0))
-    return origin if version(values) == before else None
+    return origin if values._version == before else None
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-batches
 Collate = Callable[[list[Any]], Any]
@@ -396,9 +395,8 @@ def evaluation_batches(
     collate: Collate | None,   # None: that of `collate_for`
     batch_size: int,
 ) -> Iterator[Any]:
-    """A data set in batches, in evaluation mode, similar lengths together; what a pass
-    leaves in buffers is put back at the end."""
-    with evaluating(model), buffers_kept(model, every=True):
+    "A data set in batches, in evaluation mode, similar lengths together."
+    with evaluating(model):
         for part in evaluation_order(data).split(batch_size):
             yield to_device(gather(data, part, collate), device_of(model))
 

@@ -470,18 +470,16 @@ class Modes:
     "The mode of each layer in which a run was checked; ValueError for one that mixes."
 
     def __init__(self, model: nn.Module, dropout: bool):
-        self.model, self.dropout, self.checked = model, dropout, dict[nn.Module, bool]()
-        self.keep()
+        self.model = model
+        validate(model, dropout)
+        set_modes(model, dropout)
+        self.checked = [(module, module.training) for module in model.modules()]
 
-    def keep(self) -> None:
-        "Restore modes that a loop or a score has changed, before data pass the model."
-        modules = [*self.model.modules()]
-        if not self.checked.keys() >= {*modules}:   # at first, or one has joined
-            validate(self.model, self.dropout)
-            set_modes(self.model, self.dropout)
-            self.checked = {module: module.training for module in modules}
-        for module in modules:
-            module.training = self.checked[module]
+    def keep(self, only_training: bool = False) -> None:
+        """Restore modes that a loop or a score has changed, before data pass the model;
+        with `only_training`, leave evaluation mode as it is."""
+        for module, mode in self.checked:
+            module.training = mode and (module.training or not only_training)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrain
 def pretrain(

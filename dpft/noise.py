@@ -72,12 +72,14 @@ def cipher_bits(
         yield np.frombuffer(room[:size], dtype="<u8")
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-state
+_FIRST_STATE = torch.Generator().manual_seed(1).get_state()
+
 def generator_state(
     key: bytes,  # (32,)
 ) -> Tensor:     # (5056,) uint8, for `torch.set_rng_state`
     """A state of torch's generator on the CPU, filled by the cipher; RuntimeError
     where torch keeps it in another form."""
-    state = torch.Generator().manual_seed(1).get_state()
+    state = _FIRST_STATE.clone()
     words = state.numpy()[24:24 + 624 * 8].view(np.uint64)
     if len(state) != 5056 or words[0] != 1:
         raise RuntimeError(f"torch {torch.__version__} keeps the state of its CPU "
@@ -212,10 +214,12 @@ class Keystream:
         "A 63-bit seed for another generator; torch's own on a CPU uses 32 of them."
         return int.from_bytes(self.key("seed", *context)[:8], "little") >> 1
 
-    def set_generators(self, *context: Context) -> None:
-        "Set torch's own generators; that of the CPU in all of its state."
-        torch.manual_seed(self.seed(*context))
-        torch.set_rng_state(generator_state(self.key("state", *context)))
+    def set_generators(self, *context: Context,
+                       others: Sequence[torch.Generator] = ()) -> None:
+        "Set torch's generator of the CPU, in all of its state, and those of devices."
+        torch.default_generator.set_state(generator_state(self.key("state", *context)))
+        for generator in others:
+            generator.manual_seed(self.seed(*context))
 
     def digest(
         self,

@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'tensors', 'batch_rows', 'each_value', 'select_rows', 'per_example_losses', 'check_kinds',
-           'trainable', 'per_example_gradients', 'single_gradient']
+           'trainable', 'evaluating', 'only_training', 'per_example_gradients', 'single_gradient']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .buffers import Held, buffers_kept
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-batch
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
@@ -53,11 +52,9 @@ def select_rows(
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-per-example-losses
 def per_example_losses(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
-    held: Held | None = None,  # what model and loss hold, if it is known
 ) -> Tensor:
     "The (B,) losses of a batch; ValueError when `loss_fn` returns anything else."
-    with buffers_kept(model, loss_fn, held=held):
-        losses = loss_fn(model, batch)
+    losses = loss_fn(model, batch)
     if not isinstance(losses, Tensor) or losses.shape != (batch_rows(batch),):
         kind = (f"a tensor of {losses.ndim} dimensions" if isinstance(losses, Tensor)
                 else f"a {type(losses).__name__}")
@@ -95,6 +92,33 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
                          "requires a gradient")
     return found
 
+# %% ../nbs/1_start/04_gradients.ipynb #gradients-modes
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    "The model in evaluation mode, and every module's own mode restored afterwards."
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+@contextmanager
+def only_training(
+    model: nn.Module, parameters: Iterable[nn.Parameter],
+) -> Iterator[None]:
+    "Only `parameters` require a gradient, and what did before does afterwards."
+    chosen, before = ({id(p) for p in parameters},
+                      {p: p.requires_grad for p in model.parameters()})
+    for parameter in before:
+        parameter.requires_grad_(id(parameter) in chosen)
+    try:
+        yield
+    finally:
+        for parameter, flag in before.items():
+            parameter.requires_grad_(flag)
+
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-oracle
 def per_example_gradients(
     model: nn.Module,
@@ -107,20 +131,19 @@ def per_example_gradients(
     """
     check_kinds(model)
     parameters = trainable(model)
-    with buffers_kept(model):
-        rows = [single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])),
-                                 list(parameters.values()))
-                for i in range(batch_rows(batch))]
+    rows = [single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])),
+                             list(parameters.values()))
+            for i in range(batch_rows(batch))]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(values) for name, values in columns}
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
 def single_gradient(
     model: nn.Module, loss_fn: LossFunction, batch: Batch,
-    parameters: Sequence[nn.Parameter], number: int = 0, held: Held | None = None,
+    parameters: Sequence[nn.Parameter], number: int = 0,
 ) -> list[Tensor]:
     "Gradient of the loss of one example; zeros for parameters that it does not use."
-    loss = per_example_losses(model, loss_fn, batch, held)[number]
+    loss = per_example_losses(model, loss_fn, batch)[number]
     if not loss.requires_grad:
         return [torch.zeros_like(parameter) for parameter in parameters]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

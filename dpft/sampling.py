@@ -19,18 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .datasets import (
-    bare, check_complete, column, has_batch_protocol, unit_for)
-from .settings import Settings, package_of
+    check_complete, column, has_batch_protocol, unit_for)
+from .settings import Settings
 from .texts import collate_for
 
 if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['APART', 'NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'probes', 'check_alone',
-           'kind_of', 'one_spelling', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units',
-           'packed', 'units_of', 'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated',
-           'check_pictures', 'Share']
+__all__ = ['NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'kind_of', 'one_spelling',
+           'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of',
+           'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -76,110 +75,19 @@ def gather(
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-random-state
 @contextmanager
 def random_state(engine: Any, *context: str | int) -> Iterator[None]:
-    "Set torch's generators by a key, and restore them afterwards."
-    with torch.random.fork_rng([engine.device] * (engine.device.type == "cuda")):
-        engine.keystream.set_generators(*context)
+    """Set torch's generators, on the CPU and the model's device, by a key of the run,
+    whatever a script has seeded; restore them afterwards."""
+    generators = [torch.default_generator]
+    if engine.device.type == "cuda":
+        number = engine.device.index or torch.cuda.current_device()
+        generators.append(torch.cuda.default_generators[number])
+    before = [generator.get_state() for generator in generators]
+    try:
+        engine.keystream.set_generators(*context, others=generators[1:])
         yield
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone
-APART = ("a row comes out otherwise when it is read by itself than in its batch, so it "
-         "may count as another person's, or hold some of another's; let a collate_fn "
-         "keep its rows apart and in order, draw no random numbers and, as the data "
-         "set, keep nothing of what it has read, and use augment= for views of "
-         "pictures")
-
-def probes(
-    size: int,       # rows of a batch
-    key: bytes,      # which chooses
-) -> list[int]:
-    "One row between the others, the first, and the last."
-    between = 1 + int.from_bytes(key[:8], "little") % max(size - 2, 1)
-    return [*dict.fromkeys((min(between, size - 1), 0, size - 1))]
-
-def check_alone(
-    batch: Any,      # tensors, in dictionaries or tuples
-    alone: Any,      # one of its rows, read without the others
-    size: int,       # rows of the batch
-    row: int,        # its position in the batch
-) -> None:
-    "ValueError if a row differs between a batch and by itself."
-    apart = dict(_named(alone))
-    for name, values in _named(batch):
-        other = apart.get(name)
-        each = _entries(values, other, size)
-        alike = (_reads_alike(values, slice(each * row, each * (row + 1)), other)
-                 if each else _is_common(values, other, size))
-        if not alike:
-            raise ValueError(APART)
-
-def _entries(values: Tensor, alone: Tensor | None, size: int) -> int:
-    "How many entries of a tensor belong to each row; 0 where none does."
-    if not values.ndim:
-        return 0
-    each = len(alone) if alone is not None and alone.ndim else 0
-    return 1 if len(values) == size else each * (len(values) == size * each)
-
-def _is_common(values: Tensor, alone: Tensor | None, size: int) -> bool:
-    "Whether what belongs to no row is the same without the others, or counts them."
-    if alone is None or values.dtype != alone.dtype:
-        return False
-    values, alone = values.cpu(), alone.cpu()
-    counts = values.ndim == alone.ndim == 0 and values == size and alone == 1
-    return torch.equal(values, alone) or bool(counts)
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-parts
-def _named(batch: Any, name: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
-    "The tensors of a batch, each with its path."
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping | list | tuple):
-        parts = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-        for key, part in parts:
-            yield from _named(part, (*name, key))
-
-def _reads_alike(values: Tensor, here: slice, alone: Tensor | None) -> bool:
-    "Whether rows of a batch are, up to padding, as they are by themselves."
-    if alone is None:
-        return False
-    rows, alone = values[here].cpu(), alone.cpu()
-    if rows.ndim != alone.ndim or len(rows) != len(alone):   # it belongs to no row
-        return values.dtype == alone.dtype and torch.equal(values.cpu(), alone)
-    both = [*map(min, rows.shape, alone.shape)]
-    return any(
-        _near(_cut(rows, both, end), _cut(alone, both, end))
-        and (values.ndim != 2 or _is_padding(_beyond(values, both[1], end), here))
-        for end in (False, True))
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-alone-padding
-def _cut(rows: Tensor, shape: Sequence[int], end: bool) -> Tensor:
-    "The part of a shape at the beginning, or at the end."
-    return rows[tuple(slice(own - size, None) if end else slice(size)
-                      for own, size in zip(rows.shape, shape, strict=True))]
-
-def _beyond(values: Tensor, length: int, end: bool) -> Tensor:
-    "The rest of the rows of a batch of lists, beyond such a part."
-    return values[:, :values.shape[1] - length] if end else values[:, length:]
-
-def _is_padding(beyond: Tensor, here: slice) -> bool:
-    "Whether some rows continue with one value, or all rows with the same values."
-    mine = beyond[here].cpu()
-    return (_near(mine, mine[:, :1].expand_as(mine))
-            or _near(beyond.cpu(), mine[:1].expand_as(beyond)))
-
-def _near(values: Tensor, others: Tensor) -> bool:
-    "Whether numbers are the same up to rounding."
-    if values.dtype == others.dtype and torch.equal(values, others):
-        return True
-    rounding = [torch.finfo(x.dtype).eps for x in (values, others)
-                if x.is_floating_point() or x.is_complex()]
-    if not rounding:
-        return bool((values == others).all())
-    wide = torch.complex128 if values.is_complex() else torch.float64
-    values, others = values.to(wide), others.to(wide)
-    size = others.abs().nan_to_num(0, 0, 0).max().item() if others.numel() else 0.0
-    # numbers of 16 bits were rounded once, and others are sums that were
-    most = max(rounding) * (2 if max(rounding) > 1e-4 else 16) * size
-    return torch.allclose(values, others, rtol=0, atol=most, equal_nan=True)
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-kinds
 def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
@@ -376,11 +284,6 @@ class Population:
         self.copies = self.augment.copies if self.augment else 1 # views of a picture
         whole = has_batch_protocol(data)
         self.collate_fn = settings.collate_fn or (None if whole else collate_for(data))
-        # whether code that is not the package's makes the batches
-        reader = bare(data) if self.collate_fn is None else self.collate_fn
-        self.read_by_others = package_of(reader) != "dpft"
-        self.may_change = self.read_by_others or package_of(bare(data)) not in {
-            "dpft", "torch", "datasets"}
         # of rows; a unit is as long as its longest
         self.lengths = getattr(data, "lengths", None)
         if self.units and self.lengths is not None:

@@ -93,9 +93,13 @@ class Settings:
         None, "number of privacy units, if it is public; "
         "None: as counted, which the report lists as assumed public")
     physical_batch_size: int | None = knob(
-        None, "rows in memory at once, as Opacus's max_physical_batch_size; None: 64")
+        None, "rows in memory at once, as Opacus's max_physical_batch_size; "
+        "None: 64, more for a small model")
     precision: str | None = knob(None, "'bf16' autocast; None: the model's own")
     dropout: bool = knob(True, "False: evaluation mode throughout")
+    check: bool = knob(
+        True, "check the first batch before a charge; False is named in the card",
+        identifies="")
     secure_mode: bool = knob(
         False, "add noise on a grid, so that the lowest bits reveal nothing")
     cache: float = knob(

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
-from warnings import warn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .forms import full
 from .settings import Settings
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'Movers', 'Kept', 'check_rates',
+__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'MaskedEntries', 'check_rates',
            'rate_course', 'check_course', 'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average',
            'take_up', 'Updates']
 
@@ -109,74 +106,8 @@ def check_held(
             f"first of shape {foreign[0]}), whose gradients are not clipped; make them "
             "part of the model, or leave them out")
 
-# %% ../nbs/5_notes/80_updates.ipynb #updates-holding
-class Movers:
-    "The parameters of all optimizers that take a step between a draw and `done`."
-    handle: Any = None
-    watched: Sequence[Any] = ()         # hooks on what trains
-    listening: ClassVar[list[Movers]] = []
-
-    def __init__(self, step: object):
-        weakref.finalize(step, self.stop)    # if it is abandoned
-
-    def listen(self, trains: dict[str, nn.Parameter]) -> None:
-        "From now until `release`, no optimizer may update a trainable parameter."
-        self.held: set[int] | None = None    # ids; None: no optimizer took a step
-        self.fixed = {id(parameter) for parameter in trains.values()}
-        for other in [*self.listening]:      # of an abandoned step
-            if other.fixed & self.fixed:
-                other.stop()
-        self.listening.append(self)
-        self.handle = register_optimizer_step_pre_hook(self.note)
-
-    def stop(self) -> None:
-        "From now on optimizers are not watched."
-        for hook in self.watched:
-            hook.remove()
-        self.watched = ()
-        if self.handle:
-            self.handle.remove()
-            self.handle = None
-            self.listening.remove(self)
-
-    def note(self, optimizer: Any, *called: Any) -> None:
-        "Record an optimizer's step; RuntimeError if gradients are not yet private."
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if own & self.fixed:
-            raise RuntimeError("an optimizer was about to step between the draw and "
-                               "privatize(), with gradients that are not clipped; call "
-                               "add(batch), privatize(), optimizer.step(), then done()")
-        self.held = own | (self.held or set())
-
-    def release(self, trains: dict[str, nn.Parameter]) -> None:
-        "Allow updates: the gradients are private, and nothing may be added to them."
-        self.fixed = set()
-        self.watched = [parameter.register_post_accumulate_grad_hook(self.refuse)
-                        for parameter in trains.values() if parameter.requires_grad]
-
-    @staticmethod
-    def refuse(parameter: Tensor) -> None:
-        "RuntimeError for a backward pass after `release`."
-        raise RuntimeError("a backward pass has added to gradients that were private "
-                           "already; take other gradients with torch.autograd.grad, "
-                           "or after done()")
-
-    def check_whole(self, trains: dict[str, nn.Parameter]) -> None:
-        "Warn, at the end of a step, of trainable parameters that no optimizer holds."
-        listened = self.handle
-        self.stop()
-        if not listened:
-            return
-        held = self.held
-        out = [] if held is None else [
-            name for name, one in trains.items() if id(one) not in held]
-        if out:
-            warn(f"the optimizer lacks {len(out)} of the {len(trains)} parameters that "
-                 f"train, such as {out[0]}; make it after the engine, over "
-                 "engine.parameters()", stacklevel=3)
-
 # %% ../nbs/5_notes/80_updates.ipynb #updates-kept
-class Kept:
+class MaskedEntries:
     "Values before a step, of what it must not change and of what it must."
 
     def __init__(self, engine: Any):
@@ -186,7 +117,7 @@ class Kept:
         new = sorted(engine.newly, key=torch.numel)[:1]  # the smallest speaks for all
         self.new = [(parameter, parameter.detach().clone()) for parameter in new]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore masked entries; ValueError when what is new has a gradient
         and has not changed."""
         with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, largest, masked_block, offered
-from ..coupling import evaluating
+from ..oracle import evaluating
 from ..forms import GroupsOf
 from ..gradients import gradients
 from ..method import Context, Method

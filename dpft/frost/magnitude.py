@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..coupling import only_training
+from ..oracle import only_training
 from ..forms import GroupsOf, Outer, Rows, full, only_rows
 from ..gradients import gradients
 from ..norms import Gradients, Partition, plain_arithmetic

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, offered
-from ..coupling import evaluating
+from ..oracle import evaluating
 from ..method import Context, Method
 from ..models import fresh_head
 from ..norms import Partition

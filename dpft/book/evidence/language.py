@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ...clipping import effective_noise_multiplier
-from ...coupling import evaluating
+from ...oracle import evaluating
 from ...datasets import Public, TableData, Task
 from ...engine import Engine
 from ...loop import Run
