@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ def _compare(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, rows: Sequence[int],
     asked: Sequence[nn.Parameter],
 ) -> dict[nn.Parameter, set[Form] | None]:   # None: hooks differ; empty: all zero
+    "Nothing is found without two finite gradients."
     others = {id(p) for p in asked}
     skip = [p for p in trainable(model).values() if id(p) not in others]
     try:
@@ -94,6 +96,10 @@ def _compare(
         half = len(asked) // 2
         return (_compare(model, loss_fn, batch, rows, asked[:half])
                 | _compare(model, loss_fn, batch, rows, asked[half:]))
+    finite = [i for i, one in enumerate(own) if isfinite(_norm(one))]
+    if len(finite) < 2:
+        return {}
+    rows, own = [rows[i] for i in finite], [own[i] for i in finite]
     overall = max(map(_norm, own))
     names = [*found.parameters]
     result: dict[nn.Parameter, set[Form] | None] = {}
@@ -124,7 +130,7 @@ def unseen(
     compared = _compare(model, exact, batch, rows, [*parameters.values()])
     kept, names = known(model, loss_fn), {id(p): n for n, p in parameters.items()}
     for parameter, forms in compared.items():
-        kept.ways[parameter] = None
+        kept.ways.setdefault(parameter, None)
         if forms is not None:
             kept.forms[parameter] = kept.forms.get(parameter, set()) | forms
     missed = [parameter for parameter, forms in compared.items() if forms is None]
@@ -199,7 +205,8 @@ def _mapping_works(model: nn.Module, loss_fn: LossFunction, batch: Batch,
             found = mapped_gradients(model, loss_fn, batch)
         except (*_FAILS, NotImplementedError, KeyError):
             return False
-    scale = max(full(values).abs().max().item() for values in wanted.values())
+    scale = max(full(values).nan_to_num(0, 0, 0).abs().max().item()
+                for values in wanted.values())
     return all(torch.allclose(full(found[name]), full(values), equal_nan=True,
                               rtol=tolerance(values), atol=tolerance(values) * scale)
                for name, values in wanted.items())
@@ -238,6 +245,9 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
             return Ways(slow, {}, False)
         with torch.random.fork_rng([]):
             unseen(model, loss_fn, batch, rows)
+        if any(p not in kept.ways for p in parameters.values()):
+            slow = dict.fromkeys(parameters.values(), per_example_gradients)
+            return Ways(slow, {}, False)
     ways = {p: kept.ways[p] for p in parameters.values()}
     return Ways({p: way for p, way in ways.items() if way is not None},
                 {p: kept.forms.get(p, set()) for p in ways}, True)
@@ -268,7 +278,18 @@ def gradients(
             hooks.ways = ways
     with (Hooks(model, ways.slow) if hooks is None
           else nullcontext(hooks)) as listening:
-        found = listening.run(loss_fn, batch, groups)
+        try:
+            found = listening.run(loss_fn, batch, groups)
+        except _FAILS:    # a batch in which rows don't fit as in those before
+            rows = different_rows(batch)
+            if len(rows) < 2 or not ways.sure:
+                raise
+            with torch.random.fork_rng([]):
+                unseen(model, loss_fn, batch, rows)
+            ways = _ways(model, loss_fn, batch, parameters)
+            listening.set(ways.slow)
+            listening.ways = ways
+            found = listening.run(loss_fn, batch, groups)
     slow = dict(ways.slow)
     if ways.sure and (new := _in_new_forms(found, ways)):
         slow |= _compare_again(model, loss_fn, batch, found, new)

@@ -27,8 +27,9 @@ Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
 class Pass:
     "What the hooks of one pass receive: contributions, by parameter."
 
-    def __init__(self, rows: int, groups: Groups | None = None):
+    def __init__(self, rows: int, groups: Groups | None = None, taps: bool = True):
         self.rows, self.groups, self.listens = rows, groups, True
+        self.taps, self.silent = taps, 0    # hooks that have not been called yet
         self.uses: dict[nn.Parameter, list[Contribution]] = {}
         self.forms: dict[nn.Parameter, set[Form]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
@@ -79,7 +80,9 @@ def listen(
     def hear(gradient: Tensor, *values: Tensor) -> None:
         if into.listens:
             receive(gradient, *values)
-    if not output.requires_grad or output.is_leaf or _saving(True):
+    if into.taps or not output.requires_grad or output.is_leaf or _saving(True):
+        if output.is_leaf and output.requires_grad:  # made so for checkpointing
+            output = output.view_as(output)
         return Tap.apply(output, into.anchor(output), hear, *saved)
     versions = [values._version for values in saved]
     def hook(gradient: Tensor) -> None:
@@ -87,7 +90,9 @@ def listen(
             raise RuntimeError("a layer's input was changed in place after the layer "
                                "had read it, and the gradient of its weight needs it; "
                                "let that operation make a new tensor")
+        into.silent -= 1
         hear(gradient, *saved)
+    into.silent += 1
     output.register_hook(hook)
     return output
 
@@ -162,7 +167,7 @@ class Hooks:
     ):
         self.model, self.parameters = model, trainable(model)
         self.current: Pass | None = None    # None: idle
-        self.compares = False
+        self.compares = self.taps = False   # taps: in place of hooks of autograd's
         self.handles: list[Any] = []
         self.ways: Any = None               # as `gradients` has found them
         self.set(skip)
@@ -202,7 +207,7 @@ class Hooks:
     def run(self, loss_fn: LossFunction, batch: Batch,
             groups: Groups | None = None) -> Gradients:
         "A forward and a backward pass: the gradients of a batch."
-        into = self.current = Pass(batch_rows(batch), groups)
+        into = self.current = Pass(batch_rows(batch), groups, self.taps)
         try:
             for parameter in self.parameters.values():
                 parameter.requires_grad_(False)
@@ -216,6 +221,9 @@ class Hooks:
             self.current = None
             for parameter in self.parameters.values():
                 parameter.requires_grad_(True)
+        if into.silent and not self.taps:
+            self.taps = True
+            return self.run(loss_fn, batch, groups)
         into.shortened = None
         size = groups.units if groups else len(losses)
         found = Gradients(losses.detach(), self.parameters, into.uses, size)
@@ -224,12 +232,21 @@ class Hooks:
 
     def compare(self, loss_fn: LossFunction, batch: Batch, rows: Sequence[int],
                 ) -> tuple[Gradients, list[list[Tensor]]]:
-        "What the hooks find and, from the same graph, what autograd does for some rows."
+        """What the hooks find and, from the same graph, what autograd does for some rows;
+        RuntimeError where losses are others than without hooks."""
         parameters = [*self.parameters.values()]
-        into = self.current = Pass(batch_rows(batch))
+        state = torch.random.get_rng_state()
+        with torch.no_grad():
+            plain = per_example_losses(self.model, loss_fn, batch)
+        torch.random.set_rng_state(state)
+        into = self.current = Pass(batch_rows(batch), taps=False)
         self.compares, into.listens = True, False
         try:
             losses = per_example_losses(self.model, loss_fn, batch)
+            near = 1e-4 if losses.dtype == torch.float32 else 1e-8
+            if losses.device.type == "cpu" and not torch.allclose(
+                    losses, plain, rtol=near, atol=near, equal_nan=True):
+                raise NotByExample("copies of a parameter change the losses")
             def passes(loss: Tensor, keep: bool = True) -> list[Tensor]:
                 found: Sequence[Tensor | None] = [None] * len(parameters)
                 if loss.requires_grad:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .clipping import clip_factor
-from .forms import CACHED, CHUNK, Contribution, Dense, Outer, Rows, added, full
-from .forms import only_rows, row_sums, sum_depth
+from .forms import CACHED, CHUNK, Contribution, Dense, Outer, added, full
+from .forms import only_rows, row_sums, sum_depth, sum_type
 
 # %% ../nbs/5_notes/115_norms.ipynb #norms-partition
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ class OneParameter:
     def __init__(self, like: Tensor, uses: list[Contribution], size: int,
                  mask: Tensor | None = None):
         self.shape, self.entries, self.uses = like.shape, like.numel(), uses
-        self.dtype, self.device = full(like[:0] if like.ndim else like).dtype, like.device
+        self.dtype, self.device = sum_type(like), like.device
         self.size, self.mask = size, mask
         self.plain = mask is None and (      # released as it is measured
             not uses or (len(uses) == 1 and type(uses[0]) is Dense))
@@ -230,9 +230,9 @@ def join_same_inputs(part: Sequence[OneParameter]) -> list[OneParameter]:
     groups: dict[Hashable, list[OneParameter]] = {}
     for number, one in enumerate(part):
         key: Hashable = number
-        if len(one.uses) == 1 and isinstance(use := one.uses[0], Outer):
-            if one.mask is None and use.left.shape[1] == 1:
-                key = place_of(use.right), use.left.dtype
+        use = one.uses[0] if len(one.uses) == 1 and one.mask is None else None
+        if isinstance(use, Outer) and use.left.shape[1] == 1:
+            key = place_of(use.right), use.left.dtype
         groups.setdefault(key, []).append(one)
     return [group[0] if len(group) == 1 else _as_one_matrix(group)
             for group in groups.values()]
@@ -465,7 +465,7 @@ def new_sums(
     sums: dict[str, Tensor] = {}
     small: dict[tuple, list[str]] = {}
     for name, parameter in parameters.items():
-        kind = dtype or full(parameter.detach().new_empty(0)).dtype
+        kind = dtype or sum_type(parameter)
         if parameter.numel() <= SMALL:
             small.setdefault((kind, parameter.device), []).append(name)
         else:

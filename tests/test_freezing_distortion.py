@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from zoo import Plain, inner, plain
 
-from dpft.coupling import only_training
+from dpft.oracle import only_training
 from dpft.forms import Groups
 from dpft.freezing import (
     UndefinedAngle,

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.forms
-import dpft.recorder
+import dpft.hooks
 from dpft.clipping import clip_factor
-from dpft.comparison import Ragged, mapped_gradients, norm_of_all
-from dpft.coupling import check_uncoupled
+from dpft.gradients import mapped_gradients
+
 from dpft.forms import Dense, Outer, Rows, only_rows, pair_squares
 from dpft.gradients import (
     Block,
@@ -34,7 +34,7 @@ from dpft.gradients import (
 )
 from dpft.norms import Gradients
 from dpft.oracle import per_example_losses, select_rows
-from dpft.recorder import untraced
+
 
 
 def flat(rows):

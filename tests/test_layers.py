@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from zoo import apart
 
-from dpft.coupling import evaluating
+from dpft.oracle import evaluating
 from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.models import freeze_batchnorm
 

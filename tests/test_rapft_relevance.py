@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dpft.baselines import insert_adapters, partitions
 from dpft.bitfit import biases
 from dpft.book.contenders import LiveBytes
-from dpft.coupling import evaluating
+from dpft.oracle import evaluating
 from dpft.forms import Groups
 from dpft.gradients import Partition, gradients, per_example_gradients
 from dpft.losses import logits
