@@ -22,7 +22,7 @@ from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.sources import load_data
 from dpft.step import Releases
 from dpft.tuning import tune
-from dpft.updates import Movers
+
 
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
 OTHERS = {"text": ["b b c", "c c a", "c b b"], "label": [0, 1, 1]}
@@ -303,37 +303,6 @@ def test_a_step_that_was_put_on_an_optimizer_is_another_run(monkeypatch):
     for place, (sum_, noise) in once.items():
         other, its = again[place]
         assert torch.equal(sum_, other) or not torch.allclose(noise, its)
-
-
-def test_an_optimizer_may_not_move_the_weights_between_the_draw_and_the_noise():
-    """The habit of a loop without privacy: the gradient that it follows has no bound and no noise."""
-    model = nn.Linear(4, 2)
-    optimizer, other = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(nn.Linear(4, 2).parameters(), 0.1)
-    engine = Engine(model, loss, Full(), pictures(), epsilon=8.0, batch_size=20, steps=3, accountant="rdp")
-    for step in engine:
-        if step.t == 0:
-            optimizer.step()               # on public data, say
-        for batch in step:
-            other.step()
-            if step.t == 1:
-                loss(model, batch).mean().backward()
-                before = model.weight.clone()
-                with pytest.raises(RuntimeError, match=r"an optimizer was about to step between the draw and privatize\(\)"):
-                    optimizer.step()
-                assert torch.equal(model.weight, before)
-            step.add(batch)
-        if step.t == 1:
-            break
-        step.privatize()
-        optimizer.step()
-        step.done()
-    with pytest.raises(RuntimeError, match="was about to step"):
-        optimizer.step()                   # the step is begun
-    other_step = next(iter(Engine(model, loss, Full(), pictures(), epsilon=8.0, batch_size=20, steps=3, accountant="rdp")))
-    other_step.take(optimizer)             # the one that was given up listens no longer
-    optimizer.step()
-    assert step.movers not in Movers.listening
-    assert engine.guarantee.planned and engine.account.charges
 
 
 def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_corrected_one(tmp_path):

@@ -27,7 +27,7 @@ from dpft.files import read_file
 from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
 from dpft.noise import Keystream
 from dpft.registry import did_you_mean
-from dpft.sampling import Augmentation, check_alone, chosen_views, gather, physical_batches, poisson_draw, probes
+from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
 from dpft.sources import load_data, task_of
 from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
 from dpft.texts import EncodedData, collate_for, encode
@@ -694,14 +694,6 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
-def test_rows_that_are_read_by_themselves_are_those_of_their_batch(name):
-    from dpft.losses import to_device
-    batch = to_device(gather(FULL, range(3), SOUND[name]), "cpu")
-    for row in range(3):
-        check_alone(batch, to_device(gather(FULL, [row], SOUND[name]), "cpu"), 3, row)
-
-
 def mixed(items):
     x = tensor([item["label"] for item in items]).float()
     return (x + 1e-3 * x.roll(1),)
@@ -726,22 +718,6 @@ UNSOUND = {
     "one number for all, in a list": lambda items: (tensor([i["label"] for i in items]), tensor([50 * (len(items) > 1)] * 2)),
     "a table of the batch": lambda items: (tensor([i["label"] for i in items]), padded_rows(tokens_of(items)).float().mean().expand(3)),
 }
-
-
-@pytest.mark.parametrize("name", UNSOUND)
-def test_rows_that_depend_on_their_neighbours_are_told_when_they_are_read_by_themselves(name):
-    batch = gather(FULL, range(3), UNSOUND[name])
-    with pytest.raises(ValueError, match="let a collate_fn keep its rows apart and in order"):
-        for row in range(3):
-            check_alone(batch, gather(FULL, [row], UNSOUND[name]), 3, row)
-
-
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_the_ends_of_a_batch_and_a_row_between_them_are_read_again(size):
-    found = [probes(size, bytes([key]) * 32) for key in range(60)]
-    assert all({0, size - 1} <= set(rows) and len(rows) == min(size, 3) for rows in found)
-    assert size == 2 or all(0 < rows[0] < size - 1 for rows in found)                 # the first is read before the batch
-    assert {row for rows in found for row in rows} == set(range(size))
 
 
 # Draws

@@ -9,7 +9,6 @@ from torch.utils.data import TensorDataset
 
 import dpft
 from dpft.datasets import TensorData
-from dpft.inputs import MOST_FORMS, NotableRows, check_rows
 from dpft.losses import default_loss
 
 
@@ -80,14 +79,6 @@ class Counting(nn.Module):
     def forward(self, x):
         self.passes += 1
         return self.line(self.drop(x))
-
-
-def test_the_first_row_leaves_the_model_and_the_random_state_as_they_were():
-    model, state = Counting(), torch.random.get_rng_state()
-    model.train()
-    check_rows(model, default_loss(model), pairs(), None, [0, 5])
-    assert model.training and model.drop.training and float(model.passes) == 0
-    assert torch.equal(torch.random.get_rng_state(), state) and model.line.weight.grad is None
 
 
 def test_no_row_is_left_to_the_check_that_names_it_and_a_layer_without_a_shape_is_named():
@@ -244,17 +235,6 @@ ODD = {  # a later row, and what the sentence says of it
 }
 
 
-@pytest.mark.parametrize("form", [list, zoo.Items])
-@pytest.mark.parametrize("what", ODD)
-def test_a_later_row_that_fails_is_named_before_a_charge_and_may_be_corrected(tmp_path, what, form):
-    row, said = ODD[what]
-    given = dict(epsilon=8.0, steps=1, batch_size=4, accountant="rdp", ledger=tmp_path / "book.sqlite", progress=False)
-    with pytest.raises(ValueError, match=said):
-        dpft.fine_tune(line(), form(at(41, row)), dpft.Full(), **given)
-    assert not any(tmp_path.iterdir())
-    dpft.fine_tune(line(), form(at(41, (torch.ones(3), 1))), dpft.Full(), **given)
-
-
 def test_rows_with_more_parts_are_refused_under_a_loss_of_the_users_own_too():
     with pytest.raises(ValueError, match=r"^row 41, tried before the run: items have 2 and 3 parts; give all the same"):
         dpft.fine_tune(line(), at(41, (torch.ones(3), 1, 1)), dpft.Full(), 8.0, steps=1, batch_size=4, progress=False,
@@ -267,28 +247,3 @@ def test_a_token_beyond_the_embedding_is_found_in_rows_that_a_data_set_makes(tmp
     with pytest.raises(ValueError, match=r"^row 19 does not go through BertForSequenceClassification and its loss \(IndexError\)"):
         dpft.fine_tune(bert(), zoo.Items(rows), dpft.Full(), 8.0, steps=1, batch_size=4, progress=False, ledger=tmp_path / "book.sqlite")
     assert not any(tmp_path.iterdir())
-
-
-def test_rows_of_a_table_are_noticed_as_rows_are():
-    import datasets
-    rows = [{"x": [0.0, 1.0], "labels": row % 2} for row in range(32)]
-    rows[7] = {"x": [0.0, 1.0, 2.0], "labels": 1}
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(2, 2)
-
-        def forward(self, x, labels=None):
-            return self.line(x)
-    def own_loss(model, batch):
-        return F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
-    for data in (rows, datasets.Dataset.from_list(rows)):
-        with pytest.raises(ValueError, match=r"^row 7 does not go through Own and its loss \(RuntimeError\)"):
-            dpft.fine_tune(Own(), data, dpft.Full(), 8.0, steps=1, batch_size=4, progress=False, loss_fn=own_loss)
-
-
-def test_few_rows_are_noticed_however_many_forms_there_are():
-    noticed = NotableRows()
-    for row in range(500):
-        noticed.see(row, {"tokens": list(range(row % 90)), "picture": torch.zeros(3, row % 50 + 1)})
-    assert MOST_FORMS - 1 <= len([*noticed]) <= MOST_FORMS + 3 and 89 in [*noticed]
