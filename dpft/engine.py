@@ -177,7 +177,7 @@ def check_start(engine: "Engine") -> None:
     for attempt in range(9):
         rate = min(1.0, plan.sample_rate * 2**attempt)
         batches = [*islice(engine.draws.draw(rate, "check", attempt), 1)]
-        if batches and batch_rows(batches[0]) > 1 or rate == 1:
+        if (batches and batch_rows(batches[0]) > 1) or rate == 1:
             break
     if not batches:
         return

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .forms import CHUNK, Dense, Groups, by_example, full
-from .hooks import Form, Hooks, NotByExample
+from .hooks import Form, Hooks
 from .norms import Block, Gradients, Partition
 from .oracle import Batch, LossFunction, batch_rows, check_kinds, evaluating
 from .oracle import only_training, per_example_gradients, per_example_losses

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,14 @@ from torch.utils.data import TensorDataset
 
 from .datasets import TensorData, as_dataset, column, column_names
 from .datasets import has_batch_protocol, made_on_the_fly, unit_for
-from .losses import SINGLE, Collate, chosen_loss, default_loss
+from .losses import SINGLE, default_loss
 from .losses import device_of, evaluation_batches, logits, problem_of
 from .losses import to_device
 from .losses import task_of as head_of
 from .losses import unwrapped
 from .method import Method, check_method, said_of
-from .oracle import LossFunction, per_example_losses, tensors
+from .oracle import evaluating
 from .processes import check_whole
-from .sampling import gather
 from .settings import Settings
 from .texts import EncodedData, Selected
 
@@ -146,7 +145,7 @@ def check_inputs(
 def _check_pictures(model: nn.Module, shape: tuple[int, ...], labels: Tensor) -> None:
     blank = [(torch.zeros(shape), 0)]
     try:
-        with torch.no_grad(), forked(model), buffers_kept(model):
+        with torch.no_grad(), torch.random.fork_rng([]):
             for batch in evaluation_batches(model, blank, None, 1):
                 scores = logits(model, batch)
     except FAULTS as error:
@@ -163,7 +162,7 @@ def _check_tensors(model: nn.Module, inputs: Tensor, labels: Tensor) -> None:
     batch = to_device((torch.full_like(inputs[:2], fill), torch.zeros_like(labels[:2])),
                       device_of(model))
     try:
-        with torch.no_grad(), forked(model), evaluating(model), buffers_kept(model):
+        with torch.no_grad(), torch.random.fork_rng([]), evaluating(model):
             default_loss(model)(model, batch)
             scores = logits(model, batch)
     except FAULTS as error:

@@ -316,30 +316,6 @@ def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_correcte
     run()
 
 
-def test_a_fused_optimizer_whose_first_rate_is_zero_is_not_accused(recwarn):
-    def warm(optimizer):
-        return hf.get_linear_schedule_with_warmup(optimizer, 2, 4)
-
-    def fused(parameters, **rates):
-        return torch.optim.AdamW(parameters, fused=True, **rates)
-
-    fine_tune(nn.Linear(4, 2), pictures(), Full(), steps=3, batch_size=20, optimizer=fused,
-              schedule=lambda optimizer: warm(optimizer), **KNOBS)
-    assert not [one for one in recwarn if "make it after the engine" in str(one.message)]
-
-
-def test_a_data_set_that_gives_other_rows_each_time_is_named_and_not_the_loss():
-    class Jittered(torch.utils.data.Dataset):
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, row):
-            return torch.full((4,), row / 40) + 0.1 * torch.randn(4), row % 2
-
-    with pytest.raises(ValueError, match=r"changes with each reading of its row; .* let the data set give the same row each time"):
-        fine_tune(nn.Linear(4, 2), Jittered(), Full(), steps=1, batch_size=20, **KNOBS)
-
-
 @pytest.mark.parametrize("given, said", [
     (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), "this one fails at 0 .*calls its parameter optimizer"),
     (lambda share: "fast", "this one fails at 0"), (lambda share: float("nan"), "a factor of the learning rate is a finite number")])
