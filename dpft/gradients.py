@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .forms import CHUNK, Dense, Groups, by_example, full
@@ -44,8 +45,13 @@ def _agree(found: Gradients, name: str, rows: Sequence[int], own: Sequence[Tenso
     biases have no gradient but rounding.
     """
     some = found.one(name).only(torch.tensor(rows))
-    squares = some.squares().double().clamp(min=0).sqrt().tolist()
-    dense = torch.cat([rows for _, rows in some.chunks()])
+    try:
+        squares = some.squares().double().clamp(min=0).sqrt().tolist()
+        dense = torch.cat([rows for _, rows in some.chunks()])
+    except RuntimeError:   # of another shape than the parameter
+        return False
+    if dense.shape[1:] != own[0].shape:
+        return False
     near = tolerance(found.parameters[name])
     for row, wanted, norm in zip(dense, own, squares, strict=True):
         size = _norm([wanted])
@@ -162,9 +168,9 @@ def unseen(
                       "these per-example gradients, so they are "
                       + ("materialised by vmap" if mapped else
                          "computed one example at a time"), stacklevel=3)
-    zero = [names[id(p)] for p, forms in compared.items()
-            if forms is not None and not forms and p not in missed]
-    return [names[id(p)] for p in missed], zero
+    slow = [names[id(p)] for p in missed]
+    zero = [names[id(p)] for p, forms in compared.items() if forms == set()]
+    return slow, [name for name in zero if name not in slow]
 
 def _can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
               skip: Sequence[nn.Parameter]) -> bool:
@@ -177,6 +183,17 @@ def _can_skip(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     return True
 
 # %% ../nbs/5_notes/120_primitives.ipynb #primitives-mapped
+class _FixedShapes(TorchDispatchMode):
+    "Refuses operations whose shapes depend on values, which `vmap` cannot follow."
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in operation.tags and (
+                operation is not torch.ops.aten.index.Tensor or any(
+                    isinstance(x, Tensor) and x.dtype == torch.bool for x in args[1])):
+            raise RuntimeError(f"{operation}: its shape depends on values")
+        return operation(*args, **kwargs or {})
+
 class _OneLoss(nn.Module):
     "A model and its loss as one module, whose parameters can be put in from outside."
 
@@ -219,6 +236,8 @@ def _mapping_works(model: nn.Module, loss_fn: LossFunction, batch: Batch,
     with evaluating(model), only_training(model, parameters):
         wanted = per_example_gradients(model, loss_fn, batch)
         try:
+            with torch.no_grad(), _FixedShapes():
+                loss_fn(model, batch)
             found = mapped_gradients(model, loss_fn, batch)
         except (*_FAILS, NotImplementedError, KeyError):
             return False

@@ -180,7 +180,8 @@ class Hooks:
         for module in self.model.modules():
             own = {name: p for name, p in module._parameters.items()
                    if p is not None and id(p) in trains}
-            if own:
+            # native recurrence reads a weight without its shape, so it gets no copies
+            if own and not isinstance(module, nn.RNNBase):
                 self.handles += self._on(module, own)
 
     def _on(self, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Any]:

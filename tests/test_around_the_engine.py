@@ -23,7 +23,6 @@ from dpft.sources import load_data
 from dpft.step import Releases
 from dpft.tuning import tune
 
-
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
 OTHERS = {"text": ["b b c", "c c a", "c b b"], "label": [0, 1, 1]}
 WORDS = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=8, max_position_embeddings=32)

@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from zoo import Plain, inner, plain
 
-from dpft.oracle import only_training
 from dpft.forms import Groups
 from dpft.freezing import (
     UndefinedAngle,
@@ -27,7 +26,7 @@ from dpft.freezing import (
     true_gradient,
 )
 from dpft.gradients import Partition, per_example_gradients
-from dpft.oracle import select_rows
+from dpft.oracle import only_training, select_rows
 
 SEEDS = st.integers(0, 10**6)
 

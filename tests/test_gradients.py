@@ -12,30 +12,26 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.forms
-import dpft.hooks
-from dpft.hooks import _without_compiler
 from dpft.clipping import clip_factor
-from dpft.gradients import mapped_gradients
-
 from dpft.forms import Dense, Outer, Rows, only_rows, pair_squares
 from dpft.gradients import (
     Block,
     Partition,
     clipped_sum,
     gradients,
+    mapped_gradients,
     per_example_gradients,
     per_example_norms,
     reuse_memory,
     unseen,
     weighted_sum,
 )
+from dpft.hooks import _without_compiler
 from dpft.norms import Gradients
 from dpft.oracle import per_example_losses, select_rows
-
 
 
 def flat(rows):

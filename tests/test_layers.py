@@ -10,9 +10,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from zoo import apart
 
-from dpft.oracle import evaluating
 from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.models import freeze_batchnorm
+from dpft.oracle import evaluating
 
 
 class With(nn.Module):

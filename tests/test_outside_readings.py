@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
-from dpft.baselines import Trainable
 from dpft.cli.core import train_command
 from dpft.composition import Chain
 from dpft.curve import odometer_epsilon
@@ -34,7 +33,7 @@ from dpft.datasets import TableData, TensorData
 from dpft.evaluation import scored
 from dpft.identity import name_of_code, repeated_rows, shared_rows
 from dpft.ledger import Ledger
-from dpft.losses import example_losses, measure_for, problem_of
+from dpft.losses import example_losses, problem_of
 from dpft.method import Method
 from dpft.models import head_parameters, load_model
 from dpft.noise import Keystream
@@ -42,7 +41,7 @@ from dpft.privacy import SampledGaussian, epsilon
 from dpft.registry import method_named
 from dpft.rows import LedgerError
 from dpft.schema import read_labels
-from dpft.scores import NoisyAccuracy, noisy_accuracy, right_answers, scorer
+from dpft.scores import noisy_accuracy, right_answers, scorer
 from dpft.selection import settle, trial_noise
 
 ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]

@@ -21,12 +21,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dpft.baselines import insert_adapters, partitions
 from dpft.bitfit import biases
 from dpft.book.contenders import LiveBytes
-from dpft.oracle import evaluating
 from dpft.forms import Groups
 from dpft.gradients import Partition, gradients, per_example_gradients
 from dpft.losses import logits
 from dpft.networks import TemperedSigmoid
-from dpft.oracle import select_rows, trainable
+from dpft.oracle import evaluating, select_rows, trainable
 from dpft.rapft import relevance
 from dpft.rapft.propagation import relevance_rules
 from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map

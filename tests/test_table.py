@@ -17,7 +17,6 @@ from torch import nn, tensor
 from zoo import apart
 
 import dpft
-from dpft.oracle import evaluating
 from dpft.datasets import as_dataset
 from dpft.gradients import clipped_sum, gradients, per_example_gradients
 from dpft.losses import default_loss, task_of
@@ -25,6 +24,7 @@ from dpft.method import Context
 from dpft.models import freeze_batchnorm
 from dpft.networks import wide_resnet
 from dpft.norms import members
+from dpft.oracle import evaluating
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, max_position_embeddings=64,
              pad_token_id=0)
