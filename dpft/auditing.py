@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HEAD_SHARE', 'STEEPNESS', 'SHARE', 'GUESSED', 'MOVE', 'BOTH', 'METHODS', 'VARIANTS', 'IN_FULL', 'SLOW', 'LATE',
-           'ACCUSED', 'CanaryTable', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of', 'best_threshold',
-           'right_guesses', 'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping', 'method_to_audit',
-           'audit_grid', 'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
+           'ACCUSED', 'CanaryTable', 'CanaryHead', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of',
+           'best_threshold', 'right_guesses', 'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping',
+           'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-imports
 import copy
@@ -60,6 +60,17 @@ class CanaryTable(nn.Module):
         return self.table(pictures[:, 0, 0].long())[:, :, 0]
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-layers
+class CanaryHead(nn.Module):
+    "The head of `CanaryLayers`, with its skip connection inside."
+
+    def __init__(self, canaries: int):
+        super().__init__()
+        self.layer = nn.Linear(canaries, canaries, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        "(B, m) from (B, m)."
+        return hidden + HEAD_SHARE * self.layer(hidden)
+
 class CanaryLayers(nn.Module):
     """Residual layers, a norm layer and a head; canary i is the unit vector i,
     and has entries of its own in all of them."""
@@ -70,8 +81,8 @@ class CanaryLayers(nn.Module):
         layers = [nn.Linear(canaries, canaries) for _ in range(depth)]
         self.layers, self.norm, self.head = (
             nn.ModuleList(layers), nn.LayerNorm(canaries),
-            nn.Linear(canaries, canaries, bias=False))
-        for layer in (*layers, self.head):
+            CanaryHead(canaries))
+        for layer in (*layers, self.head.layer):
             nn.init.eye_(layer.weight).data.mul_(0.1)
         for layer in layers:
             nn.init.zeros_(layer.bias)
@@ -86,7 +97,7 @@ class CanaryLayers(nn.Module):
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         hidden = hidden + self.norm(hidden) / math.sqrt(self.canaries)
-        return hidden + HEAD_SHARE * self.head(hidden)
+        return self.head(hidden)
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-losses
 STEEPNESS = 100.0  # so that every canary's gradient exceeds the clip bound

@@ -50,6 +50,7 @@ class LastLayer(Method):
     Raises ValueError for a model in which no head can be found, and for one whose
     output layer is its embedding; @sec-head.
     """
+    caches_features = True
 
     def adapt(self, context: Context) -> list[nn.Parameter]:
         "Nothing besides a fresh head; for a language model its output layer."

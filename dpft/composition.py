@@ -269,6 +269,11 @@ class Resumed(Folded):
         "Whether a part changes what trains."
         return any(part.changes for part in self.members())
 
+    @property
+    def caches_features(self) -> bool:
+        "Whether a part freezes what it keeps the features of."
+        return any(part.caches_features for part in self.members())
+
     def rate_factor(self, context: Context, t: int) -> float:
         "The product of the parts' factors."
         pairs = zip(self.members(), self.views(context), strict=True)
@@ -397,6 +402,11 @@ class Turning(Phases):
     def changes(self) -> bool:
         "True: the second phase changes what trains."
         return True
+
+    @property
+    def caches_features(self) -> bool:
+        "Whether a phase keeps the features of frozen layers."
+        return any(part.caches_features for part in self.members())
 
     def step(self, context: Context, t: int) -> None:
         "The step of the present phase, counted from its own beginning."

@@ -6,7 +6,7 @@
 __all__ = ['Losses', 'asked', 'usual_physical_batch', 'planned', 'public_facts', 'opened', 'account_of', 'bounded_blocks',
            'groups_of', 'unasked', 'batches_of', 'in_modes', 'check_start', 'method_release', 'access_of', 'alike',
            'start_method', 'take_over', 'look_again', 'look_back', 'record_final', 'close_account', 'steps_of',
-           'keep_state', 'Engine', 'mind_the_prefix']
+           'keep_state', 'Engine']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ from . import __version__
 from .account import Account, Told
 from .checks import check
 from .datasets import has_batch_protocol
+from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory, share_known
 from .guarantee import Guarantee, promised, secrets_in
@@ -37,7 +38,6 @@ from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
-from .prefix import Prefix, worth_it
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, Processes, form
 from .provenance import changed_parts, look_at_start, mark_trained, recall
@@ -52,15 +52,17 @@ from .texts import collate_for
 class Losses:
     "The loss as training calls it."
 
-    def __init__(self, model: nn.Module, settings: Settings):
+    def __init__(self, model: nn.Module, settings: Settings, method: Method):
         self.plain = with_precision(chosen_loss(model, settings.loss_fn),
                                     settings.precision)
-        room, folder = int(settings.cache * 2**30), settings.cache_folder
-        self.prefix = Prefix(model, self.plain, room, folder) if room > 0 else None
-        # through the cache of the frozen trunk
-        self.fn: LossFunction = self.prefix or self.plain
+        room = (settings.cache if settings.cache is not None
+                else float(method.caches_features))
+        self.features = (Features(model, self.plain, int(room * 2**30),
+                                  settings.cache_folder) if room > 0 else None)
+        # through the features of what is frozen
+        in_step: LossFunction = self.features or self.plain
         copies = settings.augment.copies if settings.augment else 1
-        self.of_view = self.fn if copies == 1 else Share(self.fn, copies)
+        self.of_view = in_step if copies == 1 else Share(in_step, copies)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-asked
 def asked(
@@ -266,6 +268,8 @@ def take_over(engine: "Engine") -> None:
     engine.spread = noise_spread(engine.blocks)
     engine.releases.choice = choice_hash(engine.trains, engine.blocks)
     engine.modes = Modes(engine.model, engine.settings.dropout)
+    if engine.features is not None:
+        engine.features.refresh(engine.trains.values())
     if engine.hooks is not None:
         engine.hooks.remove()
     engine.hooks = Hooks(engine.model) if engine.plan.private else None
@@ -279,7 +283,6 @@ def look_again(engine: "Engine") -> None:
     if changes:
         engine.refresh()
         mark_trained(engine)
-    mind_the_prefix(engine)
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-look-back
 def look_back(engine: "Engine", step: Step) -> None:
@@ -304,8 +307,8 @@ def record_final(engine: "Engine") -> None:
 # %% ../nbs/1_start/06_engine.ipynb #engine-close-account
 def close_account(engine: "Engine") -> None:
     "Nothing more is drawn or charged."
-    if engine.prefix is not None:
-        engine.prefix.clear()
+    if engine.features is not None:
+        engine.features.clear()
     if engine.hooks is not None:
         engine.hooks.remove()
     engine.account.finish()
@@ -372,11 +375,11 @@ class Engine:
         self.touched: set[int] = set()  # ids of all parameters that have trained
         self.uncharged: list[str] = []
         self.processes, self.population, self.losses = (
-            Processes(), Population(train, given), Losses(model, given))
+            Processes(), Population(train, given), Losses(model, given, method))
         if given.physical_batch_size is None:
             self.population.most = usual_physical_batch(model)
-        self.loss_fn, self.prefix, self.unit = (
-            self.losses.fn, self.losses.prefix, self.population.unit)
+        self.loss_fn, self.features, self.unit = (
+            self.losses.plain, self.losses.features, self.population.unit)
         self.context = asked(model, self.loss_fn, given, self.population.size)
         self.requests = named_apart(method.requests(self.context))
         content = content_of(self.population)
@@ -434,7 +437,7 @@ class Engine:
         noted(self.uncharged, what)
 
     def finish(self) -> None:
-        """End the run: forget the cached activations, close the ledger,
+        """End the run: forget the features, close the ledger,
         remove the secret."""
         close_account(self)
         self.remove_secrets()
@@ -484,19 +487,3 @@ class Engine:
     def secrets(self) -> list[str]:
         "What undoes the noise and is still there."
         return secrets_in(self.store.folder)
-
-# %% ../nbs/1_start/06_engine.ipynb #engine-prefix
-def mind_the_prefix(engine: "Engine") -> None:
-    """Use the cache of the frozen trunk while it saves time over the remaining steps;
-    @sec-prefix-engine."""
-    prefix, augment, plan = engine.prefix, engine.settings.augment, engine.plan
-    if prefix is None:
-        return
-    variants = augment.variants if augment else 1
-    # of each view
-    rate = min(1.0, plan.sample_rate * engine.population.copies / variants)
-    size, left = len(engine.train) * variants, plan.steps - engine.t
-    # a cache for what is frozen by now begins empty
-    if worth_it(rate, left, prefix.room(size)):
-        prefix.refresh()
-    prefix.enabled = worth_it(rate, left, prefix.room(size), prefix.stored(size))

@@ -108,6 +108,11 @@ class Method:
         "Whether a step may let train what was frozen at the start."
         return False
 
+    @property
+    def caches_features(self) -> bool:
+        "Whether features of frozen layers are stored where `cache=` is left out."
+        return False
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(arguments_of(self))})"
 

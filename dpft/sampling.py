@@ -352,6 +352,16 @@ class Augmentation:
         "The number of different views of a picture."
         return (2 * self.crop + 1) ** 2 * (1 + self.flip)
 
+    def views(
+        self,
+        rows: Tensor,  # (B,) numbers of the rows in the data set
+        key: bytes,    # of this draw
+    ) -> list[tuple[int, ...]]:  # B K of them: row, down, right, mirrored
+        "Which view of which row each picture of a draw is."
+        chosen = chosen_views(rows, key, self.copies, self.crop, self.flip)
+        return [*zip(rows.repeat_interleave(self.copies).tolist(),
+                     *(choice.tolist() for choice in chosen), strict=True)]
+
     def __call__(
         self,
         batch: Any,    # (images (B, C, H, W), ...), or a dictionary with "pixel_values"

@@ -102,8 +102,9 @@ class Settings:
         identifies="")
     secure_mode: bool = knob(
         False, "add noise on a grid, so that the lowest bits reveal nothing")
-    cache: float = knob(
-        1.0, "GiB to cache the outputs of a frozen trunk; 0: none", identifies="")
+    cache: float | None = knob(
+        None, "GiB to keep the features of frozen layers in; 0: none; None: 1 for "
+        "LastLayer and LayerFreeze", identifies="")
     cache_folder: Any = knob(
         None, "folder for that cache; None: in memory", identifies="")
     evaluate: Any = knob(
@@ -203,7 +204,7 @@ def range_checks(settings: Settings) -> list[tuple[bool, str]]:
              f"warmup={settings.warmup} must be zero or positive"),
             (settings.average is None or 0 < settings.average < 1,
              f"average={settings.average}: the decay must lie between 0 and 1"),
-            (0 <= settings.cache < math.inf,
+            (settings.cache is None or 0 <= settings.cache < math.inf,
              f"cache={settings.cache} must be zero or positive, and finite")]
 
 # %% ../nbs/5_notes/55_settings.ipynb #settings-takes

@@ -8,7 +8,8 @@ __all__ = ['WRONG_BATCH', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Dra
            'write_gradients', 'pack', 'unpack', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +106,15 @@ class Draws:
         own = found.rows[list(rows)]
         with random_state(self, "read", *found.draw[1:], int(own[0])):
             return to_device(self.population.read(own), self.device)
+
+    def keys(self, batch: Batch) -> list[Hashable]:
+        "The number of each row of an open batch, with its view where it has views."
+        drawn = next((drawn for drawn in self.open if drawn.batch is batch), None)
+        if drawn is None:
+            return []
+        augment = self.population.augment
+        return (drawn.rows.tolist() if augment is None or drawn.views is None
+                else augment.views(drawn.rows, drawn.views))
 
     def read(self, data: Any, rows: Tensor, collate_fn: Any) -> Batch:
         "Rows of a data set as one batch."
@@ -361,8 +371,10 @@ class Step(Counted):
         if not self.batches:
             forget_gradients(engine.model)
         engine.modes.keep()
+        features = (nullcontext() if engine.features is None else
+                    engine.features.rows(batch, engine.draws.keys(batch)))
         with random_state(engine, "dropout", self.t, self.batches,
-                          *engine.processes.mark):
+                          *engine.processes.mark), features:
             losses, norms = add_bounded(engine, batch, self.sums)
         self.batches, self.left = self.batches + 1, self.left - 1
         self.tally.add(len(losses) // engine.population.copies, losses, norms)

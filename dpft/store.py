@@ -153,7 +153,6 @@ def locked(
         raise
     return number
 
-
 # %% ../nbs/5_notes/57_store.ipynb #store-lock-owner
 # folders that this process has locked, with the descriptor and for whom
 _HELD: dict[Path, tuple[int, weakref.ref[Any]]] = {}
@@ -491,7 +490,6 @@ def snapshot(
         "uncharged": list(engine.uncharged),
         "assumed_public": list(engine.assumed_public),
         "held": held_by(optimizer, names), "trains": sorted(engine.trains),
-        "stored": len(engine.prefix.shelf.places) if engine.prefix else 0,
         "trained": {name: p.detach()
                     for name, p in parameters.items() if id(p) in touched},
         "optimizer": optimizer.state_dict() if optimizer else None,
@@ -519,8 +517,6 @@ def put_back(
     engine.context.train_only(parameters[name] for name in state["trains"])
     engine.t = state["step"]
     engine.touched = {id(parameters[name]) for name in state["trained"]}
-    if engine.prefix is not None:
-        engine.prefix.before = state["stored"]
     if optimizer is not None:
         regroup(optimizer, state["held"], parameters)
         optimizer.load_state_dict(state["optimizer"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft import BiTFiT, Full, LastLayer, auditing, cli, prefix
+from dpft import BiTFiT, Full, LastLayer, auditing, cli, features
 from dpft.auditing import (
     IN_FULL,
     METHODS,
@@ -210,10 +210,10 @@ def test_a_stopped_run_is_the_whole_run():
     assert np.array_equal(whole.scores, resumed.scores) and [m.steps for m in resumed.mechanisms] == [6]
 
 
-def test_the_prefix_is_cached_and_changes_nothing(monkeypatch):
+def test_features_are_stored_and_change_nothing(monkeypatch):
     hits = []
-    original = prefix.Shelf.get
-    monkeypatch.setattr(prefix.Shelf, "get", lambda self, key: hits.append(key) or original(self, key))
+    original = features.Store.get
+    monkeypatch.setattr(features.Store, "get", lambda self, key: hits.append(key) or original(self, key))
     plain = audit(LastLayer(), 8.0, canaries=60, seed=0, **QUICK)
     assert not hits
     cached = audit(LastLayer(), 8.0, canaries=60, seed=0, **QUICK | {"cache": 1.0})

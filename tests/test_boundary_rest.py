@@ -21,7 +21,6 @@ from dpft import Adapter, BiTFiT, Chain, DPFrost, Full, LastLayer, LoRA, Then
 from dpft.auditing import Stopped, stopping
 from dpft.boundary import differing, files_in, given_out, neighbours, toy_network, toy_pictures, withheld
 from dpft.datasets import Public, TensorData
-from dpft.prefix import worth_it
 from dpft.scores import NoisyAccuracy
 
 DATA = toy_pictures()
@@ -71,7 +70,6 @@ CACHED = {
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cached_trunk_gives_nothing_away(tmp_path, name, folder):
-    assert worth_it(0.5, 6)                                       # so that the cache is really used
     own = {"cache_folder": tmp_path} if folder else {}
 
     def make(rows):

@@ -14,19 +14,18 @@ from torch import nn
 from zoo import toy
 
 import dpft
-import dpft.prefix
 from dpft.auditing import Stopped, stopping
 from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
 from dpft.datasets import TensorData
+from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients
 from dpft.ledger import Ledger
 from dpft.method import Context, Method
 from dpft.models import load_model, set_modes
-from dpft.oracle import trainable
+from dpft.oracle import batch_rows, trainable
 from dpft.planning import count_trainable
-from dpft.prefix import Prefix
 from dpft.privacy import SampledGaussian, epsilon
 
 
@@ -140,12 +139,11 @@ def test_below_a_waist_everything_can_be_cached(name):
             for parameter in layer.parameters:
                 parameter.requires_grad_(False)
         set_modes(model)
-        prefix = Prefix(model, loss_fn)
-        prefix(model, batch)
-        cut_of_embeddings = count == 1 and name not in ("vit", "cnn")  # a look-up is no arithmetic
-        assert cut_of_embeddings or prefix.reason is None, prefix.reason
-        before = prefix.misses
-        assert torch.allclose(prefix(model, batch), loss_fn(model, batch)) and prefix.misses == before
+        features, rows = Features(model, loss_fn), range(batch_rows(batch))
+        with features.rows(batch, rows):
+            losses = features(model, batch)
+        saves = count > 1 or name == "vit"     # a look-up is no arithmetic; the first convolution's output is read twice
+        assert torch.allclose(losses, loss_fn(model, batch)) and (features.split is not None or not saves) and not features.off
 
 
 @pytest.mark.parametrize(("name", "shape", "sizes"), [
@@ -496,18 +494,6 @@ def test_a_model_of_one_layer_is_refused(model):
 # ---- the cache of what is frozen, by counts
 
 
-def searches(monkeypatch):
-    "The cuts that were found; where everything trains the search ends without one."
-    made = []
-    plan = dpft.prefix.Search.plan
-    def counted(self):
-        found = plan(self)
-        made.append(found)
-        return found
-    monkeypatch.setattr(dpft.prefix.Search, "plan", counted)
-    return made
-
-
 def wide(seed=0, layer=Counted):
     "As `net`, of layers that count and are worth storing."
     torch.manual_seed(seed)
@@ -516,41 +502,23 @@ def wide(seed=0, layer=Counted):
     return nn.Sequential(nn.Flatten(), *parts[:-1])
 
 
-def test_after_freezing_one_search_and_repeats_are_hits(monkeypatch):
-    made = searches(monkeypatch)
+def test_after_freezing_repeats_are_hits():
     e = run_all(engine(LayerFreeze(3, 2), wide(), batch_size=30, steps=30))
-    assert e.prefix.hits > 10 * e.prefix.misses > 0 and e.prefix.misses <= 60          # each of 60 examples at most once
-    assert e.prefix.cut == ["6"] and len(made) == 1
+    assert e.features.hits > 5 * e.features.misses > 0 and e.features.split is e.model[7]
 
 
-def test_few_steps_left_are_not_worth_a_cache(monkeypatch):
-    made = searches(monkeypatch)
-    e = run_all(engine(LayerFreeze(3, 28), wide(), batch_size=6, steps=32))            # four draws of a tenth of the data
-    assert not made and e.prefix.hits == e.prefix.misses == 0
-
-
-@pytest.mark.parametrize(("left", "used"), [(4, False), (40, True)])
-def test_the_steps_that_remain_decide_and_not_those_of_the_run(left, used):
-    e = run_all(engine(LayerFreeze(3, 60 - left), wide(), batch_size=6, steps=60))
-    assert (e.prefix.hits > 0) == used
-
-
-def test_a_deeper_freeze_near_the_end_keeps_what_is_stored(monkeypatch):
-    made = searches(monkeypatch)
-    model, counts = wide(), []
-    run_all(engine(LayerFreeze([1, 3], [2, 48]), model, batch_size=30, steps=50),          # one of 60 is not drawn by step 40: 2e-10
-            lambda step: counts.append((model[1].examples, len(made))))
-    assert counts[-1][0] == counts[40][0] and counts[-1][1] == 1                       # nothing below the first cut is called again
-    made.clear()
-    e = run_all(engine(LayerFreeze([1, 3], [2, 20]), wide(), batch_size=12, steps=50))  # early enough, the cut moves up
-    assert e.prefix.cut == ["6"] and len(made) == 2
+def test_a_second_stage_moves_the_split_up():
+    model, found = wide(), []
+    run_all(engine(LayerFreeze([1, 3], [2, 20]), model, batch_size=30, steps=30),
+            lambda step: found.append(step.engine.features.split))
+    assert found[0] is None and found[10] is model[3] and found[-1] is model[7]
 
 
 def test_the_cache_changes_nothing_but_the_work():
     cached, plain = (run_all(engine(LayerFreeze([2, 3], [3, 12]), wide(layer=nn.Linear), batch_size=30, steps=24, cache=cache,
                                     loop="SGD at 0.1")) for cache in (1.0, 0))    # by name the noise is the same, however sums are rounded
-    assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6) and cached.prefix.hits > 0
-    assert cached.prefix.bytes == 0
+    assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6) and cached.features.hits > 0
+    assert cached.features.store.bytes == 0
 
 
 # ---- the paper's settings
@@ -638,7 +606,7 @@ def test_the_cached_contender_is_warm_and_the_other_has_no_cache():
     steps = freezing_costs.whole_steps(cached)
     for _ in range(3):
         steps.step(())
-    assert (cached.prefix.misses, cached.prefix.hits) == (8, 16 + 24) and plain.prefix is None and cached.prefix.cut == ["6"]
+    assert cached.features.hits >= 16 and plain.features is None
 
 
 def test_marks_of_freezing_are_judged_from_records():

@@ -84,9 +84,9 @@ def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, m
 
 
 def test_a_method_of_another_package_may_have_the_name_of_a_module(mine, monkeypatch):
-    there = [importlib.metadata.EntryPoint("prefix", f"{mine}:Mine", registry.GROUP)]
+    there = [importlib.metadata.EntryPoint("features", f"{mine}:Mine", registry.GROUP)]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: there if group == registry.GROUP else [])
-    assert inspect.ismodule(dpft.prefix) and type(method_named("prefix")[0]).__name__ == "Mine"
+    assert inspect.ismodule(dpft.features) and type(method_named("features")[0]).__name__ == "Mine"
 
 
 def test_one_of_the_users_is_trained_planned_and_audited(run, mine, tmp_path):

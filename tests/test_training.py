@@ -864,7 +864,7 @@ def test_epsilon_of_a_plan_in_progress_grows_to_the_whole():
     assert plan.epsilon() == pytest.approx(epsilon(plan.mechanisms, plan.delta))
 
 
-# ---- the frozen prefix
+# ---- features of frozen layers
 
 
 SGD = "SGD at 0.1"  # a run that names its loop has the same noise however its sums are rounded
@@ -881,15 +881,17 @@ class OnlyTheHead(Method):
             context.train_only(context.model[-1].parameters())
 
 
-def test_a_cached_prefix_changes_nothing_but_the_work():
+def test_features_change_nothing_but_the_work():
     cached, plain = (run_all(engine(method=OnlyTheHead(), batch_size=30, steps=12, cache=cache, loop=SGD)) for cache in (1.0, 0))
     assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-    assert plain.prefix is None and cached.prefix.hits > 0 and cached.prefix.bytes == 0        # nothing stays after the run
+    assert plain.features is None and cached.features.hits > 0 and cached.features.store.bytes == 0   # nothing stays after the run
 
 
-def test_a_prefix_that_is_visited_once_is_not_cached():
-    e = run_all(engine(method=dpft.LastLayer(), batch_size=2, steps=2))
-    assert not e.prefix.enabled and e.prefix.hits == e.prefix.misses == 0
+@pytest.mark.parametrize(("method", "cache", "there"), [
+    (dpft.LastLayer(), None, True), (dpft.LayerFreeze(after=1), None, True), (dpft.BiTFiT(), None, False), (dpft.BiTFiT(), 0.1, True),
+    (dpft.LastLayer(), 0, False), (dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=2), None, True)])
+def test_features_are_stored_by_default_where_layers_freeze(method, cache, there):
+    assert (engine(method=method, cache=cache, **NOISE).features is not None) == there
 
 
 def test_public_rows_that_are_private_too_are_refused():
@@ -1118,12 +1120,10 @@ def test_a_resumed_run_sees_the_same_views_and_another_augmentation_is_refused(t
     assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
-def test_the_cache_of_a_frozen_prefix_serves_no_view_for_another():
+def test_no_view_gets_the_features_of_another():
     settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.Augmentation(copies=2, crop=0, flip=True), loop=SGD)
     cached, plain = (run_all(engine(cache=cache, **settings)) for cache in (1.0, 0))
-    assert cached.prefix.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-    many = run_all(engine(**settings | dict(augment=dpft.Augmentation(copies=2, crop=3))))
-    assert many.prefix.hits == 0 and not many.prefix.enabled                                  # 98 views of each are rarely met twice
+    assert cached.features.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
 
 
 def test_tokens_have_no_views():
@@ -1400,11 +1400,6 @@ def test_a_view_counts_with_its_share_of_the_loss():
     for copies in (2, 3):
         share = Share(loss, copies)
         assert share(None, tensor([6.0])).item() == share.full_precision(None, tensor([6.0])).item() == 6 / copies
-
-
-def test_without_memory_for_it_there_is_no_cache():
-    without, cached = engine(cache=0, **NOISE), engine(cache=0.1, **NOISE)
-    assert without.prefix is None and without.loss_fn is zoo.image_loss and cached.loss_fn is cached.prefix is not None
 
 
 def test_a_method_is_asked_what_it_requests_with_the_run_before_it():

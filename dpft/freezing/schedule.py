@@ -377,6 +377,7 @@ class LayerFreeze(Method):
     layers cannot be ordered.
     Algorithm 1 of DP-SGD-LF; @thm-layer-freeze.
     """
+    caches_features = True
 
     def __init__(
         self,
