@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'claim', 'cautions',
-           'meaning', 'mechanism_text', 'details', 'assumptions', 'questions', 'how_to_load', 'inputs_of']
+           'meaning', 'mechanism_text', 'details', 'assumptions', 'threat_model', 'questions', 'how_to_load',
+           'inputs_of']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -219,9 +220,31 @@ def assumptions(guarantee: Guarantee) -> str:
                                                               "method itself"],
         "Assumed about the arithmetic:": arithmetic,
         "Accesses to private data that were not charged:": unpaid,
-        "Checked during the run:": guarantee.checked}
+        "Checked during the run:": guarantee.checked,
+        "Not checked:": guarantee.not_checked or (
+            ["anything: no example was compared with itself in another batch"]
+            if guarantee.private and not guarantee.checked else [])}
     return "\n\n".join("\n".join([title, "", *(f"- {item}" for item in items)])
                        for title, items in lists.items() if items)
+
+# %% ../nbs/5_notes/63_card.ipynb #card-threat-model
+def threat_model(guarantee: Guarantee) -> str:
+    "Whom a run protects, from whom, and whom it trusts."
+    if not guarantee.private:
+        return "Whom it protects: nobody."
+    return (
+        f"Whom it protects: each {guarantee.unit} of the training data. "
+        "From whom: anybody who sees everything that the run gave out (weights, this "
+        "card, the published ledger, logs that are not marked private) and knows all "
+        "records but one; not from those who read the memory of its process, its "
+        "checkpoints or its clock. "
+        "Whom it trusts: the machine, the person who ran it, and the code that was "
+        "handed in (model, loss, collate function, data set, optimizer, callbacks, "
+        "method), written to train a model and not to leak. It assumes that a row and "
+        "its loss depend on that row's unit, the parameters and random numbers alone, "
+        "that nothing which examples decide is kept between calls, that parameters "
+        "change only through the optimizer, and that the ledger was never rolled "
+        "back.")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-questions
 def questions(guarantee: Guarantee) -> str:

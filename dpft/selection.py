@@ -17,7 +17,7 @@ from .curve import PrivacyCurve, best_of_pairs, check_group, grouped
 from .guarantee import Guarantee
 from .privacy import (
     NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
-    rdp_conversion)
+    rdp_conversion, rdp_moment)
 from .registry import plain_asked
 
 # %% auto #0
@@ -126,9 +126,7 @@ ORDERS = np.array([*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 80,
 @lru_cache(maxsize=1024)
 def _step_renyi(sigma: float, q: float) -> np.ndarray:
     "Rényi divergence of one step at each of `ORDERS`."
-    from opacus.accountants.analysis.rdp import compute_rdp
-    return np.asarray(compute_rdp(q=q, noise_multiplier=sigma, steps=1,
-                                  orders=ORDERS.tolist()))
+    return np.array([rdp_moment(sigma, q, order) for order in ORDERS.tolist()])
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-price
 def selected_renyi(

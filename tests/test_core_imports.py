@@ -13,6 +13,7 @@ BLOCK = '''
 import sys
 sys.modules.update(dict.fromkeys({blocked}))   # as if they were not installed
 '''
+ACCOUNTANTS = ("opacus", "dp_accounting")  # second opinions: in tests, in `verify` and in the book
 BOOK = ("matplotlib", "seaborn", "pandas", "sklearn", "pyarrow", "PIL", "peft", "typer", "nbdev", "fastcore", "IPython")
 RUN = '''
 import torch
@@ -36,6 +37,12 @@ def in_a_fresh_process(code):
 def test_a_run_needs_nothing_of_what_only_the_book_needs():
     said = in_a_fresh_process(BLOCK.format(blocked=set(BOOK)) + RUN.format(blocked=set(BOOK)))
     assert said.strip() == "done"
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_run_imports_no_other_accountant(accountant):
+    code = RUN.replace('accountant="rdp"', f'accountant="{accountant}"')
+    assert in_a_fresh_process(BLOCK.format(blocked=set(ACCOUNTANTS)) + code.format(blocked=set(ACCOUNTANTS))).strip() == "done"
 
 
 def test_the_core_does_not_import_the_book():

@@ -603,7 +603,7 @@ def test_a_run_that_promises_nothing_is_noted_once_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ((0, 1e-5), "budget epsilon=0"), ((math.inf, 1e-5), "epsilon=inf"), ((1.0, 0.0), "delta=0"), ((1.0, 1e-5, 5.05), "order=5.05"),
-    ((0.05, 1e-5), "spent before the first run"), ((0.5, 1e-5, 4.0), "another order")])
+    ((0.003, 1e-5), "spent before the first run"), ((0.5, 1e-5, 4.0), "another order")])
 def test_budgets_that_cannot_be(arguments, message):
     with Ledger() as ledger, pytest.raises(ValueError, match=message):
         ledger.set_budget(*arguments)

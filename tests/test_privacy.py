@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import warnings
 from pathlib import Path
 
 import dp_accounting
@@ -71,15 +70,14 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
 def test_reference_numbers(row):
     plan = mechanisms(row["history"])
-    assert epsilon(plan, row["delta"], "rdp") == pytest.approx(row["eps_rdp"], abs=1e-3)
-    assert epsilon(plan, row["delta"], "prv") == pytest.approx(row["eps_prv"], abs=0.01)
+    assert 0.995 * row["eps_rdp"] < epsilon(plan, row["delta"], "rdp") < row["eps_rdp"] + 1e-3  # by orders above 63
+    assert row["eps_prv"] - 0.0125 < epsilon(plan, row["delta"], "prv") < row["eps_prv"]  # Opacus adds 0.01
 
 
 @pytest.mark.parametrize("history, delta", [*((plan, 1e-5) for plan in PLANS), (PLANS[0], 1e-8), (PLANS[4], 1e-9)], ids=str)
 def test_prv_agrees_with_an_independent_pld(history, delta):
     reference = pld_epsilon(history, delta)
-    assert epsilon(mechanisms(history), delta) == pytest.approx(reference, abs=0.02)
-    assert epsilon(mechanisms(history), delta) >= reference - 1e-3
+    assert epsilon(mechanisms(history), delta) == pytest.approx(reference, abs=3e-3)
     assert epsilon(mechanisms(history), delta, "rdp") >= reference
 
 
@@ -87,18 +85,18 @@ def test_prv_agrees_with_an_independent_pld(history, delta):
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9])
 def test_exact_gaussian(sigma, steps, delta):
     exact, plan = gaussian_epsilon(steps**0.5 / sigma, delta), SampledGaussian(sigma, 1.0, steps)
-    assert exact - 1e-6 <= epsilon(plan, delta) <= exact + 0.02
+    assert exact <= epsilon(plan, delta) <= exact + 1e-3
     assert epsilon(plan, delta, "rdp") >= exact
 
 
 def test_gdp_is_refused_because_it_underestimates():
-    """sigma 0.8, q 1024/67349, 198 steps at delta 7.424e-6: RDP 3.264, PRV 2.646, PLD 2.636, and GDP 1.651."""
+    """sigma 0.8, q 1024/67349, 198 steps at delta 7.424e-6: RDP 3.264, PRV 2.636, PLD 2.636, and GDP 1.651."""
     from opacus.accountants.analysis.gdp import compute_eps_poisson
 
     plan = SampledGaussian(0.8, SST2_RATE, 198)
     gdp = compute_eps_poisson(steps=198, noise_multiplier=0.8, sample_rate=SST2_RATE, delta=SST2_DELTA)
     assert gdp == pytest.approx(1.651, abs=2e-3)
-    assert epsilon(plan, SST2_DELTA) == pytest.approx(2.646, abs=2e-3)
+    assert epsilon(plan, SST2_DELTA) == pytest.approx(2.636, abs=2e-3)
     assert epsilon(plan, SST2_DELTA, "rdp") == pytest.approx(3.264, abs=2e-3)
     assert pld_epsilon([(0.8, SST2_RATE, 198)], SST2_DELTA) == pytest.approx(2.636, abs=2e-3)
     with pytest.raises(ValueError, match=r"gdp.*underestimates"):
@@ -111,7 +109,7 @@ sigmas, rates, counts = st.floats(0.6, 8), st.floats(1e-3, 0.3), st.integers(1, 
 @given(sigmas, rates, counts, st.floats(1.02, 3), st.sampled_from(["rdp", "prv"]))
 @settings(max_examples=15)
 def test_monotone(sigma, q, steps, factor, accountant):
-    """More noise costs less; a larger rate, more steps or a smaller delta cost more; slack for PRV's grid."""
+    """More noise costs less; a larger rate, more steps or a smaller delta cost more; slack for the grid."""
     base = epsilon(SampledGaussian(sigma, q, steps), 1e-5, accountant)
     slack = 2e-3 if accountant == "prv" else 1e-9
     assert epsilon(SampledGaussian(sigma * factor, q, steps), 1e-5, accountant) <= base + slack
@@ -153,11 +151,41 @@ def test_unknown_accountant():
         epsilon([], 1e-5, "pld")
 
 
-@pytest.mark.parametrize("plan, delta", [(SampledGaussian(0.05, 0.5, 1000), 1e-5), (SampledGaussian(1.0, 0.01, 100), 1e-12)])
-def test_prv_names_rdp_where_it_cannot_be_trusted(plan, delta):
+def test_prv_names_rdp_below_what_float64_resolves():
+    plan = SampledGaussian(1.0, 0.01, 100)
     with pytest.raises(BudgetError, match=r'prv accountant finds no epsilon.*use accountant="rdp"'):
-        epsilon(plan, delta)
-    assert math.isfinite(epsilon(plan, delta, "rdp"))
+        epsilon(plan, 1e-12)
+    assert math.isfinite(epsilon(plan, 1e-12, "rdp"))
+
+
+@pytest.mark.parametrize("history, delta", [
+    (((0.88, 0.0152, 197),), 1e-5), (((2.0, 0.1, 30),), 1e-4), (((1.0, 0.3, 5), (3.0, 0.01, 100)), 1e-6), (((20.0, 1.0, 400),), 1e-5),
+    (((0.6, 0.1, 10), (1.0, 0.2, 3), (7.0, 0.01, 50)), 1e-3), (((0.5, 0.02, 1),), 1e-5)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Opacus, where all are drawn
+def test_opacus_prv_accountant_is_just_above(history, delta):
+    """It computes removal by other means, and adds its error of 0.01."""
+    from opacus.accountants import PRVAccountant
+
+    accountant = PRVAccountant()
+    accountant.history = list(history)
+    theirs = accountant.get_epsilon(delta, eps_error=0.01, delta_error=delta / 1000)
+    assert theirs - 0.0125 < epsilon(mechanisms(list(history)), delta) < theirs
+
+
+@pytest.mark.parametrize("sigma, rate", [(0.021, 0.01), (0.3, 1e-5), (0.58, 0.0152), (1.0, 0.3), (3.0, 0.999), (40.0, 0.01)])
+def test_moments_are_opacus_own(sigma, rate):
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    orders = [1.1, 1.5, 2.0, 2.7, 5.3, 10.9, 11, 63]
+    theirs = compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=orders)
+    for order, value in zip(orders, theirs):
+        if math.isfinite(value):  # Opacus' series ends at a thousand terms
+            assert privacy.rdp_moment(sigma, rate, order) == pytest.approx(value, rel=1e-5, abs=1e-13)
+
+
+def test_with_very_little_noise_a_moment_is_above_that_of_a_little_more():
+    for order in (1.1, 1.9, 2.5, 10.9):
+        assert privacy.rdp_moment(0.0199, 0.01, order) > privacy.rdp_moment(0.0201, 0.01, order)
 
 
 # --- solving ---------------------------------------------------------------------------------------------------------
@@ -185,12 +213,22 @@ def test_rdp_asks_for_nine_percent_more_noise():
     assert sigma["rdp"] / sigma["prv"] == pytest.approx(1.09, abs=0.01)
 
 
-@pytest.mark.parametrize("accountant, target, floor", [("rdp", 0.107, "0.1077"), ("prv", 0.005, "0.0100")])
-def test_the_floor_is_named(accountant, target, floor):
-    """The RDP-to-DP conversion alone, with orders up to 63, costs 0.1077 at this delta; PRV's own error is 0.01."""
-    with pytest.raises(BudgetError, match=f"floor is {floor}"):
-        noise_multiplier(target, SST2_DELTA, SST2_RATE, SST2_STEPS, accountant=accountant)
-    noise_multiplier(float(floor) + 0.01, SST2_DELTA, SST2_RATE, SST2_STEPS, accountant=accountant, tolerance=0.1)
+def test_the_floor_is_named():
+    """The RDP-to-DP conversion alone, with orders up to 1,024, costs 0.0038 at this delta; PRV has no floor."""
+    with pytest.raises(BudgetError, match=r"floor is 0\.0038"):
+        noise_multiplier(0.003, SST2_DELTA, SST2_RATE, SST2_STEPS, accountant="rdp")
+    noise_multiplier(0.1, SST2_DELTA, SST2_RATE, SST2_STEPS, accountant="rdp", tolerance=0.1)
+    noise_multiplier(0.003, SST2_DELTA, SST2_RATE, SST2_STEPS, accountant="prv", tolerance=10.0)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_large_target_is_solved_like_any_other(accountant):
+    """A thousand and ten thousand once had the same noise, after 46 s."""
+    before = math.inf
+    for target in (100.0, 1e3, 1e4, 1e5):
+        sigma = noise_multiplier(target, 1e-5, 0.01, 1000, accountant=accountant, tolerance=1e-4)
+        assert sigma < 0.9 * before and 0.9 * target < epsilon(SampledGaussian(sigma, 0.01, 1000), 1e-5, accountant) <= target
+        before = sigma
 
 
 def test_a_spent_budget_is_named():
@@ -232,8 +270,6 @@ def test_rate_one_and_the_additive_split_waste_noise():
     assert whole == pytest.approx(0.907, abs=2e-3)
     assert noise_multiplier(2.0, SST2_DELTA, 1.0, 5, train, "rdp") == pytest.approx(9.718, abs=2e-3)
     assert noise_multiplier(0.2, SST2_DELTA, 0.02, 5, accountant="rdp") == pytest.approx(2.256, abs=0.01)
-    with pytest.raises(BudgetError, match="floor"):
-        noise_multiplier(0.05, SST2_DELTA, 0.02, 5, accountant="rdp")
     assert epsilon(SampledGaussian(whole, 1.0, 5), SST2_DELTA, "rdp") > 14
 
 
@@ -271,15 +307,8 @@ def test_bad_request(field, value):
     ([(1.0, 0.3, 6)], 1e-3), ([(0.4, 0.02, 2000)], 1e-6), ([(30.0, 0.01, 10)], 1e-5), ([(2.0, 1.0, 3), (1.1, 0.1, 50)], 1e-9),
     ([(8.0, 0.5, 1), (0.9, 0.001, 500)], 0.05)])
 def test_the_best_order_is_found_without_trying_all(plan, delta):
-    from opacus.accountants import RDPAccountant
-    from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
-
-    orders = RDPAccountant.DEFAULT_ALPHAS
-    every = sum(compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=orders) for sigma, q, steps in plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")                                          # the best order may be the first or the last
-        best = get_privacy_spent(orders=orders, rdp=every, delta=delta)[0]
-    assert epsilon([SampledGaussian(*entry) for entry in plan], delta, "rdp") == pytest.approx(max(best, 0), rel=1e-9, abs=1e-9)
+    every = min(epsilon_at_order(mechanisms(plan), delta, order) for order in rdp_orders())
+    assert epsilon(mechanisms(plan), delta, "rdp") == every
 
 
 # --- several sums of one draw ----------------------------------------------------------------------------------------
@@ -408,39 +437,3 @@ def test_a_target_at_the_floor_is_met():
     privacy._check_budget(1.0, 1.0, 0.0, "")
     with pytest.raises(BudgetError):
         privacy._check_budget(1.0, math.nextafter(1.0, 2), 0.0, "")
-
-
-def test_the_grid_that_is_too_fine_is_the_one_that_would_be_built(monkeypatch):
-    from opacus.accountants.analysis.prv import Domain
-
-    built = []
-    domain = Domain.create_aligned
-
-    def spy(*arguments):
-        built.append(domain(*arguments))
-        return built[-1]
-
-    monkeypatch.setattr(Domain, "create_aligned", spy)
-    history = ((2.0, 0.1, 30),)
-    privacy._prv_epsilon(history, 1e-4)
-    for size, refused in ((built[0].size / 1.1, True), (built[0].size * 1.1, False)):
-        monkeypatch.setattr(privacy, "PRV_POINTS", size)
-        if refused:
-            with pytest.raises(ValueError, match="the grid would need"):
-                privacy._prv_epsilon(history, 1e-4)
-        else:
-            privacy._prv_epsilon(history, 1e-4)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Opacus, where all are drawn
-@pytest.mark.parametrize("history, delta", [
-    (((0.88, 0.0152, 197),), 1e-5), (((2.0, 0.1, 30),), 1e-4), (((1.0, 0.3, 5), (3.0, 0.01, 100)), 1e-6), (((20.0, 1.0, 400),), 1e-5),
-    (((0.6, 0.1, 10), (1.0, 0.2, 3), (7.0, 0.01, 50)), 1e-3), (((0.5, 0.02, 1),), 1e-5)])
-def test_prv_is_opacus_own(history, delta):
-    """The grid reaches as far as Opacus' does, which asks all orders: a place less or more would show in the fifth digit."""
-    from opacus.accountants import PRVAccountant
-
-    accountant = PRVAccountant()
-    accountant.history = list(history)
-    wanted = accountant.get_epsilon(delta, eps_error=privacy.PRV_ERROR, delta_error=delta / 1000)
-    assert privacy._prv_epsilon(history, delta) == pytest.approx(wanted, rel=1e-9)

@@ -807,7 +807,7 @@ class Unlabelled(Method):
 
 BAD = [
     (dict(epsilon=0.0), "epsilon=0"), (dict(epsilon=-1.0), "epsilon=-1"), (dict(delta=0.0), "delta=0"), (dict(delta=1.5), "delta=1.5"),
-    (dict(delta=0.5), "below 1/60"), (dict(epsilon=1e-4, delta=1e-6), "floor"), (dict(batch_size=61), "batch_size=61"),
+    (dict(delta=0.5), "below 1/60"), (dict(epsilon=1e-4, delta=1e-6, accountant="rdp"), "floor"), (dict(batch_size=61), "batch_size=61"),
     (dict(batch_size=0), "batch_size=0"), (dict(steps=0, epochs=0), "steps=0"), (dict(clip=0.0), "clip=0"),
     (dict(batch_size=10.5), "batch_size=10.5"), (dict(physical_batch_size=2.5), "physical_batch_size=2.5"),
     (dict(steps=4.5), "steps=4.5"), (dict(steps=None, epochs=math.inf), "epochs=inf"), (dict(steps=None, epochs=math.nan), "epochs=nan"),

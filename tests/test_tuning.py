@@ -554,7 +554,7 @@ class Greedy(BiTFiT):
     ({"unit": "person"}, "no column 'person'"), ({"choices": lambda done: {}, "charge": "selection"}, "depend on each other"),
     ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"choices": {"method": [Chain(LoRA(), Greedy())]}}, "Chain may spend"),
     ({"choices": {"method": [Then(Full(), None, Greedy(), steps=1)]}}, "Then may spend"),
-    ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01}, "cannot be met"),
+    ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01, "delta": 1e-9, "accountant": "rdp"}, "cannot be met"),
     ({"batch_size": 301}, "batch_size=301"), ({"delta": 0.5}, "below 1/300"), ({"clip": -1.0}, "clip=-1"),
 ])
 def test_bad_searches_are_refused_before_anything_is_spent(digits, tmp_path, changes, message):
@@ -683,7 +683,7 @@ def test_the_ceiling_is_that_of_the_gaussian_mechanism(target, size):
 
 
 def test_plans_that_cannot_be():
-    cells = plan_table(1000, 400, 0.2, delta=1e-9, batch_sizes=[10, 100], steps=[5])
+    cells = plan_table(1000, 400, 0.01, delta=1e-9, batch_sizes=[10, 100], steps=[5])
     assert all(math.isinf(cell.noise_multiplier) and cell.ratio == 0 for cell in cells)
     with pytest.raises(BudgetError, match="no plan in the table"):
         recommended(cells)
@@ -706,6 +706,13 @@ def test_table_and_picture_say_the_same():
     frame = axes.patches[0]
     assert ([50, 200][round(frame.get_x() + 0.5)], [10, 40][round(frame.get_y() + 0.5)]) == (best.batch_size, best.steps)
     assert [planning.duration(seconds) for seconds in (0.5, 90, 7200, 400_000)] == ["0.5 s", "1.5 min", "2 h", "111 h"]
+
+
+def test_tiny_data_have_no_default_delta():
+    """With one row it would be 0.5."""
+    with pytest.raises(ValueError, match=r"delta: 1 units are too few .* 0\.5; give delta="):
+        make_plan(1, 1, 1, 2.0)
+    assert make_plan(1, 1, 1, 2.0, delta=0.1).delta == 0.1 and make_plan(1, 1, 1, math.inf).mechanisms == []
 
 
 def test_no_data_is_refused_as_such_and_divides_nothing(digits):
