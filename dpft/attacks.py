@@ -454,7 +454,7 @@ def distance_allowed(
     guarantee: Guarantee, # of a private run
 ) -> float:               # in [0, 1]
     "The Delta of @lem-allowed, for one row that is replaced."
-    if not (guarantee.beyond_plan or isinstance(guarantee, TunedGuarantee)):
+    if not isinstance(guarantee, TunedGuarantee):
         return float(PrivacyCurve(guarantee.stated, relation="replace").delta(0.0))
     pairs = ((guarantee.replace_epsilon(delta), delta)
              for delta in (guarantee.target_delta, *DELTAS))

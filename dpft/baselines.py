@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .identity import rewritten
 from .method import Context, Method
 from .models import fresh_head
 from .norms import Block, Partition
@@ -409,10 +408,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
     from peft.tuners.lora import LoraLayer
     found = [(name, layer) for name, layer in model.named_modules()
              if isinstance(layer, LoraLayer)]
-    with rewritten(model):
-        for name, layer in found:
-            layer.merge()  # type: ignore[operator]
-            model.set_submodule(name, layer.get_base_layer())
+    for name, layer in found:
+        layer.merge()  # type: ignore[operator]
+        model.set_submodule(name, layer.get_base_layer())
     vars(model).pop("peft_config", None)
     return model
 

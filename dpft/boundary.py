@@ -29,12 +29,12 @@ from .datasets import TensorData
 from .loop import Run, fine_tune
 from .method import Method
 from .noise import Keystream, raw_bytes
-from .step import Releases
+from .engine import Engine
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-blank
 def blank_sums(honest: Callable[..., Any]) -> Callable[..., Any]:
     "The function that releases sums, changed to release zeros instead."
-    def blank(self: Releases, name: str, number: int, sums: dict[str, Tensor],
+    def blank(self: Engine, name: str, number: int, sums: dict[str, Tensor],
               *rest: Any, **more: Any) -> Any:
         zeros = {key: torch.zeros_like(value) for key, value in sums.items()}
         return honest(self, name, number, zeros, *rest, **more)
@@ -59,7 +59,7 @@ def withheld(secret: int = 0) -> Iterator[None]:
     For tests of the boundary only.
     """
     generator = torch.random.get_rng_state()
-    with (patch.object(Releases, "__call__", blank_sums(Releases.__call__)),
+    with (patch.object(Engine, "release", blank_sums(Engine.release)),
           patch.object(os, "urandom", one_stream(secret))):
         torch.manual_seed(secret)
         try:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from .engine import Engine
-from .processes import whole
 from .settings import Settings
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-shown
@@ -138,7 +137,7 @@ def check_stopping(
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-norm
 def noisy_norm(parameters: Iterable[nn.Parameter]) -> dict[str, float]:
     "The 2-norm of the gradient as it was released; nothing where there is none."
-    norms = [whole(p.grad.norm()) for p in parameters if p.grad is not None]
+    norms = [p.grad.norm() for p in parameters if p.grad is not None]
     return {"grad_norm": torch.stack(norms).norm().item()} if norms else {}
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-hooks

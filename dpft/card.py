@@ -93,12 +93,11 @@ def claim(guarantee: Guarantee) -> str:
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-spending
 def _spending(guarantee: Guarantee) -> list[str]:
-    "Warnings of a run that released more, or less, than planned."
-    if guarantee.beyond_plan:
-        return ["Some batches gave more than one sum, as after an interruption. "
-                "Epsilon counts all of them, by Rényi divergence at the order of the "
-                "plan; it assumes that which batches were repeated did not depend on "
-                "what they had released."]
+    "What a run says that ended before its plan did."
+    if guarantee.independent:
+        return ["The run ended before its plan, for a reason that its owner declares to "
+                "depend on neither data nor outputs, and epsilon counts the steps that "
+                f"were taken: {guarantee.independent}."]
     if guarantee.planned and guarantee.stated != list(guarantee.mechanisms):
         return ["The run stopped before the end of its plan. Epsilon is that of the "
                 "whole plan, because when to stop may have depended on what had been "
@@ -115,11 +114,8 @@ def cautions(guarantee: Guarantee) -> list[str]:
               "anonymous."] if guarantee.epsilon() > CAUTION else [])
     found = [*large, *_spending(guarantee)]
     if guarantee.reproducible:
-        found.append("The run used a fixed seed: it can be reproduced, and it is not "
-                     "private against anybody who knows the seed.")
-    if guarantee.secrets:
-        found.append("Kept on purpose, and enough to remove the noise, so never "
-                     "publish: " + "; ".join(guarantee.secrets) + ".")
+        found.append("The run used a fixed seed, so its epsilon is hypothetical: "
+                     "whoever knows or guesses the seed can make its noise again.")
     return found
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-meaning

@@ -19,7 +19,7 @@ from torch import nn
 from .datasets import Public, Task
 from .engine import Engine
 from .guarantee import Guarantee
-from .identity import check_disjoint_rows, fingerprint
+from .identity import check_disjoint_rows
 from .losses import Collate, measure_for
 from .noise import Keystream
 from .prepared import Prepared
@@ -69,14 +69,12 @@ class PaidScore:
     "One noisy score, as a checkpoint keeps it."
     number: int             # the step after which it is taken; the plan's at the end
     sigma: float            # noise multiplier
-    rows: str               # which rows were scored: a digest under the run's key
     unit: str               # whom the noise protects
     public: tuple[str, ...] # what is assumed public
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-planned
 def paid_scores(
     given: NoisyAccuracy,
-    data: Any,     # its rows, as the model reads them
     sigma: float,  # noise multiplier of each score
     engine: Engine,
 ) -> list[PaidScore]:
@@ -86,9 +84,8 @@ def paid_scores(
     if given.people is not None:
         public.append(f"that nobody has more than {given.most} of them")
     one = "row" if given.people is None else "unit"
-    rows = engine.keystream.key("scored rows", fingerprint(data)).hex()
     numbers = [t for t in range(1, steps) if is_due(t, steps, every)]
-    return [PaidScore(t, sigma, rows, f"{one} of the development set", tuple(public))
+    return [PaidScore(t, sigma, f"{one} of the development set", tuple(public))
             for t in [*numbers, steps]]
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-guarantee
@@ -206,7 +203,7 @@ class Evaluation:
             return {}
         self.announce(last)
         try:
-            return self.engine.processes.together(lambda: found_scores(self, last))
+            return self.engine.processes.first(lambda: found_scores(self, last))
         except Exception as error:
             so_far = "the run is complete, but" if last else "the run goes on, but"
             warnings.warn(f"{so_far} evaluate= failed ({type(error).__name__}: {error})"
@@ -225,8 +222,13 @@ def found_scores(evaluation: Evaluation, last: bool) -> dict[str, float]:
     collate = engine.settings.collate_fn
     if not evaluation.paid:
         return scored(engine.model, evaluation.data, collate)
-    return private_score(engine.model, evaluation.data, evaluation.sigma, given.most,
-                         engine.keystream, number_of_score(evaluation, last), collate)
+    number = number_of_score(evaluation, last)
+    if stored := engine.account.releases.get(("score", number)):
+        return stored    # taken before the run was killed
+    found = private_score(engine.model, evaluation.data, evaluation.sigma, given.most,
+                          engine.keystream, number, collate)
+    engine.account.store_release("score", number, found)
+    return found
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-note
 def note_look(evaluation: Evaluation) -> None:
@@ -259,11 +261,9 @@ def make_evaluation(
         return Evaluation(engine, given, data, higher=higher)
     times = number_of_scores(engine.plan.steps, engine.settings.evaluate_every)
     sigma = noise_of_scores(given, engine, times)
-    # refused now, not after the last step; the fingerprint keys the noise
-    right_answers(engine.model, [data[0]], ready.collate)
-    fingerprint([data[0]])
+    right_answers(engine.model, [data[0]], ready.collate)  # refused now, if at all
     return Evaluation(engine, given, data, sigma,
-                      planned=paid_scores(given, data, sigma, engine))
+                      planned=paid_scores(given, sigma, engine))
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-state
 def scores_state(evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['READINGS', 'CHECKED', 'json_number', 'installed_versions', 'curve_tpr', 'content_digest', 'each_once', 'hidden',
-           'visible_files', 'file_digest', 'file_digests', 'Guarantee', 'Facts', 'secrets_in', 'promised']
+           'visible_files', 'file_digest', 'file_digests', 'Guarantee', 'promised']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
@@ -24,13 +25,9 @@ import numpy as np
 from .card import (
     Statement, assumptions, cautions, claim, details, meaning, questions,
     threat_model)
-from .charges import (
-    answered_for, beyond_plan, filter_epsilon, stated_epsilon)
-from .curve import (
-    PrivacyCurve, best_of_pairs, check_group, grouped, privacy_curve)
 from .ledger import Ledger
-from .privacy import SampledGaussian
-from .rows import check_not_owned
+from .privacy import PrivacyCurve, SampledGaussian, check_group, privacy_curve
+from .privacy import epsilon as epsilon_of
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-versions
 def json_number(value: float) -> float | str:
@@ -131,6 +128,14 @@ def file_digests(folder: str | Path) -> dict[str, str]: # by name within the fol
             if name not in ("guarantee.json", "ledger.sqlite")}
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-class
+def _steps(mechanisms: Iterable[SampledGaussian]) -> Counter[tuple[float, float]]:
+    "How many sums have one noise multiplier and one rate."
+    count = Counter[tuple[float, float]]()
+    for m in mechanisms:
+        count[m.noise_multiplier, m.sample_rate] += m.steps
+    return count
+
+
 @dataclass
 class Guarantee:
     "What a run promises, to whom, and under which assumptions; @def-guarantee."
@@ -146,8 +151,7 @@ class Guarantee:
     uncharged: list[str] = field(default_factory=list) # looked at private data, unpaid
     checked: list[str] = field(default_factory=list)   # in the run, and held
     not_checked: list[str] = field(default_factory=list) # not compared, and why
-    secrets: list[str] = field(default_factory=list)   # kept; they undo the noise
-    reproducible: bool = False        # by a seed: whoever knows it sees the sums
+    reproducible: bool = False        # by a seed: its epsilon is hypothetical
     secure_mode: bool | None = None   # no low-order bit tells more; None: not recorded
     clip: float | None = None         # bound on one unit's 2-norm
     clipping: str = "flat"            # "flat" | "automatic"
@@ -155,6 +159,7 @@ class Guarantee:
     run: str = ""                     # its name in the ledger
     ledger_head: str = ""             # hash of the published ledger's last row
     versions: dict[str, str] = field(default_factory=installed_versions) # of packages
+    independent: str = ""             # why it ended early; empty: data may have decided
     private: bool | None = None       # None: whether there is a mechanism
     unpaid: str = ""                  # uncharged, without noise: nothing is promised
     others: bool | None = None        # the ledger has charged more; None: unsaid
@@ -169,16 +174,15 @@ class Guarantee:
                              "between 0 and 1")
         self.private = (bool(self.mechanisms) if private is None else private) \
             and not self.unpaid
+        if self.planned and _steps(self.mechanisms) - _steps(self.planned):
+            raise ValueError("more was released than planned, as only runs of older "
+                             "versions could; read it with the version that wrote it")
 
     @property
     def stated(self) -> list[SampledGaussian]:
-        "What epsilon is computed of: what was released, and the rest of the plan."
-        return answered_for(self.mechanisms, self.planned)
-
-    @property
-    def beyond_plan(self) -> bool:
-        "Whether more was released than planned."
-        return beyond_plan(self.stated, self.planned)
+        "What epsilon is computed of: the plan, once a run has released something."
+        whole = self.planned and self.mechanisms and not self.independent
+        return list(self.planned if whole else self.mechanisms)
 
     def epsilon(
         self,
@@ -190,12 +194,9 @@ class Guarantee:
         if not self.private:
             return math.inf
         delta = self.target_delta if delta is None else delta
-        one = stated_epsilon(self.stated, self.planned, delta, self.accountant,
-                             self.target_delta)
+        one = epsilon_of(self.stated, delta, self.accountant)
         if group == 1:
             return one
-        if self.beyond_plan:
-            return max(one, grouped(self._filtered, delta, group))
         return max(one, *(self._curve(way, group).epsilon(delta)
                           for way in ("remove", "add")))
 
@@ -203,16 +204,11 @@ class Guarantee:
         self,
         delta: float | None = None, # None: the target
     ) -> float:
-        """Epsilon if neighbours replace one unit, from the curve; @lem-worst-pairs.
-        Beyond the plan, that of a group of two: one is removed, and one added."""
+        "Epsilon if neighbours replace one unit, from the curve; @lem-worst-pairs."
         if not self.private:
             return math.inf
         delta = self.target_delta if delta is None else delta
-        return (self.epsilon(delta, group=2) if self.beyond_plan
-                else self._curve("replace").epsilon(delta))
-
-    def _filtered(self, delta: float) -> float:
-        return filter_epsilon(self.stated, self.planned, delta, self.target_delta)
+        return self._curve("replace").epsilon(delta)
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         return privacy_curve(tuple(self.stated), group, relation)
@@ -227,7 +223,7 @@ class Guarantee:
         return self._smallest_delta(epsilon) if self.private else 1.0
 
     def _smallest_delta(self, epsilon: float) -> float:
-        if self.accountant == "rdp" or self.beyond_plan:
+        if self.accountant == "rdp":
             return self._inverse(epsilon)
         return max(float(self._curve(one).delta(epsilon)) for one in ("remove", "add"))
 
@@ -249,8 +245,6 @@ class Guarantee:
             raise ValueError(f"fpr={fpr}: it must lie in [0, 1]")
         if not self.private:
             return 1.0
-        if self.beyond_plan:
-            return best_of_pairs(self.epsilon, self.target_delta, fpr)
         return curve_tpr(self._curve("remove"), self._curve("add"), fpr)
 
     @property
@@ -282,11 +276,6 @@ class Guarantee:
                  threat_model(self), questions(self)]
         return "\n\n".join(parts) + "\n"
 
-    def seal(self, ledger: Ledger) -> None:
-        "Record the digest of this guarantee in the ledger, for `verify`."
-        for run in self.runs if self.private else ():
-            ledger.seal(run, content_digest(self.content()))
-
     def publish(
         self,
         folder: str | Path,           # holds the weights and all else already
@@ -295,15 +284,14 @@ class Guarantee:
     ) -> "Guarantee":                 # as it was written
         "Write card, guarantee and the run's ledger rows, and seal them; @sec-verify."
         folder, found = Path(folder), self
-        check_not_owned(folder / "ledger.sqlite")
-        charged = ledger if self.private else None
+        copy, charged = folder / "ledger.sqlite", ledger if self.private else None
         if charged is None:
-            (folder / "ledger.sqlite").unlink(missing_ok=True)
+            copy.unlink(missing_ok=True)
             found = replace(found, ledger_head="")
         else:
             selected = getattr(self, "law", None) is not None
             others = None if selected else charged.holds_more(self.runs)
-            head = charged.publish(folder / "ledger.sqlite", self.runs)
+            head = charged.publish(copy, self.runs)
             found = replace(found, others=others, ledger_head=head)
         card = "# Model card\n\n" + found.report().rstrip() + "\n"
         (folder / "README.md").write_text(card + (f"\n{ending}" if ending else ""),
@@ -311,9 +299,7 @@ class Guarantee:
         found = replace(found, files=file_digests(folder))
         found.save(folder / "guarantee.json")
         if charged is not None:
-            found.seal(charged)
-            charged.publish(folder / "ledger.sqlite", self.runs,
-                            content_digest(found.content()))
+            charged.publish(copy, self.runs, seal=content_digest(found.content()))
         return found
 
     @classmethod
@@ -326,7 +312,7 @@ class Guarantee:
         try:
             content: dict[str, Any] = json.loads(
                 Path(path).read_text(encoding="utf-8"), object_pairs_hook=each_once)
-            for name in READINGS:
+            for name in (*READINGS, "secrets"):  # the latter: of older versions
                 content.pop(name, None)
             kind = _kind(name) if (name := content.pop("kind", None)) else cls
             for name in ("mechanisms", "spent", "planned"):
@@ -338,55 +324,10 @@ class Guarantee:
             raise ValueError(f"{path} is not a guarantee that this version can read "
                              f"({error})") from error
 
-# %% ../nbs/1_start/08_guarantee.ipynb #guarantee-fields
-@dataclass
-class Facts:
-    "What a guarantee is made of; @def-guarantee."
-    mechanisms: list[SampledGaussian] # what was released; none: nothing is promised
-    _: KW_ONLY
-    target_delta: float               # the delta at which epsilon is stated
-    spent: list[SampledGaussian] = field(default_factory=list)   # as charged, by draw
-    planned: list[SampledGaussian] = field(default_factory=list) # before the first draw
-    unit: str = "example"             # one of these may be added or removed
-    adjacency: str = "add/remove one unit" # which data sets are neighbours
-    accountant: str = "prv"           # "prv" | "rdp"
-    assumed_public: list[str] = field(default_factory=list) # known to everybody
-    uncharged: list[str] = field(default_factory=list) # looked at private data, unpaid
-    checked: list[str] = field(default_factory=list)   # in the run, and held
-    secrets: list[str] = field(default_factory=list)   # kept; they undo the noise
-    reproducible: bool = False        # by a seed: whoever knows it sees the sums
-    secure_mode: bool | None = None   # no low-order bit tells more; None: not recorded
-    clip: float | None = None         # bound on one unit's 2-norm
-    clipping: str = "flat"            # "flat" | "automatic"
-    method: str = ""                  # what trained
-    run: str = ""                     # its name in the ledger
-    ledger_head: str = ""             # hash of the published ledger's last row
-    versions: dict[str, str] = field(default_factory=installed_versions)
-    private: bool | None = None       # None: whether there is a mechanism
-    unpaid: str = ""                  # uncharged, without noise: nothing is promised
-    others: bool | None = None        # the ledger has charged more; None: unsaid
-    statement: Statement = field(default_factory=Statement) # what only people know
-    files: dict[str, str] = field(default_factory=dict) # beside it: SHA-256
-    data: str = ""                    # a fingerprint, in older files; read and dropped
-
-    def __post_init__(self) -> None:
-        self.data, private = "", self.private
-        if not 0 < self.target_delta < 1:
-            raise ValueError(f"target_delta={self.target_delta}: it must lie strictly "
-                             "between 0 and 1")
-        self.private = (bool(self.mechanisms) if private is None else private) \
-            and not self.unpaid
-
-# %% ../nbs/1_start/08_guarantee.ipynb #guarantee-secrets
+# %% ../nbs/1_start/08_guarantee.ipynb #guarantee-checked
 CHECKED = ("no example's loss depends on another example",
            "per-example gradients agree with one backward pass for each example",
            "no layer mixes examples")
-
-def secrets_in(folder: Path | None) -> list[str]:  # of a run's checkpoint
-    "What would undo the noise and still exists."
-    if folder is None or not (folder / "run.json").exists():
-        return []
-    return [f"the key of the noise and the last state, in {folder.name}"]
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-promised
 def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
@@ -401,7 +342,7 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
         uncharged=[*unpaid, *engine.uncharged], method=repr(engine.method),
         reproducible=engine.keystream.reproducible, secure_mode=given.secure_mode,
         clip=plan.clip, clipping=plan.clipping, private=charges,
-        run=engine.store.run if charges else "", ledger_head=account.head,
-        secrets=secrets_in(engine.store.folder),
-        statement=given.statement or Statement(),
-        checked=list(CHECKED) if plan.private and engine.t else [])
+        run=account.run if charges else "", ledger_head=account.head,
+        independent=engine.independent, statement=given.statement or Statement(),
+        checked=list(CHECKED) if plan.private and given.check and account.claims else [],
+        not_checked=list(engine.not_checked))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Run', 'check_as_left', 'free_folder', 'check_way', 'write_run', 'score_report', 'load', 'fine_tune', 'checked_before',
            'charge_told', 'about_to_begin', 'kept', 'UnsavedWarning', 'keep', 'progress_is_due', 'Progress', 'Loop',
-           'walk', 'put_average', 'after_step', 'score_step', 'score_the_end', 'save_state', 'restore_state',
-           'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
+           'walk', 'put_average', 'checkpoint_is_due', 'after_step', 'score_step', 'score_the_end', 'save_state',
+           'restore_state', 'entry_of', 'tell_step', 'stop_early', 'stopping_politely', 'leave']
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-imports
 import json
@@ -29,24 +29,21 @@ from .callbacks import Callbacks, check_stopping, checked_callbacks, noisy_norm
 from .callbacks import put_states, states_of, tell_scores
 from .card import check_statement, how_to_load
 from .datasets import Task, unit_for
-from .engine import Engine, close_account
+from .engine import Engine
 from .evaluation import (
     Evaluation, checked_evaluation, make_evaluation, put_scores, scores_state)
+from .checkpoint import START, earlier_runs, note_of, note_run
 from .guarantee import Guarantee, visible_files
-from .identity import FINE_TUNE, is_as_left
 from .ledger import Ledger
 from .method import Method, check_method
+from .models import description_of
 from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
-from .processes import at_first_signal, plain_of, speaks
-from .provenance import START, came_from, description_of
-from .rows import check_not_owned
-from .saving import check_room, files_of_run, read_model, write_model
+from .processes import at_first_signal, speaks
+from .saving import (
+    KEPT, check_room, check_target, files_of_run, read_model, taking_place, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
-from .store import (
-    KEPT, check_target, clear_abandoned, nothing_left, own_ledger, taking_place,
-    unless_begun)
 from .updates import Updates, check_rates
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-run
@@ -61,7 +58,7 @@ class Run:
     ledger: Ledger | None = None    # what was charged, on the process that keeps it
     score_guarantee: Guarantee | None = None # to the rows of charged scores
     unsaved: str = ""               # why it is not where it was to be saved, in words
-    left: str = ""                  # fingerprint of the final weights; empty: not taken
+    runs: frozenset[str] = frozenset() # that had trained the model when this one ended
 
     @property
     def epsilon(self) -> float:
@@ -98,26 +95,19 @@ class Run:
         overwrite: bool = False,     # whether a run that is there may be replaced
         alone: bool = True,          # whether to refuse files that no run wrote
     ) -> None:
-        """Write weights, guarantee and model card into a folder; @sec-saving.
-        ValueError for a model that was changed after the run."""
-        held, plain = self.model, plain_of(self.model) # of one in shards, by all
-        try:
-            if plain is not None:
-                self.model = plain
-                owned = None if self.ledger is None else self.ledger.path
-                folder = free_folder(path, overwrite, alone, ledger=owned)
-                write_run(self, folder, whole)
-                self.unsaved = ""
-        finally:
-            self.model = held
+        "Write weights, guarantee and model card into a folder; @sec-saving."
+        owned = None if self.ledger is None else self.ledger.path
+        write_run(self, free_folder(path, overwrite, alone, ledger=owned), whole)
+        self.unsaved = ""
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-as-left
 def check_as_left(run: Run) -> None:
-    "ValueError for a model that was changed after its run."
-    if run.left and not is_as_left(run.model, run.left):
-        raise ValueError("the model was changed after its run ended, and the run's "
-                         "guarantee does not cover the change: save a run before its "
-                         "model is trained on or converted, or change a copy of it, "
+    "ValueError for a model that another run has trained since."
+    later = {note["run"] for note in earlier_runs(run.model)} - run.runs
+    if run.runs and later:
+        raise ValueError(f'run "{min(later)}" has trained this model since, and the '
+                         "guarantee does not cover that; save a run before its model "
+                         "is trained on, or train a copy of it, "
                          "copy.deepcopy(run.model)")
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-write-run
@@ -130,8 +120,6 @@ def free_folder(
     "A folder that a run may be saved in; ValueError for any other."
     if not str(path):
         raise ValueError("the name of the folder to save in is empty; give one")
-    clear_abandoned(Path(path))
-    check_not_owned(Path(path) / "ledger.sqlite")
     folder = check_target(path, overwrite, **secret)
     own = {*files_of_run(folder), *KEPT}
     other = next((name for name in visible_files(folder) if name not in own), None)
@@ -197,10 +185,13 @@ def load(
         raise ValueError(f"{folder} is not a saved run: it has no dpft.json; pass a "
                          "folder that run.save(path) wrote")
     try:
-        return came_from(read_model(folder, description, model), folder)
+        found = read_model(folder, description, model)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} cannot be read ({type(error).__name__}); take "
                          "another copy of the folder") from error
+    if (note := note_of(folder)) is not None:
+        note_run(found, [name for name, _ in found.named_parameters()], note)
+    return found
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-fine-tune
 @takes_settings("engine", "loop")
@@ -215,24 +206,25 @@ def fine_tune(
     groups = ("engine", "loop")
     given = settings_from("fine_tune", groups, {"epsilon": epsilon, **knobs})
     check_method(method)
-    with nothing_left(given.output, given.ledger, own_ledger(given.checkpoint),
-                      given.cache_folder):
-        settings, callbacks = checked_before(given, train)
-        ready = prepare(model, train, settings.tokenizer, settings.columns,
-                        settings.unit, collate_fn=settings.collate_fn,
-                        loss_fn=settings.loss_fn)
-        ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
-        start = f"{START} ({ready.origin})"
-        engine = Engine(ready.model, settings.loss_fn, method, ready.train,
-                        assumed_public=[*ready.assumed_public, start],
-                        settings=settings, loop=FINE_TUNE)
-        with unless_begun(engine.store):
-            evaluation = make_evaluation(engine, settings.evaluate, ready)
-            loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
-            engine.processes.first(lambda: about_to_begin(loop, ready))
-            with charge_told(engine):
-                loop.run()
-            return kept(loop, ready)
+    settings, callbacks = checked_before(given, train)
+    ready = prepare(model, train, settings.tokenizer, settings.columns,
+                    settings.unit, collate_fn=settings.collate_fn,
+                    loss_fn=settings.loss_fn)
+    ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
+    start = f"{START} ({ready.origin})"
+    engine = Engine(ready.model, settings.loss_fn, method, ready.train,
+                    assumed_public=[*ready.assumed_public, start],
+                    settings=settings, loop="fine_tune")
+    try:
+        evaluation = make_evaluation(engine, settings.evaluate, ready)
+        loop = Loop(engine, evaluation, callbacks, ready.tokenizer)
+        engine.processes.first(lambda: about_to_begin(loop, ready))
+        with charge_told(engine):
+            loop.run()
+        return kept(loop, ready)
+    except BaseException:
+        engine.account.close()
+        raise
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-before
 def checked_before(
@@ -256,16 +248,15 @@ def checked_before(
 @contextmanager
 def charge_told(engine: Engine) -> Iterator[None]:
     "An error of a run that a ledger has charged says so, in a note."
-    held, given = engine.account.held, engine.settings
+    given = engine.settings
     try:
         yield
     except Exception as error:
-        if (held is not None and given.ledger is not None and engine.charges
-                and engine.store.run in held.runs()):
+        if given.ledger is not None and engine.charges and engine.account.begun:
             way_out = ("the same call continues it" if given.checkpoint is not None
                        else "with checkpoint= the same call would continue it")
-            error.add_note(f"{held.path} has charged the plan of this run; "
-                           f"{way_out}")
+            error.add_note(f"{getattr(given.ledger, 'path', given.ledger)} has charged "
+                           f"the plan of this run; {way_out}")
         raise
 
 def about_to_begin(loop: "Loop", ready: Prepared) -> None:
@@ -279,15 +270,14 @@ def about_to_begin(loop: "Loop", ready: Prepared) -> None:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-kept
 def kept(loop: "Loop", ready: Prepared) -> Run:
-    "The finished run, saved where that was requested, with its secret removed."
+    "The finished run, saved where that was requested; its checkpoint is emptied."
     engine, first = loop.engine, loop.engine.processes.is_first
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
               engine.ledger if first else None, loop.evaluation.guarantee,
-              left=engine.left)
-    if engine.settings.output is not None and (first or engine.processes.sharded):
+              runs=frozenset(note["run"] for note in earlier_runs(engine.model)))
+    if engine.settings.output is not None and first:
         keep(run, engine)
-    engine.remove_secrets()
-    run.guarantee = replace(run.guarantee, secrets=engine.secrets)
+    engine.close()
     return run
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-keep
@@ -296,22 +286,19 @@ class UnsavedWarning(UserWarning):
 
 def keep(run: Run, engine: Engine) -> None:
     "Save a run where requested; if that fails, say what is kept, and where."
-    given, secrets = engine.settings, run.guarantee.secrets
-    left = engine.secrets if given.keep_secrets else []
-    run.guarantee = replace(run.guarantee, secrets=left)
+    given, folder = engine.settings, engine.account.folder
     try:
         run.save(given.output, overwrite=given.overwrite, alone=False)
     except Exception as error:  # whatever it is, the run has been paid for
-        run.guarantee = replace(run.guarantee, secrets=secrets)
         run.unsaved = f"{given.output} could not be written ({error})"
         room = re.search("No space left|disk is full|[Qq]uota", str(error))
-        if engine.store.folder is None:
+        if folder is None:
             warnings.warn(f"the run is complete and in memory, but {run.unsaved}; "
                           f"{'make room and ' * bool(room)}call run.save(path)",
                           UnsavedWarning, stacklevel=4)
             return
         raise ValueError(f"the run is complete, but {run.unsaved}; its last state is "
-                         f"in {engine.store.folder}, and {'with room ' * bool(room)}"
+                         f"in {folder}, and {'with room ' * bool(room)}"
                          "the same command saves it without spending more") from error
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress
@@ -362,7 +349,7 @@ class Loop:
         self.callbacks = Callbacks(engine, list(callbacks), {
             "model": engine.model, "processing_class": tokenizer,
             "optimizer": self.updates.optimizer, "lr_scheduler": self.updates.schedule})
-        self.every = engine.settings.checkpoint_every or max(1, engine.plan.steps // 10)
+        self.every = engine.settings.checkpoint_every
         self.history: list[dict[str, Any]] = []
         self.saved, self.stopped = 0, False # step of the last checkpoint; by a callback
         if state := engine.resume(self.updates.optimizer, self.updates.schedule):
@@ -415,6 +402,15 @@ def put_average(loop: Loop) -> None:
         loop.updates.average.put()
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-after
+def checkpoint_is_due(loop: Loop) -> bool:
+    "Every so many steps; by default each step while the state is small, @sec-checkpoints."
+    engine = loop.engine
+    if loop.every is not None:
+        return engine.t % loop.every == 0
+    size = 12 * sum(p.numel() for p in engine.parameters())  # with AdamW's moments
+    folder = engine.account.checkpoint
+    return engine.processes.first(lambda: folder is not None and folder.due(size))
+
 def after_step(loop: Loop) -> None:
     "The score and the checkpoint of a step, where due; the end, if told to stop."
     engine, evaluation = loop.engine, loop.evaluation
@@ -422,7 +418,7 @@ def after_step(loop: Loop) -> None:
     last = engine.t == engine.plan.steps
     if last:
         evaluation.announce(last)
-    if engine.t % loop.every == 0 or last or paid or engine.stops:
+    if last or paid or engine.stops or checkpoint_is_due(loop):
         save_state(loop)
     if engine.stops:
         leave(engine)
@@ -486,7 +482,7 @@ def tell_step(loop: Loop, progress: Progress) -> bool:
         tell_scores(callbacks, loop.history[-1]["scores"], evaluation.higher)
     if callbacks.asks("should_save"):
         save_state(loop)
-    if loop.saved == engine.t and engine.store.folder is not None:
+    if loop.saved == engine.t and engine.account.folder is not None:
         callbacks.tell("on_save")
     return callbacks.asks("should_training_stop")
 
@@ -502,7 +498,7 @@ def stop_early(loop: Loop) -> None:
     loop.evaluation.announce(last=True)
     save_state(loop)
     put_average(loop)
-    close_account(engine)      # the secret stays until the model is kept
+    engine.end()               # the checkpoint stays until the model is kept
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-stop
 @contextmanager
@@ -510,7 +506,7 @@ def stopping_politely(engine: Engine) -> Iterator[None]:
     "While it is open, the first SIGTERM or SIGINT asks for a stop after a step."
     def told(number: int) -> None:
         engine.told = number
-    if engine.processes.first(lambda: engine.store.folder is not None):
+    if engine.processes.first(lambda: engine.account.folder is not None):
         with at_first_signal(told):
             yield
     else:
@@ -521,6 +517,6 @@ def leave(engine: Engine) -> None:
     "Say where the state is, and end the process."
     if engine.processes.is_first and speaks():
         print(f"dpft: told to stop; the state after step {engine.t} of "
-              f"{engine.plan.steps} is in {engine.store.folder}, and the same command "
+              f"{engine.plan.steps} is in {engine.account.folder}, and the same command "
               "continues from it", file=sys.stderr, flush=True)
     raise SystemExit(128 + (engine.told or signal.SIGTERM))

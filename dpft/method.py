@@ -24,14 +24,13 @@ from .datasets import Public
 from .forms import Groups
 from .gradients import gradients as gradients
 from .gradients import per_example_norms as per_example_norms
-from .identity import check_disjoint_rows, fingerprint
+from .identity import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .norms import Block
 from .norms import Partition as Partition
 from .oracle import Batch, LossFunction, trainable
 from .plan import Plan
 from .privacy import Request
-from .settings import Parts, Reading, package_of, parts_of
 
 # %% ../nbs/1_start/12_method.ipynb #method-overridden
 def overrides(
@@ -168,56 +167,6 @@ def arguments_of(
             yield from map(shown, value)
         else:
             yield f"{name}={shown(value)}"
-
-# %% ../nbs/1_start/12_method.ipynb #method-identity
-@parts_of.register(Method)
-def _(value: Method, reading: Reading) -> Parts:
-    if before := reading.met(value):
-        yield before
-        return
-    yield from parts_of(type(value), Reading(package_of(value), reading.seen))
-    try:
-        for name, argument, _ in given_to(value):
-            yield name
-            yield from parts_of(argument, reading)
-        if not type(value).__module__.startswith("dpft.") and _holds_more(value):
-            yield None
-    except TypeError:                        # an argument that was not kept
-        yield None
-
-# %% ../nbs/1_start/12_method.ipynb #method-identity-holds
-def _holds_more(method: Method) -> bool:
-    """Whether a newly made object holds more than its arguments,
-    so that something in it came from elsewhere."""
-    given = list(given_to(method))
-    places: list[Any] = []
-    named: dict[str, Any] = {}
-    for name, value, kind in given:
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            places += value
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        elif kind is inspect.Parameter.KEYWORD_ONLY:
-            named[name] = value
-        else:
-            places.append(value)
-    try:
-        new = type(method)(*places, **named)
-    except Exception:    # of any kind: it is made of more than its arguments
-        return True
-    own = {name: value for name, value in vars(new).items()
-           if name not in {name for name, *_ in given}}
-    return any(value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-               for value in own.values())
-
-# %% ../nbs/1_start/12_method.ipynb #method-identity-public
-@parts_of.register(Public)
-def _(value: Public, reading: Reading) -> Parts:
-    yield value.source
-    try:
-        yield fingerprint(value)
-    except ValueError:                       # rows of a kind that has no fingerprint
-        yield None
 
 # %% ../nbs/1_start/12_method.ipynb #method-access
 class NotRunning(ValueError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import warnings
@@ -24,17 +25,17 @@ from .forms import Contribution, Dense, full
 from .layer_rules import RULES, Rule, channel_bias, sum_after
 from .losses import default_loss, to_device, unwrapped
 from .networks import BUILT
-from .provenance import check_saved, description_of
 from .registry import did_you_mean
 from .sampling import gather
 from .texts import collate_for
 
 # %% auto #0
 __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
-           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'load_pretrained', 'load_tokenizer',
-           'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d',
-           'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics',
-           'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
+           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'description_of', 'check_saved',
+           'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm',
+           'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class',
+           'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes',
+           'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -193,6 +194,29 @@ def expanded(
         if hasattr(owner, mark):
             delattr(owner, mark)
     model.is_quantized = False
+
+# %% ../nbs/5_notes/74_models.ipynb #models-saved
+def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
+    "What a saved run says of its model; ValueError if that is damaged."
+    path = folder / "dpft.json"
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); take another copy of the "
+                         "folder") from error
+
+def check_saved(folder: Path) -> None:
+    "ValueError for a saved run whose weights Transformers would not find."
+    said = description_of(folder)
+    if said is None:
+        return
+    part = said.get("part")
+    if part or said.get("added") or said.get("adapters"):
+        what = "only what a run trained" if part else "layers that a run added"
+        raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
+                         "in its place, and the model that it returns can train on")
 
 # %% ../nbs/5_notes/74_models.ipynb #models-load-transformers
 def _load_transformers(

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['Context', 'SHARE', 'GRID_BITS', 'GRID_REACH', 'from_seed', 'test_salt', 'cipher_bits', 'generator_state',
            'drawn_below', 'box_muller', 'cipher_pieces', 'part_of', 'add_pieces', 'usable_cores', 'threads',
-           'side_by_side', 'Keystream', 'digests', 'bytes_of', 'raw_bytes', 'take_tensor', 'factors_of',
-           'device_hashes', 'flat_scale', 'noise_jobs', 'Noise', 'secure_pieces', 'noise_key', 'grid_step', 'on_grid',
-           'perturbed_on_grid', 'secure_std']
+           'side_by_side', 'Keystream', 'bytes_of', 'raw_bytes', 'flat_scale', 'noise_jobs', 'secure_pieces',
+           'grid_step', 'on_grid', 'perturbed_on_grid', 'secure_std']
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-imports
 import hashlib
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import LongTensor, Tensor
 
-from .device_noise import BLOCK, CHUNK, PRIME, ROWS, device_pieces, hashed
+from .device_noise import CHUNK, device_pieces
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-encode
 Context = str | int | bytes
@@ -196,17 +195,33 @@ class Keystream:
         self.reproducible = isinstance(secret, int)
         secret = os.urandom(32) if secret is None else secret
         self.secret: bytes = from_seed(secret) if isinstance(secret, int) else secret
+        self.process, self.used = os.getpid(), 0
         if len(self.secret) != 32:
             raise ValueError(
                 f"a secret has 32 bytes, this one has {len(self.secret)}; "
                 "use os.urandom(32)")
-        self.factors: dict[torch.device, Tensor] = {}    # of digests on devices
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a keystream is not copied, for two copies would add one noise "
+                        "to two sums; make a new one")
+
+    __copy__ = __reduce__
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce__()
+
+    def fresh(self) -> int:
+        "A number for a context, which this stream has never given before."
+        self.used += 1
+        return self.used
 
     def key(
         self,
         *context: Context,  # its use, e.g. "noise", step, digest
     ) -> bytes:             # (32,)
         "A key that looks random without the secret; keyed BLAKE2b."
+        if self.process != os.getpid() and not self.reproducible:  # after a fork
+            self.secret, self.process = os.urandom(32), os.getpid()
         return hashlib.blake2b(
             b"".join(map(_encode, context)), key=self.secret, digest_size=32).digest()
 
@@ -220,15 +235,6 @@ class Keystream:
         torch.default_generator.set_state(generator_state(self.key("state", *context)))
         for generator in others:
             generator.manual_seed(self.seed(*context))
-
-    def digest(
-        self,
-        tensor: Tensor,  # of any shape, on any device
-        *context: Context,
-    ) -> str:            # 64 hex digits
-        """Keyed digest of a tensor's type, shape and bytes:
-        names a sum without revealing it."""
-        return digests(self, [tensor], [context])[0]
 
     def bernoulli(
         self,
@@ -276,27 +282,7 @@ class Keystream:
         "The tasks that add noise to a sum on the CPU; `noise_jobs`."
         return noise_jobs(self, total, std, *context)
 
-# %% ../nbs/5_notes/54_noise.ipynb #noise-digests
-def digests(
-    stream: Keystream,
-    values: Sequence[Tensor],          # of any shapes, on any devices
-    contexts: Sequence[tuple],         # of each
-) -> list[str]:                        # 64 hex digits each
-    "`Keystream.digest` of several tensors, with one transfer from each device."
-    there = [value for value in values if value.device.type != "cpu"]
-    found = iter(device_hashes(stream, there))
-    raws = [next(found) if value.device.type != "cpu" else raw_bytes(value)
-            for value in values]
-    def one(raw: np.ndarray, value: Tensor, context: tuple) -> str:
-        way = () if value.device.type == "cpu" else ("on a device",)
-        key = stream.key("digest", str(value.dtype), *value.shape, "of", *context, *way)
-        return hashlib.blake2b(
-            memoryview(raw), key=key,  # type: ignore[arg-type]
-            digest_size=32).hexdigest()
-    return side_by_side(
-        lambda each: one(*each), [*zip(raws, values, contexts, strict=True)])
-
-# %% ../nbs/5_notes/54_noise.ipynb #noise-device-hashes
+# %% ../nbs/5_notes/54_noise.ipynb #noise-bytes
 def bytes_of(value: Tensor) -> Tensor:
     "The bytes of a tensor in a row, where it lies; also of one number with a stride."
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -305,38 +291,6 @@ def bytes_of(value: Tensor) -> Tensor:
 def raw_bytes(value: Tensor) -> np.ndarray:
     "The bytes of a tensor on the CPU."
     return bytes_of(value).numpy()
-
-def take_tensor(
-    digest: Any,       # a hash of hashlib
-    value: Tensor,     # on the CPU
-    name: str = "",
-) -> None:
-    "Feed a tensor's name, shape and bytes to a hash."
-    digest.update(f"{name}{tuple(value.shape)}".encode())
-    digest.update(memoryview(raw_bytes(value)))  # type: ignore[arg-type]
-
-def factors_of(
-    stream: Keystream, device: torch.device,
-) -> Tensor:  # (4, 2^16) int64 below the prime
-    "The factors by which the bits of a sum on a device are multiplied, from a key."
-    if device not in stream.factors:
-        bits = cipher_bits(stream.key("digest", "factors"), ROWS * BLOCK)
-        made = np.concatenate([(chunk % np.uint64(PRIME)).astype(np.int64)
-                               for chunk in bits])
-        stream.factors[device] = torch.from_numpy(made).view(ROWS, BLOCK).to(
-            device, non_blocking=True)
-    return stream.factors[device]
-
-def device_hashes(stream: Keystream, values: Sequence[Tensor]) -> list[np.ndarray]:
-    "For each tensor, the integers that identify it, fetched from each device at once."
-    parts = [hashed(value, factors_of(stream, value.device)) for value in values]
-    devices = [*dict.fromkeys(part.device for part in parts)]
-    fetched = {
-        device: iter(
-            torch.cat([part for part in parts if part.device == device]).cpu().split(
-                [len(part) for part in parts if part.device == device]))
-        for device in devices}
-    return [raw_bytes(next(fetched[part.device])) for part in parts]
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-add
 def flat_scale(std: Tensor | float, like: Tensor) -> Tensor | float:
@@ -360,30 +314,6 @@ def noise_jobs(
                    part_of(scale, here))
     return [partial(add, start) for start in range(0, len(flat), SHARE)]
 
-# %% ../nbs/5_notes/54_noise.ipynb #noise-protocol
-class Noise(Protocol):
-    "A source of noise for sums."
-
-    def normal(
-        self, shape: Sequence[int], std: float, *context: Context,
-        device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        "Gaussian noise; from torch's generator if not on the CPU."
-        ...
-
-    def secure_normal(
-        self, shape: Sequence[int], *context: Context,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        "Standard normal noise for secure mode, float64."
-        ...
-
-    def jobs(
-        self, total: Tensor, std: Tensor | float, *context: Context,
-    ) -> list[Callable[[], None]]:
-        "The tasks that add noise to a sum on the CPU, in any order."
-        ...
-
 # %% ../nbs/5_notes/54_noise.ipynb #noise-secure-pieces
 def secure_pieces(
     stream: Keystream,
@@ -399,19 +329,6 @@ def secure_pieces(
              for key in keys]
     for first, *others in zip(*draws, strict=True):
         yield sum(others, first)
-
-# %% ../nbs/5_notes/54_noise.ipynb #noise-seed-key
-def noise_key(
-    digest: str,             # of the sum that is about to be released
-    # the digest that the ledger holds first for this mechanism and step, or None
-    first: str | None,
-    # whether the run has a seed and an identity that determines its sums, and
-    # no draw had two sums before this one
-    portable: bool,
-) -> str: # added to the name in the key of the noise: nothing, or the digest
-    """The digest, if noise is keyed by the sum that it is added to as well as by name;
-    @lem-seed."""
-    return "" if portable and first in (None, digest) else digest
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-grid
 # the step is 2^-30 times the largest power of two that is no more than the standard
@@ -438,7 +355,7 @@ def on_grid(
 def perturbed_on_grid(
     total: Tensor,
     std: Tensor | float,
-    keystream: Noise | None,       # None: no noise, only rounding
+    keystream: Keystream | None,       # None: no noise, only rounding
     *context: str | int,
 ) -> Tensor:                       # float64
     "A sum plus its noise, both rounded to one grid; @lem-grid."

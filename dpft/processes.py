@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'SAME_INPUT', 'SAME_CHOICE', 'ProcessError', 'reached', 'tried', 'told_by_first', 'gathered',
-           'refuse_unlike', 'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'local',
-           'whole', 'plain_of', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal',
-           'worker_context']
+           'refuse_unlike', 'flattened', 'unflattened', 'take_over', 'Processes', 'check_whole', 'form', 'launched',
+           'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal', 'worker_context']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
 import multiprocessing
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .noise import Keystream, Noise, bytes_of
+from .noise import bytes_of
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-error
 class ProcessError(ValueError):
@@ -131,7 +130,6 @@ SAME_CHOICE = ("a method must draw its choices from torch's generator, which is 
 class Processes:
     """The processes of one run, as in torch.distributed;
     with one process every method is trivial. @sec-one-draw"""
-    sharded = False  # whether the model is sharded over several
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized()
@@ -165,25 +163,6 @@ class Processes:
         @sec-agree."""
         refuse_unlike([] if self.alone else self.gather(values), way_out)
 
-    def perturbed(
-        self,
-        total: Tensor, # this process's sum
-        keystream: Keystream,
-        # the noise of this stream, if any
-        add: Callable[[Tensor, Noise | None], Tensor],
-    ) -> Tensor:
-        "A sum with its noise, which the first process adds."
-        return add(total, keystream if self.is_first else None)
-
-    def idle(self, batches: int) -> int:
-        """In how many passes a process takes part after its own batches:
-        none if it holds the whole model."""
-        return 0
-
-    def together(self, work: Callable[[], Result]) -> Result:
-        "What `work`, which runs the model, returns on the first process, sent to all."
-        return self.first(work)
-
     def total(
         self,
         sums: dict[str, Tensor], # this process's; the same names and shapes on all
@@ -212,7 +191,7 @@ def check_whole(model: nn.Module) -> None:
     if any(kind.startswith("torch.distributed.pipelining") for kind in kinds):
         raise ValueError(
             "the model is a stage of a pipeline, so no process sees an example's whole "
-            "gradient; pass the whole model, cut by fully_shard or parallelize_module")
+            "gradient; pass the whole model to every process")
     parts = model.modules if isinstance(model, nn.Module) else list
     if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in parts()):
         raise ValueError(
@@ -222,32 +201,18 @@ def check_whole(model: nn.Module) -> None:
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in parts()):
         raise ValueError(
             "the model is wrapped in FullyShardedDataParallel, which flattens its "
-            "layers' parameters; apply torch.distributed.fsdp.fully_shard to it "
-            "instead")
+            "layers' parameters; pass the whole model to every process")
+    if isinstance(model, nn.Module) and any(
+            hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ValueError(
+            "the model is divided over processes, as by fully_shard or "
+            "parallelize_module; pass the whole model to every process")
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-form
 def form(model: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
     "Name, shape and type of everything in a model, in order."
     named = (*model.named_parameters(), *model.named_buffers())
     return [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
-
-# %% ../nbs/5_notes/77_processes.ipynb #processes-local
-def local(values: Tensor) -> Tensor:
-    "The entries of a tensor that this process keeps."
-    return values.to_local() if hasattr(values, "to_local") else values
-
-def whole(values: Tensor) -> Tensor:
-    "All entries of a tensor, gathered; all processes call it together."
-    return values.full_tensor() if hasattr(values, "full_tensor") else values
-
-# %% ../nbs/5_notes/77_processes.ipynb #processes-plain-of
-def plain_of(model: nn.Module) -> nn.Module | None:
-    """A sharded model as a whole one, on the first process;
-    other models as they are."""
-    if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        return model
-    from dpft.sharded_state import plain_copy
-    return plain_copy(model)
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start
 def launched() -> bool:
@@ -345,7 +310,6 @@ def at_first_signal(
         yield
     finally:
         put_back()
-
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-workers
 def worker_context(

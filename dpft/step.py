@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Drawn', 'taken', 'Draws', 'add_bounded', 'add_plain',
-           'Lowered', 'with_precision', 'perturbed', 'each_perturbed', 'key_of_sums', 'Releases', 'forget_gradients',
-           'write_gradients', 'pack', 'unpack', 'Step']
+           'Lowered', 'with_precision', 'add_noise', 'release', 'forget_gradients', 'write_gradients', 'pack', 'unpack',
+           'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .account import Account, Counted
+from .account import Counted
 from .forms import Groups, full
 from .gradients import gradients
 from .losses import to_device
-from .noise import SHARE, Keystream, Noise, digests, perturbed_on_grid, side_by_side
+from .noise import SHARE, Keystream, perturbed_on_grid, side_by_side
 from .norms import new_sums
 from .oracle import Batch, LossFunction, batch_rows, per_example_losses
-from .processes import SAME_CHOICE, Processes
+from .processes import Processes
 from .sampling import Part, Population, gather, parts_of
 from .sampling import poisson_draw, random_state
 from .updates import MaskedEntries
@@ -172,13 +172,13 @@ def with_precision(loss_fn: LossFunction, precision: str | None) -> LossFunction
     return loss_fn if precision is None else Lowered(loss_fn)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-perturb
-def perturbed(
+def add_noise(
     total: Tensor,                 # one sum, of any shape; its memory is used
     std: Tensor | float,           # standard deviation of each entry's noise
-    keystream: Noise,
+    keystream: Keystream,
     *context: str | int,           # names the noise
 ) -> Tensor:
-    "A sum with its noise; @lem-seed."
+    "A sum with its noise; @lem-claims."
     if total.device.type != "cpu":
         noise = keystream.normal(total.shape, 1.0, "noise", *context,
                                  device=total.device, dtype=total.dtype)
@@ -188,84 +188,32 @@ def perturbed(
     return total
 
 # %% ../nbs/1_start/05_step.ipynb #engine-noisy
-def each_perturbed(
-    sums: dict[str, Tensor],
-    add_noise: Callable[[str], Tensor],   # to the sum of this name
-) -> dict[str, Tensor]:
-    "All sums with their noise."
-    alone = [name for name, value in sums.items()
+def release(
+    keystream: Keystream,
+    processes: Processes,
+    name: str,                       # of the mechanism
+    number: int,                     # that was claimed
+    sums: dict[str, Tensor],         # this process's; their memory is used
+    stds: dict[str, Tensor | float], # standard deviation of each entry's noise
+    counts: Sequence[float] = (),    # numbers to add up along with them
+    secure_mode: bool = False,
+    private: bool = True,            # False: no noise, for epsilon = inf
+) -> tuple[dict[str, Tensor], list[float]]:
+    "The noisy sums over all processes, and the counts."
+    noisy = private and processes.is_first
+    def one(entry: str) -> Tensor:
+        context = name, number, entry
+        if secure_mode:
+            return perturbed_on_grid(sums[entry], stds[entry],
+                                     keystream if noisy else None, *context)
+        return (add_noise(sums[entry], stds[entry], keystream, *context) if noisy
+                else sums[entry])
+    large = [key for key, value in sums.items()
              if value.numel() > SHARE or value.device.type != "cpu"]
-    noisy = {name: add_noise(name) for name in alone}
-    others = [name for name in sums if name not in noisy]
-    noisy |= zip(others, side_by_side(add_noise, others), strict=True)
-    return {name: noisy[name] for name in sums}
-
-# %% ../nbs/1_start/05_step.ipynb #engine-key
-def key_of_sums(
-    keystream: Keystream, processes: Processes, name: str, number: int,
-    sums: dict[str, Tensor],            # this process's part
-    noise: str,                         # how they are perturbed, in public words
-) -> str:
-    "The digest of a release, the same on all processes."
-    found = digests(keystream, [*sums.values()], [(key,) for key in sums])
-    own = keystream.key("sums", name, number, noise, *found).hex()
-    every = processes.gather(own)
-    return (own if processes.alone
-            else keystream.key("processes", name, number, *every).hex())
-
-# %% ../nbs/1_start/05_step.ipynb #engine-releases
-@dataclass
-class Releases:
-    """The one place where sums over the training data become public:
-    charged, perturbed, added up."""
-
-    account: Account
-    keystream: Keystream
-    processes: Processes
-    secure_mode: bool
-    choice: str = ""        # what trains now, as a hash that all processes must share
-
-    def __call__(
-        self,
-        name: str,                       # of the mechanism
-        number: int,                     # of its step
-        sums: dict[str, Tensor],         # this process's
-        stds: dict[str, Tensor | float], # standard deviation of each entry's noise
-        counts: Sequence[float] = (),    # numbers to add up along with them
-        last: bool = False,              # whether the memory of the sums may be used
-    ) -> tuple[dict[str, Tensor], list[float]]:
-        "The noisy sums over all processes, and the counts."
-        key = self.charge(name, number, sums, stds)
-        def add_noise(entry: str) -> Tensor:
-            total = sums[entry] if last else sums[entry].clone()
-            return self.perturbed(total, stds[entry], name, number, key, entry)
-        return self.processes.total(each_perturbed(sums, add_noise), counts)
-
-    def charge(self, name: str, number: int, sums: dict[str, Tensor],
-               stds: dict[str, Tensor | float]) -> str:
-        """Write the release of these sums into the ledger; the key of their noise.
-        The same sums with different noise are a different release."""
-        self.account.begin()
-        shapes = [(key, tuple(value.shape), str(value.dtype))
-                  for key, value in sums.items()]
-        self.processes.check_alike(
-            SAME_CHOICE, choice_of_what_trains=self.choice, shape_of_a_sum=shapes)
-        if not self.account.plan.private:
-            return ""
-        scales = [std for std in stds.values() if not isinstance(std, Tensor)]
-        key = key_of_sums(self.keystream, self.processes, name, number, sums,
-                          f"{self.choice} {scales}")
-        return self.account.charge(name, number, key)
-
-    def perturbed(self, total: Tensor, std: Tensor | float,
-                  *context: str | int) -> Tensor:
-        "One sum with its noise, which one process adds to each entry."
-        def add(own: Tensor, stream: Noise | None) -> Tensor:
-            stream = stream if self.account.plan.private else None
-            if self.secure_mode:
-                return perturbed_on_grid(own, std, stream, *context)
-            return own if stream is None else perturbed(own, std, stream, *context)
-        return self.processes.perturbed(total, self.keystream, add)
+    found = {key: one(key) for key in large}
+    small = [key for key in sums if key not in found]
+    found |= zip(small, side_by_side(one, small), strict=True)
+    return processes.total({key: found[key] for key in sums}, counts)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
 def forget_gradients(model: nn.Module) -> None:
@@ -331,8 +279,7 @@ PART_OF_A_DRAW = (
     "gradient adds nothing")
 
 class Step(Counted):
-    """One logical step: iterate over its batches, `add` each, `privatize`,
-    your optimizer, `done`."""
+    "One step of DP-SGD: draw, clip, add noise, average; its number was claimed before."
     drawn = privatized = finished = False
 
     def __init__(self, engine: Any):  # the engine of @sec-engine
@@ -351,13 +298,12 @@ class Step(Counted):
         return self._sums or {}
 
     def __iter__(self) -> Iterator[Batch]:
-        "1. Every unit enters with probability q; a physical batch holds whole units."
+        "2. Every unit enters with probability q; a physical batch holds whole units."
         if self.drawn:
             raise RuntimeError(TWICE_DRAWN.format(self.t))
         engine, self.drawn, self.left = self.engine, True, 1
         engine.draws.added = ()
-        return self._counting(engine.batches(
-            engine.plan.sample_rate, "train", self.t, views=True))
+        return self._counting(engine.batches("train", self.t, views=True))
 
     def _counting(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -366,7 +312,7 @@ class Step(Counted):
         self.left -= 1
 
     def add(self, batch: Batch) -> None:
-        "2. Clip each unit's gradient in every block, and add it to the sums."
+        "3. Clip each unit's gradient in every block, and add it to the sums."
         engine = self.engine
         if not self.batches:
             forget_gradients(engine.model)
@@ -380,7 +326,7 @@ class Step(Counted):
         self.tally.add(len(losses) // engine.population.copies, losses, norms)
 
     def privatize(self) -> None:
-        "3. Charge before anything exists that could leave; 4. add noise; 5. average."
+        "4. Add noise, 5. write the mean over the expected batch size."
         if self.privatized:
             raise RuntimeError(TWICE_PRIVATE.format(self.t))
         engine = self.engine
@@ -391,8 +337,8 @@ class Step(Counted):
         stds = {name: engine.spread[id(p)] for name, p in engine.trains.items()}
         packs, scales, held = pack(sums, stds)
         counts = [] if engine.processes.alone else self.tally.counts
-        noisy, found = engine.releases("train", self.t, packs, scales,
-                                       [*counts, engine.told], last=True)
+        noisy, found = engine.release("train", self.t, packs, scales,
+                                      [*counts, engine.told])
         shapes = {name: p.shape for name, p in engine.trains.items()}
         write_gradients(engine.model, engine.trains, unpack(noisy, held, shapes),
                         engine.plan.batch_size)

@@ -30,7 +30,7 @@ from .noise import Keystream
 from .plan import check_sizes, sizes_of, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
-from .provenance import restate
+from .checkpoint import restate
 from .registry import did_you_mean
 from .sampling import units_of
 from .scores import NoisyAccuracy, apart, check_measure, scorer

@@ -118,10 +118,12 @@ def _record(guarantee: Guarantee, book: Ledger) -> Iterator[str]:
     yield f"run {guarantee.run}: {names} as recorded before the first draw"
     planned = [m for run in guarantee.runs for m in book.planned(run)]
     spent, several = book.spent(guarantee.runs), len(plans) > 1
-    charged = {"planned": planned, "spent": spent, "mechanisms": spent}
+    stated = [m for run in guarantee.runs for m in book.stated(run)]
+    charged = {"planned": planned, "spent": spent, "mechanisms": spent,
+               "stated": stated}
     for name, recorded in charged.items():
-        stated = getattr(guarantee, name)
-        _agree(name, _lines(stated, several), _lines(recorded, several))
+        _agree(name, _lines(getattr(guarantee, name), several),
+               _lines(recorded, several))
     for m in guarantee.spent:
         yield f"{m.name}: {mechanism_text(m)}, as charged"
     if not all(book.finished(run) for run in guarantee.runs):

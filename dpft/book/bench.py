@@ -42,10 +42,10 @@ from torch.utils.data import TensorDataset
 from .. import Engine, Full, LayerFreeze, Method, Trainable
 from ..gradients import clipped_sum, reuse_memory
 from ..losses import example_losses
-from ..noise import Keystream
+from ..noise import Keystream, perturbed_on_grid
 from ..oracle import Batch, tensors
 from ..processes import worker_context
-from ..step import Lowered, perturbed, perturbed_on_grid
+from ..step import Lowered, add_noise
 from .contenders import (
     CONTENDERS, LOADED, LOWERED, MARGIN, MIB, WHOLE, Contender, Memory, Setting,
     WatchedLoss, alone, dpft_step, encoder, enter, free_memory, interleaved,
@@ -290,8 +290,7 @@ def number_ways(numbers: int, device: torch.device) -> dict[str, Callable[[], An
     stream, total = Keystream(0), torch.zeros(numbers, device=device)
     return {"torch.randn": lambda: torch.randn(numbers, device=device),
             "update": lambda: total.add_(total, alpha=-1e-4),
-            "digest": lambda: stream.digest(total),
-            "noise": lambda: perturbed(total, 1.0, stream, "noise"),
+            "noise": lambda: add_noise(total, 1.0, stream, "noise"),
             "secure noise": lambda: perturbed_on_grid(total, 1.0, stream, "noise")}
 
 def measure_numbers(

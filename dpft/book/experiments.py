@@ -43,7 +43,6 @@ from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..processes import own_device
 from ..registry import method_from
 from ..sources import load_data
-from ..store import locked
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (
@@ -174,8 +173,10 @@ def make_record(
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     "Wait until no other process is in this block for the same folder."
-    number = locked(folder, wait=True)
+    import fcntl
+    number = os.open(folder, os.O_RDONLY)
     try:
+        fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
         os.close(number)

@@ -40,7 +40,6 @@ def account(
     ("Print what each run of a ledger has spent and what is left of its budget, or set "
      "the budget.")
     from dpft.ledger import Ledger
-    from dpft.store import nothing_left
 
     check_positive(delta=delta, budget=budget)
     changes, fresh = budget is not None or remove_budget, not ledger.exists()
@@ -55,8 +54,7 @@ def account(
     if budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
-    with (nothing_left(ledger),
-          Ledger(ledger, who=who, read_only=not changes) as book):
+    with Ledger(ledger, who=who, read_only=not changes) as book:
         if budget is not None and delta is not None:
             book.set_budget(budget, delta, reason=reason)
         elif remove_budget:
