@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpft import charging, checkpoint
-from dpft.charging import Ledger, PlanSpent
+from dpft import checkpoint, ledger
+from dpft.ledger import Ledger, PlanSpent
 from dpft.checkpoint import Checkpoint, CheckpointError, due, earlier_runs, facts, note_of, note_run, restore, sentence, snapshot
 from dpft.privacy import BudgetError
 
@@ -61,7 +61,7 @@ def drawn(draws: Path) -> list[str]:
 def killed_at(line: int, after: str, folder: Path, draws: Path) -> bool:
     "Run a step in a process of its own, which is killed at the so-manieth line that it comes to for the first time; whether it was."
     if (child := os.fork()) == 0:
-        seen, files = set(), {__file__, charging.__file__, checkpoint.__file__}
+        seen, files = set(), {__file__, ledger.__file__, checkpoint.__file__}
 
         def step(frame, event, _):
             if frame.f_code.co_filename not in files:
@@ -180,7 +180,7 @@ def test_the_plan_that_holds_is_the_recorded_one(tmp_path):
     with pytest.raises(CheckpointError, match="lacks rows"):
         again.begin(other, PLAN)
     again.head = ""                                            # killed before it noted the ledger's head
-    with pytest.raises(charging.LedgerError, match="has another plan: delta is 1e-06 in the ledger and 1e-05 now"):
+    with pytest.raises(ledger.LedgerError, match="has another plan: delta is 1e-06 in the ledger and 1e-05 now"):
         again.begin(other, PLAN)
     assert again.plan == PLAN
 
@@ -189,18 +189,18 @@ NET = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("what, now", [
-    ("model", (nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), "Full()", {"learning_rate": 0.1}, ["x"], 100)),
-    ("model", (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "Full()", {"learning_rate": 0.1}, ["x"], 100)),
-    ("method", (NET, "BiTFiT()", {"learning_rate": 0.1}, ["x"], 100)),
-    ("learning_rate", (NET, "Full()", {"learning_rate": 0.2}, ["x"], 100)),
-    ("epsilon", (NET, "Full()", {"learning_rate": 0.1, "epsilon": 2.0}, ["x"], 100)),
-    ("learning_rate", (NET, "Full()", {}, ["x"], 100)),
-    ("data", (NET, "Full()", {"learning_rate": 0.1}, ["y"], 100)), ("data", (NET, "Full()", {"learning_rate": 0.1}, ["x"], 200))])
+    ("model", (nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), "Full()", {"learning_rate": 0.1}, "100 examples of [x]")),
+    ("model", (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "Full()", {"learning_rate": 0.1}, "100 examples of [x]")),
+    ("method", (NET, "BiTFiT()", {"learning_rate": 0.1}, "100 examples of [x]")),
+    ("learning_rate", (NET, "Full()", {"learning_rate": 0.2}, "100 examples of [x]")),
+    ("epsilon", (NET, "Full()", {"learning_rate": 0.1, "epsilon": 2.0}, "100 examples of [x]")),
+    ("learning_rate", (NET, "Full()", {}, "100 examples of [x]")),
+    ("data", (NET, "Full()", {"learning_rate": 0.1}, "100 examples of [y]")), ("data", (NET, "Full()", {"learning_rate": 0.1}, "200 examples of [x]"))])
 def test_another_run_is_refused_by_what_differs(tmp_path, what, now):
-    Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, ["x"], 100)).begin(Ledger(), PLAN)
+    Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, "100 examples of [x]")).begin(Ledger(), PLAN)
     with pytest.raises(CheckpointError, match=rf"belongs to a run with another {what}: .* or choose an empty folder"):
         Checkpoint(tmp_path, facts(*now))
-    Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, ["x"], 100)).close()    # the lock was released
+    Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, "100 examples of [x]")).close()    # the lock was released
 
 
 def test_facts_have_no_address_of_this_process():
