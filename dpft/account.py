@@ -100,12 +100,14 @@ class Account:
         name: str,   # of a mechanism
         number: int, # that this process is at
     ) -> int:        # that it may draw for
-        """The mechanism's next number, on disk when this returns; `PlanSpent` when there
-        is none. A seeded run repeats its own, a run without a guarantee claims none."""
+        """The mechanism's next number, on disk when this returns; `PlanSpent` when
+        there is none. A seeded run repeats its own, one without a guarantee claims none.
+        """
         self.begin()
         if self.charges:
             own = number if self.seeded else None
-            number = self.processes.first(lambda: self.ledger.claim(self.run, name, own))
+            number = self.processes.first(
+                lambda: self.ledger.claim(self.run, name, own))
         self.claims[name] = max(self.claims.get(name, 0), number + 1)
         return number
 

@@ -95,9 +95,9 @@ def claim(guarantee: Guarantee) -> str:
 def _spending(guarantee: Guarantee) -> list[str]:
     "What a run says that ended before its plan did."
     if guarantee.independent:
-        return ["The run ended before its plan, for a reason that its owner declares to "
-                "depend on neither data nor outputs, and epsilon counts the steps that "
-                f"were taken: {guarantee.independent}."]
+        return ["The run ended before its plan, for a reason that its owner declares "
+                "to depend on neither data nor outputs, and epsilon counts the steps "
+                f"that were taken: {guarantee.independent}."]
     if guarantee.planned and guarantee.stated != list(guarantee.mechanisms):
         return ["The run stopped before the end of its plan. Epsilon is that of the "
                 "whole plan, because when to stop may have depended on what had been "

@@ -83,7 +83,7 @@ class Engine:
         assumed_public: Sequence[str] = (),
         # what the loop around does, in words that change when it does
         loop: str | None = None,
-        **keywords: Any,
+        **keywords: Any,                     # settings
     ):
         given = settings or settings_from(
             "Engine", ("engine",), {**keywords, "loss_fn": loss_fn})
@@ -120,8 +120,8 @@ class Engine:
         rows = f"{plan.size} {self.unit}s of {sorted(column_names(train))}"
         self.account = Account(
             plan, given, facts(model, method, given.facts() | {"loop": loop}, rows),
-            {"data": rows, "unit": self.unit, "method": repr(method), "seed": given.seed,
-             "secure_mode": given.secure_mode},
+            {"data": rows, "unit": self.unit, "method": repr(method),
+             "seed": given.seed, "secure_mode": given.secure_mode},
             self.processes, ", or ".join(self.context.unpaid))
         self.plan, self.charges = self.account.plan, self.account.charges
         self.t = self.account.steps                 # the number of the next step
@@ -240,10 +240,11 @@ class Engine:
             if not look:
                 self.not_checked = ["the first batch, since check=False"]
             return
-        rows = self._first_public(look) if isinstance(look, Public) else self._first_rows()
-        if rows is None:
+        found = (self._first_public(look) if isinstance(look, Public)
+                 else self._first_rows())
+        if found is None:
             return
-        batch, alone = rows
+        batch, alone = found
         modes = {module: module.training for module in self.model.modules()}
         try:
             if self.modes:
@@ -265,7 +266,8 @@ class Engine:
             batches = [*islice(self.draws.draw(rate, "check", attempt), 1)]
             if (batches and batch_rows(batches[0]) > 1) or rate == 1:
                 break
-        return (batches[0], partial(self.draws.collate, batches[0])) if batches else None
+        return ((batches[0], partial(self.draws.collate, batches[0])) if batches
+                else None)
 
     def _first_public(self, data: Public) -> Any:
         rows = torch.arange(min(len(data), self.plan.batch_size))
@@ -279,9 +281,11 @@ class Engine:
                 else self.population.collate_fn or collate_for(data))
 
     def batches(
-        self, name: str, number: int,   # a mechanism, and the number that it claimed
-        rate: float | None = None,      # None: of training
-        views: bool = False,            # pictures as `augment` has them
+        self,
+        name: str,                  # of a mechanism
+        number: int,                # that was claimed for it
+        rate: float | None = None,  # None: of training
+        views: bool = False,        # pictures as `augment` has them
     ) -> Iterator[Batch]:
         "One Poisson draw in physical batches, or this process's slice of it."
         rate = self.plan.sample_rate if rate is None else rate
@@ -296,7 +300,9 @@ class Engine:
             self.model.eval()
 
     def release(
-        self, name: str, number: int,
+        self,
+        name: str,                        # of a mechanism
+        number: int,                      # that was claimed for it
         sums: dict[str, Tensor],          # this process's; their memory is used
         stds: dict[str, Tensor | float],  # standard deviation of each entry's noise
         counts: Sequence[float] = (),     # numbers to add up along with them

@@ -334,6 +334,7 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
     "What a run has promised so far."
     plan, account, given = engine.plan, engine.account, engine.settings
     unpaid, charges = engine.context.unpaid, account.charges
+    checked = plan.private and given.check and account.claims
     spent, planned = (account.spent, list(plan.mechanisms)) if charges else ([], [])
     return Guarantee(
         spent, target_delta=plan.delta, spent=spent, planned=planned, unit=engine.unit,
@@ -344,5 +345,5 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
         clip=plan.clip, clipping=plan.clipping, private=charges,
         run=account.run if charges else "", ledger_head=account.head,
         independent=engine.independent, statement=given.statement or Statement(),
-        checked=list(CHECKED) if plan.private and given.check and account.claims else [],
+        checked=list(CHECKED) if checked else [],
         not_checked=list(engine.not_checked))

@@ -84,7 +84,8 @@ def _plain_bytes(value: Any) -> bytes:
     if hasattr(value, "isoformat"):  # a date or a time
         return str(value.isoformat()).encode()
     exact = isinstance(value, (Number, UUID, timedelta))
-    if exact or type(value).__module__.partition(".")[0] == "pandas":  # a period, NA, ...
+    # a period, NA, ...
+    if exact or type(value).__module__.partition(".")[0] == "pandas":
         return str(value).encode()
     raise ValueError(f"cannot fingerprint a {type(value).__name__}; "
                      "give tensors, arrays, numbers, texts, lists or dictionaries")

@@ -204,7 +204,9 @@ class Ledger:
         last = self._query("SELECT hash FROM ledger ORDER BY number DESC LIMIT 1")
         return last[0][0] if last else ""
 
-    def knows(self, head: str) -> bool:
+    def knows(
+        self, head: str, # the hash of a row
+    ) -> bool:
         "Whether this was its head at some time, or the head of a copy it published."
         return bool(self._query(
             "SELECT 1 FROM ledger WHERE hash = ? OR (kind = 'published' AND "
@@ -329,7 +331,11 @@ class Ledger:
         "Whether a run ended before its plan."
         return self.finished(run) and self.spent(run) != self.planned(run)
 
-    def claims(self, run: str, mechanism: str) -> int:
+    def claims(
+        self,
+        run: str,       # its name
+        mechanism: str, # a name in its plan
+    ) -> int:
         "How many numbers of a mechanism are claimed: 0, 1, ... up to this."
         return self._query(
             "SELECT ifnull(max(step) + 1, 0) FROM ledger WHERE kind = 'claim' AND "
@@ -563,7 +569,9 @@ class Ledger:
         found = [seal for one, seal in self._contents("seal") if one == run]
         return bool(found) if digest is None else digest in found
 
-    def holds_more(self, runs: Sequence[str]) -> bool:
+    def holds_more(
+        self, runs: Sequence[str], # names
+    ) -> bool:
         "Whether other runs have claimed, may still claim, or have no guarantee."
         others = [run for run in self.runs() if run not in runs]
         return bool(self.charged(others)) or bool(set(self.unpaid()) - set(runs))

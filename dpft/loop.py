@@ -403,7 +403,7 @@ def put_average(loop: Loop) -> None:
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-after
 def checkpoint_is_due(loop: Loop) -> bool:
-    "Every so many steps; by default each step while the state is small, @sec-checkpoints."
+    "Every so many steps; by default each while the state is small, @sec-checkpoints."
     engine = loop.engine
     if loop.every is not None:
         return engine.t % loop.every == 0
@@ -517,6 +517,6 @@ def leave(engine: Engine) -> None:
     "Say where the state is, and end the process."
     if engine.processes.is_first and speaks():
         print(f"dpft: told to stop; the state after step {engine.t} of "
-              f"{engine.plan.steps} is in {engine.account.folder}, and the same command "
-              "continues from it", file=sys.stderr, flush=True)
+              f"{engine.plan.steps} is in {engine.account.folder}, and the same "
+              "command continues from it", file=sys.stderr, flush=True)
     raise SystemExit(128 + (engine.told or signal.SIGTERM))

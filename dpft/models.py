@@ -195,7 +195,7 @@ def expanded(
             delattr(owner, mark)
     model.is_quantized = False
 
-# %% ../nbs/5_notes/74_models.ipynb #models-saved
+# %% ../nbs/5_notes/74_models.ipynb #models-saved-run
 def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
     "What a saved run says of its model; ValueError if that is damaged."
     path = folder / "dpft.json"

@@ -5,7 +5,6 @@
 # %% ../nbs/5_notes/85_registry.ipynb #registry-imports
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,19 +13,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
-from inspect import findsource, getsource, signature
+from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'is_as_written', 'tree_of', 'source_of', 'names_in',
-           'did_you_mean', 'method_type', 'method_from', 'options_of', 'plain_asked', 'chosen_options', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'did_you_mean', 'method_type', 'method_from',
+           'options_of', 'plain_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -89,62 +86,6 @@ def loaded(
     except ImportError as error:
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
                          "with a module that Python finds, or file.py:Class") from error
-
-# %% ../nbs/5_notes/85_registry.ipynb #registry-written
-@cache
-def _codes(text: str, flags: int) -> dict[tuple[str, int], CodeType]:
-    "The code of each function in a file's text, by its name and its line."
-    found, ahead = {}, [compile(text, "", "exec", flags, dont_inherit=True)]
-    while ahead:
-        code = ahead.pop()
-        found[code.co_qualname, code.co_firstlineno] = code
-        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
-    return found
-
-def is_as_written(
-    function: FunctionType,
-) -> bool:
-    "Whether the file of a function still contains the code that runs."
-    code = function.__code__
-    try:
-        text = "".join(findsource(function)[0])
-        codes = _codes(text, code.co_flags & annotations.compiler_flag)
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return False
-    return codes.get((code.co_qualname, code.co_firstlineno)) == code
-
-# %% ../nbs/5_notes/85_registry.ipynb #registry-source
-def tree_of(node: Any) -> Any:
-    "A syntax tree without docstrings and without empty fields."
-    if isinstance(node, ast.Constant):
-        return repr(node.value)
-    if isinstance(node, list):
-        said = (one for one in node if isinstance(one, ast.Expr)
-                and isinstance(one.value, ast.Constant))
-        left_out = set(map(id, said))
-        return [tree_of(one) for one in node if id(one) not in left_out]
-    if not isinstance(node, ast.AST):
-        return node
-    return [type(node).__name__, *((name, tree_of(one)) for name, one in
-                                   ast.iter_fields(node) if one not in (None, []))]
-
-def source_of(value: FunctionType | ModuleType) -> str | None:
-    "The source as a tree; None if it cannot be read, or does not determine the value."
-    try:
-        source = getsource(value)
-        tree = ast.parse("if 1:\n" * source[:1].isspace() + source)
-    except (OSError, TypeError, SyntaxError):
-        return None
-    whole = isinstance(value, ModuleType) or (
-        value.__name__ != "<lambda>"     # two of them may stand on one line
-        and set(value.__code__.co_freevars) <= {"__class__"} and is_as_written(value))
-    return repr(tree_of(tree)) if whole else None
-
-@cache
-def names_in(code: CodeType) -> frozenset[str]:
-    "All names in a function's code, and in that of the functions within it."
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(

@@ -138,7 +138,8 @@ def right_answers(
     collate: Collate | None = None,  # the user's; None: that of `collate_for`
 ) -> int:                            # one row changes it by at most one
     "How many rows are answered correctly; ValueError if a row has several answers."
-    theirs = has_batch_protocol(data) and not type(bare(data)).__module__.startswith("dpft.")
+    home = type(bare(data)).__module__.partition(".")[0]
+    theirs = has_batch_protocol(data) and home != "dpft"
     right, others = 0, theirs or collate is not None
     for batch in evaluation_batches(model, data, collate, 1 if others else 256):
         said, labels, counted = answers(model, batch)

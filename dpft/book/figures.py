@@ -250,7 +250,6 @@ def less(first: dict[int, float], second: dict[int, float]) -> list[float]:
     "First minus second, for each seed that both have."
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
-
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads-twice
 def paired_twice(
     records: Records,

@@ -247,7 +247,6 @@ def table_grid(full: bool) -> Iterator[Settings]:
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-frozen
 FROZEN = {own["model"]: count for own, _, count, _ in PAPER.values()}  # name -> layers
 
-
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-table-entry
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
@@ -422,7 +421,6 @@ def glorot_grid(full: bool) -> Iterator[Settings]:
     "Table 1 from Glorot's weights."
     for settings in five_seeds(full):
         yield {**settings, "start": "glorot"}
-
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-wide
 def wide_grid(full: bool) -> Iterator[Settings]:

@@ -338,7 +338,6 @@ DIGIT_WAYS = {
     "1/3 Full, then BiTFiT": first_everything(1 / 3),
     "2/3 Full, then BiTFiT": first_everything(2 / 3)}
 
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-small-language
 SMALL_LANGUAGE = {**language_settings(False), "optimizer": "adamw", "accountant": "prv",
                   "beams": 0}
@@ -362,7 +361,6 @@ SMALL_WAYS = {
     **{f"{base}, Rap-FT {variant}": around(base, variant)
        for base in BASES for variant in RAP_VARIANTS}}
 
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
 GROWING = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
 
@@ -375,7 +373,6 @@ def at_size(recipe: str, speed: float) -> Study:
     ways = {name: replace(SMALL_WAYS[name], speed=speed) for name in ("BiTFiT", "Full")}
     return Study({**SMALL_LANGUAGE, "model": recipe}, ways, 500, (3.0,), fixed=15,
                  refined=True)
-
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
@@ -461,7 +458,6 @@ def rates_grid(full: bool) -> Iterator[Settings]:
             for factor in RATE_FACTORS:
                 rate = multiple_of_rate(run["learning_rate"], factor)
                 yield {**run, "learning_rate": rate}
-
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-texts
 def texts_grid(full: bool) -> Iterator[Settings]:
@@ -798,7 +794,6 @@ def size_steps() -> list[list[float]]:
     gaps = [size_gaps(recipe) for recipe in GROWING]
     return [less(*pair) for pair in pairwise(gaps)]
 
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-off-the-rate
 def off_the_rate(label: str, factor: float) -> dict[int, float]:
     """Accuracy on digits at the rate that tuning found less that at a multiple of it,
@@ -819,4 +814,3 @@ def rate_differences() -> list[list[float]]:
     both have, at each of `RATE_FACTORS`."""
     return [less(*(off_the_rate(label, factor) for label in ("Full", "BiTFiT")))
             for factor in RATE_FACTORS]
-
