@@ -78,6 +78,8 @@ def facts(
     digest = hashlib.sha256(repr((parts, shapes)).encode()).hexdigest()[:16]
 
     def text(value: Any) -> str:
+        if isinstance(value, str):
+            return value
         if callable(value) and hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
         return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
