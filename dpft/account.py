@@ -101,8 +101,8 @@ class Account:
         number: int, # that this process is at
     ) -> int:        # that it may draw for
         """The mechanism's next number, on disk when this returns; `PlanSpent` when
-        there is none. A seeded run repeats its own, one without a guarantee claims none.
-        """
+        there is none. A seeded run repeats its own, a run without a guarantee claims
+        none."""
         self.begin()
         if self.charges:
             own = number if self.seeded else None

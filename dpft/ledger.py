@@ -205,7 +205,8 @@ class Ledger:
         return last[0][0] if last else ""
 
     def knows(
-        self, head: str, # the hash of a row
+        self,
+        head: str,  # the hash of a row
     ) -> bool:
         "Whether this was its head at some time, or the head of a copy it published."
         return bool(self._query(
@@ -570,7 +571,8 @@ class Ledger:
         return bool(found) if digest is None else digest in found
 
     def holds_more(
-        self, runs: Sequence[str], # names
+        self,
+        runs: Sequence[str], # names
     ) -> bool:
         "Whether other runs have claimed, may still claim, or have no guarantee."
         others = [run for run in self.runs() if run not in runs]
