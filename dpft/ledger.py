@@ -110,6 +110,7 @@ class Ledger:
         read_only: bool = False,        # for an auditor: nothing is created or changed
     ):
         self.path, self.who = None if path is None else Path(path), who
+        self._process = os.getpid()
         self._timeout, place = timeout, ":memory:"
         if self.path is not None:
             mode = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
@@ -139,6 +140,9 @@ class Ledger:
         return LedgerError(f"ledger {self.path}: {why}")
 
     def _query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        if self._process != os.getpid():    # SQLite's files don't survive a fork
+            raise LedgerError(f"ledger {self.path} was opened in another process; open "
+                              "it again in this one")
         try:
             return self._file.execute(sql, values).fetchall()
         except sqlite3.Error as error:
