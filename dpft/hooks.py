@@ -185,11 +185,15 @@ class Hooks:
                 self.handles += self._on(module, own)
 
     def _on(self, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Any]:
-        def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self.current is None:
-                return None
-            inputs = args[0] if args else next(iter(kwargs.values()))
-            return hear_layer(self.current, rule, own, module, inputs, output)
+        rule = rule_for(module)
+        if rule is not None:
+            def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+                if self.current is None:
+                    return None
+                inputs = args[0] if args else next(iter(kwargs.values()))
+                return hear_layer(self.current, rule, own, module, inputs, output)
+            return [module.register_forward_hook(_without_compiler(after),
+                                                 with_kwargs=True)]
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if self.current is not None:
                 given = (*args, *kwargs.values())
@@ -197,10 +201,6 @@ class Hooks:
         def restore(module: nn.Module, *_: object) -> None:
             for name in own:
                 module.__dict__.pop(name, None)
-        rule = rule_for(module)
-        if rule is not None:
-            return [module.register_forward_hook(_without_compiler(after),
-                                                 with_kwargs=True)]
         return [module.register_forward_pre_hook(_without_compiler(before),
                                                  with_kwargs=True),
                 module.register_forward_hook(restore, always_call=True)]

@@ -180,7 +180,7 @@ def initial_relevance(
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-seeded
 class Seeded(torch.autograd.Function):
     """Each example's sum of score times seed, whose backward pass hands on the seed
-    itself, once, and not a copy."""
+    itself, and not a copy, where all examples count alike."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, seed: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ class Seeded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
-        seed, ctx.seed = ctx.seed, None
-        return seed.mul_(per_row(modified, seed)), None
+        alike = bool((modified == 1).all())
+        return ctx.seed if alike else ctx.seed * per_row(modified, ctx.seed), None
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-scores
 def starting_scores(model: nn.Module, batch: Batch) -> Tensor:
@@ -369,10 +369,10 @@ def clipped_groups(
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-maps
 def map_norms(taken: Gradients, name: str, value: Tensor) -> Tensor:
     "(B,) norms of one parameter's maps, plus their rounding error; @lem-rounding."
-    one, norms = taken.kept.one(name), taken.square_norms(name, mask=value).sqrt()
-    if not one.uses or not value.numel():
+    norms = taken.square_norms(name, mask=value).sqrt()
+    if not value.numel():
         return norms
-    return norms + 2 * one.slack * value.abs().max() * one.lengths()
+    return norms + 2 * value.abs().max() * taken.rounding(name)
 
 def clipped_maps(taken: Gradients, clip: float) -> dict[str, Tensor]:
     "The sum of the examples' maps, each clipped, by parameter."
