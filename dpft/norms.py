@@ -287,7 +287,9 @@ class Part:
         if not lengths:
             return Measured(value, self.zeros, self.zeros, self.zeros, depth)
         squares = torch.stack(lengths).square()                        # (n, B)
-        gap, release = torch.tensor(shares).to(squares) @ squares
+        own = torch.tensor(shares, dtype=squares.dtype).to(
+            squares.device, non_blocking=squares.device.type != "mps")
+        gap, release = own @ squares
         return Measured(value, gap, release, squares.sum(0), depth)
 
     def measure_again(self, rows: Tensor) -> Measured:
