@@ -332,10 +332,11 @@ class Weighted:
 class Passes:
     "Passes of a model whose parameters are moved, all from the same state."
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, probes: Probes,
-                 report: Report):
-        self.model, self.loss_fn, self.probes = model, loss_fn, probes
-        self.report, self.parameters = report, [*trainable(model).values()]
+    probes: Probes
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, report: Report):
+        self.model, self.loss_fn, self.report = model, loss_fn, report
+        self.parameters = [*trainable(model).values()]
 
     @contextmanager
     def moved(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -354,6 +355,23 @@ class Passes:
             raise Coupled(f"loss_fn gives {shape} where one loss for each example is "
                           f"needed, ({batch_rows(batch)},); use reduction='none'")
         return losses
+
+    def finite(
+        self, batch: Batch, alone: Callable[[list[int]], Batch],
+    ) -> tuple[Batch, Callable[[list[int]], Batch]]:
+        "A batch without the examples whose losses are not finite, and its `alone`."
+        with torch.no_grad():
+            finite = self.losses(batch).isfinite().cpu()
+            rows, others = (x.nonzero()[:, 0].tolist() for x in (finite, ~finite))
+            for row in others[:READINGS]:
+                if self.losses(alone([row])).isfinite().all():
+                    raise Coupled("an example's loss is finite by itself and not "
+                                  "with the examples beside it, so its influence has "
+                                  "no bound: use no layer or loss that mixes examples")
+        if not rows or not others:
+            return batch, alone
+        return (select_rows(batch, torch.tensor(rows)),
+                lambda some: alone([rows[place] for place in some]))
 
     def gradients(self, loss: Tensor) -> list[Tensor]:
         "Of what trains; zero where a loss does not use it."
@@ -595,10 +613,12 @@ def check(
     report, exact = Report(), getattr(loss_fn, "full_precision", loss_fn)
     device = next(model.parameters()).device.type
     with generators_kept(model), torch.enable_grad(), plain_arithmetic(device):
-        probes = choose_probes(batch, alone or cut_by_mask(batch))
+        passes = Passes(model, exact, report)
+        with without_dropout(model), passes.moved(None):
+            batch, alone = passes.finite(batch, alone or cut_by_mask(batch))
+        passes.probes = probes = choose_probes(batch, alone)
         if probes.not_lengthened:
             report.note(f"longer padding, since {probes.not_lengthened}")
-        passes = Passes(model, exact, probes, report)
         with without_dropout(model), passes.moved(None):
             draws = compare_neighbours(passes, batch)
         if draws:

@@ -273,17 +273,18 @@ class Ways:
 def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
           parameters: dict[str, nn.Parameter]) -> Ways:
     kept = known(model, loss_fn)
+    slow: dict[nn.Parameter, SlowWay] = dict.fromkeys(parameters.values(),
+                                                      per_example_gradients)
+    unknown = Ways(slow, {}, False)
     if any(p not in kept.ways for p in parameters.values()):
         rows = different_rows(batch)
         if len(rows) < 2:
             check_kinds(model)
-            slow = dict.fromkeys(parameters.values(), per_example_gradients)
-            return Ways(slow, {}, False)
+            return unknown
         with torch.random.fork_rng([]):
             unseen(model, loss_fn, batch, rows)
         if any(p not in kept.ways for p in parameters.values()):
-            slow = dict.fromkeys(parameters.values(), per_example_gradients)
-            return Ways(slow, {}, False)
+            return unknown
     ways = {p: kept.ways[p] for p in parameters.values()}
     return Ways({p: way for p, way in ways.items() if way is not None},
                 {p: kept.forms.get(p, set()) for p in ways}, True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from operator import itemgetter
 from typing import Any
 
@@ -158,9 +159,10 @@ class OneParameter:
             pairs = (use.inner(other) * (1 if other is use else 2)
                      for i, use in enumerate(self.uses) for other in self.uses[i:])
             return added(pairs, lambda: self.zeros().new_zeros(self.size))
+        mask = self.mask
         if (rows := only_rows(self.uses)) is not None:
-            return row_sums((rows.right * self.mask[rows.index]).square())
-        return self.reduced(lambda rows: row_sums((rows * self.mask).square()))
+            return row_sums((rows.right * mask[rows.index]).square())
+        return self.reduced(lambda rows: row_sums((rows * mask).square()))
 
     def measure_again(self) -> tuple[Tensor, Tensor, float]:
         """(B,) squared norm, L and gap of the few examples whose products cancel: in
@@ -285,7 +287,9 @@ class Part:
         if not lengths:
             return Measured(value, self.zeros, self.zeros, self.zeros, depth)
         squares = torch.stack(lengths).square()                        # (n, B)
-        gap, release = torch.tensor(shares).to(squares) @ squares
+        own = torch.tensor(shares, dtype=squares.dtype).to(
+            squares.device, non_blocking=squares.device.type != "mps")
+        gap, release = own @ squares
         return Measured(value, gap, release, squares.sum(0), depth)
 
     def measure_again(self, rows: Tensor) -> Measured:
@@ -332,6 +336,10 @@ class Gradients:
         self.losses, self.parameters, self.size = losses, parameters, size
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.uses = {name: uses.get(own, []) for name, own in parameters.items()}
+        self.forms: dict[nn.Parameter, set[tuple[int, int]]] = {}  # as hooks saw them
+        # a loss may be in float32 though the model is in float64
+        types = {sum_type(parameter) for parameter in parameters.values()}
+        self.dtype = reduce(torch.promote_types, types, torch.float32)
 
     def one(self, name: str, mask: Tensor | None = None) -> OneParameter:
         "The gradients of one parameter, or of entries of it."
@@ -363,7 +371,7 @@ class Gradients:
                  else members(part))
         own = {self.names[id(p)]: mask for p, mask in pairs if id(p) in self.names}
         return Part({name: self.one(name, mask) for name, mask in own.items()},
-                    full(self.losses).new_zeros(self.size))
+                    full(self.losses).new_zeros(self.size, dtype=self.dtype))
 
     def norms(
         self,
@@ -374,7 +382,8 @@ class Gradients:
         if order not in (1, 2):
             raise ValueError(f"order={order}: per-example norms are of order 1 or 2")
         with plain_arithmetic(self.losses.device.type):
-            parts = [self.part(one) for one in partitions or [None]]
+            wanted: Sequence[Partition | Block | None] = partitions or [None]
+            parts = [self.part(one) for one in wanted]
             if order == 1:
                 table = torch.stack([
                     sum((one.absolutes() for one in part.own.values()), part.zeros)

@@ -74,7 +74,7 @@ def gather(
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-random-state
 @contextmanager
-def random_state(engine: Any, *context: str | int) -> Iterator[None]:
+def random_state(engine: Any, *context: float | str | int) -> Iterator[None]:
     """Set torch's generators, on the CPU and the model's device, by a key of the run,
     whatever a script has seeded; restore them afterwards."""
     generators = [torch.default_generator]

@@ -70,6 +70,12 @@ class OnDevice(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
+    def data_ptr(self):
+        return self.raw.data_ptr()
+
+    def untyped_storage(self):
+        return self.raw.untyped_storage()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})

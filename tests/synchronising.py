@@ -10,7 +10,6 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from zoo import SMALL, ConvNet, as_data, classifier_loss, image_loss, text_batch
 
 import dpft
-import dpft.gradients
 import dpft.noise
 from dpft.datasets import TensorData
 
@@ -125,37 +124,11 @@ def main():
     with simulated.Device():
         found = {case: waits_of(*CASES[case]) for case in chosen}
         kinds, mixed = noticed()
-        seen = observed()
         there = {name: value.cpu() for name, value in sums_on(simulated.NAME).items()}
     here = sums_on("cpu")
     return {"cases": {case: waits for case, (waits, _) in found.items()}, "kinds": kinds, "mixed": mixed,
-            "observed": seen,
             "asked": sorted({str(torch.device(x).index or 0) if not isinstance(x, int) else str(x) for x in module.asked}),
             "difference": max((here[name] - there[name]).abs().max().item() for name in here)}
-
-
-class Observer(torch.nn.Module):
-    "Notes the largest input in a buffer, past torch's count of changes."
-
-    def __init__(self):
-        super().__init__()
-        self.last = torch.nn.Linear(4, 2)
-        self.register_buffer("most", torch.zeros(1))
-
-    def forward(self, x):
-        self.most.data.copy_(torch.maximum(self.most, x.max()))
-        return self.last(x)
-
-
-def observed():
-    "What the buffer holds after two passes on the device."
-    def loss(model, batch):
-        return model(batch[0]).square().sum(1)
-    torch.manual_seed(0)
-    model, x = Observer().to(simulated.NAME), torch.randn(5, 4).to(simulated.NAME)
-    for scale in (1.0, 9.0):
-        dpft.gradients.clipped_sum(model, loss, (scale * x,), 1.0)
-    return model.most.item()
 
 
 def sums_on(device):

@@ -157,12 +157,27 @@ def test_what_hooks_do_not_see_is_named(kind, names):
     (lambda: Text("across"), text_loss, texts, "examples beside it"),
     (lambda: Text("capacity"), text_loss, texts, "examples beside it"),
     (lambda: Text("mixed"), text_loss, texts, "examples beside it"),
-    (lambda: Text("running mean"), text_loss, texts, "writes into m "),
     (lambda: Text("max_norm"), text_loss, texts, "max_norm writes"),
     (mlp, lambda m, b: ce(OTHER, b), vectors, "the model that it is given")])
 def test_coupled_examples_are_refused(model, loss_fn, data, why):
     with pytest.raises(Coupled, match=why):
         checked(model(), loss_fn, data())
+
+@pytest.mark.parametrize("row", range(0, B, 3))
+def test_an_example_that_is_not_finite_is_left_out_and_hides_no_coupling(row):
+    for loss_fn in (ce, contrastive):
+        (x, y), _ = vectors()
+        x[row] = torch.inf
+        data = (x, y), lambda rows, x=x, y=y: (x[rows], y[rows])
+        if loss_fn is ce:
+            checked(mlp(), loss_fn, data)
+        else:
+            with pytest.raises(Coupled, match="examples beside it"):
+                checked(mlp(), loss_fn, data)
+
+def test_running_statistics_are_refused():
+    with pytest.raises(Coupled, match="writes into m "):
+        checked(Text("running mean"), text_loss, texts())
 
 def test_a_head_of_zeros_hides_nothing():
     model = Text("zero head")

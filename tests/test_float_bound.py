@@ -240,12 +240,12 @@ def test_lower_precision_of_products_does_not_reach_the_norms():
 @contextmanager
 def rounding_processor():
     "A processor that rounds the factors of a float32 product to bfloat16 wherever it is allowed to."
-    honest, matmul = dpft.forms.summed_products, torch.backends.mkldnn.matmul
+    honest, matmul = torch.Tensor.addmm_, torch.backends.mkldnn.matmul
 
-    def rounded(left, right):
-        return honest(*(x.bfloat16().float() if matmul.fp32_precision == "bf16" else x for x in (left, right)))
+    def rounded(total, left, right):
+        return honest(total, *(x.bfloat16().float() if matmul.fp32_precision == "bf16" else x for x in (left, right)))
 
-    with patch.object(dpft.forms, "summed_products", rounded):
+    with patch.object(torch.Tensor, "addmm_", rounded):
         yield
 
 

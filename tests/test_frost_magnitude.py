@@ -183,7 +183,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind,order", [("mgna", 1), ("mgna", 2), ("mgn", 2)])
 def test_no_table_of_examples_times_entries_is_ever_written(kind, order, monkeypatch):
-    for module in ("norms", "layer_rules", "comparison"):
+    for module in ("norms", "layer_rules"):
         monkeypatch.setattr(f"dpft.{module}.CHUNK", 5000)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(2000, 20), nn.Linear(20, 50), nn.Tanh(), nn.Flatten(), nn.Linear(300, 3))

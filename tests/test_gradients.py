@@ -765,6 +765,13 @@ def test_nothing_is_kept_after_the_pass():
     assert alive() == before
 
 
+def test_no_leaf_of_a_loss_gets_a_raw_gradient():
+    model, loss_fn, batch = zoo.build("cnn")
+    scale = nn.Parameter(torch.tensor(2.0))
+    clipped_sum(model, lambda m, b: scale * loss_fn(m, b), batch, 1.0)
+    assert scale.grad is None and all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_bias_contributions_hold_one_vector_for_each_example():
     model, loss_fn, batch = zoo.build("roberta")
     zoo.freeze(model, "biases")

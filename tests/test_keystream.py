@@ -276,7 +276,6 @@ def test_the_state_is_the_one_that_a_mersenne_twister_continues():
 
 
 def test_a_torch_that_keeps_its_state_otherwise_is_refused(monkeypatch):
-    shorter = types.SimpleNamespace(get_state=lambda: torch.zeros(16, dtype=torch.uint8))
-    monkeypatch.setattr(torch, "Generator", lambda: types.SimpleNamespace(manual_seed=lambda seed: shorter))
+    monkeypatch.setattr("dpft.noise._FIRST_STATE", torch.zeros(16, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="keeps the state of its CPU generator in a form that dpft does not know"):
         generator_state(SECRET)

@@ -811,7 +811,7 @@ def test_transformers_own_loss_is_refused_because_it_couples():
     def coupled(model, batch):
         return model(**batch).loss.expand(len(batch["labels"]))
 
-    with pytest.raises(ValueError, match="loss changes with the examples beside it"):
+    with pytest.raises(ValueError, match="loss changes with the contents of the examples beside it"):
         engine = dpft.Engine(writer("gpt2"), coupled, dpft.BiTFiT(), data, noise_multiplier=1.0, batch_size=4, delta=0.01, accountant="rdp",
                              collate_fn=lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
         for step in engine:

@@ -2,8 +2,8 @@
 
 The suite builds a layer at random, takes each example's gradient alone, and compares them with what its wrapped model left in
 `.grad_sample`.  Here `wrap_model` is replaced, so that what it finds there comes from `dpft.gradients`: for the layers that we claim from
-the taps alone, with no oracle behind them; for all others from `gradients`, which checks itself and falls back.  The suite goes over each
-layer in all of Opacus' modes; our engine has one, so each layer is taken once for each reduction of the loss.
+the hooks alone, with no oracle behind them; for all others from `gradients`, which compares them and takes a slow way.
+The suite goes over each layer in all of Opacus' modes; our engine has one, so each layer is taken once for each reduction of the loss.
 """
 
 import unittest
@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dpft import gradients as engine
 from dpft import layer_rules
+from dpft.hooks import Hooks
 
 opacus_utils = pytest.importorskip("opacus.utils.per_sample_gradients_utils")
 common = pytest.importorskip("opacus.tests.grad_samples.common")
@@ -94,18 +95,20 @@ class Wrapped(nn.Module):
         return self._module(*arguments)
 
     def take(self, loss_fn, rows):
-        """The gradients and how they came: from the taps alone for a layer that we claim, and the engine must trust them too."""
-        examples = len(rows[0])
-        if isinstance(self._module, tuple(CLAIMED.values())) and examples:
-            trusted = examples == 1 or not engine.unseen(self._module, loss_fn, rows)  # one example shows nothing, so it is not asked
-            return engine.record(self._module, loss_fn, rows), "by fast rules" if trusted else "by the fallback"
+        """The gradients and how they came: from the hooks alone for a layer that we claim, and the engine must trust them too."""
+        examples, module = len(rows[0]), self._module
+        if isinstance(module, tuple(CLAIMED.values())) and examples:  # one example shows nothing, so it is not compared
+            slow = examples > 1 and engine.unseen(module, loss_fn, rows, range(examples))[0]
+            with Hooks(module) as hooks:
+                return hooks.run(loss_fn, rows), "by the fallback" if slow else "by fast rules"
         try:
-            taken = engine.gradients(self._module, loss_fn, rows)
+            taken = engine.gradients(module, loss_fn, rows)
         except (RuntimeError, ValueError):                   # said aloud, so nothing wrong is released; the suite goes on with the oracle
-            alone = engine.per_example_gradients(self._module, loss_fn, rows)
-            uses = {parameter: [engine.Dense(alone[name])] for name, parameter in engine.trainable(self._module).items()}
-            return engine.Gradients(torch.zeros(examples), engine.trainable(self._module), uses, examples), "refused"
-        return taken, "empty" if not examples else "by the fallback" if engine.unseen(self._module, loss_fn, rows) else "by fast rules"
+            alone = engine.per_example_gradients(module, loss_fn, rows)
+            uses = {parameter: [engine.Dense(alone[name])] for name, parameter in engine.trainable(module).items()}
+            return engine.Gradients(torch.zeros(examples), engine.trainable(module), uses, examples), "refused"
+        fast = all(way is None for way in engine.known(module, loss_fn).ways.values())
+        return taken, "empty" if not examples else "by fast rules" if fast and examples > 1 else "by the fallback"
 
     @staticmethod
     def instantiated(taken, name):
@@ -205,6 +208,6 @@ def test_layers_that_we_do_not_claim(name, monkeypatch):
     ("embedding", nn.Embedding, lambda module, gradient, inputs: layer_rules.embedding_weight(module, gradient, inputs * 0))])
 def test_a_broken_rule_is_seen(name, kind, rule, monkeypatch):
     monkeypatch.setitem(layer_rules.RULES, kind, layer_rules.Rule(rule, layer_rules.RULES[kind].bias))
-    monkeypatch.setattr(engine, "unseen", lambda *_: [])  # so that the suite alone must see it
+    monkeypatch.setattr(engine, "unseen", lambda *_: ([], []))  # so that the suite alone must see it
     result, _ = run_suite(name, monkeypatch, examples=20)
     assert result.failures or result.errors

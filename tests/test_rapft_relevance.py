@@ -771,16 +771,14 @@ class Sorts(nn.Sequential):
         return self[1](torch.tanh(self[0](x[order]))[order.argsort()])
 
 
-def test_relevance_is_heard_again_where_a_model_moves_rows():
+def test_relevance_is_exact_where_a_model_moves_rows():
     model = Sorts(nn.Linear(4, 5), nn.Linear(5, 3)).double()
-    batch, moved = ((drawn(6, 4, seed=seed) + torch.arange(6)[:, None] * sign, torch.zeros(6, dtype=torch.long))
-                    for seed, sign in ((0, 9), (1, -9)))
+    moved = drawn(6, 4, seed=1) - 9 * torch.arange(6)[:, None], torch.zeros(6, dtype=torch.long)
     with evaluating(model), relevance_rules(model) as rules:
         loss = relevance_loss(Initialisation(), rules)
-        gradients(model, loss, batch)
-        found = gradients(model, loss, moved)
+        with pytest.warns(UserWarning, match="^0.weight, 0.bias: no fast rule"):
+            found = gradients(model, loss, moved)
         factors = torch.arange(1.0, 7).double()
         oracle = per_example_gradients(model, loss, moved)
         for name, values in found.weighted_sum(factors).items():
             assert torch.allclose(values, torch.tensordot(factors, oracle[name], 1), rtol=1e-9, atol=1e-12), name
-    assert [found.names[id(p)] for p in found.strays] == ["0.weight", "0.bias"]

@@ -44,10 +44,6 @@ def test_rows_that_a_trunk_has_not_seen_are_asked_for_once(waits):
     assert len(read) <= 3 and sum(where.startswith(CACHE) for where in read) == 1, batch
 
 
-def test_what_a_pass_leaves_in_a_buffer_past_torchs_count_is_put_back(waits):
-    assert waits["observed"] == 0.0
-
-
 def test_only_the_models_device_is_asked_for_its_generator(waits):
     assert set(waits["asked"]) <= {"0"}
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW', 'KEEPERS', 'IN_PLACE', 'Initialisation', 'check_kept', 'keep_class', 'keep_top_k', 'keep_top_p', 'keep_beams',
            'counted', 'shifts', 'initial_relevance', 'Seeded', 'starting_scores', 'relevance_loss', 'check_started',
-           'check_map', 'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'check_layout',
-           'by_single_examples', 'clipped_groups', 'map_norms', 'clipped_maps', 'clipped_relevance']
+           'check_map', 'modified_sums', 'relevance_map', 'inner_with', 'group_table', 'check_layout', 'clipped_groups',
+           'map_norms', 'clipped_maps', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,6 @@ from ..losses import ASK, logits
 from ..norms import Gradients, Partition
 from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, select_rows
 from ..oracle import trainable
-from ..hooks import NotByExample
 from .propagation import relevance_rules
 from .rules import Rules, met, per_row
 
@@ -180,7 +179,7 @@ def initial_relevance(
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-seeded
 class Seeded(torch.autograd.Function):
     """Each example's sum of score times seed, whose backward pass hands on the seed
-    itself, once, and not a copy."""
+    itself, and not a copy, where all examples count alike."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, seed: Tensor) -> Tensor:
@@ -190,8 +189,8 @@ class Seeded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, modified: Tensor) -> tuple:
-        seed, ctx.seed = ctx.seed, None
-        return seed.mul_(per_row(modified, seed)), None
+        alike = bool((modified == 1).all())
+        return ctx.seed if alike else ctx.seed * per_row(modified, ctx.seed), None
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-scores
 def starting_scores(model: nn.Module, batch: Batch) -> Tensor:
@@ -344,20 +343,6 @@ def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> None:
             "of the examples, so relevance cannot be separated by example; let "
             "examples come first, or pass rule=Rules(skip='plain')")
 
-# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-single
-def by_single_examples(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, units: Groups | None,
-) -> Gradients:
-    "Gradients of a relevance by example; ValueError for a layer that mixes examples."
-    check_layout(model, loss_fn, batch)
-    try:
-        return gradients(model, loss_fn, batch, units)
-    except NotByExample as error:
-        raise ValueError(
-            f"{type(model).__name__}: relevance cannot be separated by example "
-            f"({error}); train it without RapFT, or use a model such as GPT-2, BERT or "
-            "BART") from error
-
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-groups
 def clipped_groups(
     taken: Gradients, groups: Sequence[Partition], clip: float) -> Tensor:
@@ -369,10 +354,10 @@ def clipped_groups(
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-clipped-maps
 def map_norms(taken: Gradients, name: str, value: Tensor) -> Tensor:
     "(B,) norms of one parameter's maps, plus their rounding error; @lem-rounding."
-    one, norms = taken.kept.one(name), taken.square_norms(name, mask=value).sqrt()
-    if not one.uses or not value.numel():
+    norms = taken.square_norms(name, mask=value).sqrt()
+    if not value.numel():
         return norms
-    return norms + 2 * one.slack * value.abs().max() * one.lengths()
+    return norms + 2 * value.abs().max() * taken.rounding(name)
 
 def clipped_maps(taken: Gradients, clip: float) -> dict[str, Tensor]:
     "The sum of the examples' maps, each clipped, by parameter."
@@ -409,8 +394,8 @@ def clipped_relevance(
                          "positive and finite")
     check_started(model)
     with evaluating(model), relevance_rules(model, rule) as rules:
-        taken = by_single_examples(
-            model, relevance_loss(Initialisation(init, k, p, beams), rules), batch,
-            units)
+        loss = relevance_loss(Initialisation(init, k, p, beams), rules)
+        check_layout(model, loss, batch)
+        taken = gradients(model, loss, batch, units)
     return (clipped_maps(taken, clip) if groups is None
             else clipped_groups(taken, groups, clip))
