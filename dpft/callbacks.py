@@ -28,7 +28,7 @@ def shown_settings(
     "The settings of a run that a log may show, without its seed."
     def plain(one: Any) -> bool:
         value = getattr(engine.settings, one.name)
-        return bool(one.metadata["identifies"]) and isinstance(value, int | float | str)
+        return bool(one.metadata["fixed"]) and isinstance(value, int | float | str)
     kept = {one.name: getattr(engine.settings, one.name)
             for one in fields(Settings) if plain(one)}
     plan = engine.plan

@@ -387,7 +387,14 @@ class Passes:
 
     def batch(self, batch: Batch, places: Sequence[int], weights: Tensor) -> Weighted:
         "The same of examples in a batch, by one backward pass."
-        losses = self.losses(batch)[list(places)]
+        losses = self.losses(batch)
+        finite, alike = losses.isfinite().tolist(), all(
+            len(x) == len(losses) for x in tensors(batch) if x.ndim)
+        if alike and not all(finite) and all(finite[place] for place in places):
+            kept = [row for row, one in enumerate(finite) if one]   # 0 times inf is nan
+            return self.batch(select_rows(batch, torch.tensor(kept)),
+                              [kept.index(place) for place in places], weights)
+        losses = losses[list(places)]
         found = self.gradients((weights.to(losses) * losses).sum())
         return Weighted(losses.detach().double().cpu(), weights, found)
 

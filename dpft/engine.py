@@ -178,7 +178,7 @@ class Engine:
         known, plan = {id(parameter) for parameter in self.trains.values()}, self.plan
         self.trains = trainable(self.model)
         new = (p for p in self.trains.values() if id(p) not in known)
-        self.newly = list(new) if self.t else []
+        self.newly = list(new) if self.t and known else []
         sigma = plan.mechanisms[0].noise_multiplier if plan.private else 1.0
         blocks = scaled_blocks(self.method.blocks(self.context), self.trains.values(),
                                plan.clip, sigma)
@@ -236,9 +236,10 @@ class Engine:
         if self.checked:
             return
         self.checked, look = True, self.settings.check
-        if not (self.plan.private and look) or self.account.claims:
-            if not look:
-                self.not_checked = ["the first batch, since check=False"]
+        before = self.account.state.get("not_checked")   # of the run that was killed
+        if not (self.plan.private and look) or before is not None:
+            skipped = [] if look else ["the first batch, since check=False"]
+            self.not_checked = before or skipped
             return
         rows = self._first_public(look) if isinstance(look, Public) else self._first_rows()
         if rows is None:
@@ -408,7 +409,8 @@ class Engine:
         state = snapshot(
             self.model, self._trained(), optimizer, schedule, step=self.t, more=more,
             method=self.method.state(self.context), trains=[*self.trains],
-            uncharged=list(self.uncharged), assumed_public=list(self.assumed_public))
+            uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
+            not_checked=self.not_checked if self.checked else None)
         def save() -> None:
             if self.account.checkpoint is not None:
                 self.account.checkpoint.save(self.account.ledger, state)
