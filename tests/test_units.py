@@ -502,9 +502,9 @@ def test_an_engine_protects_whom_pictures_were_loaded_for(tmp_path):
         rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": number % 3, "patient": number // 3})
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     task = dpft.load_data(str(tmp_path / "rows.parquet"), unit="patient")
-    assert engine(data=task.train, batch_size=2, delta=0.1).population.size == 4
-    assert engine(data=task.train.subset(range(9)), batch_size=2, delta=0.1).unit == "patient"
-    assert engine(data=dpft.load_data(str(tmp_path / "rows.parquet")).train, batch_size=2, delta=0.1).unit == "example"
+    assert engine(data=task.train, batch_size=2, delta=0.05).population.size == 4
+    assert engine(data=task.train.subset(range(9)), batch_size=2, delta=0.05).unit == "patient"
+    assert engine(data=dpft.load_data(str(tmp_path / "rows.parquet")).train, batch_size=2, delta=0.05).unit == "example"
 
 
 def test_each_rows_unit_of_a_task_is_kept():
