@@ -126,11 +126,6 @@ class Account:
         return [replace(m, steps=steps) for m in self.plan.mechanisms
                 if (steps := self.claims.get(m.name, 0)) and self.charges]
 
-    @property
-    def head(self) -> str:
-        "Hash of the ledger's last row; empty without a guarantee."
-        return self.ledger.head if self.charges and self._ledger is not None else ""
-
     def finish(
         self,
         independent: str = "", # why it ends early, if neither data nor outputs decided

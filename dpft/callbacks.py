@@ -30,7 +30,7 @@ def shown_settings(
         value = getattr(engine.settings, one.name)
         return bool(one.metadata["fixed"]) and isinstance(value, int | float | str)
     kept = {one.name: getattr(engine.settings, one.name)
-            for one in fields(Settings) if plain(one)}
+            for one in fields(Settings) if plain(one) and one.name != "seed"}
     plan = engine.plan
     noise = plan.mechanisms[0].noise_multiplier if plan.private else 0.0
     return kept | {

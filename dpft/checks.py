@@ -545,7 +545,8 @@ def compare_neighbours(passes: Passes, batch: Batch) -> bool:
     whether random numbers are drawn."""
     model, probes, size = passes.model, passes.probes, batch_rows(batch)
     rows = probes.rows if size > len(probes.rows) else probes.rows[:1]
-    def traces(batch: Batch) -> tuple[Tensor, dict[str, Tensor], bool]:
+    def traces(batch: Batch, rows: Sequence[int] = rows,
+               ) -> tuple[Tensor, dict[str, Tensor], bool]:
         versions = {name: p._version for name, p in model.named_parameters()}
         with torch.no_grad():
             losses = passes.losses(batch)[rows].double().nan_to_num()
@@ -568,13 +569,19 @@ def compare_neighbours(passes: Passes, batch: Batch) -> bool:
         passes.report.note("other contents of the neighbours, with which a pass raises "
                            + type(error).__name__)
         return draws
-    for name in written | rewritten:
-        if (name not in written or name not in rewritten
-                or not torch.equal(written[name], rewritten[name])):
-            raise Coupled(f"a pass writes into {name} what depends on its examples, so "
-                          "the model keeps them without noise: use a layer without "
-                          "running statistics or codebooks, or set it to evaluation "
-                          "mode")
+    pairs = [(written, rewritten)]
+    if all(len(x) == size for x in tensors(batch) if x.ndim):  # such as a maximum
+        first, last = (traces(select_rows(batch, torch.tensor([row])), [0])[1]
+                       for row in (probes.rows[0], probes.rows[-1]))
+        pairs.append((first, last))
+    for one, another in pairs:
+        for name in one | another:
+            if (name not in one or name not in another
+                    or not torch.equal(one[name], another[name])):
+                raise Coupled(f"a pass writes into {name} what depends on its examples, "
+                              "so the model keeps them without noise: use a layer "
+                              "without running statistics or codebooks, or set it to "
+                              "evaluation mode")
     if (losses - other).abs().max() > ROUNDINGS * 2**-23 * losses.abs().max():
         raise Coupled("an example's loss changes with the contents of the examples "
                       "beside it, so its influence has no bound: use no layer, loss or "

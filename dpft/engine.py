@@ -137,7 +137,7 @@ class Engine:
         processes.check_alike(
             SAME_INPUT, model_structure=form(self.model), settings=(
                 context.size, context.batch_size, context.steps, self.requests,
-                repr(given.facts())))
+                facts(self.model, self.method, given.facts())))
         processes.spread(self.model)
         plan = processes.first(lambda: make_plan(
             context.size, context.batch_size, context.steps, given.epsilon,
@@ -178,7 +178,7 @@ class Engine:
         known, plan = {id(parameter) for parameter in self.trains.values()}, self.plan
         self.trains = trainable(self.model)
         new = (p for p in self.trains.values() if id(p) not in known)
-        self.newly = list(new) if self.t else []
+        self.newly = list(new) if self.t and known else []
         sigma = plan.mechanisms[0].noise_multiplier if plan.private else 1.0
         blocks = scaled_blocks(self.method.blocks(self.context), self.trains.values(),
                                plan.clip, sigma)
@@ -193,9 +193,13 @@ class Engine:
         if self.hooks is not None:
             self.hooks.remove()
         self.hooks = Hooks(self.model) if plan.private else None
+        if self.account.begun or self.account.state:
+            self._note()
+
+    def _note(self) -> None:  # on the model, for later runs
         note_run(self.model, self._trained(), {
-            "run": self.account.run, "private": self.charges, "delta": plan.delta,
-            "epsilon": plan.epsilon() if self.charges else None})
+            "run": self.account.run, "private": self.charges, "delta": self.plan.delta,
+            "epsilon": self.plan.epsilon() if self.charges else None})
 
     def _trained(self) -> list[str]:
         now = self.touched | {id(parameter) for parameter in self.trains.values()}
@@ -214,6 +218,7 @@ class Engine:
         "The steps that remain, each claimed first; then `at_end()`, and the run ends."
         while self.t < self.plan.steps:
             self.check_start()
+            first = not self.account.begun
             try:
                 self.t = self.account.claim("train", self.t)
             except PlanSpent:    # other processes have claimed the rest
@@ -223,6 +228,8 @@ class Engine:
                 self.method.step(self.context, self.t)
             if changes:
                 self.refresh()
+            elif first:
+                self._note()
             yield (step := Step(self))
             self.touched |= {id(parameter) for parameter in self.trains.values()}
             if not step.finished:
@@ -236,19 +243,25 @@ class Engine:
         if self.checked:
             return
         self.checked, look = True, self.settings.check
-        if not (self.plan.private and look) or self.account.claims:
-            if not look:
-                self.not_checked = ["the first batch, since check=False"]
+        before = self.account.state.get("not_checked")   # of the run that was killed
+        if not (self.plan.private and look) or before is not None:
+            skipped = [] if look else ["the first batch, since check=False"]
+            self.not_checked = before or skipped
             return
-        found = (self._first_public(look) if isinstance(look, Public)
-                 else self._first_rows())
-        if found is None:
-            return
-        batch, alone = found
+        found = self.processes.each(lambda: self._checked(look))
+        self.not_checked = [*dict.fromkeys(note for notes in found for note in notes)]
+        if not isinstance(look, Public):
+            self.note_uncharged("that the start-up check of a batch passed")
+
+    def _checked(self, look: Any) -> list[str]:  # what could not be compared
+        rows = (self._first_public(look) if isinstance(look, Public)
+                else self._first_rows())
+        if rows is None:
+            return ["the first batch, in which nobody was drawn"]
+        batch, alone = rows
         modes = {module: module.training for module in self.model.modules()}
         try:
-            if self.modes:
-                self.modes.keep()
+            (self.modes or Modes(self.model, self.settings.dropout)).keep()
             with self.random_state("check"):
                 report = check(self.model, self.losses.plain, batch, alone)
             share_known(self.model, self.losses.plain, self.losses.of_view)
@@ -256,9 +269,7 @@ class Engine:
             for module, mode in modes.items():
                 module.training = mode
             self.draws.open = []
-        self.not_checked = report.not_checked
-        if not isinstance(look, Public):
-            self.note_uncharged("that the start-up check of a batch passed")
+        return report.not_checked
 
     def _first_rows(self) -> Any:  # a batch, and how to collate some of its rows alone
         for attempt in range(9):
@@ -414,7 +425,8 @@ class Engine:
         state = snapshot(
             self.model, self._trained(), optimizer, schedule, step=self.t, more=more,
             method=self.method.state(self.context), trains=[*self.trains],
-            uncharged=list(self.uncharged), assumed_public=list(self.assumed_public))
+            uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
+            not_checked=self.not_checked if self.checked else None)
         def save() -> None:
             if self.account.checkpoint is not None:
                 self.account.checkpoint.save(self.account.ledger, state)

@@ -343,7 +343,7 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
         uncharged=[*unpaid, *engine.uncharged], method=repr(engine.method),
         reproducible=engine.keystream.reproducible, secure_mode=given.secure_mode,
         clip=plan.clip, clipping=plan.clipping, private=charges,
-        run=account.run if charges else "", ledger_head=account.head,
+        run=account.run if charges else "",
         independent=engine.independent, statement=given.statement or Statement(),
         checked=list(CHECKED) if checked else [],
         not_checked=list(engine.not_checked))

@@ -33,7 +33,7 @@ class ProcessError(ValueError):
 # %% ../nbs/5_notes/77_processes.ipynb #processes-reached
 HOW_TO_GO_ON = (
     "all that was released is in the ledger; with a checkpoint folder, the same "
-    "command with the same number of processes continues from the last checkpoint")
+    "command continues from the last checkpoint")
 Result = TypeVar("Result")
 
 @contextmanager
@@ -57,7 +57,7 @@ def tried(work: Callable[[], Any]) -> list[Any]:
     except (ValueError, OSError) as error:
         return [None, error]
     except Exception as error:
-        failure = ProcessError(f"the first process failed: {error!r}")
+        failure = ProcessError(f"a process failed: {error!r}")
         failure.__cause__ = error
         return [None, failure]
 
@@ -149,6 +149,17 @@ class Processes:
         """What `work` returns on the first process, sent to all;
         an error there is raised on all."""
         return work() if self.alone else told_by_first(work, self.is_first)
+
+    def each(self, work: Callable[[], Result]) -> list[Result]:
+        """What `work` returns on each process, in their order; the first error is
+        raised on all."""
+        if self.alone:
+            return [work()]
+        found = self.gather(tried(work))
+        for _, error in found:
+            if error is not None:
+                raise error
+        return [value for value, _ in found]
 
     def gather(self, value: Any) -> list[Any]:
         "Every process's value, in the order of the processes."

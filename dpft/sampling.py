@@ -79,7 +79,8 @@ def random_state(engine: Any, *context: float | str | int) -> Iterator[None]:
     whatever a script has seeded; restore them afterwards."""
     generators = [torch.default_generator]
     if engine.device.type == "cuda":
-        number = engine.device.index or torch.cuda.current_device()
+        index = engine.device.index
+        number = torch.cuda.current_device() if index is None else index
         generators.append(torch.cuda.default_generators[number])
     before = [generator.get_state() for generator in generators]
     try:

@@ -1,6 +1,5 @@
 """Forms of data, modes of layers and optimizers that a caller brings, and what each could do around a private run."""
 
-import types
 
 import datasets
 import pandas as pd
@@ -20,7 +19,6 @@ from dpft.prepared import as_task, prepare
 from dpft.schema import read_labels
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.sources import load_data
-from dpft.step import Releases
 from dpft.tuning import tune
 
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
@@ -261,47 +259,6 @@ def test_a_later_selection_is_measured_without_dropout_as_the_first_one_is(monke
 
 
 # ---- optimizers
-
-
-def test_a_step_that_was_put_on_an_optimizer_is_another_run(monkeypatch):
-    """Else two runs of one seed would add the same noise to different sums, and their difference would have none."""
-    from dpft.identity import name_of_optimizer
-    model = nn.Linear(4, 3)
-    plain, changed, scheduled, both = (torch.optim.SGD(model.parameters(), 0.5) for _ in range(4))
-    for one in (changed, both):
-        one.step = types.MethodType(lambda self, closure=None: None, one)
-    for one in (scheduled, both):
-        torch.optim.lr_scheduler.StepLR(one, 1)
-    assert [name_of_optimizer(one)[1] for one in (plain, scheduled, changed, both)] == [True, True, False, False]
-
-    released, own = {}, Releases.perturbed
-
-    def spied(self, total, std, *context):
-        before = total.clone()
-        found = own(self, total, std, *context)
-        name, number, _, entry = context
-        released[name, number, entry] = before, found - before     # by name: threads add noise in any order
-        return found
-
-    monkeypatch.setattr(Releases, "perturbed", spied)
-
-    def run(patched):
-        released.clear()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        if patched:
-            usual = optimizer.step
-            optimizer.step = types.MethodType(
-                lambda self, closure=None: [one.grad.mul_(5) for one in model.parameters()] and usual(), optimizer)
-        fine_tune(model, pictures(), Full(), steps=3, batch_size=20, seed=3, optimizer=optimizer, **KNOBS)
-        return dict(released)
-
-    once, again = run(False), run(True)
-    assert len(once) == 12 and once.keys() == again.keys()
-    for place, (sum_, noise) in once.items():
-        other, its = again[place]
-        assert torch.equal(sum_, other) or not torch.allclose(noise, its)
 
 
 def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_corrected_one(tmp_path):

@@ -1,4 +1,4 @@
-"""The cipher and the digest by integer operations: the library's bits, and integers that Python's own arithmetic confirms."""
+"""The cipher by integer operations: the library's bits on any device."""
 
 import random
 
@@ -10,9 +10,10 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.device_noise import BLOCK, BLOCKS, CHUNK, PRIME, ROWS, device_bits, device_pieces, hashed, scrambled, words_of
-from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, digests, factors_of, secure_pieces, side_by_side
-from dpft.step import each_perturbed, perturbed
+from dpft.device_noise import BLOCKS, CHUNK, device_bits, device_pieces, scrambled, words_of
+from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, secure_pieces, side_by_side
+from dpft.processes import Processes
+from dpft.step import add_noise, release
 
 SECRET = bytes(range(32))
 
@@ -64,26 +65,24 @@ def test_noise_added_in_place_is_the_noise_as_a_whole(shape, dtype):
     for std in (0.37, torch.linspace(0, 2, total.numel(), dtype=torch.float32).reshape(shape)):
         whole = stream.normal(shape, 1.0, "noise", "a", dtype=dtype).mul_(std).add_(total)
         memory = total.clone()
-        assert torch.equal(perturbed(memory, std, stream, "a"), whole)
+        assert torch.equal(add_noise(memory, std, stream, "a"), whole)
         assert memory.numel() == 0 or torch.equal(memory, whole)
 
 
 def test_a_sum_of_any_strides_gets_the_noise_of_its_places():
     stream, total = Keystream(SECRET), torch.arange(24.0).reshape(2, 3, 4)
-    wanted = perturbed(total.clone(), 1.0, stream, "a")
-    assert torch.equal(perturbed(total.permute(2, 0, 1).contiguous().permute(1, 2, 0), 1.0, stream, "a"), wanted)
+    wanted = add_noise(total.clone(), 1.0, stream, "a")
+    assert torch.equal(add_noise(total.permute(2, 0, 1).contiguous().permute(1, 2, 0), 1.0, stream, "a"), wanted)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_the_bits_do_not_depend_on_the_number_of_threads(monkeypatch, workers):
     stream = Keystream(SECRET)
     shapes = {"large": (SHARE + 5,), "b": (300, 7), "c": (11,), "none": (0,)}
-    wanted = {name: stream.normal(shape, 1.0, "noise", name) for name, shape in shapes.items()}
+    wanted = {name: stream.normal(shape, 1.0, "noise", "train", 3, name) for name, shape in shapes.items()}
     monkeypatch.setattr("dpft.noise.threads", lambda: workers)
     sums = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    named = digests(stream, [*sums.values()], [(name,) for name in sums])
-    assert named == [stream.digest(value, name) for name, value in sums.items()]
-    found = each_perturbed(sums, lambda name: perturbed(sums[name], 1.0, stream, name))
+    found, _ = release(stream, Processes(), "train", 3, sums, dict.fromkeys(sums, 1.0))
     assert [*found] == [*shapes] and all(torch.equal(found[name], wanted[name]) for name in shapes)
 
 
@@ -95,47 +94,3 @@ def test_an_error_in_a_thread_is_an_error(workers):
     with pytest.raises(OSError, match="item 0"):
         side_by_side(fail, range(4), workers)
     assert side_by_side(lambda x: x * x, range(5), workers) == [0, 1, 4, 9, 16]
-
-
-# digests -----------------------------------------------------------------------------------------------------------------------------
-
-
-def by_hand(values, factors):
-    "The lemma's sums in Python's integers."
-    integers = values.contiguous().flatten().view(torch.int8 if values.element_size() == 1 else torch.int16).tolist()
-    blocks = [integers[start:start + BLOCK] for start in range(0, len(integers) + 1, BLOCK)]
-    return [[sum(a * x for a, x in zip(row, block, strict=False)) % PRIME for row in factors.tolist()] for block in blocks]
-
-
-@pytest.mark.parametrize("values", [torch.tensor(1.5), torch.zeros(0), torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
-                                    torch.arange(9, dtype=torch.uint8), torch.tensor([True, False, True]),
-                                    torch.tensor([torch.nan, -0.0, torch.inf], dtype=torch.float64), torch.ones(3, dtype=torch.bfloat16),
-                                    torch.full((BLOCK + 1,), -2**15, dtype=torch.int16), torch.arange(20.0).reshape(4, 5).T],
-                         ids=lambda values: f"{values.dtype} {tuple(values.shape)}")
-def test_the_sums_are_those_of_exact_arithmetic(values):
-    factors = factors_of(Keystream(SECRET), torch.device("cpu"))
-    assert factors.shape == (ROWS, BLOCK) and factors.min() >= 0 and factors.max() < PRIME
-    assert hashed(values, factors).tolist() == by_hand(values, factors)
-    worst = torch.full_like(factors, PRIME - 1)
-    assert hashed(values, worst).tolist() == by_hand(values, worst)
-
-
-@given(st.integers(0, 40_000), st.integers(0, 31), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
-def test_any_bit_changes_all_sums_of_its_block_and_no_other(entry, bit, source):
-    "Certain but for a factor of zero, of which these streams have none at these places or once in 5e8."
-    factors = factors_of(Keystream(SECRET), torch.device("cpu"))
-    values = torch.linspace(-1, 1, 40_001)
-    changed = values.clone()
-    changed.view(torch.int32)[entry] ^= 1 << bit if bit < 31 else -2**31
-    different = hashed(values, factors) != hashed(changed, factors)
-    block = 2 * entry // BLOCK
-    assert different[block].all() and not different[1 - block].any()
-
-
-def test_the_factors_come_from_the_secret():
-    "With a known key a collision can be made: the factors come from the secret, and are spread over the field."
-    first, second = (factors_of(Keystream(secret), torch.device("cpu")) for secret in (SECRET, SECRET[::-1]))
-    assert not torch.equal(first, second)
-    uniform = first.double().mean() / PRIME
-    assert abs(uniform - 0.5) < 6 * (1 / 12 / first.numel()) ** 0.5

@@ -1,9 +1,6 @@
 """What outside readings found: texts that would be published, scores of the wrong thing, and errors that quote rows."""
 
 import datetime
-from os import getpid as process
-from os import urandom as noise
-from time import time as clock
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,18 +25,16 @@ from transformers import (
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.cli.core import train_command
 from dpft.composition import Chain
-from dpft.curve import odometer_epsilon
 from dpft.datasets import TableData, TensorData
 from dpft.evaluation import scored
-from dpft.identity import name_of_code, repeated_rows, shared_rows
-from dpft.ledger import Ledger
+from dpft.identity import repeated_rows, shared_rows
+from dpft.ledger import Ledger, LedgerError
 from dpft.losses import example_losses, problem_of
 from dpft.method import Method
 from dpft.models import head_parameters, load_model
 from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian, epsilon
 from dpft.registry import method_named
-from dpft.rows import LedgerError
 from dpft.schema import read_labels
 from dpft.scores import noisy_accuracy, right_answers, scorer
 from dpft.selection import settle, trial_noise
@@ -129,106 +124,6 @@ def test_what_is_scored_is_collated_as_what_is_trained_on():
     assert scorer(Public(rows[20:], source="drawn for the test"), None, Keystream(0))(run, 0) == 1.0
 
 
-class Late(nn.Module):
-    """An embedding that does not train, in which a pass over token 7 writes, in a way that torch does not count."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.embedding, self.classifier, self.way = nn.Embedding(9, 8), nn.Linear(8, 2), way
-        self.embedding.weight.requires_grad_(False)
-
-    def forward(self, tokens):
-        hidden, weight = self.embedding(tokens), self.embedding.weight
-        if (tokens == 7).any():
-            if self.way == "data":
-                weight.data[7] = 5.0
-            elif self.way == "numpy":
-                weight.detach().numpy()[7] = 5.0
-            else:
-                new = weight.detach().clone()
-                new[7] = 5.0
-                weight.data = new
-        return self.classifier(hidden.mean(1))
-
-
-class Widened(nn.Module):
-    "A buffer that a pass in any mode updates."
-
-    def __init__(self):
-        super().__init__()
-        self.classifier = nn.Linear(4, 2)
-        self.register_buffer("largest", torch.zeros(()))
-
-    def forward(self, x):
-        self.largest = torch.maximum(self.largest, x.detach().abs().max())
-        return self.classifier(x)
-
-
-START = torch.full((), 2.4)  # about the mean, so that little moves
-SEEN = {"scale": START}
-last_scale = START
-
-
-def scaled(x, seen):
-    "Features over a running mean, which is moved afterwards."
-    out = x / seen["scale"]
-    seen["scale"] = 0.999 * seen["scale"] + 0.001 * x.detach().abs().mean()
-    return out
-
-
-class Scaling(nn.Linear):
-    """Keeps a running mean outside of itself: in its module's dictionary, its module's name, a private name of its class, or what
-    a hook has around it."""
-
-    _scale = START
-
-    def __init__(self, way):
-        super().__init__(4, 2)
-        self.way = way
-        if way == "a hook's closure":
-            seen = {"scale": START}
-            self.register_forward_pre_hook(lambda module, args: scaled(args[0], seen))
-        if way == "a hook":
-            self.register_forward_pre_hook(Hooked())
-
-    @property
-    def scale(self):
-        return last_scale
-
-    def forward(self, x):
-        if self.way == "a dictionary":
-            x = scaled(x, SEEN)
-        if self.way == "a name":
-            global last_scale
-            x, last_scale = x / self.scale, 0.999 * last_scale + 0.001 * x.detach().abs().mean()
-        if self.way == "a class":
-            x, Scaling._scale = x / Scaling._scale, 0.999 * Scaling._scale + 0.001 * x.detach().abs().mean()
-        return super().forward(x)
-
-
-class Hooked:
-    def __init__(self):
-        self.seen = {"scale": 2.4}
-
-    def __call__(self, module, args):
-        out = args[0] / self.seen["scale"]
-        self.seen["scale"] = 0.999 * self.seen["scale"] + 0.001 * args[0].abs().mean().item()
-        return out
-
-
-class Loss:
-    "A method that keeps a running mean in its module's dictionary."
-
-    def own(self, model, batch):
-        return nn.functional.cross_entropy(scaled(model(batch[0]), SEEN), batch[1], reduction="none")
-
-    __call__ = own
-
-
-def plain_loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-
 def test_a_guarantee_is_given_up_before_the_run_is_recorded():
     class Peek(Method):
         def choose(self, context, among):
@@ -274,10 +169,10 @@ def test_encoded_texts_with_class_numbers_never_make_a_regression():
     assert prepare(load_model("minilm", classes=2), texts).model.config.num_labels == 2
 
 
-def test_prv_refuses_a_delta_that_its_rounding_reaches_after_many_steps():
-    with pytest.raises(ValueError, match=r"delta=1e-10 is below 8\.12e-09"):
-        epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "prv")
-    assert epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, "rdp") > 13.79
+def test_rounding_after_many_steps_makes_no_epsilon_too_small():
+    exact = 13.79                                                          # of the Gaussian mechanism that they are together
+    prv, rdp = (epsilon(SampledGaussian(464.13, 1.0, 811782), 1e-10, accountant) for accountant in ("prv", "rdp"))
+    assert exact < prv < rdp
 
 
 @pytest.mark.parametrize("way", ["pictures", "channels", "tokens"])
@@ -301,56 +196,21 @@ def test_what_a_model_does_not_take_is_refused_before_anything_is_charged(tmp_pa
     assert not (tmp_path / "ledger.sqlite").exists()
 
 
-def test_an_error_after_the_first_draw_says_what_was_charged(tmp_path):
-    def fails(model, batch):     # not on one or two rows, as are tried before
-        if len(batch[0]) > 2:
+def test_an_error_after_the_first_claim_says_what_was_charged(tmp_path):
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
             raise RuntimeError("no room")
-        return example_losses(model, batch)
     rows = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
     with pytest.raises(RuntimeError, match="no room") as caught:
-        fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, batch_size=20, ledger=tmp_path / "ledger.sqlite", **KNOBS)
+        fine_tune(nn.Linear(4, 2), rows, Full(), optimizer=Fails, batch_size=20, ledger=tmp_path / "ledger.sqlite", **KNOBS)
     assert caught.value.__notes__ == [
         f"{tmp_path / 'ledger.sqlite'} has charged the plan of this run; with checkpoint= the same call would continue it"]
     with pytest.raises(ValueError, match="learning_rate") as caught:   # refused before
-        fine_tune(nn.Linear(4, 2), rows, Full(), loss_fn=fails, ledger=tmp_path / "ledger.sqlite", learning_rate=-1.0, **KNOBS)
+        fine_tune(nn.Linear(4, 2), rows, Full(), ledger=tmp_path / "ledger.sqlite", learning_rate=-1.0, **KNOBS)
     assert not hasattr(caught.value, "__notes__")
 
 
 PLAN = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 50}]}
-
-
-def test_the_epsilon_of_several_runs_is_read_at_a_smaller_delta_where_draws_were_charged_again():
-    with Ledger() as ledger:
-        for run in ("a", "b"):
-            ledger.begin(run, PLAN)
-            for step in range(50):
-                ledger.spend(run, "train", step, f"{run} {step}")
-        assert ledger.epsilon(1e-5) == odometer_epsilon(ledger.charged(), 1e-5)
-        for step in range(20):
-            ledger.spend("a", "train", step, f"again {step}")
-        assert ledger.epsilon(1e-5) == pytest.approx(odometer_epsilon(ledger.charged(), 1e-5 / 21))
-        ledger.spend("a", "train", 3, "again 3")   # the same sum tells nothing more
-        assert ledger.epsilon(1e-5) == pytest.approx(odometer_epsilon(ledger.charged(), 1e-5 / 21))
-
-
-def plain(model, batch):
-    return model(batch[0]).mean(1)
-
-
-def timed(model, batch):
-    return model(batch[0]).mean(1) * clock()
-
-
-def drawn(model, batch):
-    return model(batch[0]).mean(1) * noise(1)[0]
-
-
-def numbered(model, batch):
-    return model(batch[0]).mean(1) * process()
-
-
-def test_a_built_in_function_that_reads_what_is_around_it_is_seen_under_another_name():
-    assert [name_of_code(function)[1] for function in (plain, timed, drawn, numbered)] == [True, False, False, False]
 
 
 def test_a_ledger_with_one_damaged_bit_is_not_replaced(tmp_path):
@@ -361,17 +221,9 @@ def test_a_ledger_with_one_damaged_bit_is_not_replaced(tmp_path):
     (tmp_path / "team.db").write_bytes(damaged)
     with Ledger(tmp_path / "other.db") as ledger:
         ledger.begin("b", PLAN)
-        with pytest.raises(LedgerError, match="is a ledger with its key"):
+        with pytest.raises(LedgerError, match="file is not a database"):
             ledger.publish(tmp_path / "team.db", ["b"])
     assert (tmp_path / "team.db").read_bytes() == damaged
-
-
-def test_a_ledger_whose_name_ends_in_part_stays_when_another_is_copied(tmp_path):
-    with Ledger(tmp_path / "lab.part") as ledger:
-        ledger.begin("a", PLAN)
-        ledger.copy(tmp_path / "lab")
-        ledger.publish(tmp_path / "lab", ["a"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lab", "lab.part"]
 
 
 @pytest.mark.parametrize("changed", [dict(clip=np.float32(0.5)), dict(delta=np.float32(1e-3)), dict(steps=np.int64(1))])
@@ -486,7 +338,8 @@ def test_the_first_of_several_end_tokens_pads(tmp_path, kind):
 def test_an_optimizer_of_sparse_gradients_is_refused_before_the_charge(tmp_path):
     with pytest.raises(ValueError, match="SparseAdam takes sparse gradients only"):
         fine_tune(nn.Linear(4, 3), TensorDataset(X, Y), Full(), optimizer=torch.optim.SparseAdam, ledger=tmp_path / "l.sqlite", **KNOBS)
-    assert not (tmp_path / "l.sqlite").exists()
+    with Ledger(tmp_path / "l.sqlite") as ledger:
+        assert ledger.runs() == []
 
 
 def test_true_is_no_number():
