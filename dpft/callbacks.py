@@ -28,9 +28,9 @@ def shown_settings(
     "The settings of a run that a log may show, without its seed."
     def plain(one: Any) -> bool:
         value = getattr(engine.settings, one.name)
-        return bool(one.metadata["identifies"]) and isinstance(value, int | float | str)
+        return one.metadata["fixed"] and isinstance(value, int | float | str)
     kept = {one.name: getattr(engine.settings, one.name)
-            for one in fields(Settings) if plain(one)}
+            for one in fields(Settings) if plain(one) and one.name != "seed"}
     plan = engine.plan
     noise = plan.mechanisms[0].noise_multiplier if plan.private else 0.0
     return kept | {
