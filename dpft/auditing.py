@@ -312,7 +312,9 @@ def _run(model: nn.Module, data: TensorData, method: Method, settings: dict[str,
         warnings.filterwarnings("ignore", "batch_size=|ratio=")
         if stop_at is None:
             return fine_tune(copy.deepcopy(model), data, method, **settings)
-        settings = {"checkpoint": folder, "checkpoint_every": 1, **settings}
+        # the run's ledger lies beside its folder
+        settings = {"checkpoint": Path(folder, "run"), "checkpoint_every": 1,
+                    **settings, "optimizer": torch.optim.SGD}
         try:
             fine_tune(copy.deepcopy(model), data, copy.deepcopy(method),
                       **settings | {"optimizer": stopping(stop_at, torch.optim.SGD)})
@@ -328,13 +330,15 @@ def stopping(
 ) -> type[torch.optim.Optimizer]:
     "An optimizer that stops the run instead of taking one of its steps."
     class Stopping(base):  # type: ignore[misc, valid-type]
-        taken, same_as = 0, base.__name__
+        taken = 0
 
         def step(self, closure: Any = None) -> Any:
             self.taken += 1
             if self.taken == at:
                 raise Stopped
             return super().step(closure)
+    # a run goes on with the optimizer that it began with, by its name
+    Stopping.__module__, Stopping.__qualname__ = base.__module__, base.__qualname__
     return Stopping
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-grid

@@ -28,7 +28,7 @@ def shown_settings(
     "The settings of a run that a log may show, without its seed."
     def plain(one: Any) -> bool:
         value = getattr(engine.settings, one.name)
-        return bool(one.metadata["fixed"]) and isinstance(value, int | float | str)
+        return one.metadata["fixed"] and isinstance(value, int | float | str)
     kept = {one.name: getattr(engine.settings, one.name)
             for one in fields(Settings) if plain(one) and one.name != "seed"}
     plan = engine.plan
@@ -141,13 +141,17 @@ def noisy_norm(parameters: Iterable[nn.Parameter]) -> dict[str, float]:
     return {"grad_norm": torch.stack(norms).norm().item()} if norms else {}
 
 # %% ../nbs/5_notes/81_callbacks.ipynb #callbacks-hooks
-def hooks_on(model: nn.Module) -> set[tuple[int, str, int]]:
+def hooks_on(
+    model: nn.Module,
+    own: Iterable[Any] = (), # handles of hooks that are left out
+) -> set[tuple[int, str, int]]:
     "The hooks on the modules of a model and on its parameters."
+    without = {handle.id for handle in own}
     places = [*model.modules(), *model.parameters()]
     return {(id(place), kind, number) for place in places
             for kind, held in vars_of(place).items()
             if "hook" in kind and "state_dict" not in kind
-            and isinstance(held, Mapping) for number in held}
+            and isinstance(held, Mapping) for number in held if number not in without}
 
 def vars_of(place: Any) -> Mapping[str, Any]:
     "A module's attributes, or those of a tensor that hold hooks."
@@ -184,8 +188,9 @@ class Callbacks:
                 if event == "on_train_begin":
                     raise
                 left_out(self, one, event, error)
+        ours = self.engine.hooks.handles if self.engine.hooks else ()
         if self.made and self.engine.plan.private and not (
-                hooks_on(self.engine.model) <= self.hooks):
+                hooks_on(self.engine.model, ours) <= self.hooks):
             self.engine.note_uncharged(
                 "what the hooks saw that callbacks put on the model: rows, and "
                 "gradients that are not clipped")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .datasets import (
     check_complete, column, has_batch_protocol, unit_for)
+from .oracle import batch_rows
 from .settings import Settings
 from .texts import collate_for
 
@@ -291,8 +292,12 @@ class Population:
             self.lengths = self.units.lengths(torch.as_tensor(self.lengths))
 
     def read(self, rows: Tensor) -> Any:
-        "The batch of these rows."
-        return gather(self.data, rows, self.collate_fn)
+        "The batch of these rows; ValueError unless it has one row for each."
+        batch = gather(self.data, rows, self.collate_fn)
+        if (found := batch_rows(batch)) != len(rows):
+            raise ValueError(f"collate_fn made {found} rows of {len(rows)}, and each "
+                             "is bounded by itself; let it return one for each")
+        return batch
 
     def packed(self, units: Tensor, most: int,
                key: bytes) -> Iterator[tuple[Tensor, Tensor]]:

@@ -441,7 +441,7 @@ def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
 
     with pytest.raises(Stopped):
         run(tmp_path, stopping(3, torch.optim.SGD))
-    resumed, unbroken = run(tmp_path), run(None)
+    resumed, unbroken = run(tmp_path, torch.optim.SGD), run(None)
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True))
 
 

@@ -19,7 +19,6 @@ from dpft.datasets import Public
 from dpft.ledger import Ledger
 from dpft.noise import Keystream
 from dpft.scores import NoisyAccuracy, noisy_accuracy
-from dpft.store import read_state, write_state
 from dpft.updates import make_schedule
 
 
@@ -153,13 +152,16 @@ def test_early_stopping_of_transformers_stops(tmp_path):
 
 
 class Failing(torch.optim.SGD):
-    calls, fails, same_as = 0, 4, "SGD"
+    calls, fails = 0, 4
 
     def step(self, closure=None):
         Failing.calls += 1
         if Failing.calls == Failing.fails:
             raise KeyboardInterrupt
         return super().step(closure)
+
+
+Failing.__module__, Failing.__qualname__ = torch.optim.SGD.__module__, torch.optim.SGD.__qualname__   # a run goes on with the same one
 
 
 @pytest.mark.parametrize("name, steps", [("loss", 6), ("eval_loss", 6), ("perplexity", 6), ("error", 6), ("score", 3)])
@@ -171,30 +173,30 @@ def test_of_a_function_s_score_less_is_better_where_its_name_says_so(name, steps
 
 def test_a_state_goes_back_to_the_callback_of_its_class(tmp_path):
     Failing.calls = 0
-    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
     with pytest.raises(KeyboardInterrupt):
         tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
     first, second = Recorder(), EarlyStoppingCallback(9)
-    tuned(callbacks=[first, second], evaluate=Worse(2.0), **given)
+    tuned(callbacks=[first, second], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
     assert not hasattr(first, "early_stopping_patience_counter") and second.early_stopping_patience_counter > 2
 
 
 def test_a_state_whose_callback_is_gone_is_told(tmp_path):
     Failing.calls = 0
-    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
     with pytest.raises(KeyboardInterrupt):
         tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
     with pytest.warns(UserWarning, match="the interrupted run had a EarlyStoppingCallback, whose state is lost"):
-        tuned(callbacks=[Recorder()], evaluate=Worse(2.0), **given)
+        tuned(callbacks=[Recorder()], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
 
 
 def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
     Failing.calls = 0
-    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1)
+    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
     with pytest.raises(KeyboardInterrupt):
         tuned(callbacks=[EarlyStoppingCallback(3)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
     again = Recorder()
-    run = tuned(callbacks=[EarlyStoppingCallback(3), again], evaluate=Worse(2.0), **given)
+    run = tuned(callbacks=[EarlyStoppingCallback(3), again], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
     assert again.events[:2] == [("begin", 3), ("step", 3)] and ("score", 3) in again.events     # told again of the checkpoint's step
     assert run.history[-1]["step"] == 4 and [m.steps for m in run.guarantee.spent] == [4]
 
@@ -312,11 +314,11 @@ def test_stopping_by_a_paid_score_pays_for_all_planned_scores():
 
 def test_a_paid_score_is_not_drawn_twice(tmp_path):
     Failing.calls = 0
-    given = dict(evaluate=NoisyAccuracy(OTHER, noise_multiplier=5.0), evaluate_every=1, checkpoint=tmp_path, checkpoint_every=100)
+    given = dict(evaluate=NoisyAccuracy(OTHER, noise_multiplier=5.0), evaluate_every=1, checkpoint=tmp_path, checkpoint_every=100, seed=0)
     seen, again = Recorder(), Recorder()
     with pytest.raises(KeyboardInterrupt):
         tuned(callbacks=[seen], optimizer=Failing, **given)
-    tuned(callbacks=[again], **given)
+    tuned(callbacks=[again], optimizer=torch.optim.SGD, **given)
     assert again.metrics[0] == seen.metrics[-1] and len(seen.metrics) == 3 and len(again.metrics) == 1 + 2 + 1
 
 
@@ -359,18 +361,6 @@ def test_paid_scores_of_an_interrupted_run_are_counted_with_those_of_the_next_ca
     none = resumed(tmp_path / "none", often, {})
     assert priced(none) == {1.0: 3} and "row of the development set" in none.report()
     assert priced(resumed(tmp_path / "rows", often, dict(evaluate=NoisyAccuracy(rows(40, 2), noise_multiplier=1.0)))) == {1.0: 4}
-
-
-def test_a_checkpoint_that_says_nothing_of_what_was_named_is_continued(tmp_path):
-    Failing.calls = 0
-    given = dict(checkpoint=tmp_path, checkpoint_every=1, optimizer=Failing, show_loss=True)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(**given)
-    state = read_state(tmp_path / "state.pt")
-    for content, name in ((state, "uncharged"), (state, "assumed_public"), (state["more"], "scores")):
-        del content[name]
-    write_state(tmp_path / "state.pt", state)
-    assert len(tuned(**given).history) == 6
 
 
 @pytest.mark.parametrize("given,why", [
@@ -481,7 +471,7 @@ def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
 
     with pytest.raises(ValueError, match="one row 2 answers"):
         tuned(collate_fn=twice, evaluate=NoisyAccuracy(OTHER, noise_multiplier=2.0))
-    with pytest.raises(ValueError, match="a row comes out otherwise when it is read by itself"):
+    with pytest.raises(ValueError, match=r"collate_fn made \d+ rows of \d+, and each is bounded by itself"):
         tuned(collate_fn=twice)
     model = nn.Linear(4, 2)
     assert noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=mixed) == pytest.approx(
@@ -512,10 +502,10 @@ def test_a_schedule_may_be_a_function_of_the_share_or_make_a_scheduler():
 
 def test_a_scheduler_goes_on_after_a_crash(tmp_path):
     Failing.calls = 0
-    given = dict(schedule=halving, checkpoint=tmp_path, checkpoint_every=1)
+    given = dict(schedule=halving, checkpoint=tmp_path, checkpoint_every=1, seed=0)
     with pytest.raises(KeyboardInterrupt):
         tuned(optimizer=Failing, **given)
-    assert rates_of(tuned(**given)) == pytest.approx([0.05 * 0.5 ** (t // 2) for t in range(1, 7)])
+    assert rates_of(tuned(optimizer=torch.optim.SGD, **given)) == pytest.approx([0.05 * 0.5 ** (t // 2) for t in range(1, 7)])
 
 
 def test_a_methods_factor_comes_on_top_of_ones_own_scheduler():
@@ -542,15 +532,6 @@ FOREIGN = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torc
 def test_schedules_that_cannot_be_are_refused(given, why):
     with pytest.raises(ValueError, match=why):
         tuned(**given)
-
-
-def test_callbacks_make_a_seeded_runs_identity_incomplete():
-    """They may move the weights, so two seeded runs with other callbacks must not share their noise by name alone."""
-    from dpft.identity import identity
-    from dpft.settings import Settings
-    watched, plain = identity(Settings(callbacks=[Recorder()])), identity(Settings())
-    assert watched.complete is False and plain.complete is True
-    assert "callbacks" in watched.sums and "callbacks" not in plain.sums
 
 
 # ---- Transformers' own integrations

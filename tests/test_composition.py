@@ -501,7 +501,7 @@ def test_a_broken_run_ends_where_an_unbroken_one_ends_and_pays_once(tmp_path, na
     resumed = tune(method(), checkpoint=tmp_path, checkpoint_every=every, optimizer=torch.optim.AdamW, **changes)
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert resumed.mechanisms == whole.mechanisms and resumed.trained == whole.trained
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+    with Ledger(f"{tmp_path}.ledger") as ledger:
         assert ledger.spent() == whole.mechanisms
 
 
