@@ -578,8 +578,8 @@ def compare_neighbours(passes: Passes, batch: Batch) -> bool:
         for name in one | another:
             if (name not in one or name not in another
                     or not torch.equal(one[name], another[name])):
-                raise Coupled(f"a pass writes into {name} what depends on its examples, "
-                              "so the model keeps them without noise: use a layer "
+                raise Coupled(f"a pass writes into {name} what depends on its examples"
+                              ", so the model keeps them without noise: use a layer "
                               "without running statistics or codebooks, or set it to "
                               "evaluation mode")
     if (losses - other).abs().max() > ROUNDINGS * 2**-23 * losses.abs().max():

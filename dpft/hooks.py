@@ -147,7 +147,8 @@ def hear_bare(
         copies = (values if compares else values.detach()).expand(into.rows, *shape)
         def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
             into.forms.setdefault(parameter, set()).add(form)
-            into.add(parameter, Dense(gradient.reshape(len(gradient), *parameter.shape)))
+            rows = gradient.reshape(len(gradient), *parameter.shape)
+            into.add(parameter, Dense(rows))
         module.__dict__[name] = listen(into, copies, receive)
 
 # %% ../nbs/5_notes/116_hooks.ipynb #hooks-class
@@ -230,8 +231,8 @@ class Hooks:
 
     def compare(self, loss_fn: LossFunction, batch: Batch, rows: Sequence[int],
                 ) -> tuple[Gradients, list[list[Tensor]]]:
-        """What the hooks find and, from the same graph, what autograd does for some rows;
-        RuntimeError where losses are others than without hooks."""
+        """What the hooks find and, from the same graph, what autograd does for some
+        rows; RuntimeError where losses are others than without hooks."""
         parameters = [*self.parameters.values()]
         state = torch.random.get_rng_state()
         with torch.no_grad():

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dpft import checkpoint, ledger
-from dpft.ledger import Ledger, PlanSpent
 from dpft.checkpoint import Checkpoint, CheckpointError, due, earlier_runs, facts, note_of, note_run, restore, sentence, snapshot
+from dpft.ledger import Ledger, PlanSpent
 from dpft.privacy import BudgetError
 
 PLAN = {"mechanisms": [{"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 6},
@@ -195,7 +195,8 @@ NET = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     ("learning_rate", (NET, "Full()", {"learning_rate": 0.2}, "100 examples of [x]")),
     ("epsilon", (NET, "Full()", {"learning_rate": 0.1, "epsilon": 2.0}, "100 examples of [x]")),
     ("learning_rate", (NET, "Full()", {}, "100 examples of [x]")),
-    ("data", (NET, "Full()", {"learning_rate": 0.1}, "100 examples of [y]")), ("data", (NET, "Full()", {"learning_rate": 0.1}, "200 examples of [x]"))])
+    ("data", (NET, "Full()", {"learning_rate": 0.1}, "100 examples of [y]")),
+    ("data", (NET, "Full()", {"learning_rate": 0.1}, "200 examples of [x]"))])
 def test_another_run_is_refused_by_what_differs(tmp_path, what, now):
     Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, "100 examples of [x]")).begin(Ledger(), PLAN)
     with pytest.raises(CheckpointError, match=rf"belongs to a run with another {what}: .* or choose an empty folder"):

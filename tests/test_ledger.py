@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.ledger import Ledger, PlanSpent, shared_draw
 from dpft.curve import Budget, odometer_epsilon
+from dpft.ledger import Ledger, LedgerError, PlanSpent, row_hash, shared_draw
 from dpft.privacy import BudgetError, SampledGaussian, epsilon, epsilon_at_order
-from dpft.ledger import LedgerError, row_hash
 
 TRAIN = {"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10}
 SELECT = {"name": "select", "noise_multiplier": 2.0, "sample_rate": 0.02, "steps": 3}
