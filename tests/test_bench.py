@@ -130,18 +130,6 @@ def test_nothing_but_the_sum_is_left_after_a_private_step(setting, trains):
     assert after == sum(p.nbytes for p in contender.model.parameters() if p.requires_grad)
 
 
-def test_a_look_at_a_larger_batch_holds_three_sums_of_gradients_and_a_pass():
-    setting, loss = replace(TEXT, trains="full"), WatchedLoss()
-    step = taking_part(replace(setting, who=("dpft",)), loss)["dpft"][0].step
-    peaks = []
-    for rows in (16, 32, 32):
-        with LiveBytes() as count:
-            step(setting.batch(rows, CPU))
-        peaks.append(count.peak)
-    _, looked, plain = peaks
-    assert 1.5 * plain < looked <= 3.4 * plain
-
-
 def test_opacus_holds_its_per_example_gradients_until_the_next_step():
     loss, batch = WatchedLoss(), TEXT.batch(TEXT.rows, CPU)
     contender = taking_part(TEXT, loss)["opacus"][0]
