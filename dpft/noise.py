@@ -217,7 +217,7 @@ class Keystream:
 
     def key(
         self,
-        *context: Context,  # its use, e.g. "noise", step, digest
+        *context: Context,  # its use, e.g. "noise", mechanism, step
     ) -> bytes:             # (32,)
         "A key that looks random without the secret; keyed BLAKE2b."
         if self.process != os.getpid() and not self.reproducible:  # after a fork
