@@ -447,13 +447,13 @@ def test_only_a_home_folder_is_put_in_place_of_a_tilde(monkeypatch, typed, meant
 
 
 @pytest.mark.parametrize("words", [["quickstart", "--output", "mine.py"], ["quickstart", "--output", "mine.py/below"],
-                                   ["train", *DIGITS, "--epsilon", "4", "--ledger", "l.sqlite", "--cache", "0.1", "--cache-folder", "mine.py"]])
+                                   ["train", *DIGITS, "--epsilon", "4", "--cache", "0.1", "--cache-folder", "mine.py"]])
 def test_a_file_in_place_of_a_folder_is_named_in_words(run, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("my own work")
     status, out, err = run(*words)
     assert status == 1 and err.count("\n") == 1 and "Errno" not in err and f"{words[-1]} cannot be a folder, because a file is in" in err
-    assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "l.sqlite"} and not out
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"] and not out
 
 
 def test_a_file_named_as_a_checkpoint_is_refused_in_words(run, tmp_path):

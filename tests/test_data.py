@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor

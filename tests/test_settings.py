@@ -21,7 +21,7 @@ from dpft.settings import Settings
 def test_what_a_run_must_go_on_with_is_what_changes_a_step_and_no_place():
     facts, every = Settings(epsilon=1.0).facts(), {one.name for one in fields(Settings)}
     assert facts["epsilon"] == 1.0 and {"clip", "learning_rate", "optimizer", "seed", "secure_mode", "loss_fn", "average"} <= facts.keys()
-    assert every - facts.keys() >= {"ledger", "checkpoint", "output", "overwrite", "statement", "progress", "evaluate", "check", "show_loss"}
+    assert every - facts.keys() >= {"ledger", "checkpoint", "output", "overwrite", "statement", "progress", "evaluate", "show_loss"}
     assert "epochs" in facts and "epochs" not in Settings(steps=3).facts()
 
 

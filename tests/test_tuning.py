@@ -371,9 +371,11 @@ def test_without_charge_the_guarantee_says_so(digits):
         assert text in said
     assert "among 3 trials" in found.report()
     public = search(digits, "composition", score=Public(digits.dev, "elsewhere"))
-    assert public.guarantee.uncharged == ["that the start-up check of a batch passed"] and any("(elsewhere)" in fact for fact in public.guarantee.assumed_public)
+    assert public.guarantee.uncharged == ["that the start-up check of a batch passed"]
+    assert any("(elsewhere)" in fact for fact in public.guarantee.assumed_public)
     assert search(digits, "composition", score=digits.dev).guarantee.uncharged == \
-        ["that the start-up check of a batch passed", "the scores that chose among the trials, on examples, unless they are public"]
+        ["that the start-up check of a batch passed",
+         "the scores that chose among the trials, on examples, unless they are public"]
     plain = search(digits, "none", epsilon=math.inf, score=digits.dev)
     assert plain.price is None and math.isinf(plain.run.epsilon)
 
