@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..clipping import clip_factor
 from ..forms import Contribution, Groups, Outer, Rows, by_example, full
 from ..gradients import gradients
-from ..hooks import NotByExample
 from ..losses import ASK, logits
 from ..norms import Gradients, Partition
 from ..oracle import evaluating
