@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from .oracle import evaluating
 from .curve import DELTAS, PrivacyCurve
 from .guarantee import Guarantee
 from .identity import shared_rows
 from .losses import example_losses, summed_losses, to_device
+from .oracle import evaluating
 from .oracle import LossFunction
 from .sampling import gather
 from .selection import TunedGuarantee

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import TensorData
+from .engine import Engine
 from .loop import Run, fine_tune
 from .method import Method
 from .noise import Keystream, raw_bytes
-from .engine import Engine
 
 # %% ../nbs/1_start/09_boundary.ipynb #boundary-blank
 def blank_sums(honest: Callable[..., Any]) -> Callable[..., Any]:

@@ -333,6 +333,7 @@ class Passes:
     "Passes of a model whose parameters are moved, all from the same state."
 
     probes: Probes
+    connected = False   # whether any loss was a function of what trains
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, report: Report):
         self.model, self.loss_fn, self.report = model, loss_fn, report
@@ -378,6 +379,7 @@ class Passes:
         found: Sequence[Tensor | None] = [None] * len(self.parameters)
         if loss.requires_grad:
             found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.connected |= any(g is not None for g in found)
         return [torch.zeros_like(p) if g is None else g
                 for p, g in zip(self.parameters, found, strict=True)]
 
@@ -393,7 +395,7 @@ class Passes:
             losses.append(loss.detach().double().cpu())
         if weights is None:
             norms = torch.stack([_norm(one) for one in found])
-            if not norms.any():
+            if not self.connected:
                 raise Coupled("no parameter that trains changes the loss; let loss_fn "
                               "use the model that it is given, and let its result "
                               "require a gradient")
@@ -478,7 +480,7 @@ def compare_whole(passes: Passes, batch: Batch, own: Weighted | None,
     "`Coupled` where the probes have other gradients in the whole batch."
     own = compare_few(passes, largest) if own is None else own
     if own is None:
-        return passes.report.note("gradients, which are not finite")
+        return passes.report.note("gradients, which are zero or not finite")
     size, rows = batch_rows(batch), passes.probes.rows
     if all(len(x) == size for x in tensors(batch) if x.ndim):
         # last in the batch, where a limit on rows would bind

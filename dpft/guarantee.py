@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['READINGS', 'CHECKED', 'json_number', 'installed_versions', 'curve_tpr', 'content_digest', 'each_once', 'hidden',
-           'visible_files', 'file_digest', 'file_digests', 'Guarantee', 'promised']
+           'visible_files', 'file_digest', 'file_digests', 'check_copy', 'Guarantee', 'promised']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
@@ -25,7 +25,7 @@ import numpy as np
 from .card import (
     Statement, assumptions, cautions, claim, details, meaning, questions,
     threat_model)
-from .ledger import Ledger
+from .ledger import Ledger, LedgerError
 from .privacy import PrivacyCurve, SampledGaussian, check_group, privacy_curve
 from .privacy import epsilon as epsilon_of
 
@@ -126,6 +126,16 @@ def file_digests(folder: str | Path) -> dict[str, str]: # by name within the fol
     the digests; ValueError for a link to a folder."""
     return {name: file_digest(Path(folder, name)) for name in visible_files(folder)
             if name not in ("guarantee.json", "ledger.sqlite")}
+
+
+def check_copy(path: Path) -> None:
+    "LedgerError for a ledger that is no published copy, and so must not be replaced."
+    if path.exists():
+        with Ledger(path, read_only=True) as there:
+            if not there.published:
+                raise LedgerError(f"{path} is the only record of what its runs have "
+                                  "spent, and no copy takes its place; name another "
+                                  "folder")
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-class
 def _steps(mechanisms: Iterable[SampledGaussian]) -> Counter[tuple[float, float]]:
@@ -285,6 +295,7 @@ class Guarantee:
         "Write card, guarantee and the run's ledger rows, and seal them; @sec-verify."
         folder, found = Path(folder), self
         copy, charged = folder / "ledger.sqlite", ledger if self.private else None
+        check_copy(copy)
         if charged is None:
             copy.unlink(missing_ok=True)
             found = replace(found, ledger_head="")

@@ -81,14 +81,17 @@ def listen(
         if output.is_leaf and output.requires_grad:  # made so for checkpointing
             output = output.view_as(output)
         return Tap.apply(output, into.anchor(output), hear, *saved)
-    versions = [values._version for values in saved]
+    held, versions = [*saved], [values._version for values in saved]
     def hook(gradient: Tensor) -> None:
-        if [values._version for values in saved] != versions:
+        if not into.listens:
+            return
+        if [values._version for values in held] != versions:
             raise RuntimeError("a layer's input was changed in place after the layer "
                                "had read it, and the gradient of its weight needs it; "
                                "let that operation make a new tensor")
         into.silent -= 1
-        hear(gradient, *saved)
+        receive(gradient, *held)
+        held.clear()                  # autograd keeps its hooks until the pass ends
     into.silent += 1
     output.register_hook(hook)
     return output

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .oracle import evaluating
 from .forms import full
+from .oracle import evaluating
 from .sampling import gather
 
 # %% auto #0

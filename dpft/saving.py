@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .forms import full
-from .guarantee import visible_files
+from .guarantee import check_copy, visible_files
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
@@ -60,6 +60,7 @@ def check_target(
     if found and not overwrite:
         raise ValueError(f"{folder} holds {found[0]} already, which saving would "
                          "replace; name another folder, or say overwrite=True")
+    check_copy(folder / "ledger.sqlite")
     if (free := free_room(folder)) < room:
         raise ValueError(f"{folder} has room for {free / 2**20:,.0f} MiB and the run "
                          f"needs {room / 2**20:,.0f}; make room, or choose another "

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from .checkpoint import restate
 from .datasets import Public, Task, as_dataset, unit_for
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows
@@ -30,7 +31,6 @@ from .noise import Keystream
 from .plan import check_sizes, sizes_of, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
-from .checkpoint import restate
 from .registry import did_you_mean
 from .sampling import units_of
 from .scores import NoisyAccuracy, apart, check_measure, scorer

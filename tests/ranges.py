@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = ["requirements", "lora_requirements", "book_requirements", "text_requirements"]
 TOOLS = ["pytest", "hypothesis"]
-QUICK = ["core_imports", "privacy", "keystream", "clipping", "gradients", "ledger", "provenance", "saving", "cli", "models", "sharded"]
+QUICK = ["core_imports", "privacy", "keystream", "clipping", "gradients", "ledger", "saving", "cli", "models"]
 
 
 def requirements(settings: Path) -> list[str]:

@@ -130,18 +130,6 @@ def test_nothing_but_the_sum_is_left_after_a_private_step(setting, trains):
     assert after == sum(p.nbytes for p in contender.model.parameters() if p.requires_grad)
 
 
-def test_a_look_at_a_larger_batch_holds_three_sums_of_gradients_and_a_pass():
-    setting, loss = replace(TEXT, trains="full"), WatchedLoss()
-    step = taking_part(replace(setting, who=("dpft",)), loss)["dpft"][0].step
-    peaks = []
-    for rows in (16, 32, 32):
-        with LiveBytes() as count:
-            step(setting.batch(rows, CPU))
-        peaks.append(count.peak)
-    _, looked, plain = peaks
-    assert 1.5 * plain < looked <= 3.4 * plain
-
-
 def test_opacus_holds_its_per_example_gradients_until_the_next_step():
     loss, batch = WatchedLoss(), TEXT.batch(TEXT.rows, CPU)
     contender = taking_part(TEXT, loss)["opacus"][0]
@@ -245,12 +233,12 @@ def test_teams_of_processes_take_turns_and_stand_beside_one_process():
     assert setting.trains == "full" and setting.who == tuple(bench.TEAMS)
     found = list(bench.run_bench([setting], CPU))
     assert [(e["who"], e["processes"], e["threads"]) for e in found] == [
-        ("one process", 1, 1), ("two processes", 2, 1), ("two, sharded", 2, 1)]
+        ("one process", 1, 1), ("two processes", 2, 1)]
     assert found[0]["throughput_ratio"] == 1 and all(e["seconds"] > 0 and not e["cannot"] for e in found)
     assert all(e["throughput_interval"][0] <= e["throughput_ratio"] <= e["throughput_interval"][1] for e in found)
     table = bench.bench_report(found)
     judged = [line for line in table.splitlines() if " met |" in line or " missed |" in line]
-    assert table.count("\n") == 1 + 3 and [line.split("|")[3].strip() for line in judged] == ["two processes"]
+    assert table.count("\n") == 1 + 2 and [line.split("|")[3].strip() for line in judged] == ["two processes"]
     assert [e.rows for e in bench.plan_processes()] == [64, 64, 512]
 
 

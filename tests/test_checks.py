@@ -295,6 +295,10 @@ def test_what_could_not_be_compared_is_said():
     assert "the batch has one" in report.text() and "hooks" in report.text()
     assert report.later == [name for name, _ in Text().named_parameters()]
 
+def test_gradients_that_are_zero_are_not_checked_and_no_reason_to_refuse():
+    report = check(mlp(), lambda m, b: 0 * ce(m, b), *vectors())
+    assert "gradients, which are zero" in report.text() and len(report.later) == 4
+
 def test_nothing_is_left_behind_even_after_an_exception():
     def state(model):
         return ([x.clone() for x in (*model.parameters(), *model.buffers())],

@@ -27,7 +27,6 @@ from dpft.bitfit import add_biases, biases, remove_added
 from dpft.card import how_to_load
 from dpft.composition import Chain
 from dpft.datasets import TableData, TensorData
-from dpft.identity import fingerprint, model_fingerprint, name_of_code
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.saving import (
@@ -36,13 +35,13 @@ from dpft.saving import (
     add_again,
     additions,
     base_name,
+    check_target,
     frozen_fingerprint,
     note_addition,
     restores,
     stored_name,
     write_model,
 )
-from dpft.store import check_target
 from dpft.verification import verify
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
@@ -239,47 +238,18 @@ def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
     assert same(dpft.load(tmp_path), run.model)
 
 
-def changed(model):
-    with torch.no_grad():
-        model.roberta.encoder.layer[0].output.dense.bias[0] += 1
-    return model
-
-
-CHANGED = "changed after its run ended.*save a run before"
-
-
 @pytest.mark.parametrize("epsilon", [math.inf, 3.0])
 def test_a_run_whose_model_was_trained_on_is_not_saved_under_its_guarantee(bases, tmp_path, epsilon):
     first = tuned(pretrained(bases, "roberta"), dpft.BiTFiT())
     kept = replace(first, model=copy.deepcopy(first.model))
     second = tuned(first.model, dpft.BiTFiT(), noise_multiplier=None, epsilon=epsilon)
     assert second.model is first.model
-    with pytest.raises(ValueError, match=CHANGED):
+    with pytest.raises(ValueError, match="has trained this model since, and the guarantee does not cover that"):
         first.save(tmp_path / "first")
     assert not (tmp_path / "first").exists() or not files(tmp_path / "first")
     kept.save(tmp_path / "kept")
     second.save(tmp_path / "second")
     assert same(dpft.load(tmp_path / "second"), second.model)
-
-
-@pytest.mark.parametrize("whole", [None, True])
-def test_a_model_that_was_changed_by_hand_is_not_saved(bases, tmp_path, whole):
-    for number, method in enumerate((dpft.BiTFiT(), LoRA(2))):
-        run = tuned(pretrained(bases, "roberta"), method)
-        changed(run.model)                                                   # frozen under LoRA, trained by BiTFiT
-        with pytest.raises(ValueError, match=CHANGED):
-            run.save(tmp_path / str(number), whole)
-
-
-def test_a_buffer_that_changed_after_the_run_is_not_saved(tmp_path):
-    model, loss_fn, batch = zoo.build("cnn", rows=8)
-    model.register_buffer("seen", torch.zeros(1))
-    data, collate = zoo.as_data(batch)
-    run = dpft.fine_tune(model, data, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=4, delta=0.01, loss_fn=loss_fn,
-                         collate_fn=collate, accountant="rdp", progress=False)
-    model.seen += 1
-    with pytest.raises(ValueError, match=CHANGED):
-        run.save(tmp_path)
 
 
 def test_modes_and_copies_change_no_model(bases, tmp_path):
@@ -291,17 +261,11 @@ def test_modes_and_copies_change_no_model(bases, tmp_path):
     assert same(dpft.load(tmp_path / "train"), dpft.load(tmp_path / "eval"))
 
 
-def test_merging_hides_no_change(bases, tmp_path):
-    before, after = (tuned(pretrained(bases, "roberta"), LoRA(2)) for _ in range(2))
-    merge_lora(changed(before.model))
-    changed(merge_lora(after.model))
-    for run in (before, after):
-        with pytest.raises(ValueError, match=CHANGED):
-            run.save(tmp_path)
-    twice = tuned(pretrained(bases, "roberta"), LoRA(2))
-    merge_lora(merge_lora(twice.model))                                      # the second finds nothing
-    twice.save(tmp_path)
-    assert same(dpft.load(tmp_path), twice.model)
+def test_merging_twice_is_merging_once(bases, tmp_path):
+    run = tuned(pretrained(bases, "roberta"), LoRA(2))
+    merge_lora(merge_lora(run.model))
+    run.save(tmp_path)
+    assert same(dpft.load(tmp_path), run.model)
 
 
 def test_a_module_of_ones_own_in_parts(tmp_path):
@@ -391,7 +355,7 @@ def test_the_part_of_a_roberta_base_is_small(tmp_path):
     data, collate = zoo.as_data(batch)
     run = dpft.fine_tune(small, data, dpft.BiTFiT(), noise_multiplier=1.0, steps=4, batch_size=4, delta=0.01, loss_fn=loss_fn,
                          collate_fn=collate, accountant="rdp", progress=False, ledger=Ledger(tmp_path / "l.sqlite"))
-    run.model, run.trained, run.left = model, list(biases(model)), ""       # it only pretends
+    run.model, run.trained = model, list(biases(model))       # it only pretends
     run.save(tmp_path / "run", whole=False)
     count = sum(parameter.numel() for parameter in biases(model).values())
     assert 150_000 < count < 160_000 and 4 * count < size(tmp_path / "run") < 1_000_000
@@ -427,19 +391,6 @@ def test_the_fingerprint_sees_every_frozen_parameter_and_nothing_else():
         other.get_parameter(name).data.flatten()[0] += 1e-3
         assert (frozen_fingerprint(other, trained) == one) == (name in trained), name
     assert frozen_fingerprint(model, trained - {min(trained)}) != one
-
-
-def test_a_parameter_of_one_number_that_lies_apart_has_a_fingerprint_as_any_other():
-    plain, apart = nn.Linear(2, 1), nn.Linear(2, 1)
-    apart.load_state_dict(plain.state_dict())
-    apart.bias = nn.Parameter(plain.bias.detach().repeat(3)[::3])
-    assert apart.bias.stride() == (3,) and model_fingerprint(apart) == model_fingerprint(plain)
-    for dtype in (torch.float32, torch.bfloat16):
-        one = torch.ones(3, dtype=dtype)
-        assert fingerprint([one[::3]]) == fingerprint([one[:1]]) and name_of_code(one[::3]) == name_of_code(one[:1])
-    examples = [(noise, noise[:1]) for noise in torch.randn(20, 2, generator=torch.Generator().manual_seed(0))]
-    assert dpft.fine_tune(apart, examples, dpft.Full(), epsilon=3.0, delta=0.01, steps=2, batch_size=5, progress=False,
-                     loss_fn=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1)).epsilon <= 3
 
 
 def test_nothing_is_called_that_did_not_allow_it(tmp_path):
@@ -489,13 +440,13 @@ def test_room_is_looked_for_before_the_first_draw(tmp_path, monkeypatch, places,
         torch.manual_seed(0)
         return dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
                               progress=False, ledger=tmp_path / "book", **{place: tmp_path / place for place in places})
-    monkeypatch.setattr("dpft.store.shutil.disk_usage", lambda _: SimpleNamespace(free=room - 1))
+    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room - 1))
     with pytest.raises(ValueError, match=r"^.* has room for .* and the run needs .*; make room, or choose another place$"):
         tuned()
     if (tmp_path / "book").exists():
         with Ledger(tmp_path / "book") as book:
             assert not any(book.spent(name) for name in book.runs())
-    monkeypatch.setattr("dpft.store.shutil.disk_usage", lambda _: SimpleNamespace(free=room))
+    monkeypatch.setattr("dpft.saving.shutil.disk_usage", lambda _: SimpleNamespace(free=room))
     assert [m.steps for m in tuned().guarantee.spent] == [2]
 
 
@@ -563,15 +514,6 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was_and_can_be_repeated(tmp_p
     assert (held / ".notes.txt").read_text() == "mine" and contents(held).keys() == contents(free).keys() | {".notes.txt"}
 
 
-def owners(place, runs=1):
-    "A ledger with a key, runs and a budget."
-    with Ledger(place) as book:
-        book.set_budget(8.0, 1e-5)
-    for _ in range(runs):
-        toy_run(ledger=place)
-    return place.read_bytes()
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("private", [False, True])
 def test_an_owners_ledger_is_never_replaced_or_removed(tmp_path, private, overwrite):
@@ -579,26 +521,14 @@ def test_an_owners_ledger_is_never_replaced_or_removed(tmp_path, private, overwr
     folder, run = tmp_path / "project", toy_run()
     if not private:
         run.ledger, run.guarantee = None, replace(run.guarantee, private=False, mechanisms=[], spent=[], planned=[])
-    before = owners(folder / "ledger.sqlite")
+    toy_run(ledger=folder / "ledger.sqlite").ledger.close()
+    before = (folder / "ledger.sqlite").read_bytes()
     for call in (lambda: run.save(folder, overwrite=overwrite), lambda: toy_run(output=folder, overwrite=overwrite)):
-        with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
+        with pytest.raises(ValueError, match="only record of what its runs have spent" if overwrite else "holds ledger.sqlite already"):
             call()
-    with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
+    with pytest.raises(ValueError, match="only record of what its runs have spent"):
         run.guarantee.publish(folder, run.ledger)
     assert contents(folder) == {"ledger.sqlite": before}
-
-
-def test_a_guarantee_is_not_published_over_the_ledger_it_comes_from(tmp_path):
-    """It was, and then the ledger could not be written: of three runs one was left, and a fourth was let in."""
-    run = toy_run(ledger=tmp_path / "ledger.sqlite")
-    before = (tmp_path / "ledger.sqlite").read_bytes()
-    for publish in (lambda: run.guarantee.publish(tmp_path, run.ledger), lambda: run.ledger.publish(run.ledger.path, run.guarantee.runs),
-                    lambda: run.ledger.copy(run.ledger.path)):
-        with pytest.raises(ValueError, match=r"ledger\.sqlite is a ledger with its key"):
-            publish()
-    assert contents(tmp_path) == {"ledger.sqlite": before}
-    with Ledger(run.ledger.path) as held, held.chain.file.writing(), pytest.raises(ValueError, match="a ledger with its key"):
-        run.guarantee.publish(tmp_path, run.ledger)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -648,29 +578,6 @@ def test_a_file_that_was_sealed_later_is_not_taken_for_one_of_the_run(tmp_path):
     assert verify(tmp_path / "run")
     with pytest.raises(ValueError, match="LICENSE, which no run wrote"):
         run.save(tmp_path / "run", overwrite=True)
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("name", ["model.safetensors", "dpft.json", "README.md"])
-def test_a_save_that_was_killed_between_two_moves_leaves_a_folder_that_the_next_takes(tmp_path, monkeypatch, name, earlier):
-    run, move, dying = toy_run(), Path.replace, []
-    if earlier:
-        toy_run().save(tmp_path)
-
-    def moved(path, to):
-        move(path, to)
-        if Path(to).name == name:
-            dying.append(shutil.copytree(path.parent, tmp_path.parent / f"{tmp_path.name}-left"))
-            raise SystemExit
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", moved)
-        patch.setattr("dpft.store.take_back", lambda *_: None)    # a process that is killed does nothing more
-        with pytest.raises(SystemExit):
-            run.save(tmp_path, overwrite=earlier)
-    dying[0].rename(tmp_path / ".saving-left")
-    assert (tmp_path / name).exists()
-    run.save(tmp_path, overwrite=earlier)
-    assert verify(tmp_path) and not list(tmp_path.glob(".saving-*")) and same(dpft.load(tmp_path, nn.Linear(3, 2)), run.model)
 
 
 def test_an_empty_name_of_a_folder_is_not_the_one_we_are_in(tmp_path, monkeypatch):

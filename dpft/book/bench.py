@@ -7,8 +7,8 @@ __all__ = ['TEAMS', 'PART', 'PARTS', 'SIZED', 'TRAINS', 'QUICK', 'Shape', 'PEERS
            'BF16_MARKS', 'FULL_MARKS', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS', 'TRAINED',
            'AXES', 'OVERHEAD_QUICK', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN', 'OVERHEAD_MARKS', 'watched',
            'measure', 'two_steps', 'too_large', 'described', 'timed', 'weighed', 'measure_largest', 'largest_of',
-           'cut_layers', 'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways', 'measure_numbers',
-           'Sizes', 'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_bf16', 'plan_gpu', 'cost_table',
+           'steps_on_demand', 'team', 'measure_processes', 'run_bench', 'number_ways', 'measure_numbers', 'Sizes',
+           'plan_bench', 'plan_marks', 'plan_peers', 'plan_processes', 'plan_bf16', 'plan_gpu', 'cost_table',
            'batch_table', 'rate_table', 'shape_name', 'whole_rows', 'peers_table', 'numbers_table', 'processes_table',
            'bf16_table', 'judged', 'judged_peers', 'marks_table', 'panels', 'cost_figure', 'plain_of', 'beside_plain',
            'batch_figure', 'model_figure', 'peers_figure', 'begun', 'write_bench', 'bench_report', 'OverheadSizes',
@@ -173,25 +173,14 @@ def _peak(contender: Contender, loss: WatchedLoss, setting: Setting, rows: int,
         return math.inf
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-processes
-TEAMS = {  # how many processes, and whether the model is cut; the package that it needs
-    "one process": ((1, False), "torch"), "two processes": ((2, False), "torch"),
-    "two, sharded": ((2, True), "torch")}
+TEAMS = {  # how many processes; the package that they need
+    "one process": (1, "torch"), "two processes": (2, "torch")}
 PART = 8  # rows of a physical batch
-
-def cut_layers(model: nn.Module) -> None:
-    "Shard each layer of a stack, and the rest, over all processes."
-    from torch.distributed.fsdp import fully_shard
-
-    for stack in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
-        for layer in stack:
-            fully_shard(layer)
-    fully_shard(model)
 
 def steps_on_demand(
     setting: Setting,
     rank: int,     # of this process in its team
     size: int,     # of the team
-    cut: bool,     # whether the model is sharded over the team
     meeting: str,  # a file by which the processes connect
     pipe: Any,     # for requests of steps
 ) -> None:
@@ -203,8 +192,6 @@ def steps_on_demand(
                                 world_size=size)
     device = torch.device("cpu")
     model, batch = setting.build(device), setting.batch(setting.rows, device)
-    if cut:
-        cut_layers(model)
     contender = dpft_step(model, watched(setting), setting.rows // PART)
     with suppress(EOFError):  # no more requests
         while pipe.recv():
@@ -213,7 +200,7 @@ def steps_on_demand(
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-team
 @contextmanager
-def team(setting: Setting, size: int, cut: bool) -> Iterator[Contender]:
+def team(setting: Setting, size: int) -> Iterator[Contender]:
     "Processes that take the steps of one run together."
     context, pipes = worker_context(__name__, *LOADED), []
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +208,7 @@ def team(setting: Setting, size: int, cut: bool) -> Iterator[Contender]:
             ours, theirs = context.Pipe()
             context.Process(
                 target=steps_on_demand, daemon=True,
-                args=(setting, rank, size, cut, f"{folder}/meeting", theirs)).start()
+                args=(setting, rank, size, f"{folder}/meeting", theirs)).start()
             theirs.close()
             pipes.append(ours)
         def step(batch: Batch) -> dict[str, torch.Tensor]:
@@ -238,14 +225,14 @@ def measure_processes(setting: Setting) -> Iterator[dict[str, Any]]:
     "One record for each team: rows a second, over one process in the same rounds."
     device = torch.device("cpu")
     with ExitStack() as stack:
-        them = {who: stack.enter_context(team(setting, *TEAMS[who][0]))
+        them = {who: stack.enter_context(team(setting, TEAMS[who][0]))
                 for who in setting.who}
         seconds = interleaved(them, (), setting.repeats)
     model, alone = setting.build(device), seconds[setting.who[0]]
     for who, own in seconds.items():
         ratios = [one / other for one, other in zip(alone, own, strict=True)]
         yield (described(setting, who, model, math.inf, "") | provenance(device)
-               | {"threads": 1, "processes": TEAMS[who][0][0], "seconds": median(own),
+               | {"threads": 1, "processes": TEAMS[who][0], "seconds": median(own),
                   "examples_per_second": setting.rows / median(own),
                   "throughput_ratio": median(ratios),
                   "throughput_interval": list(median_interval(ratios))})

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..oracle import evaluating
 from ..losses import device_of, logits, to_device
+from ..oracle import evaluating
 from ..oracle import Batch, batch_rows
 from ..sampling import gather
 

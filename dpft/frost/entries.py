@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, largest, masked_block, offered
-from ..oracle import evaluating
 from ..forms import GroupsOf
 from ..gradients import gradients
 from ..method import Context, Method
 from ..models import fresh_head
 from ..norms import Block, Partition, plain_arithmetic
+from ..oracle import evaluating
 from ..oracle import Batch, LossFunction
 from ..privacy import Request
 from .magnitude import (

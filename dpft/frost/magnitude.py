@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..oracle import only_training
 from ..forms import GroupsOf, Outer, Rows, full, only_rows
 from ..gradients import gradients
 from ..norms import Gradients, Partition, plain_arithmetic
+from ..oracle import only_training
 from ..oracle import Batch, LossFunction
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norms

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import admitted, offered
-from ..oracle import evaluating
 from ..method import Context, Method
 from ..models import fresh_head
 from ..norms import Partition
+from ..oracle import evaluating
 from ..oracle import Batch
 from ..plan import usual_delta
 from ..privacy import Request

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..oracle import evaluating
 from ..forms import Contribution, Groups, Outer, Rows, by_example, full
 from ..gradients import gradients
 from ..losses import ASK, logits
 from ..norms import Gradients, Partition
+from ..oracle import evaluating
 from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, select_rows
 from ..oracle import trainable
 from .propagation import relevance_rules

@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from ...clipping import effective_noise_multiplier
-from ...oracle import evaluating
 from ...datasets import Public, TableData, Task
 from ...engine import Engine
 from ...loop import Run
 from ...losses import example_losses, perplexity
 from ...method import Method
 from ...models import load_model, load_tokenizer, pretrain
+from ...oracle import evaluating
 from ...oracle import trainable
 from ...privacy import noise_multiplier
 from ...processes import own_device
