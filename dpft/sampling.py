@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from dpft.noise import Keystream
 
 # %% auto #0
-__all__ = ['NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'random_state', 'kind_of', 'one_spelling',
-           'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed', 'units_of',
-           'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures', 'Share']
+__all__ = ['NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'reading_state', 'random_state', 'kind_of',
+           'one_spelling', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed',
+           'units_of', 'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures',
+           'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -74,6 +76,20 @@ def gather(
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-random-state
+@contextmanager
+def reading_state(engine: Any, *context: float | str | int) -> Iterator[None]:
+    "`random_state`, and the generators of NumPy and Python as well."
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
+    seed = engine.keystream.seed("numpy and python", *context)
+    try:
+        random.seed(seed)
+        np.random.seed([seed >> 32, seed % 2**32])  # noqa: NPY002
+        with random_state(engine, *context):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
+
 @contextmanager
 def random_state(engine: Any, *context: float | str | int) -> Iterator[None]:
     """Set torch's generators, on the CPU and the model's device, by a key of the run,

@@ -25,7 +25,7 @@ from .norms import new_sums
 from .oracle import Batch, LossFunction, batch_rows, per_example_losses
 from .processes import Processes
 from .sampling import Part, Population, gather, parts_of
-from .sampling import poisson_draw, random_state
+from .sampling import poisson_draw, random_state, reading_state
 from .updates import MaskedEntries
 
 # %% ../nbs/1_start/05_step.ipynb #engine-drawn
@@ -90,7 +90,7 @@ class Draws:
               *context: str | int) -> Drawn:
         (rows, numbers), mark = part, self.processes.mark
         copies = 1 if key is None else self.population.copies
-        with random_state(self, "read", *context, *mark, int(rows[0])):
+        with reading_state(self, "read", *context, *mark, int(rows[0])):
             batch = self._views(self.population.read(rows), rows, key)
         return Drawn(batch, numbers.repeat_interleave(copies), rows,
                      (sample_rate, *context), key)
@@ -104,7 +104,7 @@ class Draws:
         "Some rows of an open batch, collated without the others."
         found = next(drawn for drawn in self.open if drawn.batch is batch)
         own = found.rows[list(rows)]
-        with random_state(self, "read", *found.draw[1:], int(own[0])):
+        with reading_state(self, "read", *found.draw[1:], int(own[0])):
             return to_device(self.population.read(own), self.device)
 
     def keys(self, batch: Batch) -> list[Hashable]:

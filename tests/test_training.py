@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import types
@@ -681,6 +682,38 @@ def test_a_seed_that_the_script_sets_reaches_no_dropout():
         return torch.cat([value.flatten() for value in step.sums.values()])
 
     assert not torch.allclose(masked(), masked(), atol=1e-3)
+
+
+class Augmented(torch.utils.data.Dataset):
+    "Rows whose numbers are drawn when they are read, by each library's generator."
+
+    def __init__(self):
+        self.seen = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        self.seen.append((torch.rand(1).item(), np.random.random(), random.random()))  # noqa: NPY002
+        return torch.full((1, 8, 8), self.seen[-1][row % 3]), row % 10
+
+
+def test_a_seed_that_the_script_sets_reaches_no_row_that_is_read():
+    def read():
+        rows = Augmented()
+        e = dpft.Engine(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), None, dpft.Full(), rows, noise_multiplier=1.0,
+                        batch_size=8, steps=1, delta=0.01, check=False)
+        step = next(iter(e))
+        torch.manual_seed(42), np.random.seed(42), random.seed(42)  # noqa: NPY002
+        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
+        for batch in step:
+            step.add(batch)
+        assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
+        assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
+        return rows.seen[-8:]
+
+    first, second = read(), read()
+    assert all(one != other for a, b in zip(first, second, strict=True) for one, other in zip(a, b, strict=True))
 
 
 def test_a_release_that_was_stored_is_used_again_without_a_draw(tmp_path):
