@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from dpft import DPFrost, Full, checks, engine, forms, step
+from dpft.account import Account
 from dpft.auditing import CanaryTable, audit
 from dpft.engine import Engine
 from dpft.frost import selection
 from dpft.gradients import Block
 from dpft.norms import Gradients
 from dpft.oracle import select_rows
-from dpft.step import Account, Step
+from dpft.step import Step
 
 ROOMS = "oracle", "forms", "layer_rules", "norms", "hooks", "gradients", "checks"
 
@@ -123,12 +124,12 @@ def stale_freeze_set():
 
 
 def unpaid_requests():
-    honest = Account.charge
+    honest = Account.claim
 
-    def free(self, name, number, digest):
-        return honest(self, name, number, digest) if name == "train" else digest
+    def free(self, name, number):
+        return honest(self, name, number) if name == "train" else number
 
-    return patch.object(Account, "charge", free)
+    return patch.object(Account, "claim", free)
 
 
 def first_sensitivity_reused():

@@ -30,7 +30,7 @@ def test_the_mean_divides_by_the_expected_size():
         for batch in step:
             step.add(batch)
         own = {name: value.clone() for name, value in step.sums.items()}
-        with patch("dpft.step.perturbed", lambda total, std, keystream, *context: total):
+        with patch("dpft.step.add_noise", lambda total, std, keystream, *context: total):
             step.privatize()
         for name, parameter in e.trains.items():
             assert torch.allclose(parameter.grad * e.plan.batch_size, own[name], rtol=1e-5)
@@ -40,4 +40,4 @@ def test_a_relevance_mask_is_paid_for():
     method = RapFT(dpft.BiTFiT(), relevance_data="private", share=0.1)
     e = engine(dpft.load_model("mlp", 3, "image", (1, 4, 4)), method=method)
     next(iter(e))
-    assert method.masks and [(m.name, m.steps) for m in e.spent if m.steps] == [("relevance", 1)]
+    assert method.masks and ("relevance", 1) in [(m.name, m.steps) for m in e.spent]
