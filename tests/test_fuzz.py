@@ -1,8 +1,7 @@
 """Random models, batches, freeze sets, masks and bounds: what must hold of every one of them; `make fuzz` tries many more."""
 
 import ast
-import hashlib
-import io
+import copy
 import itertools
 import math
 import os
@@ -24,6 +23,7 @@ from scipy import stats
 from torch import nn
 
 import dpft
+from dpft.checkpoint import CheckpointError
 from dpft.forms import Groups
 from dpft.gradients import Block, clipped_sum, gradients
 from dpft.method import Method
@@ -291,8 +291,31 @@ HALF, QUARTER = (settings(max_examples=settings.default.max_examples // part) fo
 # 1. one example or unit moves the sum by no more than the bound ----------------------------------------------------------------------
 
 
+def is_rounding(case):
+    """Whether some example's gradient in a block is rounding rather than a gradient, as that of a bias before a normalisation is.
+
+    Such numbers change with the rows beside them, and a clip bound below them makes unit vectors of them: the bound on a sum holds up to
+    the rounding of other rows (@sec-threat-model).
+    """
+    wide, same = copy.deepcopy(case.model).double(), {id(p): name for name, p in case.model.named_parameters()}
+    for row in range(len(case.kinds)):
+        one = select_rows(case.batch, torch.tensor([row]))
+        found = []
+        for model, batch in ((case.model, one), (wide, tuple(x.double() if x.is_floating_point() else x for x in one))):
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            grads = torch.autograd.grad(case.loss(model, batch).sum(), [*named.values()], allow_unused=True)
+            found.append({name: torch.zeros(1) if g is None else g.double() for name, g in zip(named, grads, strict=True)})
+        for block in case.blocks:
+            names = [same[id(p)] for p in block.parameters]
+            off = sum((found[0][name] - found[1][name]).square().sum() for name in names)
+            if off > 1e-4 * sum(found[1][name].square().sum() for name in names):
+                return True
+    return False
+
+
 @given(cases())
 def test_one_unit_more_or_less_moves_the_sum_by_no_more_than_the_bound(case):
+    assume(not is_rounding(case))
     with tried("influence of one unit on a sum") as tally:
         units = torch.tensor(range(len(case.kinds)) if case.units is None else case.units)
         rest = torch.nonzero(units != units[case.out])[:, 0]
@@ -541,12 +564,9 @@ def test_a_state_that_is_no_plain_data_is_refused(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         tune(checkpoint=tmp_path / "run", optimizer=Fails)
-    buffer = io.BytesIO()
-    torch.save({"step": 0, "method": Program()}, buffer)
-    content = buffer.getvalue()
-    (tmp_path / "run" / "state.pt").write_bytes(hashlib.sha256(content).digest() + content)   # as whole as any other
-    with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        tune(checkpoint=tmp_path / "run", optimizer=torch.optim.SGD)
+    torch.save({"step": 0, "method": Program()}, tmp_path / "run" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"is damaged or not dpft.s .UnpicklingError."):
+        tune(checkpoint=tmp_path / "run", optimizer=Fails)
     assert not (tmp_path / "ran").exists()
 
 

@@ -67,8 +67,7 @@ def test_answers_are_saved_with_the_card_and_sealed(tmp_path):
 @pytest.mark.parametrize("sigma, loud", [(5.0, False), (0.1, True)])
 def test_no_factor_beyond_the_cap_and_a_caution_above_ten(sigma, loud):
     mechanisms = [SampledGaussian(sigma, 0.5, 100, "train")]
-    one = example(spent=mechanisms, planned=mechanisms)
-    one = replace(one, mechanisms=mechanisms)
+    one = replace(example(), mechanisms=mechanisms, spent=mechanisms, planned=mechanisms)
     report, value = one.report(), one.epsilon()
     assert ((value > CAUTION) == loud) and ("Caution: epsilon is above 10" in report) == (value > CAUTION)
     assert (f"may be more than {FACTOR_CAP:,.0f}" in report) == (value > math.log(FACTOR_CAP))

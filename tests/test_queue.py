@@ -433,7 +433,7 @@ def test_a_run_that_is_told_to_stop_goes_on_from_its_state_and_ends_the_same(tmp
     process.start()
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
-    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ["", ".seconds"]
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ["", ".ledger", ".seconds"]
     experiments.keep_unfinished(tmp_path)
     try:
         again = measured_run(settings)

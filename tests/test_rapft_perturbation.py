@@ -391,7 +391,7 @@ def test_as_the_second_phase_its_steps_count_from_its_own_beginning():
 @pytest.mark.parametrize("stopped_at", [2, 4])
 def test_an_interrupted_run_goes_on_bit_for_bit_and_pays_once(where, stopped_at, tmp_path):
     public = language()[-1]
-    def go(folder, optimizer="adamw"):
+    def go(folder, optimizer=torch.optim.AdamW):
         method = RapFT(LoRA(rank=2), **source(where, public), warmup_steps=2)
         run = tune(method, checkpoint=folder, checkpoint_every=1, optimizer=optimizer, cache=0.0)  # a cache rounds otherwise
         names = {p: name for name, p in run.model.named_parameters()}

@@ -1005,7 +1005,8 @@ def engine_of(model: nn.Module, train: Any, rows: int, method: Method | None = N
               **settings: Any) -> Engine:
     "A long private run."
     return Engine(model, losses_of, method or Trainable(), train, noise_multiplier=1.0,
-                  accountant="rdp", clip=0.1, batch_size=rows, steps=100_000,
+                  delta=1e-5, accountant="rdp", clip=0.1, batch_size=rows,
+                  steps=100_000,
                   **settings)
 
 def engine_steps(engine: Engine) -> Contender:

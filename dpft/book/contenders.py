@@ -348,7 +348,8 @@ def steps_of(
     "The steps of a long private run that draws the whole batch each time."
     rows = batch_rows(batch)
     return iter(Engine(model, loss, Trainable(), OneBatch(batch), noise_multiplier=1.0,
-                       accountant="rdp", clip=CLIP, batch_size=rows, steps=100_000,
+                       delta=1e-5, accountant="rdp", clip=CLIP, batch_size=rows,
+                       steps=100_000,
                        physical_batch_size=-(-rows // parts)))
 
 def dpft_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:

@@ -287,6 +287,7 @@ def unfinished(settings: Settings) -> Iterator[Path | None]:
             spent.write_text(str(making.seconds))
         raise
     shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name(f"{folder.name}.ledger").unlink(missing_ok=True)
 
 def _in_words(public: Public) -> list[str]:
     "Public data among the settings, by what it holds."
