@@ -35,8 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = {  # each with the files of the tests that try it, fast ones only
     "privacy": ["privacy", "ledger"],
     "ledger": ["ledger"],
-    "rows": ["ledger"],
-    "charges": ["ledger"],
     "curve": ["guarantee"],
     "guarantee": ["guarantee"],
     "card": ["guarantee"],
@@ -55,7 +53,7 @@ MODULES = {  # each with the files of the tests that try it, fast ones only
     "method": ["training"],
     "step": ["training"],
     "engine": ["training"],
-    "store": ["training"],
+    "checkpoint": ["checkpoint"],
     "loop": ["training"],
     "account": ["training"],
     "updates": ["training"],
