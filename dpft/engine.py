@@ -32,6 +32,7 @@ from .losses import chosen_loss
 from .method import Access, Context, Method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
+from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
@@ -185,6 +186,11 @@ class Engine:
         self.blocks = secured_blocks(blocks) if self.settings.secure_mode else blocks
         # id of a parameter -> standard deviation of its noise
         self.spread = noise_spread(self.blocks)
+        self.everything = [*self.model.parameters()]
+        self.layout = Layout(self.trains, torch.float64 if self.settings.secure_mode
+                             else None)
+        self.scales = self.layout.packed({   # the same, as the sums lie in memory
+            name: self.spread[id(p)] for name, p in self.trains.items()})
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=(
             None if self.processes.alone else choice_hash(self.trains, self.blocks)))
         self.modes = Modes(self.model, self.settings.dropout)

@@ -132,7 +132,7 @@ def _compare(
             result[parameter] = None
         else:
             zero = not any(bool(one.any()) for one in mine)
-            result[parameter] = set() if zero else found.forms.get(parameter, set())
+            result[parameter] = set() if zero else found.forms.get(name, set())
     return result
 
 def unseen(
@@ -267,7 +267,7 @@ def different_rows(
 class Ways:
     "The way of each parameter that trains now."
     slow: dict[nn.Parameter, SlowWay]          # those that hooks do not see
-    forms: dict[nn.Parameter, set[Form]]       # in which hooks were right
+    forms: dict[str, set[Form]]                # in which hooks were right, by name
     sure: bool                                 # whether a comparison has shown it
 
 def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
@@ -287,7 +287,8 @@ def _ways(model: nn.Module, loss_fn: LossFunction, batch: Batch,
             return unknown
     ways = {p: kept.ways[p] for p in parameters.values()}
     return Ways({p: way for p, way in ways.items() if way is not None},
-                {p: kept.forms.get(p, set()) for p in ways}, True)
+                {name: kept.forms.get(p, set()) for name, p in parameters.items()},
+                True)
 
 def gradients(
     model: nn.Module,
@@ -343,8 +344,8 @@ def gradients(
 
 def _in_new_forms(found: Gradients, ways: Ways) -> list[nn.Parameter]:
     "Parameters whose gradients come in a form that was not compared."
-    return [p for p, forms in found.forms.items() if not forms <= ways.forms[p]
-            and found.square_norms(found.names[id(p)]).any()]
+    return [found.parameters[name] for name, forms in found.forms.items()
+            if not forms <= ways.forms[name] and found.square_norms(name).any()]
 
 def _compare_again(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    found: Gradients, new: list[nn.Parameter],

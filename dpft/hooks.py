@@ -22,13 +22,13 @@ from .oracle import Batch, LossFunction, batch_rows, per_example_losses, trainab
 Form = tuple[int, int]  # rows for each example, 0 for one for all; dimensions
 
 class Pass:
-    "What the hooks of one pass receive: contributions, by parameter."
+    "What the hooks of one pass receive: contributions, by a parameter's name."
 
     def __init__(self, rows: int, groups: Groups | None = None, taps: bool = True):
         self.rows, self.groups, self.listens = rows, groups, True
         self.taps, self.silent = taps, 0    # hooks that have not been called yet
-        self.uses: dict[nn.Parameter, list[Contribution]] = {}
-        self.forms: dict[nn.Parameter, set[Form]] = {}
+        self.uses: dict[str, list[Contribution]] = {}
+        self.forms: dict[str, set[Form]] = {}
         self.anchors: dict[torch.device, Tensor] = {}
         self.shortened: tuple[Tensor, Tensor] | None = None  # an input, and so rounded
 
@@ -55,11 +55,15 @@ class Pass:
             self.shortened = values, values.bfloat16()
         return self.shortened[1]
 
-    def add(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+    def add(self, name: str, contribution: Contribution, form: Form) -> None:
         "One more use of a parameter; materialised ones are added up at once."
         merged = self.groups.merge(contribution) if self.groups else contribution
-        uses = self.uses.setdefault(parameter, [])
-        if uses and isinstance(uses[-1], Dense) and isinstance(merged, Dense):
+        uses = self.uses.get(name)
+        if uses is None:
+            self.uses[name], self.forms[name] = [merged], {form}
+            return
+        self.forms[name].add(form)
+        if isinstance(uses[-1], Dense) and isinstance(merged, Dense):
             merged = Dense(uses.pop().dense() + merged.dense())
         uses.append(merged)
 
@@ -99,18 +103,24 @@ def listen(
 # %% ../nbs/5_notes/116_hooks.ipynb #hooks-layer
 def _without_compiler(hook: Callable) -> Callable:
     "Keep `torch.compile` out of a hook, which has other tensors in every pass."
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    kept = torch.compiler.disable(hook)
+    def called(*given: Any) -> Any:
+        return (kept if torch.compiler.is_compiling() else hook)(*given)
+    return called
 
 def hear_layer(
     into: Pass,
     rule: Rule,
-    own: dict[str, nn.Parameter],  # what trains in the layer, by its name there
+    weight: str | None,            # name of its weight, if that trains
+    bias: str | None,              # likewise
     module: nn.Module,
     inputs: Tensor,
     output: Tensor,
 ) -> Tensor:
     "The output of a layer, listened to."
-    weight, bias, rows = own.get("weight"), own.get("bias"), into.rows
+    rows = into.rows
     form = len(output) // rows, output.ndim
     if len(output) == 1 < rows:  # looked up once for the whole batch
         output = output.expand(rows, *output.shape[1:])
@@ -119,19 +129,17 @@ def hear_layer(
                            "those of the examples")
     def receive(gradient: Tensor, *saved: Tensor) -> None:
         gradient = into.by_example(gradient)
-        for parameter in own.values():
-            into.forms.setdefault(parameter, set()).add(form)
         if bias is not None:
-            into.add(bias, rule.bias(module, gradient))
+            into.add(bias, rule.bias(module, gradient), form)
         if weight is not None:
-            values = into.multiplied(saved[0], gradient)
-            into.add(weight, rule.weight(module, gradient, into.by_example(values)))
+            values = into.by_example(into.multiplied(saved[0], gradient))
+            into.add(weight, rule.weight(module, gradient, values), form)
     return listen(into, output, receive, *([] if weight is None else [inputs.detach()]))
 
 # %% ../nbs/5_notes/116_hooks.ipynb #hooks-bare
 def hear_bare(
     into: Pass,
-    own: dict[str, nn.Parameter],  # what trains in the module, by its name there
+    own: dict[str, str],           # name in the module -> name in the model
     module: nn.Module,
     given: Sequence[Any],          # to its call
     compares: bool,                # whether autograd finds the gradients too
@@ -140,19 +148,18 @@ def hear_bare(
     inputs = [value for value in given if isinstance(value, Tensor)]
     shape = inputs[0].shape if inputs else ()
     form = int(into.rows in shape[:1]), len(shape)
-    for name, parameter in own.items():
+    for local, name in own.items():
+        parameter = module._parameters[local]
+        assert parameter is not None
         # a scale of (B, T, d) becomes (B, 1, d), a class token of (1, 1, d) too
         tokens = inputs[0].ndim - 1 - parameter.ndim if inputs else 0
         stretched = parameter.ndim > 1 and len(parameter) == 1
         shape = parameter.shape[1:] if stretched else (*(1,) * tokens, *parameter.shape)
-        here = module._parameters[name]  # gathered by now, where it is sharded
-        values = parameter if here is None else here
-        copies = (values if compares else values.detach()).expand(into.rows, *shape)
-        def receive(gradient: Tensor, parameter: nn.Parameter = parameter) -> None:
-            into.forms.setdefault(parameter, set()).add(form)
-            rows = gradient.reshape(len(gradient), *parameter.shape)
-            into.add(parameter, Dense(rows))
-        module.__dict__[name] = listen(into, copies, receive)
+        values = parameter if compares else parameter.detach()
+        def receive(gradient: Tensor, name: str = name,
+                    own: torch.Size = parameter.shape) -> None:
+            into.add(name, Dense(gradient.reshape(len(gradient), *own)), form)
+        module.__dict__[local] = listen(into, values.expand(into.rows, *shape), receive)
 
 # %% ../nbs/5_notes/116_hooks.ipynb #hooks-class
 class Hooks:
@@ -177,22 +184,25 @@ class Hooks:
         "Set the hooks, but for these parameters."
         self.remove()
         skipped = {id(parameter) for parameter in skip}
-        trains = {id(p) for p in self.parameters.values()} - skipped
+        names = {id(p): name for name, p in self.parameters.items()
+                 if id(p) not in skipped}
         for module in self.model.modules():
-            own = {name: p for name, p in module._parameters.items()
-                   if p is not None and id(p) in trains}
+            own = {local: names[id(p)] for local, p in module._parameters.items()
+                   if id(p) in names}
             # native recurrence reads a weight without its shape, so it gets no copies
             if own and not isinstance(module, nn.RNNBase):
                 self.handles += self._on(module, own)
 
-    def _on(self, module: nn.Module, own: dict[str, nn.Parameter]) -> list[Any]:
+    def _on(self, module: nn.Module, own: dict[str, str]) -> list[Any]:
         rule = rule_for(module)
         if rule is not None:
+            weight, bias = own.get("weight"), own.get("bias")
             def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
                 if self.current is None:
                     return None
                 inputs = args[0] if args else next(iter(kwargs.values()))
-                return hear_layer(self.current, rule, own, module, inputs, output)
+                return hear_layer(self.current, rule, weight, bias, module, inputs,
+                                  output)
             return [module.register_forward_hook(_without_compiler(after),
                                                  with_kwargs=True)]
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -200,8 +210,8 @@ class Hooks:
                 given = (*args, *kwargs.values())
                 hear_bare(self.current, own, module, given, self.compares)
         def restore(module: nn.Module, *_: object) -> None:
-            for name in own:
-                module.__dict__.pop(name, None)
+            for local in own:
+                module.__dict__.pop(local, None)
         return [module.register_forward_pre_hook(_without_compiler(before),
                                                  with_kwargs=True),
                 module.register_forward_hook(restore, always_call=True)]

@@ -503,7 +503,8 @@ class Modes:
         """Restore modes that a loop or a score has changed, before data pass the model;
         with `only_training`, leave evaluation mode as it is."""
         for module, mode in self.checked:
-            module.training = mode and (module.training or not only_training)
+            if module.training != mode and (module.training or not only_training):
+                module.training = mode
 
 # %% ../nbs/5_notes/74_models.ipynb #models-pretrain
 def pretrain(

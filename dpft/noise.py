@@ -30,13 +30,16 @@ from .device_noise import CHUNK, device_pieces
 Context = str | int | bytes
 
 def _encode(
-    part: Context,  # one part of a context
-) -> bytes:         # unambiguous: its type, its length, itself
-    if isinstance(part, bool) or not isinstance(part, (str, int, bytes)):
-        raise ValueError(
-            f"context part {part!r}: only str, int and bytes name a stream")
-    raw = part if isinstance(part, bytes) else str(part).encode()
-    return type(part).__name__[:1].encode() + len(raw).to_bytes(8, "little") + raw
+    *context: Context,
+) -> bytes:         # unambiguous: the type, the length and the value of each part
+    found = []
+    for part in context:
+        if isinstance(part, bool) or not isinstance(part, (str, int, bytes)):
+            raise ValueError(
+                f"context part {part!r}: only str, int and bytes name a stream")
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        found += [type(part).__name__[:1].encode(), len(raw).to_bytes(8, "little"), raw]
+    return b"".join(found)
 
 # %% ../nbs/5_notes/54_noise.ipynb #noise-from-seed
 def from_seed(seed: int) -> bytes:  # (32,)
@@ -223,7 +226,7 @@ class Keystream:
         if self.process != os.getpid() and not self.reproducible:  # after a fork
             self.secret, self.process = os.urandom(32), os.getpid()
         return hashlib.blake2b(
-            b"".join(map(_encode, context)), key=self.secret, digest_size=32).digest()
+            _encode(*context), key=self.secret, digest_size=32).digest()
 
     def seed(self, *context: Context) -> int:
         "A 63-bit seed for another generator; torch's own on a CPU uses 32 of them."

@@ -25,10 +25,11 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 def batch_rows(batch: Batch) -> int:
     "Number of examples B in a batch: the leading size of its first tensor."
-    if not tensors(batch):
-        raise ValueError("a batch must be a dict or tuple that holds at least one "
-                         "tensor, examples first")
-    return len(tensors(batch)[0])
+    for value in batch.values() if isinstance(batch, Mapping) else batch:
+        if isinstance(value, Tensor):
+            return len(value)
+    raise ValueError("a batch must be a dict or tuple that holds at least one tensor, "
+                     "examples first")
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-select-rows
 def each_value(batch: Batch, change: Callable[[Any], Any]) -> Batch:

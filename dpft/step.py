@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['WRONG_BATCH', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Drawn', 'taken', 'Draws', 'add_bounded', 'add_plain',
-           'Lowered', 'with_precision', 'add_noise', 'release', 'forget_gradients', 'write_gradients', 'pack', 'unpack',
-           'Step']
+           'Lowered', 'with_precision', 'add_noise', 'release', 'forget_gradients', 'write_gradients', 'Step']
 
 # %% ../nbs/1_start/05_step.ipynb #step-imports
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from .forms import Groups, full
 from .gradients import gradients
 from .losses import to_device
 from .noise import SHARE, Keystream, perturbed_on_grid, side_by_side
-from .norms import new_sums
 from .oracle import Batch, LossFunction, batch_rows, per_example_losses
 from .processes import Processes
 from .sampling import Part, Population, gather, parts_of
@@ -216,57 +214,20 @@ def release(
     return processes.total({key: found[key] for key in sums}, counts)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
-def forget_gradients(model: nn.Module) -> None:
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
     "Clear the gradient of every parameter."
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.grad = None
 
 def write_gradients(
-    model: nn.Module, trains: dict[str, nn.Parameter], sums: dict[str, Tensor],
-    batch_size: int,
+    parameters: Iterable[nn.Parameter],   # all of the model's
+    trains: dict[str, nn.Parameter],      # those that train
+    means: dict[str, Tensor],             # noisy, by the same names
 ) -> None:
-    """Write the noisy sums over the expected batch size as the gradient of what
-    trains."""
-    forget_gradients(model)
+    "Write the noisy means as the gradients of what trains; nothing else keeps one."
+    forget_gradients(parameters)
     for name, parameter in trains.items():
-        parameter.grad = sums[name].div_(batch_size).to(parameter.dtype)
-
-# %% ../nbs/1_start/05_step.ipynb #engine-totals
-def pack(sums: dict[str, Tensor], stds: dict[str, Tensor | float],
-         ) -> tuple[dict[str, Tensor], dict[str, Tensor | float], dict[str, list[str]]]:
-    """The sums as they lie in memory, small ones as one; the deviation of each entry's
-    noise, and the names in each."""
-    names: dict[tuple, list[str]] = {}
-    for name, value in sums.items():
-        names.setdefault((value.device, value.untyped_storage().data_ptr()),
-                         []).append(name)
-    packs: dict[str, Tensor] = {}
-    scales: dict[str, Tensor | float] = {}
-    held = {own[0]: own for own in names.values()}
-    for key, own in held.items():
-        if len(own) == 1:
-            packs[key], scales[key] = sums[key], stds[key]
-            continue
-        packs[key] = torch.as_strided(sums[key], (sum(sums[x].numel() for x in own),),
-                                      (1,), 0)
-        alike = {std for x in own if not isinstance(std := stds[x], Tensor)}
-        if len(alike) == 1 and not any(isinstance(stds[x], Tensor) for x in own):
-            scales[key], = alike
-        else:
-            scales[key] = torch.cat([
-                torch.as_tensor(stds[x], dtype=torch.float64, device=packs[key].device)
-                .expand(sums[x].shape).flatten() for x in own])
-    return packs, scales, held
-
-def unpack(packs: dict[str, Tensor], held: dict[str, list[str]],
-           like: dict[str, torch.Size]) -> dict[str, Tensor]:
-    "The sums by the parameters' names, in the memory of the packs."
-    found: dict[str, Tensor] = {}
-    for key, names in held.items():
-        pieces = packs[key].flatten().split([like[name].numel() for name in names])
-        found |= {name: piece.view(like[name])
-                  for name, piece in zip(names, pieces, strict=True)}
-    return {name: found[name] for name in like}
+        parameter.grad = means[name].to(parameter.dtype)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-step
 TWICE_DRAWN = ("step {} was drawn already; keep its batches in a list to look at them "
@@ -287,15 +248,16 @@ class Step(Counted):
         self.t, self.batches = engine.t, 0
         self.masked = MaskedEntries(engine)
         self.left = 0       # batches drawn and not added, and 1 until the draw's end
-        self._sums: dict[str, Tensor] | None = None
+        self.packs: dict[str, Tensor] = {}    # the sums as they lie in memory
+        self._sums: dict[str, Tensor] = {}    # views of them, by parameter
 
     @property
     def sums(self) -> dict[str, Tensor]:
         "The bounded sums so far, private until noise is added; none after that."
-        if self._sums is None and not self.privatized:
-            wide = torch.float64 if self.engine.settings.secure_mode else None
-            self._sums = new_sums(self.engine.trains, wide)
-        return self._sums or {}
+        if not self._sums and not self.privatized:
+            self.packs = self.engine.layout.zeros()
+            self._sums = self.engine.layout.views(self.packs)
+        return self._sums
 
     def __iter__(self) -> Iterator[Batch]:
         "2. Every unit enters with probability q; a physical batch holds whole units."
@@ -315,7 +277,7 @@ class Step(Counted):
         "3. Clip each unit's gradient in every block, and add it to the sums."
         engine = self.engine
         if not self.batches:
-            forget_gradients(engine.model)
+            forget_gradients(engine.everything)
         engine.modes.keep()
         features = (nullcontext() if engine.features is None else
                     engine.features.rows(batch, engine.draws.keys(batch)))
@@ -332,16 +294,16 @@ class Step(Counted):
         engine = self.engine
         if self.left and engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
-        sums = self.sums
-        self._sums, self.privatized = None, True
-        stds = {name: engine.spread[id(p)] for name, p in engine.trains.items()}
-        packs, scales, held = pack(sums, stds)
+        sums, packs = self.sums, self.packs
+        self.packs, self._sums, self.privatized = {}, {}, True
         counts = [] if engine.processes.alone else self.tally.counts
-        noisy, found = engine.release("train", self.t, packs, scales,
+        noisy, found = engine.release("train", self.t, packs, engine.scales,
                                       [*counts, engine.told])
-        shapes = {name: p.shape for name, p in engine.trains.items()}
-        write_gradients(engine.model, engine.trains, unpack(noisy, held, shapes),
-                        engine.plan.batch_size)
+        for total in noisy.values():
+            total.div_(engine.plan.batch_size)
+        if any(noisy[name] is not own for name, own in packs.items()):
+            sums = engine.layout.views(noisy)
+        write_gradients(engine.everything, engine.trains, sums)
         engine.stops = found[-1] > 0
         if counts:
             self.tally.counts = found[:-1]

@@ -78,13 +78,13 @@ def noise_of_one_physical_batch():
     honest = Step.privatize
 
     def share(self):
-        spread = self.engine.spread
+        scales = self.engine.scales
         root = math.sqrt(max(1, self.batches))
-        self.engine.spread = {known: std / root for known, std in spread.items()}
+        self.engine.scales = {known: std / root for known, std in scales.items()}
         try:
             honest(self)
         finally:
-            self.engine.spread = spread
+            self.engine.scales = scales
 
     return patch.object(Step, "privatize", share)
 

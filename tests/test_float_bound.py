@@ -51,7 +51,7 @@ def exactly(use):
 def norms_of(*uses):
     "What the engine takes for the norms of the sum of these uses of one parameter."
     parameter = nn.Parameter(torch.zeros(uses[0].dense()[0].shape if isinstance(uses[0], Dense) else uses[0].shape))
-    return Gradients(torch.zeros(uses[0].size), {"weight": parameter}, {parameter: [*uses]}, uses[0].size).norms()
+    return Gradients(torch.zeros(uses[0].size), {"weight": parameter}, {"weight": [*uses]}, uses[0].size).norms()
 
 
 def cancelling(p, d, seeds, gap, dtype=torch.float32):

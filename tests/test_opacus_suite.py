@@ -105,7 +105,7 @@ class Wrapped(nn.Module):
             taken = engine.gradients(module, loss_fn, rows)
         except (RuntimeError, ValueError):                   # said aloud, so nothing wrong is released; the suite goes on with the oracle
             alone = engine.per_example_gradients(module, loss_fn, rows)
-            uses = {parameter: [engine.Dense(alone[name])] for name, parameter in engine.trainable(module).items()}
+            uses = {name: [engine.Dense(alone[name])] for name in engine.trainable(module)}
             return engine.Gradients(torch.zeros(examples), engine.trainable(module), uses, examples), "refused"
         fast = all(way is None for way in engine.known(module, loss_fn).ways.values())
         return taken, "empty" if not examples else "by fast rules" if fast and examples > 1 else "by the fallback"

@@ -21,7 +21,6 @@ from dpft.guarantee import Guarantee, assumptions
 from dpft.ledger import Ledger
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, perturbed_on_grid, secure_std
 from dpft.privacy import SampledGaussian
-from dpft.step import unpack
 from dpft.verification import verify
 
 # the grid --------------------------------------------------------------------------------------------------------------------------
@@ -137,10 +136,10 @@ def released_and_sums(secure, seed):
     parts = unit.split([value.numel() for value in true.values()])
     other = {name: value + part.view_as(value) for (name, value), part in zip(true.items(), parts, strict=True)}
     def spy(*given):
-        found = unpack(*given)
-        kept.update({name: value.clone() for name, value in found.items()})
-        return found
-    with patch("dpft.step.unpack", spy):
+        noisy, counts = dpft.Engine.release(e, *given)
+        kept.update({name: value.clone() for name, value in e.layout.views(noisy).items()})
+        return noisy, counts
+    with patch.object(e, "release", spy):
         step.privatize()
     return e, kept, true, other
 
