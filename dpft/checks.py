@@ -61,6 +61,8 @@ def seed_all(model: nn.Module, seed: int) -> None:
     random.seed(seed)
 
 def _accelerators(model: nn.Module) -> list[torch.device]:
+    if not torch.accelerator.is_available():
+        return []
     return [*{p.device for p in model.parameters() if p.device.type in ("cuda", "xpu")}]
 
 @contextmanager

@@ -109,7 +109,9 @@ class Engine:
         size = given.public_size or self.population.size
         self.context = Context(model, self.loss_fn, *sizes_of(given, size), size)
         self.requests = named_apart(method.requests(self.context))
-        plan = self._make_plan()
+        rows = f"{self.context.size} {self.unit}s of {sorted(column_names(train))}"
+        known = facts(model, method, given.facts() | {"loop": loop}, rows)
+        plan = self._make_plan(known)
         frozen = frozen_statistics(model)
         self.assumed_public = [
             f"the number of {self.unit}s, {plan.size}", *assumed_public,
@@ -118,9 +120,8 @@ class Engine:
         secret = os.urandom(32) if given.seed is None else given.seed
         self.keystream = Keystream(self.processes.first(lambda: secret))
         self.draws = Draws(self.population, self.keystream, self.processes, self.device)
-        rows = f"{plan.size} {self.unit}s of {sorted(column_names(train))}"
         self.account = Account(
-            plan, given, facts(model, method, given.facts() | {"loop": loop}, rows),
+            plan, given, known,
             {"data": rows, "unit": self.unit, "method": repr(method),
              "seed": given.seed, "secure_mode": given.secure_mode},
             self.processes, ", or ".join(self.context.unpaid))
@@ -132,13 +133,13 @@ class Engine:
             self.account.close()
             raise
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self, known: dict[str, str]) -> Plan:
         "The plan of a run, on which all processes agree."
         given, context, processes = self.settings, self.context, self.processes
         processes.check_alike(
-            SAME_INPUT, model_structure=form(self.model), settings=(
-                context.size, context.batch_size, context.steps, self.requests,
-                facts(self.model, self.method, given.facts())))
+            SAME_INPUT, model_structure=None if processes.alone else form(self.model),
+            settings=(context.size, context.batch_size, context.steps, self.requests,
+                      known))
         processes.spread(self.model)
         plan = processes.first(lambda: make_plan(
             context.size, context.batch_size, context.steps, given.epsilon,

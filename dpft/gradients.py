@@ -8,12 +8,12 @@ __all__ = ['SlowWay', 'tolerance', 'Known', 'known', 'share_known', 'nothing_hid
 
 # %% ../nbs/5_notes/120_primitives.ipynb #primitives-imports
 import ctypes
+import math
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ def tolerance(values: Tensor) -> float:
     return {torch.float64: 1e-7, torch.float32: 1e-3}.get(values.dtype, 0.05)
 
 def _norm(values: Sequence[Tensor]) -> float:
-    squares = [full(value.detach()).double().square().sum() for value in values]
-    return float(sum(squares)) ** 0.5
+    norms = torch._foreach_norm([full(value.detach()) for value in values])
+    return math.sqrt(sum(float(norm) ** 2 for norm in norms))
 
 def _agree(found: Gradients, name: str, rows: Sequence[int], own: Sequence[Tensor],
            overall: float) -> bool:
@@ -46,20 +46,17 @@ def _agree(found: Gradients, name: str, rows: Sequence[int], own: Sequence[Tenso
     """
     some = found.one(name).only(torch.tensor(rows))
     try:
-        squares = some.squares().double().clamp(min=0).sqrt().tolist()
-        dense = torch.cat([rows for _, rows in some.chunks()])
+        norms = some.squares().double().clamp(min=0).sqrt()
+        dense, wanted = torch.cat([rows for _, rows in some.chunks()]), torch.stack([*own])
+        if dense.shape != wanted.shape:
+            return False
+        dense, wanted = by_example(dense).double(), by_example(wanted).double()
+        apart = (dense - wanted).norm(dim=1)
     except RuntimeError:   # of another shape than the parameter
         return False
-    if dense.shape[1:] != own[0].shape:
-        return False
-    near = tolerance(found.parameters[name])
-    for row, wanted, norm in zip(dense, own, squares, strict=True):
-        size = _norm([wanted])
-        close = near * (size + 0.01 * overall)
-        if not (_norm([row.double() - wanted.double()]) <= close
-                and abs(norm - size) <= close):
-            return False
-    return True
+    sizes = wanted.norm(dim=1)
+    close = tolerance(found.parameters[name]) * (sizes + 0.01 * overall)
+    return bool(((apart <= close) & ((norms - sizes).abs() <= close)).all())
 
 # %% ../nbs/5_notes/120_primitives.ipynb #primitives-known
 SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]
@@ -118,7 +115,7 @@ def _compare(
         half = len(asked) // 2
         return (_compare(model, loss_fn, batch, rows, asked[:half])
                 | _compare(model, loss_fn, batch, rows, asked[half:]))
-    finite = [i for i, one in enumerate(own) if isfinite(_norm(one))]
+    finite = [i for i, one in enumerate(own) if math.isfinite(_norm(one))]
     if len(finite) < 2:
         return {}
     rows, own = [rows[i] for i in finite], [own[i] for i in finite]

@@ -8,6 +8,7 @@ __all__ = ['Form', 'Pass', 'listen', 'hear_layer', 'hear_bare', 'Hooks']
 # %% ../nbs/5_notes/116_hooks.ipynb #hooks-imports
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,10 +106,14 @@ def _without_compiler(hook: Callable) -> Callable:
     "Keep `torch.compile` out of a hook, which has other tensors in every pass."
     if "torch._dynamo" not in sys.modules:
         return hook
-    kept = torch.compiler.disable(hook)
+    apart = _apart_from_compiler()
     def called(*given: Any) -> Any:
-        return (kept if torch.compiler.is_compiling() else hook)(*given)
+        return apart(hook, *given) if torch.compiler.is_compiling() else hook(*given)
     return called
+
+@cache
+def _apart_from_compiler() -> Callable:
+    return torch.compiler.disable(lambda hook, *given: hook(*given))
 
 def hear_layer(
     into: Pass,
