@@ -127,7 +127,7 @@ def without_values(model: nn.Module) -> nn.Module:
 def rehearse(method: Method, context: Context) -> None:
     "Raise the error of a method that cannot begin, before anything is charged."
     view = copy.copy(context)
-    view.model, view.access, view.rehearses = without_values(context.model), None, True
+    view.model, view.engine, view.rehearses = without_values(context.model), None, True
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")        # the real start repeats them
         try:
@@ -412,7 +412,7 @@ class Turning(Phases):
         "The step of the present phase, counted from its own beginning."
         length = self.length(context)
         if t >= length and not self._second:
-            if context.running and context.needs().keeps:
+            if context.running and context.needs().account.folder is not None:
                 self._boundary = boundary(context, self)
             self.begin_second(context)
             context.begin_phase()
