@@ -333,7 +333,7 @@ def test_an_optimizer_that_misses_the_second_phase_is_noticed():
 
 SELECT = dict(rounds=1, sample_rate=0.5)
 HOPELESS = {  # what cannot begin, after something that is paid for
-    "a schedule beyond the run": (lambda: Chain(DPFrost(0.6, **SELECT), LayerFreeze(1, 99)), "after=99 lies beyond the run of 4 steps"),
+    "a schedule beyond the run": (lambda: Chain(DPFrost(0.6, **SELECT), LayerFreeze(1, 99)), "after=99 lies outside the run of 4 steps"),
     "the same once more": (lambda: Chain(LoRA(targets=("1", "4")), DPFrost(0.6, **SELECT), LoRA(targets="6")), "low-rank matrices"),
     "the second phase": (lambda: Then(Full(), None, LoRA(targets="query"), steps=2), "no linear layer of the name 'query'"),
     "the last of three phases": (lambda: Then(Full(), None, Then(Full(), None, LayerFreeze(1, 3), steps=1), steps=1), "after=3"),
