@@ -403,7 +403,8 @@ def test_an_order_that_cannot_be(order, words):
 
 @pytest.mark.parametrize(("words", "message"), [
     (dict(layers=0), "layers=0 must be 1 or more"), (dict(after=-1), "after=-1 must be 0 or more"), (dict(layers=2.5), "whole number"),
-    (dict(after="adaptive"), "dpft.tuning.tune"), (dict(layers=[1, 2]), "equally long"), (dict(layers=[2, 1], after=[1, 2]), "larger than")])
+    (dict(after="adaptive"), "dpft.tuning.tune"), (dict(layers=[1, 2]), "equally long"),
+    (dict(layers=[2, 1], after=[1, 2]), "larger than")])
 def test_a_schedule_that_cannot_be(words, message):
     with pytest.raises(ValueError, match=message):
         LayerFreeze(**words)
