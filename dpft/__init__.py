@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from dpft.baselines import Adapter, Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions, Trainable, partitions
     from dpft.bitfit import BiTFiT
     from dpft.card import Statement
-    from dpft.compacter import Compacter
     from dpft.composition import Chain, Then
     from dpft.curve import Budget
     from dpft.datasets import Public
@@ -44,7 +43,6 @@ _HOMES = {  # module -> what it gives to the package
     "baselines": "Adapter Full LargestWeights LastLayer LoRA NormOnly RandomPartitions Trainable partitions",
     "bitfit": "BiTFiT",
     "card": "Statement",
-    "compacter": "Compacter",
     "composition": "Chain Then",
     "curve": "Budget",
     "datasets": "Public",

@@ -357,7 +357,6 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {  # -> options for so man
     "RapFT": lambda steps: {"method": ["BiTFiT", {}], "relevance_data": "private",
                             "share": 0.1, "relevance_rate": 1.0},
     "EntrySelection": lambda steps: {"ratio": 0.6, "sample_rate": 1.0},
-    "Compacter": lambda steps: {"width": 4, "after": BOTH},
 }
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-method-named
@@ -393,7 +392,7 @@ IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # only in the full grid
 # a mask over entries makes every canary's gradient
 SLOW = ("LargestWeights", "RapFT", "EntrySelection")
 # at the end of the grid, so that the others keep their seeds
-LATE = ("EntrySelection", "Compacter")
+LATE = ("EntrySelection",)
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-grid-entries
 def audit_grid(full: bool) -> Iterator[dict[str, Any]]:

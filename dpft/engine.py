@@ -29,7 +29,7 @@ from .hooks import Hooks
 from .inputs import checked_rows
 from .ledger import Ledger, PlanSpent
 from .losses import chosen_loss
-from .method import Access, Context, Method, noted
+from .method import Context, Method, noted
 from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .norms import Layout
@@ -161,7 +161,7 @@ class Engine:
             fact for fact in dict.fromkeys([*self.assumed_public,
                                             *state.get("assumed_public", ())])
             if not (earlier and fact.startswith(START))]
-        context.access = self._access()
+        context.engine, self.new_phase = self, False   # see Context.begin_phase
         with self.random_state("choice", "start"):
             if state:
                 self.method.restore(context, state["method"])
@@ -335,32 +335,23 @@ class Engine:
 
     # for the method
 
-    def _access(self) -> Access:
-        "What the method is lent."
-        draws, processes = self.draws, self.processes
-        def whole(rate: float, name: str) -> Iterator[Batch]:
-            for batch in draws.draw(rate, name, whole=True):
-                self._set_modes()
-                yield batch
-        def batches_of(data: Any) -> Iterator[Batch]:
-            collate = self._collate(data)
-            for rows in torch.arange(len(data)).split(self.population.most):
-                yield draws.read(data, rows, collate)
-        def groups(batch: Batch) -> Groups | None:
-            return None if draws.population.units is None else draws.take(batch)
-        def unasked() -> str:
-            if draws.population.units is None or not draws.open:
-                return ""
-            return (f"the unit of privacy is {self.unit!r}, but the method did not ask "
-                    "which rows belong together; pass context.groups(batch) to "
-                    "gradients(…) for each batch of the draw")
-        return Access(
-            self.plan, self.requests, self._draw, groups, unasked, self._release,
-            self.random_state, processes.first, lambda sums: processes.total(sums)[0],
-            batches_of, whole, self.train, self.assumed_public,
-            self.account.folder is not None, processes.is_first)
+    def whole_draw(self, rate: float, name: str) -> Iterator[Batch]:
+        "A draw that is not sliced, for a method that has called `forfeit`."
+        for batch in self.draws.draw(rate, name, whole=True):
+            self._set_modes()
+            yield batch
 
-    def _draw(self, rate: float, name: str, number: int) -> Iterator[Batch]:
+    def batches_of(self, data: Any) -> Iterator[Batch]:
+        "Any data in physical batches, in order."
+        collate = self._collate(data)
+        for rows in torch.arange(len(data)).split(self.population.most):
+            yield self.draws.read(data, rows, collate)
+
+    def groups(self, batch: Batch) -> Groups | None:
+        "The rows of each unit; None: each is a unit."
+        return None if self.population.units is None else self.draws.take(batch)
+
+    def draw_for(self, rate: float, name: str, number: int) -> Iterator[Batch]:
         "A method's draw; no batches where its release was stored by a killed run."
         if number < len(self.account.released(name)):
             return iter(())
@@ -368,9 +359,15 @@ class Engine:
         self.claimed = self.account.claim(name, number)
         return self.batches(name, self.claimed, rate)
 
-    def _release(self, request: int, name: str, number: int, total: Tensor,
-                 sensitivity: float) -> Tensor:
+    def release_for(self, request: int, number: int, total: Tensor,
+                    sensitivity: float) -> Tensor:
         "What `Context.release` does, with the noise that the plan gives the request."
+        if self.population.units is not None and self.draws.open:
+            raise ValueError(f"the unit of privacy is {self.unit!r}, but the method "
+                             "did not ask which rows belong together; pass "
+                             "context.groups(batch) to gradients(…) for each batch of "
+                             "the draw")
+        name = self.requests[request].name
         stored = self.account.released(name)
         if number < len(stored):
             return stored[number].to(total)

@@ -44,7 +44,6 @@ METHODS = {
                               "share": 0.1}, 2e-3),
     "lora": Known("LoRA", {}, 2e-3),
     "adapter": Known("Adapter", {}, 2e-3),
-    "compacter": Known("Compacter", {}, 5e-3),
     "norm-only": Known("NormOnly", {}, 2e-3),
     "random": Known("RandomPartitions", {}, 5e-4),
     "largest-weights": Known("LargestWeights", {}, 5e-4),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import one_stream
 from torch import nn
-from transformers import BertConfig
+from transformers import BertConfig, RobertaConfig, RobertaForSequenceClassification
 
 from dpft import load
 from dpft.baselines import (
@@ -26,18 +26,18 @@ from dpft.baselines import (
     RandomPartitions,
     Trainable,
     admitted,
+    check_fits,
     linear_layers,
     merge_lora,
     partitions,
     remove_adapters,
 )
-from dpft.composition import Chain, Then
-from dpft.engine import Engine
+from dpft.composition import Chain
 from dpft.gradients import gradients, per_example_gradients
 from dpft.loop import fine_tune
 from dpft.losses import logits
 from dpft.method import Context
-from dpft.models import BUILT, fresh_head, load_model, mean_pooled_classifier
+from dpft.models import fresh_head, load_model, mean_pooled_classifier
 from dpft.saving import additions
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
@@ -73,47 +73,10 @@ def test_the_probe_moves_the_head_alone(name):
     assert found == trained == {key for key in names if key.startswith(HEAD[name])}
 
 
-def test_an_output_layer_that_is_the_embedding_is_no_last_layer():
-    model, loss_fn, _ = zoo.build("gpt2-lm")
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel shares its output layer between lm_head and transformer.*BiTFiT"):
-        LastLayer().start(Context(model, loss_fn, 1, 1, 1))
-
-
 @pytest.mark.parametrize("name", [*HEAD, "gpt2-lm"])
 def test_full_moves_everything(name):
     found, names, trained = moved(name, Full())
     assert found == trained == names
-
-
-def test_full_needs_no_head():
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten())
-    Full().start(Context(model, zoo.image_loss, 1, 1, 1))
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_the_probe_of_a_built_model_is_its_last_layer(name):
-    model = load_model(name, 7, image_shape=(1, 28, 28))
-    LastLayer().start(Context(model, zoo.image_loss, 1, 1, 1))
-    trains = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    last = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)][-1]
-    assert [id(p) for p in trains] == [id(last.weight), id(last.bias)] and len(last.bias) == 7
-
-
-def test_a_model_without_a_head_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"has no head.*'classifier'"):
-        LastLayer().start(Context(nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), zoo.image_loss, 1, 1, 1))
-
-
-@pytest.mark.parametrize("first,second", [(Full(), LastLayer()), (LastLayer(), Full())])
-def test_what_trained_before_does_not_linger(first, second):
-    model, loss_fn, _ = zoo.build("cnn")
-    context = Context(model, loss_fn, 1, 1, 1)
-    first.start(context)
-    second.start(context)
-    alone = copy.deepcopy(model)
-    second.start(Context(alone, loss_fn, 1, 1, 1))
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
 
 
 @one_stream()
@@ -130,30 +93,6 @@ def test_a_probe_is_logistic_regression_on_fixed_features():
     fine_tune(regression, list(zip(features, labels, strict=True)), Full(), **settings)
     assert torch.allclose(model[1].weight, regression[0].weight, rtol=1e-10)
     assert torch.allclose(model[1].bias, regression[0].bias, rtol=1e-10)
-
-
-@given(width=st.integers(1, 60), sigma=st.sampled_from([0.5, 4.0]), clip=st.floats(1e-3, 10), probe=st.booleans(),
-       seed=st.integers(0, 2**20))
-@settings(max_examples=25)
-def test_noise_is_as_long_as_the_lemma_says_and_the_gradient_is_bounded(width, sigma, clip, probe, seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)).double()
-    data = [(3 * torch.randn(5, dtype=torch.float64), torch.tensor(i % 4)) for i in range(12)]
-    size = 6
-    engine = Engine(model, zoo.image_loss, LastLayer() if probe else Full(), data, noise_multiplier=sigma, batch_size=size, steps=1,
-                    clip=clip, accountant="rdp", delta=0.01, seed=seed)
-    for step in engine:
-        for batch in step:
-            step.add(batch)
-        sums = {name: value.clone() for name, value in step.sums.items()}
-        step.privatize()
-        step.done()
-    square = sum(((engine.trains[name].grad - value / size) ** 2).sum().item() for name, value in sums.items())
-    signal = math.sqrt(sum((value / size).square().sum().item() for value in sums.values()))
-    entries = sum(parameter.numel() for parameter in engine.parameters())
-    assert signal <= step.examples * clip / size * (1 + 1e-9)
-    excess = square / (sigma * clip / size) ** 2 - entries                    # chi-square with `entries` degrees of freedom
-    assert abs(excess) < 7 * math.sqrt(2 * entries) + 25
 
 
 # What is chosen and added
@@ -208,18 +147,9 @@ def check_exact(method, name, rows=5):
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-@pytest.mark.parametrize("method", [LoRA(2), LoRA(3, alpha=7), Adapter(4), NormOnly(), RandomPartitions(0.3, seed=2), LargestWeights(0.1)],
-                         ids=repr)
+@pytest.mark.parametrize("method", [LoRA(3, alpha=7), Adapter(4), NormOnly(), LargestWeights(0.1)], ids=repr)
 def test_per_example_gradients_are_the_oracles_by_rules_alone(method, name):
     check_exact(copy.deepcopy(method), name, rows=7 if name == "bert" else 5)
-
-
-@pytest.mark.parametrize("name,targets", [("roberta", ("dense", "query", "key", "value")), ("gpt2", ("c_proj", "c_fc")),
-                                          ("vit", ("fc1", "fc2", "o_proj")), ("llama", ("gate_proj", "down_proj", "lm_head"))])
-def test_low_rank_products_beside_any_linear_layer(name, targets):
-    check_exact(LoRA(1, targets=targets), name)
-    model, *_ = begun(LoRA(1, targets=targets), name)
-    assert not any("lora" in key and key.startswith(("classifier", "score")) for key, _ in model.named_parameters())
 
 
 def run_of(method, name, optimizer, **settings):
@@ -236,8 +166,8 @@ def momentum(parameters, lr, weight_decay):
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=weight_decay)
 
 
-@pytest.mark.parametrize("name", ["roberta", "gpt2-lm", "vit"])
-@pytest.mark.parametrize("method", [LoRA(2), Adapter(3), NormOnly(), RandomPartitions(0.3), LargestWeights(0.2)], ids=repr)
+@pytest.mark.parametrize("name", ["roberta", "gpt2-lm"])
+@pytest.mark.parametrize("method", [LoRA(2), Adapter(3), NormOnly(), RandomPartitions(0.3)], ids=repr)
 def test_a_private_run_moves_what_the_method_names_and_nothing_else(method, name):
     run, before = run_of(copy.deepcopy(method), name, "adamw")
     after = {key.replace(".base_layer", ""): value for key, value in run.model.named_parameters()}
@@ -249,7 +179,7 @@ def test_a_private_run_moves_what_the_method_names_and_nothing_else(method, name
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", momentum])
-@pytest.mark.parametrize("name", ["bert", "gpt2-lm", "cnn"])
+@pytest.mark.parametrize("name", ["bert", "cnn"])
 def test_masked_entries_stay_bit_for_bit(name, optimizer):
     method = LargestWeights(0.25)
     run, before = run_of(method, name, optimizer)
@@ -263,13 +193,6 @@ def test_masked_entries_stay_bit_for_bit(name, optimizer):
         moved_in, kept = moved_in + int((after != before[key])[mask].sum()), kept + int(mask.sum())
     body = sum(p.numel() for key, p in run.model.named_parameters() if key not in head)
     assert kept == admitted(0.25, body) and moved_in == kept                     # noise moves every entry of the mask
-
-
-def test_the_same_without_privacy_too():
-    method = LargestWeights(0.1)
-    run, before = run_of(method, "bert", "adamw", noise_multiplier=None, epsilon=math.inf)
-    assert all(torch.equal(after[~mask], before[key][~mask]) for key, after in run.model.named_parameters()
-               if (mask := method.masks.get(after)) is not None)
 
 
 class Rounded(nn.Module):
@@ -410,9 +333,6 @@ def test_a_target_is_a_name_or_its_end_and_no_part_of_one():
     model = nn.ModuleDict({"2": two, "12": copy.deepcopy(two), "head": nn.Linear(2, 2)})
     LoRA(1, targets="2.1").start(Context(model, unseen, 1, 1, 1))
     assert {key.partition(".lora")[0] for key in names_of(model) if "lora" in key} == {"2.1"}
-    plain, *_ = zoo.build("bert")
-    with pytest.raises(ValueError, match="no linear layer of the name 'uery'"):
-        LoRA(targets=["uery"]).start(Context(plain, unseen, 1, 1, 1))
 
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, num_labels=3)
@@ -472,12 +392,6 @@ def test_what_requires_a_gradient_trains_and_nothing_else(tmp_path):
         assert torch.allclose(logits(again.eval().double(), batch), logits(run.model, batch), atol=1e-6)
 
 
-def test_the_head_of_a_wrapped_model_is_the_copy_that_trains():
-    model, _, _ = wrapped_bert()
-    head = fresh_head(model)
-    assert [p.shape for p in head] == [(3, 16), (3,)] and all(p.requires_grad for p in head)
-
-
 def test_a_frozen_head_stays_frozen_and_nothing_to_train_is_refused():
     model, loss_fn, _ = zoo.build("cnn")
     for name, parameter in model.named_parameters():
@@ -488,60 +402,10 @@ def test_a_frozen_head_stays_frozen_and_nothing_to_train_is_refused():
         Trainable().start(Context(model.requires_grad_(False), loss_fn, 1, 1, 1))
 
 
-def test_trainable_comes_first_or_not_at_all():
-    with pytest.raises(ValueError, match="Trainable says by itself what trains"):
-        Chain(NormOnly(), Trainable())
-    with pytest.raises(ValueError, match=r"Trainable.*first phase"):
-        Then(Full(), 1, Trainable())
-
-
-@pytest.mark.parametrize("method", [Full(), LastLayer(), Trainable(), NormOnly(), RandomPartitions(0.3, 2), LargestWeights(0.2),
-                                    LoRA(2, 3.0, ["query"], seed=4), Adapter(3, "dense", 5)], ids=repr)
-def test_a_methods_settings_are_kept_under_their_own_names(method):
-    import inspect
-
-    names = list(inspect.signature(type(method)).parameters)
-    values = {name: getattr(method, name) for name in names}
-    assert vars(type(method)(**values)).keys() >= set(names) and repr(type(method)(**values)) == repr(method)
-    assert all(getattr(type(method)(**values), name) is value for name, value in values.items())
-    state = {name for name in vars(method) if not name.startswith("_")}
-    assert state == set(names)                                                   # what else it holds is its own
-
-
-def test_targets_that_do_not_exist_are_answered_with_those_that_do():
-    model, *_ = zoo.build("bert")
-    with pytest.raises(ValueError) as error:
-        LoRA(targets=("query", "keys")).start(Context(model, unseen, 1, 1, 1))
-    assert "'keys'" in str(error.value) and "'query'" not in str(error.value)
-    assert "targets can be attention.output.dense, attention.self.key, attention.self.query, attention.self.value" in str(error.value)
-    assert names_of(model) == {key for key, _ in model.named_parameters()} and not any("lora" in key for key in names_of(model))
-    with pytest.raises(ValueError, match=r"'classifier'.*targets can be"):        # the head trains anyway
-        LoRA(targets="classifier").start(Context(model, unseen, 1, 1, 1))
-    with pytest.raises(ValueError, match=r"usual name.*targets can be 1, 3"):
-        LoRA().start(Context(load_model("mlp", 10), unseen, 1, 1, 1))
-    with pytest.raises(ValueError, match="nothing: it has no linear layers there"):
-        LoRA().start(Context(load_model("cnn", 10), unseen, 1, 1, 1))
-
-
-@pytest.mark.parametrize("method,words", [
-    (lambda: LoRA(0), "rank=0"), (lambda: LoRA(2.5), "rank=2.5"), (lambda: LoRA(dora=True), "DoRA"),
-    (lambda: Adapter(0), "width=0"), (lambda: Adapter(-3), "width=-3")])
-def test_settings_that_cannot_be(method, words):
-    with pytest.raises(ValueError, match=words):
-        method()
-
-
 def test_packed_layers_are_not_offered():
     "torch's own attention and encoder layers read their matrices and call no layer, so a product beside these would never be used."
     model = nn.ModuleDict({"encoder": nn.TransformerEncoderLayer(8, 2, 16), "out": nn.Linear(8, 8), "head": nn.Linear(8, 2)})
     assert list(linear_layers(model)) == ["out"]
-
-
-def test_nothing_is_added_twice():
-    for method, words in ((LoRA(2), "merge_lora"), (Adapter(2), "remove_adapters")):
-        model, *_ = begun(method, "bert")
-        with pytest.raises(ValueError, match=f"already.*{words}"):
-            method.start(Context(model, unseen, 1, 1, 1))
 
 
 @pytest.mark.parametrize("order", [(LoRA(2, targets="dense"), Adapter(3)), (Adapter(3), LoRA(2, targets="dense"))], ids=repr)
@@ -582,24 +446,6 @@ def test_an_adapter_after_both_halves_of_every_block(name):
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_a_model_of_ones_own_says_which_layers():
-    model = load_model("mlp", 10)
-    with pytest.raises(ValueError, match="after can be 1, 3"):
-        Adapter().start(Context(model, unseen, 1, 1, 1))
-    Adapter(2, after=["1", "3"]).start(Context(model, unseen, 1, 1, 1))
-    assert [key for key, module in model.named_modules() if isinstance(module, Adapted)] == ["1", "3"]
-
-
-def test_half_a_block_is_not_guessed():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.ModuleDict({"o_proj": nn.Linear(2, 2)})
-            self.mixing, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"not both ends.*after="):
-        Adapter().start(Context(Attention(), unseen, 1, 1, 1))
-
-
 @pytest.mark.parametrize("method", [LoRA(2), Adapter(3), LargestWeights(0.1), NormOnly()], ids=repr)
 def test_saved_and_loaded(method, tmp_path):
     run, _ = run_of(copy.deepcopy(method), "bert", "adamw")
@@ -609,3 +455,40 @@ def test_saved_and_loaded(method, tmp_path):
     _, _, batch = zoo.build("bert")
     run.model.eval(), again.eval()
     assert torch.allclose(logits(again, batch), logits(run.model, batch), atol=1e-6)
+
+
+# What is refused
+
+class HalfABlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleDict({"o_proj": nn.Linear(2, 2)})
+        self.mixing, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("method, model, words", [
+    (LastLayer(), "gpt2-lm", r"GPT2LMHeadModel shares its output layer between lm_head and transformer.*BiTFiT"),
+    (LastLayer(), nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), r"has no head.*'classifier'"),
+    (LoRA(targets=("query", "keys")), "bert", r"'keys' outside its head; targets can be attention.output.dense, attention.self.key"),
+    (LoRA(targets="classifier"), "bert", r"'classifier'.*targets can be"),        # the head trains anyway
+    (LoRA(targets=["uery"]), "bert", "no linear layer of the name 'uery'"),
+    (LoRA(), load_model("mlp", 10), r"usual name.*targets can be 1, 3"), (LoRA(), load_model("cnn", 10), "targets can be nothing"),
+    (Adapter(), load_model("mlp", 10), "after can be 1, 3"), (Adapter(), HalfABlock(), r"not both ends.*after="),
+    (Chain(LoRA(2), LoRA(1)), "bert", "already.*merge_lora"), (Chain(Adapter(2), Adapter(1)), "bert", "already.*remove_adapters"),
+    (NormOnly(), load_model("mlp", 10), "has no norm layer"),
+    (RandomPartitions(1e-9), "bert", r"no partition is that small; the smallest")])
+def test_what_cannot_be_is_refused_with_the_way_out(method, model, words):
+    model = zoo.build(model)[0] if isinstance(model, str) else model
+    with pytest.raises(ValueError, match=words):
+        method.start(Context(model, unseen, 1, 1, 1))
+
+
+def test_a_small_ratio_says_what_fits_and_what_ratio_admits_more():
+    with torch.device("meta"):
+        roberta = RobertaForSequenceClassification(RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1))
+    with pytest.warns(UserWarning, match=r"only 27 of 100 partitions.*0.3%.*query \(590,592 entries\), would from ratio=0.004761 on"):
+        check_fits(partitions(roberta), 0.25**4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for ratio in (0.25, 0.25**2, 0.25**3, 1.0):
+            check_fits(partitions(roberta), ratio)

@@ -13,12 +13,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from dpft.auditing import Stopped, stopping
-from dpft.baselines import Full, LastLayer
 from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
 from dpft.clipping import clip_factor
-from dpft.engine import Engine
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
-from dpft.ledger import Ledger
 from dpft.loop import fine_tune
 from dpft.losses import logits
 from dpft.method import Context
@@ -87,12 +84,6 @@ def test_biases_are_what_they_must_be(family):
     assert not tables and (wanted or not found)
 
 
-def test_a_position_table_that_shares_a_bias_name_is_no_reason_to_train_it():
-    model, _, _ = FAMILIES["beit"]()
-    assert any("relative_position_bias" in name for name, _ in model.named_parameters())
-    assert not any("table" in name for name in biases(model))
-
-
 # ---- what a bias is, and what its gradient is
 
 
@@ -114,20 +105,6 @@ def randomised(layer, seed):
     for parameter in layer.double().parameters():
         nn.init.normal_(parameter)
     return layer
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_bias_shifts_its_layers_output_by_itself_everywhere(kind):
-    make, shape, channels_first = LAYERS[kind]
-    layer = randomised(make(), 0)
-    inputs = torch.randn(3, *shape(5), dtype=torch.float64)
-    (parameter,) = biases(layer).values()
-    before, shift = layer(inputs), torch.randn(CHANNELS, dtype=torch.float64)
-    with torch.no_grad():
-        parameter += shift
-    moved = layer(inputs) - before
-    moved = moved.movedim(1, -1) if channels_first else moved
-    assert (moved - shift).abs().max() < 1e-12
 
 
 class Around(nn.Module):
@@ -177,61 +154,6 @@ def test_the_gradient_of_a_bias_is_the_sum_of_its_outputs_gradients(kind, rows, 
     assert (fast - factors @ total).abs().max() < 1e-10 * scale
 
 
-@pytest.mark.parametrize("name", zoo.NAMES)
-def test_the_lemma_holds_for_every_bias_of_every_model(name):
-    model, loss_fn, batch = zoo.build(name, rows=3)
-    outputs = {}
-    def watch(layer, inputs, output):
-        output.retain_grad()
-        outputs.setdefault(layer, []).append(output)
-        return output.clone()                                    # an activation in place would change what is watched
-    layers = {layer: path for path, layer in model.named_modules() if isinstance(getattr(layer, "bias", None), nn.Parameter)}
-    handles = [layer.register_forward_hook(watch) for layer in layers if isinstance(layer, PLAIN)]
-    found = {id(parameter) for parameter in biases(model).values()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in found)
-    loss_fn(model, batch).sum().backward()
-    for handle in handles:
-        handle.remove()
-    oracle = per_example_gradients(model, loss_fn, batch)
-    largest = max(value.abs().max() for value in oracle.values())
-    assert outputs
-    for layer, uses in outputs.items():
-        total = 0
-        for output in uses:
-            channels_first = isinstance(layer, nn.Conv2d | nn.GroupNorm)
-            gradient = torch.zeros_like(output) if output.grad is None else output.grad
-            gradient = gradient.movedim(1, -1) if channels_first else gradient
-            total = total + gradient.reshape(3, -1, gradient.shape[-1]).sum(1)
-        assert (total - oracle[f"{layers[layer]}.bias"]).abs().max() < 1e-12 * largest
-
-
-@pytest.mark.parametrize("style", ["flat", "automatic"])
-@pytest.mark.parametrize("kind", ["lstm", "attention"])
-def test_layers_without_a_rule_are_bounded_too(kind, style):
-    class Sequence(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.LSTM(4, 4, batch_first=True) if kind == "lstm" else nn.MultiheadAttention(4, 2, batch_first=True)
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head((self.inner(x) if kind == "lstm" else self.inner(x, x, x))[0].mean(1))
-
-    torch.manual_seed(0)
-    model, clip = Sequence().double(), 0.05
-    BiTFiT().start(Context(model, zoo.image_loss, 1, 1, 1))
-    batch = torch.randn(5, 6, 4, dtype=torch.float64), torch.arange(5) % 3
-    rows = per_example_gradients(model, zoo.image_loss, batch)
-    norms = torch.cat([value.flatten(1) for value in rows.values()], dim=1).norm(dim=1)
-    factors = clip_factor(norms, clip, style)
-    with pytest.warns(UserWarning, match="no fast rule"):
-        sums = clipped_sum(model, zoo.image_loss, batch, clip, style)
-    assert set(sums) == set(rows) and any(name.endswith("in_proj_bias") or "bias_ih" in name for name in sums)
-    for name, value in sums.items():
-        assert torch.allclose(value, torch.tensordot(factors, rows[name], dims=1), rtol=1e-10, atol=1e-14), name
-
-
 # ---- the method
 
 
@@ -249,10 +171,9 @@ def tune(name, method, **settings):
     return before, run
 
 
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
 @pytest.mark.parametrize("name", zoo.NAMES)
-def test_only_biases_and_a_fresh_head_move(name, clipping):
-    before, run = tune(name, BiTFiT(), clipping=clipping)
+def test_only_biases_and_a_fresh_head_move(name):
+    before, run = tune(name, BiTFiT(), clipping="automatic")
     head = HEAD[name]
     wanted = {key for key, _ in before.named_parameters() if key.endswith(".bias") or (head and key.startswith(head))}
     state, after = before.state_dict(), run.model.state_dict()
@@ -262,23 +183,6 @@ def test_only_biases_and_a_fresh_head_move(name, clipping):
     assert all(torch.equal(state[key], after[key]) for key in buffers)
     for key in wanted:
         assert bool((state[key] != after[key]).all()), f"{key}: an entry got no noise"
-
-
-def test_flat_and_automatic_clipping_are_different_runs():
-    (_, flat), (_, automatic) = (tune("cnn", BiTFiT(), clipping=clipping) for clipping in ("flat", "automatic"))
-    assert not torch.equal(flat.model.stem.bias, automatic.model.stem.bias)
-    assert flat.epsilon == automatic.epsilon
-
-
-def test_one_noiseless_step_moves_the_biases_along_their_mean_gradient():
-    model, loss_fn, batch = zoo.build("cnn", rows=6)
-    data, collate = zoo.as_data(batch)
-    tuned = copy.deepcopy(model)
-    fine_tune(tuned, data, BiTFiT(), epsilon=float("inf"), steps=1, batch_size=6, learning_rate=1.0, optimizer="sgd", loss_fn=loss_fn,
-              collate_fn=collate, delta=0.01, seed=0, progress=False)
-    BiTFiT().start(Context(model, loss_fn, 1, 1, 1))
-    for name, value in per_example_gradients(model, loss_fn, batch).items():
-        assert torch.allclose(model.get_parameter(name) - tuned.get_parameter(name), value.mean(0), rtol=1e-9, atol=1e-12), name
 
 
 @pytest.mark.parametrize("make", [
@@ -296,22 +200,6 @@ def test_a_model_without_biases_is_refused_and_left_as_it_was(make):
         BiTFiT().start(Context(model, zoo.image_loss, 1, 1, 1))
     assert flags == [parameter.requires_grad for parameter in model.parameters()]
     assert all(part in str(error.value) for part in (type(model).__name__, "LastLayer()", "Full()"))
-
-
-def test_the_ways_out_that_the_refusal_names_work():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)).double()
-    data = [(torch.randn(4, dtype=torch.float64), torch.tensor(i % 3)) for i in range(6)]
-    for method in (LastLayer(), Full()):
-        engine = Engine(model, zoo.image_loss, method, data, noise_multiplier=1.0, batch_size=3, accountant="rdp", ledger=Ledger(None))
-        assert engine.parameters()
-
-
-def test_a_tied_output_bias_is_one_parameter_and_the_embedding_stays():
-    model = hf.RobertaForMaskedLM(hf.RobertaConfig(**SMALL, vocab_size=40))
-    BiTFiT().start(Context(model, zoo.language_loss, 1, 1, 1))
-    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert set(trains) == set(biases(model)) and trains.count("lm_head.bias") == 1
-    assert model.lm_head.decoder.bias.requires_grad and not model.lm_head.decoder.weight.requires_grad
 
 
 # ---- biases that were not there
@@ -384,14 +272,6 @@ def test_added_biases_have_the_gradients_of_the_oracle_by_fast_rules(name, style
         assert torch.allclose(value, torch.tensordot(factors, rows[key], dims=1), rtol=1e-9, atol=1e-11 * scale), key
 
 
-def test_an_added_bias_of_an_rms_norm_is_added_behind_it():
-    norm = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4)).double()
-    inputs, before = torch.randn(3, 4, dtype=torch.float64), None
-    before = norm[0](inputs)
-    add_biases(norm, ["0"])["0.bias"].data[:] = torch.arange(4.0)
-    assert torch.allclose(norm[0](inputs) - before, torch.arange(4.0).double())
-
-
 def test_random_values_are_small_and_the_same_everywhere():
     found = []
     for seed in (0, 1):
@@ -416,19 +296,6 @@ def test_biases_are_set_anew_and_nothing_else(values):
         anew = name.endswith("bias") and not name.startswith("classifier")
         assert torch.equal(value, before[name]) != anew, name
         assert not anew or ((value == 0).all() == (values == "zero") and value.abs().max() < 0.2)
-
-
-def test_a_run_with_added_biases_moves_them_and_the_head_only():
-    for name in ("llama", "resnet"):
-        model, loss_fn, batch = without_biases(name)
-        data, collate = zoo.as_data(batch)
-        before = copy.deepcopy(model).state_dict()
-        run = fine_tune(model, data, BiTFiT(add_missing=True), noise_multiplier=1.0, steps=2, batch_size=3, learning_rate=0.1, clip=0.5,
-                        loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=0, progress=False)
-        for key, value in run.model.state_dict().items():
-            head = key.startswith("classifier")
-            assert (key in before and torch.equal(value, before[key])) != (key.endswith("bias") or head), key
-        assert "add_missing=True" in run.report()
 
 
 def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
@@ -475,8 +342,3 @@ def test_what_cannot_be_given_a_bias():
         BiTFiT(add_missing=True).start(Context(nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 2)), zoo.image_loss, 1, 1, 1))
     with pytest.raises(ValueError, match=r"BiTFiT\(add_missing=True\)"):
         BiTFiT().start(Context(without_biases("plain")[0], zoo.image_loss, 1, 1, 1))
-
-
-def test_the_settings_can_be_read_off():
-    assert repr(BiTFiT()) == "BiTFiT()" and repr(BiTFiT(True, "random", reinitialise="zero")) == (
-        "BiTFiT(add_missing=True, values='random', reinitialise='zero')")

@@ -35,7 +35,6 @@ from dpft import (
     Then,
     Trainable,
 )
-from dpft.compacter import Compacter
 from dpft.gradients import clipped_sum, per_example_norms, weighted_sum
 from dpft.oracle import per_example_gradients
 from dpft.registry import METHODS
@@ -319,8 +318,6 @@ HEAD = EACH[-2:]   # it is fresh, so it trains under every method
 BIASES, NORMS = (*EACH[1:-2:2], *HEAD), (*EACH[2:4], *HEAD)
 LOW = (*(f"{layer}.lora_{part}.default.weight" for layer in ("below", "middle") for part in "AB"), *HEAD)
 NARROW = (*(f"middle.adapter.{layer}.{part}" for layer in ("down", "up") for part in ("weight", "bias")), *HEAD)
-KRONECKER = (*(f"middle.adapter.{layer}.{part}" for layer in ("down", "up") for part in ("down.weight", "up.weight", "bias")),
-             "middle.adapter_mixing.weight", *HEAD)
 SELECT = dict(rounds=1, sample_rate=1.0)
 PRIVATE = dict(relevance_data="private", share=0.1, relevance_rate=1.0)
 ORDER = ["below", "norm", "middle", "head"]
@@ -335,7 +332,6 @@ METHODS_TRIED = {
     "LargestWeights": (lambda: LargestWeights(0.25), None, None),
     "LoRA": (lambda: LoRA(2, targets=("below", "middle")), LOW, LOW),
     "Adapter": (lambda: Adapter(2, after="middle"), NARROW, NARROW),
-    "Compacter": (lambda: Compacter(4, 2, after="middle"), KRONECKER, KRONECKER),
     "DPFrost": (lambda: DPFrost(0.4, **SELECT), None, None),
     "LayerFreeze": (lambda: LayerFreeze(2, 1, ORDER), EACH, EACH[4:]),
     "RapFT": (lambda: RapFT(Full(), relevance_data="random"), EACH, EACH),

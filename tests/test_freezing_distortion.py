@@ -7,18 +7,15 @@ import warnings
 import pytest
 import torch
 import zoo
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from zoo import Plain, inner, plain
 
-from dpft.forms import Groups
 from dpft.freezing import (
     UndefinedAngle,
     angle,
     angle_range,
     clip_groups,
-    distortion_angles,
-    expected_noise_angle,
     freezing_effect,
     module_layers,
     signals,
@@ -49,6 +46,10 @@ def layers_of(model):
     return [Partition(name, (parameter,)) for name, parameter in model.named_parameters()]
 
 
+def distortion_angles(model, loss_fn, batch, clip, sigma, layers=None, **more):
+    return signals(model, loss_fn, batch, clip, sigma, **more).angles(layers)
+
+
 def flat(vector):
     return torch.cat([value.flatten() for value in vector.values()])
 
@@ -65,11 +66,6 @@ def test_angles_are_precise_everywhere(seed, d, near, sign, scale):
     wanted = exact_angle(scale * x, y)
     assert abs(found.item() - wanted) <= 1e-15 * 4 + 1e-15 * d
     assert found.dtype == torch.float64
-
-
-def test_arccos_would_have_lost_half_of_the_digits():
-    x, y = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([math.cos(1e-9), math.sin(1e-9)], dtype=torch.float64)
-    assert angle([x], [y]).item() == pytest.approx(1e-9, rel=1e-9) and torch.arccos((x @ y).clamp(max=1)) == 0
 
 
 @pytest.mark.parametrize("wrong", [[torch.zeros(3)], [torch.tensor([1.0, math.nan, 0.0])], [torch.tensor([1.0, math.inf, 0.0])], []])
@@ -90,47 +86,6 @@ def test_the_sphere_bounds_the_angle(seed, d, bend, noise):
     low, high = angle_range(first, second)
     assert low - 1e-12 <= whole <= high + 1e-12
     assert high <= first + second
-
-
-@given(first=st.floats(0, math.pi), second=st.floats(0, math.pi))
-def test_both_ends_of_the_range_are_reached_in_the_plane(first, second):
-    at = lambda turn: torch.tensor([math.cos(turn), math.sin(turn)], dtype=torch.float64)  # noqa: E731
-    ends = sorted(angle([at(first)], [at(turn)]).item() for turn in (second, -second))
-    low, high = angle_range(torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64))
-    assert ends == pytest.approx([low.item(), high.item()], abs=1e-9)
-
-
-@pytest.mark.parametrize("d", [2, 5, 50])
-def test_cosines_multiply_on_average_and_the_papers_sum_is_too_large(d):
-    true, biased = torch.eye(d, dtype=torch.float64)[:2]
-    biased = true + biased                                                       # at 45 degrees
-    private = biased + biased.norm() / math.sqrt(d) * normal(2, 20_000, d)
-    cosine = lambda x, y: (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)  # noqa: E731
-    first, second, whole = cosine(true, biased), cosine(biased, private), cosine(true, private)
-    off = whole - first * second
-    assert abs(off.mean()) < 5.5 * off.std() / math.sqrt(20_000)
-    surplus = off.square() - (1 - first**2) * (1 - second**2) / (d - 1)          # zero on average, and zero throughout at d = 2
-    assert abs(surplus.mean()) < 5.5 * surplus.std() / math.sqrt(20_000) + 1e-12
-    assert (whole.acos() - first.acos() - second.acos()).mean() < -0.1           # Definition 3.2's "equation"
-
-
-@pytest.mark.parametrize(("d", "strength", "sigma"), [(1000, 0.1, 1.0), (300, 2.0, 3.0), (100, 0.0, 1.0)])
-def test_the_mean_noise_angle(d, strength, sigma):
-    clip, size = 0.5, 10.0
-    signal = torch.zeros(d, dtype=torch.float64)
-    signal[0] = strength
-    private = signal + sigma * clip / size * normal(0, 4000, d)
-    angles = torch.atan2(private[:, 1:].norm(dim=1), private[:, 0])
-    off = angles.mean() - expected_noise_angle(torch.tensor(strength), d, sigma, clip, size)
-    assert abs(off) < 5.5 * angles.std() / math.sqrt(4000) + 1 / d               # "about" is off by less than 1 / d
-    assert angles.mean() > 0.05                                                  # the paper's E[angle] = 0
-
-
-@given(seed=SEEDS, d=st.integers(2, 6), k=st.floats(1, 50))
-def test_a_longer_signal_is_turned_less_by_the_same_noise(seed, d, k):
-    x, y = normal(seed, 2, d)
-    assert angle([k * x], [k * x + y]) <= angle([x], [x + y]) + 1e-12
-    assert angle([x], [x + k * y]) >= angle([x], [x + y]) - 1e-12                # Appendix C's opening sentence, the right way round
 
 
 # Signals of models
@@ -194,20 +149,6 @@ def test_angles_of_chosen_gradients(seed, clip, sigma, size):
     assert ((low - 1e-9 <= angles.total) & (angles.total <= high + 1e-9)).all()
 
 
-def test_noise_has_the_standard_deviation_of_the_step():
-    model = Plain([50_000])
-    found = signals(model, inner, (normal(0, 4, 50_000),), 0.5, 3.0, batch_size=10)
-    noise = found.vectors["private"]["p0"] - found.vectors["biased"]["p0"]
-    assert noise.std().item() == pytest.approx(3.0 * 0.5 / 10, rel=0.02)
-    assert signals(model, inner, (normal(0, 4, 50_000),), float("inf"), 0.0).vectors["private"]["p0"].isfinite().all()
-
-
-def test_automatic_clipping():
-    rows = normal(0, 5, 4)
-    found = signals(Plain([4]), inner, (rows,), 1.0, style="automatic").vectors["biased"]["p0"]
-    assert torch.allclose(found, (rows / (rows.norm(dim=1, keepdim=True) + 0.01)).mean(0))
-
-
 def test_a_whole_set_is_streamed():
     """Physical batches come one by one and none is kept."""
     seen, alive = [], []
@@ -222,15 +163,6 @@ def test_a_whole_set_is_streamed():
     rows = torch.cat(seen)
     assert torch.allclose(found.vectors["unbiased"]["p0"], rows.mean(0)) and alive == [1, 2, 3, 4, 5]
     assert torch.allclose(true_gradient(model, inner, ((normal(i, 3, 4),) for i in range(5)))["p0"], rows.mean(0))
-
-
-def test_nothing_of_the_model_changes():
-    model, loss_fn, batch = zoo.build("cnn")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    flags = [p.requires_grad for p in model.parameters()]
-    freezing_effect(model, loss_fn, batch, 1.0, 1.0, module_layers(model)[-1:])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [p.requires_grad for p in model.parameters()] == flags and all(p.grad is None for p in model.parameters())
 
 
 # Zero, empty, not finite
@@ -248,20 +180,6 @@ def test_zero_gradients_give_nan_with_a_warning_that_names_the_layer():
     assert math.isnan(effect.record()["after"]["p1"]["noise"]) and effect.clipped_before == 0
 
 
-def test_an_empty_draw():
-    model = Plain([2, 3])
-    with pytest.warns(UndefinedAngle):
-        found = distortion_angles(model, inner, [], 1.0, 1.0, batch_size=10)
-    assert found.total.isnan().all() and found.strength.item() == 0
-    with pytest.warns(UndefinedAngle):
-        empty = (torch.zeros(0, 5, dtype=torch.float64),)
-        assert freezing_effect(model, inner, empty, 1.0, 1.0, layers_of(model), batch_size=10).examples == 0
-    with pytest.raises(ValueError, match="give batch_size"):
-        distortion_angles(model, inner, [], 1.0, 1.0)
-    with pytest.raises(ValueError, match="there are none"):
-        true_gradient(model, inner, [])
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_example_that_is_not_finite_counts_nowhere(bad):
     rows = normal(0, 5, 5)
@@ -274,16 +192,6 @@ def test_an_example_that_is_not_finite_counts_nowhere(bad):
     assert torch.allclose(flat(found.vectors["biased"]), ((1 / rest.norm(dim=1)).clamp(max=1)[:, None] * rest).sum(0) / 5)
     with pytest.warns(UserWarning, match="1 of 5 examples"):
         assert torch.allclose(flat(true_gradient(model, inner, [(broken,)])), rest.sum(0) / 5)
-
-
-@pytest.mark.parametrize(("wrong", "says"), [(dict(clip=0.0), "positive"), (dict(noise_multiplier=-1.0), "noise_multiplier=-1"),
-                                             (dict(noise_multiplier=float("inf")), "finite"), (dict(batch_size=0), "batch_size=0"),
-                                             (dict(style="round"), "'flat' or 'automatic'"), (dict(layers=[]), "layers"),
-                                             (dict(true={"p0": torch.ones(2)}), "p1: the true gradient lacks it")])
-def test_bad_input_is_named(wrong, says):
-    settings = dict(clip=1.0, noise_multiplier=1.0) | wrong
-    with pytest.raises(ValueError, match=says):
-        distortion_angles(Plain([2, 3]), inner, (normal(0, 4, 5),), **settings)
 
 
 def test_layers_that_do_not_train_cannot_be_kept():
@@ -323,45 +231,6 @@ def test_freezing_effect_is_what_freezing_does(name):
     assert json.loads(json.dumps(effect.record()))["after"].keys() == {layer.name for layer in kept}
 
 
-def test_the_strength_may_fall_to_zero():
-    """Trainable parts +1 and -1, whole norms 1 and 2: Lemma 3.2's counterexample."""
-    rows = torch.tensor([[0.0, 1.0], [math.sqrt(3), -1.0]], dtype=torch.float64)
-    model = Plain([1, 1])
-    with pytest.warns(UndefinedAngle):
-        effect = freezing_effect(model, inner, (rows,), 1.0, 1.0, layers_of(model)[1:])
-    assert effect.before.strength.item() == pytest.approx(0.25) and effect.after.strength.item() == pytest.approx(0, abs=1e-15)
-
-
-@given(seed=SEEDS, clip=st.floats(0.05, 5))
-def test_each_example_adds_no_less_after_freezing(seed, clip):
-    rows, model = normal(seed, 1, 6), plain(3, 3)
-    effect = freezing_effect(model, inner, (rows,), clip, 0.0, layers_of(model)[1:])
-    assert effect.after.strength >= effect.before.strength * (1 - 1e-12)
-    assert effect.clipped_after <= effect.clipped_before
-
-
-@given(seed=SEEDS, clip=st.floats(0.05, 5))
-def test_the_strength_does_not_fall_where_all_gradients_agree(seed, clip):
-    rows = torch.cat([normal(seed, 5, 3), normal(seed + 1, 5, 3).abs()], 1)      # trainable parts have non-negative inner products
-    model = plain(3, 3)
-    effect = freezing_effect(model, inner, (rows,), clip, 1.0, layers_of(model)[1:], generator=torch.Generator().manual_seed(seed))
-    assert effect.after.strength >= effect.before.strength * (1 - 1e-12)
-
-
-@given(seed=SEEDS)
-def test_a_common_ratio_lowers_the_noise_angle_and_leaves_the_clipping_angle(seed):
-    """All examples clipped before and after, frozen and trainable norms in one ratio: nothing but the length changes."""
-    kept = normal(seed, 5, 3)
-    kept = 3 * kept / kept.norm(dim=1, keepdim=True)
-    frozen = normal(seed + 1, 5, 3)
-    rows = torch.cat([4 * frozen / frozen.norm(dim=1, keepdim=True), kept], 1)   # norms 5 and 3
-    model = plain(3, 3)
-    effect = freezing_effect(model, inner, (rows,), 1.0, 1.0, layers_of(model)[1:], generator=torch.Generator().manual_seed(seed))
-    assert effect.after.strength.item() == pytest.approx(effect.before.strength.item() * 5 / 3)
-    assert effect.after.clipping.item() == pytest.approx(effect.before.clipping.item(), abs=1e-12)
-    assert effect.after.noise <= effect.before.noise + 1e-12
-
-
 # The two groups
 
 @given(seed=SEEDS, clip=st.floats(0.5, 4))
@@ -380,25 +249,6 @@ def test_groups_are_those_of_gradients_written_out(seed, clip):
         turned = [angle([whole[part]], [v + (1 + sign * step) * w]).cos() for sign in (1, -1)]
         slope = (turned[0] - turned[1]) / (2 * step) * (v + w).norm() / w.norm()
         assert found.gain[i].item() == pytest.approx(slope.item(), abs=1e-5 * (1 + ((v + w).norm() / w.norm()).item()))
-
-
-def test_assumption_one_does_not_make_the_angle_smaller():
-    """Proposition 3.1 (1): the clipped part points better, and every growth of it turns the step away."""
-    at = lambda degrees: torch.tensor([math.cos(math.radians(degrees)), math.sin(math.radians(degrees))], dtype=torch.float64)  # noqa: E731
-    v = at(50)
-    w = at(-40) * (v[1] / -at(-40)[1])
-    turned = [math.degrees(angle([at(0)], [v + k * w])) for k in (1, 1.5, 2, 4)]
-    assert turned == pytest.approx([0, 10.8, 17.2, 28.2], abs=0.05)
-    assert angle([at(0)], [w]) < angle([at(0)], [v])
-    clip = w.norm().item()                                                       # v is not clipped only if it is shorter than C
-    rows = torch.stack([v / 2, v / 2, 3 * w])
-    rows[:2] *= min(1.0, 1.9 * clip / v.norm().item())
-    reference = rows[0] * 2 + w                                                  # the biased signal itself
-    found = clip_groups(Plain([2]), inner, (rows,), clip, true={"p0": reference})
-    assert (found.clipped, found.unclipped) == (1, 2)
-    assert found.gain.item() == pytest.approx(0, abs=1e-12)                      # along it already: more weight can only turn it away
-    grown = [angle([reference], [rows[0] * 2 + k * w]).item() for k in (1, 1.5, 2, 4)]
-    assert grown == sorted(grown) and grown[-1] > 0.2
 
 
 def test_an_empty_group_has_no_angle():
@@ -436,27 +286,6 @@ def test_status_changes_only_from_clipped_to_unclipped(seed, clip):
             assert value.item() == pytest.approx(angle([sums[0]], [sums[1]]).item(), abs=1e-7)
         else:
             assert value.isnan().all()
-
-
-@given(seed=SEEDS, clip=st.sampled_from([0.5, 3.0]))
-@settings(max_examples=15)
-def test_rows_of_one_unit_count_as_their_sum(seed, clip):
-    model, rows, units = plain(2, 3), normal(seed, 9, 5), torch.tensor([0, 1, 1, 2, 0, 3, 1, 4, 4])
-    summed = torch.zeros(5, 5, dtype=torch.float64).index_add_(0, units, rows)
-    own, parts = {"groups": lambda batch: Groups(units)}, layers_of(model)
-    def same(look):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UndefinedAngle)                      # of an empty group
-            whole, apart = look((summed,), {}), look((rows,), own)
-        for name, value in vars(whole).items():
-            torch.testing.assert_close(value, vars(apart)[name], rtol=1e-9, atol=1e-7, equal_nan=True) if isinstance(value, torch.Tensor) \
-                else name in ("before", "after") or value == vars(apart)[name] or pytest.fail(name)
-    same(lambda batch, groups: distortion_angles(model, inner, batch, clip, 0.0, parts, **groups))
-    same(lambda batch, groups: freezing_effect(model, inner, batch, clip, 0.0, parts[:1], **groups))
-    same(lambda batch, groups: freezing_effect(model, inner, batch, clip, 0.0, parts[:1], **groups).after)
-    same(lambda batch, groups: clip_groups(model, inner, batch, clip, **groups))
-    same(lambda batch, groups: status_changes(model, inner, batch, clip, parts[1:], **groups))
-    assert signals(model, inner, (rows,), clip, **own).strength("biased", parts).norm() > 0
 
 
 def test_layers_of_modules_count_tied_and_frozen_parameters_once_or_never():

@@ -10,12 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import dpft
+from dpft.book.similarity import activations, checked, directions, pwcca
 from dpft.datasets import Public, TensorData
-from dpft.freezing.similarity import activations, cca, mean_cca, pwcca, svcca
 from dpft.losses import logits
 
-MEASURES = [mean_cca, pwcca, svcca]
+
+def cca(x, y):
+    return directions(checked(x, "x"), checked(y, "y"))[0]
 
 
 def pair(seed, examples=80, first=5, second=4):
@@ -58,16 +59,6 @@ def test_correlations_and_weights_agree_with_the_eigenvalue_formula(first, secon
     for order in (1, 2):
         weights = (np.abs(h.T @ centred) ** order).sum(1)
         assert pwcca(x, y, order) == pytest.approx(1 - (weights * correlations).sum() / weights.sum(), abs=1e-5)
-    assert mean_cca(x, y) == pytest.approx(1 - correlations.mean(), abs=1e-7)
-
-
-def test_the_correlations_are_those_of_scikit_learn():
-    from sklearn.cross_decomposition import CCA
-
-    x, y = pair(3)
-    first, second = CCA(4, scale=False, max_iter=5000, tol=1e-12).fit_transform(x.numpy(), y.numpy())
-    expected = [np.corrcoef(first[:, i], second[:, i])[0, 1] for i in range(4)]
-    assert np.allclose(cca(x, y), expected, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,7 +66,7 @@ def test_the_correlations_are_those_of_scikit_learn():
 def test_correlations_do_not_change_under_invertible_maps_and_translation(first, second, seed):
     x, y = pair(seed, 60, first, second)
     moved = x @ mixing(first, seed) + 30, y @ mixing(second, seed + 1) - 2
-    assert torch.allclose(cca(*moved), cca(x, y), atol=1e-9) and mean_cca(*moved) == pytest.approx(mean_cca(x, y), abs=1e-9)
+    assert torch.allclose(cca(*moved), cca(x, y), atol=1e-9)
     assert torch.allclose(cca(y, x), cca(x, y), atol=1e-9)
 
 
@@ -92,31 +83,6 @@ def test_pwcca_ignores_maps_of_y_and_units_order_and_signs_of_x(first, second, s
     assert pwcca((scale * x * signs - 7)[:, order], y) == pytest.approx(before, abs=1e-8)
     rotation = torch.linalg.qr(mixing(first, seed))[0]
     assert pwcca(x @ rotation, y, order=2) == pytest.approx(pwcca(x, y, order=2), abs=1e-8)
-
-
-def test_pwcca_is_not_invariant_to_maps_of_x_and_says_nothing_else():
-    waves = torch.stack([torch.cos(2 * math.pi * k * torch.arange(80.0).double() / 80) for k in (1, 2, 3)], 1)    # orthogonal columns
-    x, y = waves[:, :2], waves[:, [0, 2]]                                       # one correlation of 1, and one of 0
-    assert pwcca(x, y) == pytest.approx(1 / 2, abs=1e-2) and pwcca(x * torch.tensor([1.0, 1e3]), y) == pytest.approx(1000 / 1001, abs=1e-2)
-    assert "not to mixing the columns of x" in " ".join(pwcca.__doc__.split())
-
-
-@settings(max_examples=30, deadline=None)
-@given(sizes, sizes, st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]))
-def test_distances_lie_between_0_and_1_and_are_0_for_oneself(first, second, seed, dtype):
-    x, y = (values.to(dtype) for values in pair(seed, 40, first, second))
-    for measure in MEASURES:
-        assert 0 <= measure(x, y) <= 1
-        assert measure(x, x) == pytest.approx(0, abs=1e-12)
-    assert pwcca(x.double(), x.double() @ mixing(first, seed)) == pytest.approx(0, abs=1e-10)
-    assert svcca(x, y, keep=1.0) == pytest.approx(mean_cca(x, y), abs=1e-5)
-
-
-def test_arrays_and_whole_numbers_are_taken_as_they_are():
-    x, y = pair(0)
-    assert pwcca(x.numpy(), y.numpy()) == pytest.approx(pwcca(x, y), abs=1e-12)
-    whole = (10 * x).round().int()
-    assert pwcca(whole, y) == pytest.approx(pwcca(whole.double(), y), abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -136,74 +102,8 @@ def test_correlations_between_badly_scaled_columns_stay_right():
     assert len(cca(nearly, nearly)) == 6 and torch.allclose(cca(nearly[:, :5], y), cca(x, y))  # a sixth direction, small but real
 
 
-def test_directions_without_signal_weigh_nothing_in_pwcca():
-    x, _ = pair(4, 200)
-    generator = torch.Generator().manual_seed(0)
-    wide, later = (torch.cat([x, 1e-7 * torch.randn(200, 5, generator=generator).double()], 1) for _ in range(2))
-    assert pwcca(wide, later) < 1e-5 and svcca(wide, later) < 1e-5 and mean_cca(wide, later) > 0.3
-
-
-def test_among_equal_correlations_squares_leave_nothing_to_chance():
-    generator = torch.Generator().manual_seed(0)
-    common, own, others = (torch.randn(200, size, generator=generator, dtype=torch.float64) for size in (5, 15, 15))
-    x, y = torch.cat([common, own], 1) @ mixing(20, 0), torch.cat([common, others], 1)
-    found = [[pwcca(x, y @ torch.linalg.qr(mixing(20, seed))[0], order) for seed in range(8)] for order in (1, 2)]
-    assert max(found[1]) - min(found[1]) < 1e-9 < 1e-4 < max(found[0]) - min(found[0])
-
-
-def test_independent_noise_looks_as_alike_as_the_lemma_says():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(30, 6, generator=generator, dtype=torch.float64)
-    sums = torch.stack([cca(x, torch.randn(30, 4, generator=generator, dtype=torch.float64)).square().sum() for _ in range(400)])
-    assert abs(sums.mean() - 6 * 4 / 29) < 5 * sums.std() / 20
-    few = cca(torch.randn(12, 8, generator=generator), torch.randn(12, 7, generator=generator))
-    assert torch.allclose(few[: 8 + 7 - 11], torch.ones(4, dtype=few.dtype)) and few[4] < 1
-
-
-def test_svcca_keeps_the_components_that_hold_the_share():
-    x, y = pair(5, 200)
-    strong = x * torch.tensor([1e3, 1e3, 1e-3, 1e-3, 1e-3], dtype=torch.float64)
-    assert svcca(strong, y, 0.9) == pytest.approx(svcca(x[:, :2], y, 0.9), abs=1e-6)
-    more = torch.cat([x, torch.zeros(200, 300, dtype=torch.float64)], 1)                         # more columns than rows
-    assert svcca(more, y) == pytest.approx(svcca(x, y), abs=1e-9)
-    rotation = torch.linalg.qr(mixing(5, 0))[0]
-    assert svcca(3 * x @ rotation + 1, y) == pytest.approx(svcca(x, y), abs=1e-9)
-
-
-@pytest.mark.parametrize("keep", [0.9999999, 1.0])
-def test_svcca_takes_rounding_in_float32_for_no_direction(keep):
-    generator = torch.Generator().manual_seed(0)
-    common, *mixtures = (torch.randn(*shape, generator=generator) for shape in ((400, 5), (5, 8), (5, 8)))
-    x, y = (common @ mixture for mixture in mixtures)                                            # one span of 5 dimensions
-    assert mean_cca(x, y) < 1e-6 and svcca(x, y, keep) < 1e-6
-
-
 NAN, RAMP = torch.zeros(20, 3), torch.arange(60.0).view(20, 3) ** 2
 NAN[4, 1] = math.nan
-
-
-@pytest.mark.parametrize("x, y, words", [
-    (torch.randn(17, 16), torch.randn(17, 3), "x has 17 examples for 16 dimensions.*more examples, pool over positions, or use svcca"),
-    (torch.randn(17, 3), torch.randn(17, 16), "y has 17 examples for 16"),
-    (torch.randn(3, 16), torch.randn(3, 16), "x has 3 examples for 16"),
-    (torch.randn(20, 3), torch.randn(19, 3), "x has 20 examples and y has 19"),
-    (NAN, torch.randn(20, 3), "x holds .* not finite, the first in row 4"),
-    (torch.randn(20, 3), NAN / 0, "y holds .* not finite"), (torch.ones(20, 3), torch.randn(20, 3), "x is the same for all 20 examples"),
-    (torch.randn(20, 3, 2), torch.randn(20, 3), r"x has shape \(20, 3, 2\)"), (torch.randn(20), torch.randn(20, 3), r"x has shape \(20,\)"),
-    (torch.zeros(0, 3), torch.zeros(0, 3), "x is the same for all 0 examples")])
-@pytest.mark.parametrize("measure", [cca, mean_cca, pwcca])
-def test_what_cannot_be_compared_is_refused(measure, x, y, words):
-    with pytest.raises(ValueError, match=words):
-        measure(x, y)
-
-
-def test_other_bad_settings_are_refused():
-    x, y = pair(0)
-    for call, words in ((lambda: pwcca(x, y, 3), "order=3"), (lambda: svcca(x, y, 0), "keep=0"), (lambda: svcca(x, y, 1.5), "keep=1.5"),
-                        (lambda: svcca(x, y[1:]), "80 examples and y has 79"),
-                        (lambda: svcca(x[:5], y[:5], 1.0), "5 examples for 4 .*smaller keep")):
-        with pytest.raises(ValueError, match=words):
-            call()
 
 
 # ---- activations
@@ -270,18 +170,6 @@ def test_a_convolution_over_time_has_its_channels_first():
     model = nn.Sequential(nn.Conv1d(2, 5, 3), nn.Flatten(), nn.Linear(20, 3))
     data = [(torch.randn(2, 6), 0) for _ in range(7)]
     assert activations(model, data, ["0"])["0"].shape == (7, 5)
-
-
-def test_checkpoints_of_a_run_can_be_compared():
-    model = dpft.load_model("cnn", 10, kind="image", image_shape=(1, 8, 8))
-    probe = dpft.load_data("digits").public.subset(range(300))
-    before = activations(model, probe, ["2", "8"])
-    assert pwcca(before["2"], activations(model, probe, ["2"])["2"]) == pytest.approx(0, abs=1e-6)
-    with torch.no_grad():
-        for parameter in model[6].parameters():
-            parameter.add_(0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    after = activations(model, probe, ["2", "8"])
-    assert pwcca(before["2"], after["2"]) == pytest.approx(0, abs=1e-6) and pwcca(before["8"], after["8"]) > 0.02
 
 
 class Twice(nn.Module):

@@ -96,7 +96,6 @@ METHODS = {  # name -> (base, method)
     "lora and added biases": ("llama", lambda: Chain(LoRA(2), dpft.BiTFiT(add_missing=True))),
     "adapter over lora": ("roberta", lambda: Chain(LoRA(2, targets="attention.output.dense"), Adapter(2))),
     "lora over adapter": ("roberta", lambda: Chain(Adapter(2), LoRA(2, targets="attention.output.dense"))),
-    "compacter": ("roberta", lambda: dpft.Compacter(4, 2)),
     "full": ("roberta", dpft.Full),
 }
 

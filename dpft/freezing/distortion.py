@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['Batches', 'Weigh', 'each_batch', 'stream', 'true_gradient', 'everything', 'module_layers', 'Angles', 'Signals',
-           'angles_in', 'signals', 'distortion_angles', 'FreezingEffect', 'now_and_later', 'left_in', 'freezing_effect',
-           'ClipGroups', 'StatusChanges', 'clip_groups', 'status_changes']
+           'with_noise', 'signals', 'FreezingEffect', 'rest_and_kept', 'now_and_later', 'freezing_effect', 'ClipGroups',
+           'StatusChanges', 'clip_groups', 'status_changes']
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-imports
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..forms import GroupsOf
 from ..gradients import gradients
 from ..norms import Partition
 from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, tensors
 from ..oracle import trainable
 from .angles import Vector, angle, length
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-batches
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-stream
 Batches = Batch | Iterable[Batch]
 # (B, K) norms -> for each sum, its (B,) factors
 Weigh = Callable[[Tensor], dict[str, Tensor]]
@@ -37,7 +35,6 @@ def each_batch(batches: Batches) -> Iterable[Batch]:
         return [batches]
     return cast(Iterable[Batch], batches)
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-stream
 def stream(
     model: nn.Module,
     loss_fn: LossFunction,
@@ -45,20 +42,17 @@ def stream(
     parts: Sequence[Partition],  # K sets of parameters, whose norms fix the factors
     weigh: Weigh,
     names: Iterable[str],        # of the parameters whose gradients are summed
-    # rows of a privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
-) -> tuple[dict[str, Vector], Tensor]:  # the sums; (N, K) norms of all units
-    """Several weighted sums of the same units' gradients in one pass over the data.
+) -> tuple[dict[str, Vector], Tensor, int]:  # sums; (N, K) norms of finite; examples
+    """Several weighted sums of the same examples' gradients in one pass over the data.
 
-    Units whose gradient is not finite are left out.
+    Examples whose gradient is not finite are left out.
     """
     names, rows = list(names), [torch.zeros(0, len(parts))]
-    totals: dict[str, Vector] = defaultdict(dict)
-    for label, name in ((label, name) for label in weigh(rows[0]) for name in names):
-        totals[label][name] = torch.zeros_like(trainable(model)[name],
-                                               dtype=torch.float64)
+    totals: dict[str, Vector] = {
+        label: {name: torch.zeros_like(trainable(model)[name], dtype=torch.float64)
+                for name in names} for label in weigh(rows[0])}
     for batch in each_batch(batches):
-        taken = gradients(model, loss_fn, batch, groups(batch))
+        taken = gradients(model, loss_fn, batch)
         rows.append(taken.norms(partitions=parts))
         finite = rows[-1].isfinite().all(1)
         for label, factors in weigh(rows[-1]).items():
@@ -66,11 +60,11 @@ def stream(
                 totals[label][name] += taken.weighted_sum({name: factors * finite})[
                     name]
     norms = torch.cat([row.double().cpu() for row in rows])
-    if lost := int((~norms.isfinite().all(1)).sum()):
-        warnings.warn(
-            f"{lost} of {len(norms)} examples have a gradient that is not finite and "
-            "are left out", stacklevel=3)
-    return dict(totals), norms
+    kept = norms[norms.isfinite().all(1)]
+    if len(kept) < len(norms):
+        warnings.warn(f"{len(norms) - len(kept)} of {len(norms)} examples have a "
+                      "gradient that is not finite and are left out", stacklevel=3)
+    return totals, kept, len(norms)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-true
 def true_gradient(
@@ -85,13 +79,12 @@ def true_gradient(
              for name, p in parameters.items()}
     for batch in each_batch(batches):
         found = torch.autograd.grad(per_example_losses(model, loss_fn, batch).sum(),
-                                    list(parameters.values()), allow_unused=True)
-        sums = {name: g for name, g in zip(parameters, found, strict=True)
-                if g is not None}
-        if not all(bool(g.isfinite().all()) for g in sums.values()):
+                                    list(parameters.values()), materialize_grads=True)
+        sums = dict(zip(parameters, found, strict=True))
+        if not all(bool(g.isfinite().all()) for g in found):
             sums = stream(model, loss_fn, batch, [everything(model)],
                           lambda norms: {"sum": torch.ones_like(norms[:, 0])},
-                          sums)[0]["sum"]
+                          parameters)[0]["sum"]
         for name, g in sums.items():
             total[name] += g
         count += batch_rows(batch)
@@ -100,12 +93,11 @@ def true_gradient(
             "a true gradient is a mean over all examples, and there are none")
     return {name: value / count for name, value in total.items()}
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-layers
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-module-layers
 def everything(model: nn.Module) -> Partition:
     "All trainable parameters, as one layer."
     return Partition("all", tuple(trainable(model).values()))
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-module-layers
 def module_layers(model: nn.Module) -> list[Partition]:
     """Each module that has trainable parameters of its own as a layer, tied ones where
     they come first."""
@@ -154,14 +146,6 @@ class Signals:
         return [self.vectors[kind][name] for name, parameter in self.parameters.items()
                 if id(parameter) in own]
 
-    def strength(
-        self,
-        kind: str,                    # of signal, a key of `vectors`
-        layers: Sequence[Partition],  # M of them
-    ) -> Tensor:
-        "(M,) norm of a signal in each layer."
-        return torch.stack([length(self.pieces(kind, layer)).cpu() for layer in layers])
-
     def angle(
         self,
         first: str,                   # kind of signal, a key of `vectors`
@@ -180,67 +164,32 @@ class Signals:
         layers: Sequence[Partition] | None = None,
     ) -> Angles:
         "Strength and angles of each layer, against the true signal if it is there."
-        whole = [Partition("all", tuple(self.parameters.values()))]
-        return angles_in(self, whole if layers is None else list(layers))
+        layers = layers or [Partition("all", tuple(self.parameters.values()))]
+        reference = "true" if "true" in self.vectors else "unbiased"
+        strength = [length(self.pieces("biased", layer)).cpu() for layer in layers]
+        return Angles(tuple(layer.name for layer in layers), torch.stack(strength),
+                      self.angle(reference, "biased", layers),
+                      self.angle("biased", "private", layers),
+                      self.angle(reference, "private", layers), reference)
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-angles-in
-def angles_in(found: Signals, layers: Sequence[Partition]) -> Angles:
-    "Strength and angles of each layer, against the true signal if it is there."
-    if not layers:
-        raise ValueError(
-            "layers: there is none to measure; leave it out to measure everything "
-            "that trains as one")
-    reference = "true" if "true" in found.vectors else "unbiased"
-    return Angles(tuple(layer.name for layer in layers),
-                  found.strength("biased", layers),
-                  found.angle(reference, "biased", layers),
-                  found.angle("biased", "private", layers),
-                  found.angle(reference, "private", layers), reference)
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-parts
-def _as_signals(parameters: dict[str, nn.Parameter], unbiased: Vector, biased: Vector,
-                noise: Vector, true: Vector | None) -> Signals:
-    "The signals as one object."
-    vectors = {"unbiased": unbiased, "biased": biased,
-               "private": {name: value + noise[name] for name, value in biased.items()}}
-    if true is not None and (missing := [name for name in parameters
-                                         if name not in true]):
-        raise ValueError(
-            f"{missing[0]}: the true gradient lacks it; take true_gradient with the "
-            "same parameters trainable, or more")
-    return Signals(parameters, vectors if true is None else vectors | {"true": true})
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise
-def _noise(like: Vector, std: float, generator: torch.Generator | None) -> Vector:
-    """Gaussian noise of each entry's standard deviation, from the generator's device to
-    the parameter's."""
+def with_noise(
+    parameters: dict[str, nn.Parameter],
+    unbiased: Vector,                    # sums
+    biased: Vector,
+    size: float,                         # B, that divides
+    std: float,                          # of the noise of a sum
+    generator: torch.Generator | None,
+    true: Vector | None,
+) -> Signals:
+    "The means of both sums, and the biased one under noise."
     device = generator.device if generator else "cpu"
-    return {name: std * torch.randn(value.shape, dtype=torch.float64,
-                                    generator=generator, device=device).to(value.device)
-            for name, value in like.items()}
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-divisor
-def _divisor(batch_size: float | None, count: int) -> float:
-    "The divisor of the sums; ValueError unless it is positive."
-    if (size := count if batch_size is None else batch_size) > 0:
-        return float(size)
-    raise ValueError(
-        f"batch_size={batch_size} with {count} examples: a mean needs a positive "
-        "expected batch size; give batch_size")
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-noise-std
-def _noise_std(noise_multiplier: float, clip: float, size: float) -> float:
-    "sigma C / B."
-    if not 0 <= noise_multiplier < float("inf"):
-        raise ValueError(
-            f"noise_multiplier={noise_multiplier}: the noise must be finite and not "
-            "negative")
-    return noise_multiplier * clip / size if noise_multiplier else 0.0
-
-def _means(sums: dict[str, Vector], size: float) -> dict[str, Vector]:
-    "Each sum divided by the batch size."
-    return {kind: {name: value / size for name, value in total.items()}
-            for kind, total in sums.items()}
+    vectors = {kind: {name: value / size for name, value in sums.items()}
+               for kind, sums in (("unbiased", unbiased), ("biased", biased))}
+    vectors["private"] = {
+        name: value + std / size * torch.randn(
+            value.shape, dtype=torch.float64, generator=generator, device=device,
+        ).to(value.device) for name, value in vectors["biased"].items()}
+    return Signals(parameters, vectors if true is None else vectors | {"true": true})
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-signals
 def signals(
@@ -253,55 +202,20 @@ def signals(
     true: Vector | None = None,         # true_gradient of all the data
     # B, the expected size that divides; None: the number of examples in the batch
     batch_size: float | None = None,
-    style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise
-    # rows of each privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
 ) -> Signals:
-    """The signals of a batch for what trains now, from one pass.
+    """The signals of a batch for what trains now, from one pass; `.angles(layers)` are
+    those by which clipping and noise turn the step.
 
-    A diagnostic on private data, never part of a private run; @def-signals.
+    A diagnostic on private data, never part of a private run; @def-signals, @lem-sphere.
     """
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         return {"unbiased": torch.ones_like(norms[:, 0]),
-                "biased": clip_factor(norms[:, 0], clip, style)}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh,
-                         trainable(model), groups)
-    size = _divisor(batch_size, len(norms))
-    means = _means(sums, size)
-    noise = _noise(means["biased"], _noise_std(noise_multiplier, clip, size), generator)
-    return _as_signals(trainable(model), means["unbiased"], means["biased"], noise,
-                       true)
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-angles-of
-def distortion_angles(
-    model: nn.Module,
-    loss_fn: LossFunction,              # (model, batch) -> (B,) losses
-    batch: Batches,                     # one batch, whole or in physical batches
-    clip: float,                        # C
-    noise_multiplier: float,            # sigma
-    # M sets of parameters; None: everything that trains, as one
-    layers: Sequence[Partition] | None = None,
-    *,
-    # true_gradient of all the data; None: angles against the unbiased signal
-    true: Vector | None = None,
-    # B, the expected size that divides; None: the number of examples in the batch
-    batch_size: float | None = None,
-    style: str = "flat",                # "flat" or "automatic" clipping
-    generator: torch.Generator | None = None,  # of the noise
-    # rows of each privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
-) -> Angles:
-    """Angles by which clipping and noise turn a step, layer by layer.
-
-    A diagnostic on private data, never part of a private run.
-
-    NaN, with a warning, where a signal is zero; Definition 3.2 of DP-SGD-LF;
-    @lem-sphere.
-    """
-    return signals(model, loss_fn, batch, clip, noise_multiplier, true=true,
-                   batch_size=batch_size, style=style,
-                   generator=generator, groups=groups).angles(layers)
+                "biased": clip_factor(norms[:, 0], clip)}
+    sums, _, count = stream(model, loss_fn, batch, [everything(model)], weigh,
+                            trainable(model))
+    return with_noise(trainable(model), sums["unbiased"], sums["biased"],
+                      batch_size or count, noise_multiplier * clip, generator, true)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect-class
 @dataclass(frozen=True)
@@ -321,8 +235,8 @@ class FreezingEffect:
         return counts | {"reference": self.before.reference,
                          "before": self.before.record(), "after": self.after.record()}
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-kept
-def _rest_and_kept(
+# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect
+def rest_and_kept(
     model: nn.Module, kept: Sequence[Partition],
 ) -> tuple[list[Partition], dict[str, nn.Parameter]]:
     "The layers that would freeze and those kept, as parts; the kept parameters."
@@ -335,18 +249,11 @@ def _rest_and_kept(
     rest = tuple(p for p in trainable(model).values() if id(p) not in chosen)
     return [Partition("rest", rest), Partition("kept", tuple(stays.values()))], stays
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-now-and-later
 def now_and_later(norms: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) norms over all that trains now, and over the kept layers, from those of
     rest and kept."""
     return torch.linalg.vector_norm(norms, dim=1), norms[:, 1]
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-left-in
-def left_in(norms: Tensor) -> Tensor:
-    "The rows of (N, K) norms whose examples are in the sums."
-    return norms[norms.isfinite().all(1)]
-
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-effect
 def freezing_effect(
     model: nn.Module,
     loss_fn: LossFunction,              # (model, batch) -> (B,) losses
@@ -360,10 +267,7 @@ def freezing_effect(
     true: Vector | None = None,
     # B, the expected size that divides; None: the number of examples in the batch
     batch_size: float | None = None,
-    style: str = "flat",                # "flat" or "automatic" clipping
     generator: torch.Generator | None = None,  # of the noise, the same before and after
-    # rows of each privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
 ) -> FreezingEffect:
     """Strength and angles of the kept layers as they are, and as they would be with the
     rest frozen, from one pass.
@@ -371,22 +275,21 @@ def freezing_effect(
     A diagnostic on private data, never part of a private run; Figures 3 to 5 of
     DP-SGD-LF; @lem-freezing-examples.
     """
-    parts, stays = _rest_and_kept(model, kept)
+    parts, stays = rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         now, later = now_and_later(norms)
-        return {"unbiased": torch.ones_like(now),
-                "before": clip_factor(now, clip, style),
-                "after": clip_factor(later, clip, style)}
-    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
-    size = _divisor(batch_size, len(norms))
-    means = _means(sums, size)
-    noise = _noise(means["unbiased"], _noise_std(noise_multiplier, clip, size),
-                   generator)
-    before, after = (_as_signals(stays, means["unbiased"], means[when], noise,
-                                 true).angles(kept) for when in ("before", "after"))
-    norms = left_in(norms)
+        return {"unbiased": torch.ones_like(now), "before": clip_factor(now, clip),
+                "after": clip_factor(later, clip)}
+    sums, norms, count = stream(model, loss_fn, batch, parts, weigh, stays)
+    generator = generator or torch.default_generator
+    state, found = generator.get_state(), []
+    for when in ("before", "after"):
+        generator.set_state(state)                 # the same noise
+        found.append(with_noise(
+            stays, sums["unbiased"], sums[when], batch_size or count,
+            noise_multiplier * clip, generator, true).angles(kept))
     longer, still = (int((each > clip).sum()) for each in now_and_later(norms))
-    return FreezingEffect(before, after, len(norms), longer, still)
+    return FreezingEffect(*found, len(norms), longer, still)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-groups-class
 @dataclass(frozen=True)
@@ -403,7 +306,6 @@ class ClipGroups:
     # towards the reference
     gain: Tensor
 
-# %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-status-changes
 @dataclass(frozen=True)
 class StatusChanges:
     """Changes of the groups of clipped and unclipped examples by freezing.
@@ -430,8 +332,6 @@ def clip_groups(
     *,
     # true_gradient of all the data; None: angles against the batch's mean gradient
     true: Vector | None = None,
-    # rows of each privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
 ) -> ClipGroups:
     """Whether clipped gradients have the smaller angle to the reference.
 
@@ -442,8 +342,8 @@ def clip_groups(
         factors = clip_factor(norms[:, 0], clip)
         return {"unbiased": torch.ones_like(long), "clipped": long,
                 "unclipped": 1 - long, "bounded": factors * long, "biased": factors}
-    sums, norms = stream(model, loss_fn, batch, [everything(model)], weigh,
-                         trainable(model), groups)
+    sums, norms, _ = stream(model, loss_fn, batch, [everything(model)], weigh,
+                            trainable(model))
     found = Signals(trainable(model), sums if true is None else sums | {"true": true})
     layers = [everything(model)] if layers is None else list(layers)
     reference = "unbiased" if true is None else "true"
@@ -451,9 +351,9 @@ def clip_groups(
                           for group in ("clipped", "unclipped"))
     pairs = ((reference, "bounded"), (reference, "biased"), ("biased", "bounded"))
     better, now, between = (found.angle(*pair, layers).cos() for pair in pairs)
-    long = left_in(norms)[:, 0] > clip
-    return ClipGroups(tuple(layer.name for layer in layers), int(long.sum()),
-                      int((~long).sum()), clipped, unclipped, better - now * between)
+    long = int((norms[:, 0] > clip).sum())
+    return ClipGroups(tuple(layer.name for layer in layers), long, len(norms) - long,
+                      clipped, unclipped, better - now * between)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-status
 def status_changes(
@@ -462,21 +362,17 @@ def status_changes(
     batch: Batches,
     clip: float,                # C
     kept: Sequence[Partition],  # M layers that train after freezing
-    *,
-    # rows of each privacy unit; None: every row is one
-    groups: GroupsOf = lambda batch: None,
 ) -> StatusChanges:
     """How many examples freezing moves from clipped to unclipped.
 
     Assumption 3.2, Figure 8 of DP-SGD-LF. A diagnostic on private data.
     """
-    parts, stays = _rest_and_kept(model, kept)
+    parts, stays = rest_and_kept(model, kept)
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         long = [(each > clip).to(norms) for each in now_and_later(norms)]
         return {"clipped before": long[0], "clipped after": long[1],
                 "unclipped before": 1 - long[0], "unclipped after": 1 - long[1]}
-    sums, norms = stream(model, loss_fn, batch, parts, weigh, stays, groups)
-    norms = left_in(norms)
+    sums, norms, _ = stream(model, loss_fn, batch, parts, weigh, stays)
     found = Signals(stays, sums)
     clipped, unclipped = (found.angle(f"{group} before", f"{group} after", kept)
                           for group in ("clipped", "unclipped"))

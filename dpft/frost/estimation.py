@@ -72,32 +72,6 @@ class Estimate:
         return noise_multiplier / ((self.scales / self.sensitivities).square()
                                    @ self.seen).sqrt()
 
-# %% ../../nbs/2_methods/16_frost_estimation.ipynb #estimation-checked
-def _checked(noisy: Sequence[Tensor], sensitivities: Sequence[float],
-             sample_rate: float, iterations: int) -> tuple[Tensor, Tensor]:
-    """The observed values as (t, M) float64 on the CPU, and the sensitivities.
-
-    ValueError for inputs from which nothing can be estimated.
-    """
-    if not 0 < sample_rate <= 1 or iterations < 1:
-        raise ValueError(
-            f"sample_rate={sample_rate} must lie in (0, 1], and "
-            f"iterations={iterations} must be at least 1")
-    if len(noisy) != len(sensitivities) or not len(noisy) or len(
-        {len(values) for values in noisy}) > 1:
-        raise ValueError(
-            f"{len(noisy)} rounds with {len(sensitivities)} sensitivities: give one "
-            "for each round, and as many "
-            "magnitudes in each round, NaN where a partition was not observed")
-    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
-    deltas = torch.as_tensor([float(value) for value in sensitivities],
-                             dtype=torch.float64)
-    if not bool((deltas > 0).all()) or bool(rounds.isinf().any()):
-        raise ValueError(
-            "sensitivities must be positive and noisy magnitudes finite, or NaN where "
-            "not observed")
-    return rounds, deltas
-
 # %% ../../nbs/2_methods/16_frost_estimation.ipynb #estimation-estimate
 def estimate(
     noisy: Sequence[Tensor],         # t tensors (M,), NaN = not observed
@@ -112,7 +86,9 @@ def estimate(
     Post-processing: costs no privacy.
     Algorithm 5 of DP-FROST with its square restored; @lem-best-values, @lem-free-scale.
     """
-    rounds, deltas = _checked(noisy, sensitivities, sample_rate, iterations)
+    rounds = torch.stack([torch.as_tensor(values).double().cpu() for values in noisy])
+    deltas = torch.tensor([float(delta) for delta in sensitivities],
+                          dtype=torch.float64)
     seen, rounds = (~rounds.isnan()).double(), rounds.nan_to_num()
     scales, sweep = torch.ones_like(deltas), 1
     values = best_values(seen, rounds, deltas, scales).nan_to_num()

@@ -346,8 +346,7 @@ class RapFT(Ranking):
 def name_public(context: Context, data: Public | str) -> None:
     "Refuse public data that is private too, and record what is assumed public."
     if isinstance(data, Public) and context.running:
-        context.check_public(data)
-        context.assume_public(f"the data that the method looked at ({data.source})")
+        context.note_public(data)
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-mask-taken
 def taken(context: Context, method: RapFT) -> dict[nn.Parameter, Tensor] | None:

@@ -29,7 +29,6 @@ from ...freezing.distortion import (
     ClipGroups, StatusChanges, clip_groups, freezing_effect,
     status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
-from ...freezing.similarity import activations, pwcca
 from ...identity import fingerprint
 from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
@@ -38,6 +37,7 @@ from ...norms import Partition
 from ...privacy import SampledGaussian, epsilon
 from ...processes import own_device
 from ..experiments import Experiment, Settings, kept_in, prepared_task
+from ..similarity import activations, pwcca
 from ..provenance import source_hash
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk
