@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['VALUES', 'KINDS', 'CHECKED', 'SETTINGS', 'json_number', 'installed_versions', 'visible_files', 'file_digest',
-           'file_digests', 'check_copy', 'content_digest', 'Guarantee', 'promised', 'VerificationError',
-           'second_opinion', 'verify']
+           'file_digests', 'content_digest', 'Guarantee', 'promised', 'VerificationError', 'second_opinion', 'verify']
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-imports
 import hashlib
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from .card import Statement, card, mechanism_text
-from .ledger import Ledger, LedgerError
+from .ledger import Ledger, check_copy
 from .privacy import (
     PrivacyCurve, SampledGaussian, check_group, history_of, privacy_curve)
 from .privacy import epsilon as epsilon_of
@@ -76,16 +75,6 @@ def file_digests(folder: str | Path) -> dict[str, str]: # by name within the fol
     "SHA-256 of every visible file in a folder but the guarantee and the ledger."
     return {name: file_digest(Path(folder, name)) for name in visible_files(folder)
             if name not in ("guarantee.json", "ledger.sqlite")}
-
-
-def check_copy(path: Path) -> None:
-    "LedgerError for a ledger that is no published copy, and so must not be replaced."
-    if path.exists():
-        with Ledger(path, read_only=True) as there:
-            if not there.published:
-                raise LedgerError(f"{path} is the only record of what its runs have "
-                                  "spent, and no copy takes its place; name another "
-                                  "folder")
 
 # %% ../nbs/1_start/08_guarantee.ipynb #guarantee-class
 VALUES = ("epsilon", "epsilon_replace_one", "tpr_at_1_percent") # saved for people

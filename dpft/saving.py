@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from .forms import full
-from .guarantee import check_copy, visible_files
+from .guarantee import visible_files
+from .ledger import check_copy
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
