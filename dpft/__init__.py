@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
-    from dpft.guarantee import Guarantee
+    from dpft.guarantee import Guarantee, verify
     from dpft.ledger import Ledger
     from dpft.loop import Run, fine_tune, load
     from dpft.method import Context, Method
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from dpft.settings import Settings
     from dpft.sources import load_data
     from dpft.tuning import Tuning, tune
-    from dpft.verification import verify
 
 _HOMES = {  # module -> what it gives to the package
     "auditing": "audit",
@@ -49,7 +48,7 @@ _HOMES = {  # module -> what it gives to the package
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
-    "guarantee": "Guarantee",
+    "guarantee": "Guarantee verify",
     "ledger": "Ledger",
     "loop": "Run fine_tune load",
     "method": "Context Method",
@@ -64,7 +63,6 @@ _HOMES = {  # module -> what it gives to the package
     "settings": "Settings",
     "sources": "load_data",
     "tuning": "Tuning tune",
-    "verification": "verify",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 _RARE = {  # names that were here once: the module that has them

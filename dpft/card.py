@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context, Decimal
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     from dpft.guarantee import Guarantee
 
 # %% auto #0
-__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'claim', 'cautions',
-           'meaning', 'mechanism_text', 'details', 'assumptions', 'threat_model', 'questions', 'how_to_load',
-           'inputs_of']
+__all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'mechanism_text',
+           'table', 'meaning', 'assumptions', 'claim', 'card']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -40,16 +38,7 @@ class Statement:
     author: str = ""       # who ran it, when, and how to reach them
 
 
-def check_statement(
-    given: Any,  # the `statement=` of a run
-) -> None:
-    "TypeError for anything but a `Statement`, before anything is charged."
-    if not isinstance(given, Statement | None):
-        raise TypeError(f"statement= takes a Statement and not a {type(given).__name__}"
-                        "; make one with dpft.guarantee.Statement(author=..., ...)")
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-questions-of
-QUESTIONS = {
+QUESTIONS = {  # of each field, as the card labels it
     "data_name": "data set, name and date", "data_owner": "owner of the data",
     "base_model": "base model and its data", "licence": "licences",
     "trust": "who sees data, checkpoints, ledger and logs",
@@ -58,6 +47,15 @@ QUESTIONS = {
     "epsilon_choice": "why this epsilon is small enough",
     "hyperparameters": "how settings were chosen",
     "side_channels": "side channels", "retention": "retention", "author": "author"}
+
+
+def check_statement(
+    given: Any,  # the `statement=` of a run
+) -> None:
+    "TypeError for anything but a `Statement`, before anything is charged."
+    if not isinstance(given, Statement | None):
+        raise TypeError(f"statement= takes a Statement and not a {type(given).__name__}"
+                        "; make one with dpft.card.Statement(author=..., ...)")
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-rounded-up
 def rounded_up(
@@ -72,124 +70,72 @@ def rounded_up(
     last = Decimal(1).scaleb(-2 if digits is None else first - digits)
     return float(exact.quantize(last, ROUND_CEILING, Context(prec=700)))
 
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-claim
-FACTOR_CAP = 1000.0 # a larger factor between probabilities is called "more than" this
-CAUTION = 10.0      # a larger epsilon gets a warning
 
-
-def claim(guarantee: Guarantee) -> str:
-    "The guarantee in one sentence."
-    if guarantee.unpaid:
-        return ("**No privacy guarantee.** No noise was added to "
-                f"{guarantee.unpaid}: this model may reveal any training example.")
-    if not guarantee.private:
-        return ("**No privacy guarantee.** This model was trained without noise: it "
-                "may reveal any training example.")
-    value = rounded_up(guarantee.epsilon())
-    delta = rounded_up(guarantee.target_delta, 3)
-    pair = f"({value:.2f}, {delta:.2e})"
-    return (f"**{pair}-differentially private** with respect to adding or removing one "
-            f"{guarantee.unit}.")
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-spending
-def _spending(guarantee: Guarantee) -> list[str]:
-    "What a run says that ended before its plan did."
-    if guarantee.independent:
-        return ["The run ended before its plan, for a reason that its owner declares "
-                "to depend on neither data nor outputs, and epsilon counts the steps "
-                f"that were taken: {guarantee.independent}."]
-    if guarantee.planned and guarantee.stated != list(guarantee.mechanisms):
-        return ["The run stopped before the end of its plan. Epsilon is that of the "
-                "whole plan, because when to stop may have depended on what had been "
-                "released."]
-    return []
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-cautions
-def cautions(guarantee: Guarantee) -> list[str]:
-    "Warnings that precede all explanations."
-    if not guarantee.private:
-        return []
-    large = ([f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
-              f"promises one {guarantee.unit} very little. Do not call this model "
-              "anonymous."] if guarantee.epsilon() > CAUTION else [])
-    found = [*large, *_spending(guarantee)]
-    if guarantee.reproducible:
-        found.append("The run used a fixed seed, so its epsilon is hypothetical: "
-                     "whoever knows or guesses the seed can make its noise again.")
-    return found
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-meaning
-def meaning(guarantee: Guarantee) -> str:
-    "What the guarantee means for one person, its unit, and what it does not cover."
-    return "\n\n".join([_worth(guarantee), _unit(guarantee), _not_covered(guarantee)])
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-worth
-def _worth(guarantee: Guarantee) -> str:
-    unit, value = guarantee.unit, guarantee.epsilon()
-    delta, found = guarantee.target_delta, 100 * guarantee.tpr(0.01)
-    factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
-    if value <= math.log(FACTOR_CAP):
-        factor = f"at most a factor of {rounded_up(math.exp(value), 3):.3g}"
-    return (
-        f"What it means: take any one {unit} and train twice, once with it and once "
-        "without. Whatever anybody then does with the model, the probability of every "
-        f"outcome differs by {factor}, apart from a probability of "
-        f"{rounded_up(delta, 3):.2e}. "
-        f"An attacker who knows everything else, must decide whether the {unit} was "
-        "there, and accepts 1 % of false alarms, detects it with a probability of at "
-        f"most {rounded_up(found, 3):.3g} %; a guess detects it with 1 %.")
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-unit
-def _unit(guarantee: Guarantee) -> str:
-    unit, replaced = guarantee.unit, guarantee.replace_epsilon()
-    two, ten = (rounded_up(guarantee.epsilon(group=size)) for size in (2, 10))
-    note = "" if replaced > guarantee.epsilon() else (
-        f" (less than the value above only because {guarantee.accountant} is the "
-        "looser accountant)")
-    return (
-        f"What the unit is: one {unit}. A person to whom two of them belong is "
-        f"protected with epsilon {two:.2f}, one with ten of them with {ten:.2f}, at "
-        f"the same delta. If neighbours replace one {unit} instead of adding or "
-        f"removing it, epsilon is {rounded_up(replaced):.2f}{note}.")
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-not-covered
-def _not_covered(guarantee: Guarantee) -> str:
-    runs = {True: "The ledger that this run belongs to has charged more than this "
-                  "run; ask its owner what the total is.",
-            False: "The run's ledger had charged nothing else when this was stated.",
-            None: "Other runs on the same data have a privacy cost too, which is not "
-                  "counted here."}
-    return ("What is not covered: what the data reveal about people whether or not "
-            "they took part, and all that is listed below as public or not charged. "
-            + runs[guarantee.others])
-
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-details
 def mechanism_text(mechanism: SampledGaussian) -> str:
     "A mechanism in one line of the report."
     return (f"noise multiplier {mechanism.noise_multiplier:.4g}, sampling rate "
             f"{mechanism.sample_rate:.4g}, {mechanism.steps} "
             f"step{'s' * (mechanism.steps != 1)}")
 
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-table
-def _table(rows: Iterable[tuple[str, str]]) -> str:
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    "A Markdown table of two columns, without its empty rows."
     cells = [[" ".join(str(one).split()).replace("|", "\\|") for one in row]
              for row in rows if row[1]]
     return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in cells)])
 
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-details-table
-def details(guarantee: Guarantee) -> str:
-    "A table of all settings on which the guarantee depends."
-    clip = "" if guarantee.clip is None else f", bound {guarantee.clip:g}"
-    bounded = guarantee.private or guarantee.unpaid
-    rows = [("unit", guarantee.unit), ("adjacency", guarantee.adjacency),
-            ("sampling", "Poisson"), ("accountant", guarantee.accountant),
-            ("clipping", guarantee.clipping + clip if bounded else "none"),
-            ("method", guarantee.method), ("run", guarantee.run)]
-    rows += [(m.name, mechanism_text(m)) for m in guarantee.mechanisms]
-    rows += [(f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned
-             if m not in guarantee.mechanisms]
-    rows += [(f"version of {name}", text) for name, text in guarantee.versions.items()]
-    return _table(rows)
+# %% ../nbs/5_notes/63_card.ipynb #guarantee-meaning
+FACTOR_CAP = 1000.0 # a larger factor between probabilities is called "more than" this
+CAUTION = 10.0      # a larger epsilon gets a warning
+
+
+def meaning(guarantee: Guarantee) -> list[str]:
+    "Warnings, what the guarantee means for one person, and what it does not cover."
+    unit, value, found = guarantee.unit, guarantee.epsilon(), []
+    if value > CAUTION:
+        found += [f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
+                  f"promises one {unit} very little. Do not call this model anonymous."]
+    if guarantee.independent:
+        found += ["The run ended before its plan, for a reason that its owner declares "
+                  "to depend on neither data nor outputs, and epsilon counts the steps "
+                  f"that were taken: {guarantee.independent}."]
+    elif guarantee.planned and guarantee.stated != list(guarantee.mechanisms):
+        found += ["The run stopped before the end of its plan. Epsilon is that of the "
+                  "whole plan, because when to stop may have depended on what had been "
+                  "released."]
+    if guarantee.reproducible:
+        found += ["The run used a fixed seed, so its epsilon is hypothetical: "
+                  "whoever knows or guesses the seed can make its noise again."]
+    factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
+    if value <= math.log(FACTOR_CAP):
+        factor = f"at most a factor of {rounded_up(math.exp(value), 3):.3g}"
+    found += [
+        f"What it means: take any one {unit} and train twice, once with it and once "
+        "without. Whatever anybody then does with the model, the probability of every "
+        f"outcome differs by {factor}, apart from a probability of "
+        f"{rounded_up(guarantee.target_delta, 3):.2e}. "
+        f"An attacker who knows everything else, must decide whether the {unit} was "
+        "there, and accepts 1 % of false alarms, detects it with a probability of at "
+        f"most {rounded_up(100 * guarantee.tpr(0.01), 3):.3g} %; a guess detects it "
+        "with 1 %."]
+    two, ten = (rounded_up(guarantee.epsilon(group=size)) for size in (2, 10))
+    replaced = guarantee.replace_epsilon()
+    note = "" if replaced > value else (" (less than the value above only because "
+                                        f"{guarantee.accountant} is the looser "
+                                        "accountant)")
+    found += [
+        f"What the unit is: one {unit}. A person to whom two of them belong is "
+        f"protected with epsilon {two:.2f}, one with ten of them with {ten:.2f}, at "
+        f"the same delta. If neighbours replace one {unit} instead of adding or "
+        f"removing it, epsilon is {rounded_up(replaced):.2f}{note}."]
+    runs = {True: "The ledger that this run belongs to has charged more than this "
+                  "run; ask its owner what the total is.",
+            False: "The run's ledger had charged nothing else when this was stated.",
+            None: "Other runs on the same data have a privacy cost too, which is not "
+                  "counted here."}
+    return [*found, "What is not covered: what the data reveal about people whether or "
+            "not they took part, and all that is listed below as public or not "
+            "charged. " + runs[guarantee.others]]
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumptions
 ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
@@ -205,85 +151,69 @@ ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
            "random bits",
            "rounding while a sum is formed is not counted in the bound"]}
 
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-assumed
+
 def assumptions(guarantee: Guarantee) -> str:
     "What was assumed, which accesses were not charged, and what was checked."
-    arithmetic = ARITHMETIC.get(guarantee.secure_mode, []) if guarantee.private else []
-    unpaid = [*(guarantee.uncharged or ["none that the run knows of"]),
-              "choices made by people who saw the data are never charged"]
+    private = guarantee.private
     lists = {
-        "Assumed to be public:": guarantee.assumed_public or ["nothing beyond the "
-                                                              "method itself"],
-        "Assumed about the arithmetic:": arithmetic,
-        "Accesses to private data that were not charged:": unpaid,
+        "Assumed to be public:": guarantee.assumed_public or [
+            "nothing beyond the method itself"],
+        "Assumed about the arithmetic:": ARITHMETIC.get(
+            guarantee.secure_mode, []) if private else [],
+        "Accesses to private data that were not charged:": [
+            *(guarantee.uncharged or ["none that the run knows of"]),
+            "choices made by people who saw the data are never charged"],
         "Checked during the run:": guarantee.checked,
         "Not checked:": guarantee.not_checked or (
             ["anything: no example was compared with itself in another batch"]
-            if guarantee.private and not guarantee.checked else [])}
+            if private and not guarantee.checked else [])}
     return "\n\n".join("\n".join([title, "", *(f"- {item}" for item in items)])
                        for title, items in lists.items() if items)
 
-# %% ../nbs/5_notes/63_card.ipynb #card-threat-model
-def threat_model(guarantee: Guarantee) -> str:
-    "Whom a run protects, from whom, and whom it trusts."
+# %% ../nbs/5_notes/63_card.ipynb #guarantee-card
+def claim(guarantee: Guarantee) -> str:
+    "The guarantee in one sentence."
     if not guarantee.private:
-        return "Whom it protects: nobody."
-    return (
-        f"Whom it protects: each {guarantee.unit} of the training data. "
-        "From whom: anybody who sees everything that the run gave out (weights, this "
-        "card, the published ledger, logs that are not marked private) and knows all "
-        "records but one; not from those who read the memory of its process, its "
-        "checkpoints or its clock. "
-        "Whom it trusts: the machine, the person who ran it, and the code that was "
-        "handed in (model, loss, collate function, data set, optimizer, callbacks, "
-        "method), written to train a model and not to leak. It assumes that a row and "
-        "its loss depend on that row's unit, the parameters and random numbers alone, "
-        "that nothing which examples decide is kept between calls, that parameters "
-        "change only through the optimizer, and that the ledger was never rolled "
-        "back.")
+        reason = (f"No noise was added to {guarantee.unpaid}: this model"
+                  if guarantee.unpaid else "This model was trained without noise: it")
+        return f"**No privacy guarantee.** {reason} may reveal any training example."
+    return (f"**({rounded_up(guarantee.epsilon()):.2f}, "
+            f"{rounded_up(guarantee.target_delta, 3):.2e})-differentially private** "
+            f"with respect to adding or removing one {guarantee.unit}.")
 
-# %% ../nbs/5_notes/63_card.ipynb #guarantee-questions
-def questions(guarantee: Guarantee) -> str:
-    "Answers to NIST SP 800-226 that only people can give."
+
+def card(guarantee: Guarantee) -> str:
+    "A guarantee in Markdown, for a model card."
+    private = guarantee.private
+    clip = "" if guarantee.clip is None else f", bound {guarantee.clip:g}"
+    bounded = private or guarantee.unpaid
+    settings = [
+        ("unit", guarantee.unit), ("adjacency", guarantee.adjacency),
+        ("sampling", "Poisson"), ("accountant", guarantee.accountant),
+        ("clipping", guarantee.clipping + clip if bounded else "none"),
+        ("method", guarantee.method), ("run", guarantee.run),
+        *((m.name, mechanism_text(m)) for m in guarantee.mechanisms),
+        *((f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned
+          if m not in guarantee.mechanisms),
+        *((f"version of {name}", text) for name, text in guarantee.versions.items())]
+    protects = "Whom it protects: nobody."
+    if private:
+        protects = (
+            f"Whom it protects: each {guarantee.unit} of the training data. "
+            "From whom: anybody who sees everything that the run gave out (weights, "
+            "this card, the published ledger, logs that are not marked private) and "
+            "knows all records but one; not from those who read the memory of its "
+            "process, its checkpoints or its clock. "
+            "Whom it trusts: the machine, the person who ran it, and the code that was "
+            "handed in (model, loss, collate function, data set, optimizer, callbacks, "
+            "method), written to train a model and not to leak. It assumes that a row "
+            "and its loss depend on that row's unit, the parameters and random numbers "
+            "alone, that nothing which examples decide is kept between calls, that "
+            "parameters change only through the optimizer, and that the ledger was "
+            "never rolled back.")
     answers = asdict(guarantee.statement)
-    return "What else NIST SP 800-226 asks:\n\n" + _table(
-        (text, answers[name] or "not stated") for name, text in QUESTIONS.items())
-
-# %% ../nbs/5_notes/63_card.ipynb #card-how-to-load
-def how_to_load(
-    description: dict[str, Any],  # as `write_model` gave it
-) -> str:                         # Markdown
-    "The end of a model card: the folder's contents, and how to load the model."
-    from dpft.saving import PART, class_named
-    part, base, kind = description["part"], description["base"], description["class"]
-    theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
-    alone = base["name"] if part else (
-        (description["recipe"] or theirs) and description["stock"])
-    lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
-    if part:
-        where = f" from `{base['name']}`" if base["name"] else ", which has to be given"
-        lines += [f"It holds only the {len(description['names'])} parameters that "
-                  f"trained; the rest is the base model, a {kind}{where}."]
-    if part and description["adapters"]:
-        lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
-                  f"`base` is a {kind} with a head of the same size."]
-    elif part and not description["added"] and kind != "MeanPooledClassifier":
-        lines += ["Without this package: `base.load_state_dict(safetensors.torch."
-                  f"load_file(\"{PART}\"), strict=False)`."]
-    lines += inputs_of(description)
-    return "\n".join(["## How to load", "", *lines]) + "\n"
-
-def inputs_of(description: dict[str, Any]) -> list[str]:
-    "What texts or pictures go through before the model: its tokenizer, or a scaling."
-    lines = []
-    if description.get("tokenizer") == "base":
-        lines.append("Its tokenizer is the base's and not in this folder, for which "
-                     "`AutoTokenizer` would make an empty one: "
-                     "`dpft.models.load_tokenizer(path)` loads it.")
-    if pictures := description.get("pictures"):
-        shape = " × ".join(map(str, pictures["shape"]))
-        mean, deviation = (", ".join(f"{value:g}" for value in pictures[name])
-                           for name in ("mean", "std"))
-        lines.append(f"A picture of {shape} enters it as (x / {pictures['scale']:g} − "
-                     f"mean) / deviation, with mean {mean} and deviation {deviation}.")
-    return lines
+    return "\n\n".join([
+        claim(guarantee), *(meaning(guarantee) if private else []), table(settings),
+        assumptions(guarantee), protects, "What else NIST SP 800-226 asks:",
+        table((text, answers[name] or "not stated")
+              for name, text in QUESTIONS.items())]) + "\n"

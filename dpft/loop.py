@@ -27,7 +27,7 @@ from torch import nn
 
 from .callbacks import Callbacks, check_stopping, checked_callbacks, noisy_norm
 from .callbacks import put_states, states_of, tell_scores
-from .card import check_statement, how_to_load
+from .card import check_statement
 from .checkpoint import START, earlier_runs, note_of, note_run
 from .datasets import Task, unit_for
 from .engine import Engine
@@ -41,7 +41,8 @@ from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
 from .processes import at_first_signal, speaks
 from .saving import (
-    KEPT, check_room, check_target, files_of_run, read_model, taking_place, write_model)
+    KEPT, check_room, check_target, files_of_run, how_to_load, read_model,
+    taking_place, write_model)
 from .settings import Settings, settings_from, takes_settings
 from .step import Step
 from .updates import Updates, check_rates

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['History', 'GRID', 'RELATIONS', 'ROUNDING', 'MISSED', 'NOISE_CAP', 'BudgetError', 'check', 'SampledGaussian',
-           'rdp_orders', 'rdp_moment', 'rdp_conversion', 'history_of', 'epsilon_at_order', 'worst_pair', 'log_density',
+           'rdp_orders', 'rdp_moment', 'rdp_conversion', 'history_of', 'rdp_total', 'worst_pair', 'log_density',
            'StepLoss', 'chord_masses', 'loss_grid', 'composed_loss', 'check_group', 'PrivacyCurve', 'privacy_curve',
            'epsilon', 'combined_multiplier', 'noise_multiplier', 'Request', 'plan_budget', 'split_budget']
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-imports
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -22,7 +22,6 @@ import numpy as np
 class BudgetError(ValueError):
     "A budget that cannot be met, or a privacy cost that cannot be computed."
 
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-check
 def check(
     holds: bool,  # what must be true of a value that a user gave
     message: str, # one sentence: the value, and the way out
@@ -102,22 +101,24 @@ def history_of(mechanisms: Iterable[SampledGaussian]) -> History:
     return tuple((sigma, q, T) for (sigma, q), T in sorted(steps.items()))
 
 
+def rdp_total(
+    mechanisms: Iterable[SampledGaussian],
+    order: float, # alpha > 1
+) -> float:       # infinite where float64 cannot hold it
+    "Sum of the divergences of some mechanisms at one order."
+    try:
+        return sum(m.steps * rdp_moment(m.noise_multiplier, m.sample_rate, order)
+                   for m in mechanisms)
+    except ArithmeticError:
+        return math.inf
+
+
 def _rdp_at(history: History, delta: float, order: float) -> float:
     "Epsilon from the sum of the moments at one order; @lem-rdp."
     total = sum(T * rdp_moment(sigma, q, order) for sigma, q, T in history)
     value = total + rdp_conversion(order, delta)
     return math.inf if math.isnan(value) else value
 
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-at-order
-def epsilon_at_order(
-    mechanisms: Iterable[SampledGaussian],
-    delta: float, # in (0, 1)
-    order: float, # alpha, fixed before anything was released
-) -> float:
-    "Epsilon of mechanisms that may depend on each other, at one order; @lem-rdp."
-    history = tuple((m.noise_multiplier, m.sample_rate, m.steps) for m in mechanisms)
-    with np.errstate(all="ignore"):
-        return max(_rdp_at(history, delta, order), 0.0)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-rdp-search
 def _rdp_epsilon(history: History, delta: float) -> float:
@@ -366,23 +367,18 @@ def privacy_curve(
     "The curve of a plan, computed once."
     return PrivacyCurve(plan, group, relation)
 
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-prv-epsilon
-def _prv_epsilon(history: History, delta: float) -> float:
-    "Epsilon of the composed loss, for a unit removed and for one added; @sec-prv."
-    plan = tuple(SampledGaussian(*each) for each in history)
-    return max(privacy_curve(plan, 1, way).epsilon(delta) for way in ("remove", "add"))
-
-
-_ACCOUNTANTS: dict[str, Callable[[History, float], float]] = {
-    "prv": _prv_epsilon, "rdp": _rdp_epsilon}
-
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-composed
 @lru_cache(maxsize=4096)
 def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
     "Epsilon of a non-empty history, or a `BudgetError` where the arithmetic fails."
     try:
         with np.errstate(all="ignore"):
-            value = _ACCOUNTANTS[accountant](history, delta)
+            if accountant == "rdp":
+                value = _rdp_epsilon(history, delta)
+            else:
+                plan = tuple(SampledGaussian(*each) for each in history)
+                value = max(privacy_curve(plan, 1, way).epsilon(delta)
+                            for way in ("remove", "add"))
         check(math.isfinite(value), f"it returned {value}")
     except (ArithmeticError, ValueError) as error:
         way_out = 'use accountant="rdp"' if accountant == "prv" \
@@ -392,16 +388,16 @@ def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
                           ) from error
     return max(value, 0.0)
 
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-epsilon
+
 def epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # one fixed plan, composed
     delta: float,            # in (0, 1)
     accountant: str = "prv", # "prv": tight; "rdp": the papers', and for filters
 ) -> float:                  # an upper value; 0 for an empty plan
-    "Epsilon of a plan under add/remove and Poisson sampling; @lem-composition."
+    "Epsilon of a plan under add/remove and Poisson sampling; @lem-composition, @sec-prv."
     check(accountant != "gdp",
           'accountant="gdp" underestimates epsilon; use "prv" or "rdp"')
-    check(accountant in _ACCOUNTANTS,
+    check(accountant in ("prv", "rdp"),
           f'accountant="{accountant}" is unknown; use "prv" or "rdp"')
     check(0 < delta < 1, f"delta={delta}: it must lie strictly between 0 and 1")
     history = history_of(
@@ -418,65 +414,10 @@ def combined_multiplier(
         return sigmas[0]
     return 1 / math.sqrt(sum(1 / (sigma * sigma) for sigma in sigmas))
 
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-check-budget
+# %% ../nbs/1_start/02_privacy.ipynb #privacy-noise-multiplier
 NOISE_CAP = 2.0**20 # more noise than this changes nothing that an accountant can see
 
 
-def _check_budget(
-    target: float, # epsilon asked for
-    floor: float,  # the least that the accountant can report, whatever the noise
-    spent: float,  # epsilon of what has been spent before
-    detail: str,   # delta and accountant, as written
-) -> None:
-    if floor <= target:
-        return
-    raise BudgetError(
-        f"epsilon={target:g} cannot be met ({detail}): the floor is {floor:.4f} even "
-        f"with unlimited noise, of which {spent:.4f} was spent before; ask for a "
-        "larger epsilon or spend less before")
-
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-first
-def _first(
-    over: Callable[[float], float], # logarithm of the cost over the budget
-    low: float,                     # does not suffice
-    high: float,                    # suffices
-    tolerance: float,
-) -> float:
-    "First sufficient point of the grid that bisection to the tolerance would reach."
-    cells = 1
-    while (high - low) / cells > tolerance:
-        cells *= 2
-    cell, first, last, waits = (high - low) / cells, 0, cells, 0
-    a, b = (low, over(low)), (high, over(high))
-    while last - first > 1:
-        width = last - first
-        point = first + width // 2
-        usable = math.isfinite(a[1] + b[1]) and a[1] != b[1]
-        share = b[1] / (b[1] - a[1]) if usable else math.inf
-        if waits < 2 and abs(share) < 99:
-            guess = b[0] * (a[0] / b[0]) ** share
-            point = min(max(math.ceil((guess - low) / cell), first + 1), last - 1)
-        sigma = low + point * cell
-        a, b = b, (sigma, over(sigma))
-        first, last = (first, point) if b[1] <= 0 else (point, last)
-        waits = 0 if 2 * (last - first) <= width else (waits + 1) % 3
-    return low + last * cell
-
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-smallest
-def _smallest(
-    over: Callable[[float], float], # logarithm of the cost over the budget
-    tolerance: float,
-) -> float:
-    "The smallest multiplier that suffices, to the tolerance, from above."
-    high = 1.0
-    while over(high) > 0:
-        high *= 2
-    low = high / 2
-    while low > tolerance and over(low) <= 0:
-        low, high = low / 2, low
-    return _first(over, low, high, tolerance) if high - low > tolerance else high
-
-# %% ../nbs/1_start/02_privacy.ipynb #privacy-noise-multiplier
 def noise_multiplier(
     target_epsilon: float,   # > 0
     delta: float,            # in (0, 1)
@@ -487,6 +428,7 @@ def noise_multiplier(
     tolerance: float = 1e-3, # how far above the smallest sufficient one it may lie
 ) -> float:                  # sigma with epsilon(spent + it) <= target_epsilon
     "Smallest sigma that meets the budget; Algorithm 2 of @dpfrost, repaired."
+    from scipy.optimize import brentq
     check(0 < target_epsilon < math.inf,
           f"epsilon={target_epsilon}: it must be positive and finite")
     check(steps >= 1, f"steps={steps}: at least one step is needed to have a noise "
@@ -499,16 +441,37 @@ def noise_multiplier(
         return epsilon(plan, delta, accountant)
 
     def over(sigma: float) -> float:
+        "Logarithm of the cost over the budget; 0 or less where it is met."
         try:
             value = cost(sigma)
         except BudgetError:
-            return math.inf
+            return 99.0
         share = math.log(max(value, 1e-300) / target_epsilon)
         return max(share, 1e-16) if value > target_epsilon else min(share, 0.0)
 
-    _check_budget(target_epsilon, cost(NOISE_CAP), epsilon(before, delta, accountant),
-                  f"delta={delta}, accountant {accountant}")
-    return _smallest(over, tolerance)
+    if (floor := cost(NOISE_CAP)) > target_epsilon:
+        raise BudgetError(
+            f"epsilon={target_epsilon:g} cannot be met (delta={delta}, accountant "
+            f"{accountant}): the floor is {floor:.4f} even with unlimited noise, of "
+            f"which {epsilon(before, delta, accountant):.4f} was spent before; ask for "
+            "a larger epsilon or spend less before")
+    high = 1.0
+    while over(high) > 0:
+        high *= 2
+    low = high / 2
+    while low > tolerance and over(low) <= 0:
+        low, high = low / 2, low
+    if high - low <= tolerance:
+        return high
+    cell = (high - low) / 2 ** math.ceil(math.log2((high - low) / tolerance))
+    root = brentq(lambda log: over(math.exp(log)), math.log(low), math.log(high),
+                  xtol=cell / high / 2)    # the logarithms are nearly linear
+    cells = math.ceil((math.exp(root) - low) / cell)
+    while over(low + cells * cell) > 0:
+        cells += 1
+    while over(low + (cells - 1) * cell) <= 0:
+        cells -= 1
+    return low + cells * cell
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-request
 @dataclass(frozen=True)
@@ -560,7 +523,6 @@ def split_budget(
     tolerance: float = 1e-3,   # of each noise multiplier
 ) -> tuple[float, float]:      # (sigma_train, sigma_select)
     "The two multipliers of DP-FROST; Algorithm 3 of @dpfrost with the real rate."
-    requests = [Request(*select, 1 - train_share)]
-    first, second = plan_budget(
-        target_epsilon, delta, train, requests, accountant, tolerance)
+    first, second = plan_budget(target_epsilon, delta, train, [
+        Request(*select, 1 - train_share)], accountant, tolerance)
     return first.noise_multiplier, second.noise_multiplier

@@ -6,14 +6,15 @@
 __all__ = ['KEPT', 'RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER', 'STATE', 'lies_in', 'check_target', 'free_room',
            'taking_place', 'restores', 'note_addition', 'additions', 'adapter_names', 'add_again', 'stored_name',
            'base_name', 'is_wrapped', 'inner_model', 'all_additions', 'part_names', 'frozen_fingerprint', 'class_named',
-           'load_base', 'named_base', 'base_identity', 'write_model', 'files_of_run', 'stock_form', 'check_room',
-           'read_model']
+           'load_base', 'named_base', 'base_identity', 'write_model', 'files_of_run', 'stock_form', 'how_to_load',
+           'inputs_of', 'check_room', 'read_model']
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-imports
 import copy
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from .forms import full
-from .guarantee import check_copy, visible_files
+from .guarantee import visible_files
+from .ledger import check_copy
 from .models import (
     BUILT, gguf_of, gguf_options, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
@@ -440,6 +442,44 @@ def stock_form(model: nn.Module) -> bool:
     form, own = ({name: value.shape for name, value in its.state_dict().items()}
                  for its in (stock, model))
     return form == own
+
+# %% ../nbs/5_notes/79_saving.ipynb #saving-card-loading
+def how_to_load(
+    description: dict[str, Any],  # as `write_model` gave it
+) -> str:                         # Markdown
+    "The end of a model card: the folder's contents, and how to load the model."
+    part, base, kind = description["part"], description["base"], description["class"]
+    theirs = "transformers" in sys.modules and class_named(kind)  # its models loaded it
+    alone = base["name"] if part else (
+        (description["recipe"] or theirs) and description["stock"])
+    lines = [f"`dpft.load(path{'' if alone else ', model=…'})` gives the model."]
+    if part:
+        where = f" from `{base['name']}`" if base["name"] else ", which has to be given"
+        lines += [f"It holds only the {len(description['names'])} parameters that "
+                  f"trained; the rest is the base model, a {kind}{where}."]
+    if part and description["adapters"]:
+        lines += ["peft reads it too: `PeftModel.from_pretrained(base, path)`, where "
+                  f"`base` is a {kind} with a head of the same size."]
+    elif part and not description["added"] and kind != "MeanPooledClassifier":
+        lines += ["Without this package: `base.load_state_dict(safetensors.torch."
+                  f"load_file(\"{PART}\"), strict=False)`."]
+    lines += inputs_of(description)
+    return "\n".join(["## How to load", "", *lines]) + "\n"
+
+def inputs_of(description: dict[str, Any]) -> list[str]:
+    "What texts or pictures go through before the model: its tokenizer, or a scaling."
+    lines = []
+    if description.get("tokenizer") == "base":
+        lines.append("Its tokenizer is the base's and not in this folder, for which "
+                     "`AutoTokenizer` would make an empty one: "
+                     "`dpft.models.load_tokenizer(path)` loads it.")
+    if pictures := description.get("pictures"):
+        shape = " × ".join(map(str, pictures["shape"]))
+        mean, deviation = (", ".join(f"{value:g}" for value in pictures[name])
+                           for name in ("mean", "std"))
+        lines.append(f"A picture of {shape} enters it as (x / {pictures['scale']:g} − "
+                     f"mean) / deviation, with mean {mean} and deviation {deviation}.")
+    return lines
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-room
 STATE = 4 # numbers for each trained one: itself, two moments, its average

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dpft import checkpoint, ledger
-from dpft.checkpoint import Checkpoint, CheckpointError, due, earlier_runs, facts, note_of, note_run, restore, sentence, snapshot
+from dpft.checkpoint import Checkpoint, CheckpointError, earlier_runs, facts, note_of, note_run, restore, sentence, snapshot
 from dpft.ledger import Ledger, PlanSpent
 from dpft.privacy import BudgetError
 
@@ -300,8 +300,12 @@ def test_a_full_disk_leaves_the_last_state(tmp_path, monkeypatch):
     assert kept.load(book)["step"] == 1 and not [*tmp_path.glob("*.part")]
 
 
-def test_what_is_small_is_saved_always_and_what_is_large_once_a_minute():
-    assert due(2**20, 0.0, 0.0) and due(2**30, 0.0, None) and due(2**30, 60.0, 0.0) and not due(2**30, 59.0, 0.0)
+def test_what_is_small_is_saved_always_and_what_is_large_once_a_minute(tmp_path):
+    kept, book = Checkpoint(tmp_path, FACTS), Ledger()
+    assert kept.due(2**30)                             # nothing was saved yet
+    kept.save(book, {})
+    last = kept._saved
+    assert kept.due(2**20, last) and kept.due(2**30, last + 61) and not kept.due(2**30, last + 59)
 
 
 def test_the_next_step_is_the_one_that_would_have_come(tmp_path):

@@ -19,7 +19,7 @@ from dpft.datasets import Public
 from dpft.engine import Engine
 from dpft.frost import DPFrost
 from dpft.gradients import Block, Partition, gradients, per_example_gradients
-from dpft.guarantee import Guarantee
+from dpft.guarantee import Guarantee, verify
 from dpft.ledger import Ledger
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
@@ -28,7 +28,6 @@ from dpft.plan import scaled_blocks
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
 from dpft.rapft.mask import AS_PUBLISHED
 from dpft.rapft.perturbation import allocate, optimal_noise, relevance_blocks
-from dpft.verification import verify
 
 # The mask
 

@@ -24,9 +24,9 @@ from torch import nn
 import dpft
 from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
-from dpft.card import how_to_load
 from dpft.composition import Chain
 from dpft.datasets import TableData, TensorData
+from dpft.guarantee import verify
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.saving import (
@@ -37,12 +37,12 @@ from dpft.saving import (
     base_name,
     check_target,
     frozen_fingerprint,
+    how_to_load,
     note_addition,
     restores,
     stored_name,
     write_model,
 )
-from dpft.verification import verify
 
 LLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=40,
              max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=1)
@@ -626,7 +626,7 @@ def test_a_run_is_saved_and_read_whatever_the_locale_encodes(tmp_path):
     code = """
         import sys, torch, dpft
         from torch import nn
-        from dpft.verification import verify
+        from dpft.guarantee import verify
         rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
         run = dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
                              progress=False, statement=dpft.Statement(author="M\\xfcller"), output=sys.argv[1])

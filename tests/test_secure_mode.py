@@ -15,13 +15,13 @@ from test_processes import Ranks, engine, net, run_all, tune, weights
 import dpft
 import dpft.noise as noise_module
 from dpft.auditing import Stopped, stopping
+from dpft.card import assumptions
 from dpft.checkpoint import CheckpointError
 from dpft.engine import check_secure
-from dpft.guarantee import Guarantee, assumptions
+from dpft.guarantee import Guarantee, verify
 from dpft.ledger import Ledger
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, perturbed_on_grid, secure_std
 from dpft.privacy import SampledGaussian
-from dpft.verification import verify
 
 # the grid --------------------------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.curve import grouped
 from dpft.datasets import Public, TensorData
-from dpft.guarantee import Guarantee
+from dpft.guarantee import Guarantee, verify
 from dpft.ledger import Ledger
 from dpft.loop import fine_tune
 from dpft.losses import accuracy, perplexity, r2
@@ -51,7 +51,6 @@ from dpft.selection import (
 )
 from dpft.sources import load_data
 from dpft.tuning import tune
-from dpft.verification import verify
 
 SST2 = SampledGaussian(0.88, 1024 / 67349, 197)
 DELTA = 1 / (2 * 67349)
@@ -812,7 +811,7 @@ def test_a_scored_row_without_an_owner_is_refused_in_whatever_way_it_is_missing(
 def test_a_tuned_run_is_saved_with_all_that_the_search_cost(digits, tmp_path, charge):
     "Without a ledger of one's own too, to the rows of the development set too, and named so by a later run."
     from dpft.checkpoint import earlier_runs, sentence
-    from dpft.verification import verify
+    from dpft.guarantee import verify
     found = search(digits, charge=charge)
     assert found.run.score_guarantee == found.score_guarantee and found.report().count(found.score_guarantee.report()) == 1
     found.run.save(tmp_path / "run")

@@ -149,9 +149,9 @@ def verify(
 ) -> None:
     ("Recompute a saved guarantee from its ledger; "
      "any disagreement ends in exit status 1.")
-    from dpft import verification
+    from dpft import guarantee
 
-    said: Iterable[str] = verification.verify(folder, ledger)
+    said: Iterable[str] = guarantee.verify(folder, ledger)
     if as_json:
         print_json({"folder": str(folder), "ok": list(said)})
         return
