@@ -30,7 +30,7 @@ from dpft.datasets import TableData, TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
-from dpft.loop import progress_is_due
+
 from dpft.losses import perplexity
 from dpft.method import Context, Method
 from dpft.models import set_modes
