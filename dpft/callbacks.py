@@ -162,7 +162,8 @@ class Callbacks:
         "The best score, and what callbacks keep, in their order, as JSON."
         if not self.made:
             return ""
-        kept = [one.state()["attributes"] if hasattr(one, "state") else {}
+        kept = [(type(one).__name__,
+                 one.state()["attributes"] if hasattr(one, "state") else {})
                 for one in self.made]
         return json.dumps([self.state.best_metric, kept], default=float)
 
@@ -170,5 +171,6 @@ class Callbacks:
         "Give the same callbacks what `states` has kept."
         if self.made and states:
             self.state.best_metric, kept = json.loads(states)
-            for one, attributes in zip(self.made, kept):
-                vars(one).update(attributes)
+            for one, (kind, attributes) in zip(self.made, kept):
+                if type(one).__name__ == kind:
+                    vars(one).update(attributes)
