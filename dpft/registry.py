@@ -88,7 +88,7 @@ def loaded(
             del sys.modules[spec.name]    # half made
             raise
         return module
-    except (ImportError, FileNotFoundError, TypeError) as error:
+    except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
         raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
                          "with a module that Python finds, or file.py:Class") from error
 

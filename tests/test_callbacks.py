@@ -219,7 +219,7 @@ def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(t
         assert all(not ledger.spent(name) for name in ledger.runs())
 
 
-@pytest.mark.parametrize("callbacks, said", [([EarlyStoppingCallback(2)], "EarlyStoppingCallback requires IntervalStrategy"), ("me", "text")])
+@pytest.mark.parametrize("callbacks, said", [([EarlyStoppingCallback(2)], "EarlyStoppingCallback requires"), ("me", "text")])
 def test_what_cannot_work_is_refused_before_anything_is_charged(tmp_path, callbacks, said):
     with pytest.raises((AssertionError, ValueError), match=said):
         tuned(callbacks=callbacks, ledger=tmp_path / "book")
