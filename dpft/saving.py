@@ -12,10 +12,8 @@ __all__ = ['KEPT', 'STATE', 'RESTORERS', 'WRAPPING', 'SAMPLE', 'PART', 'ADAPTER'
 import copy
 import hashlib
 import json
-import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -88,15 +86,12 @@ def check_room(
     whole, part = (sum(p.numel() * p.element_size() for p in parameters)
                    for parameters in (model.parameters(), trains))
     small = 2 * part < whole and named_base(inner_model(model), recipe) is not None
-    needs = Counter[int]()    # by disk
-    for place, room in ((output, part if small else whole),
+    for place, need in ((output, part if small else whole),
                         (checkpoint, 2 * STATE * part)):
         if place is None:
             continue
         Path(place).mkdir(parents=True, exist_ok=True)
-        needs[os.stat(place).st_dev] += room
-        need, free = needs[os.stat(place).st_dev], shutil.disk_usage(place).free
-        if free < need:
+        if (free := shutil.disk_usage(place).free) < need:
             raise ValueError(f"{place} has room for {free / 2**20:,.0f} MiB and the "
                              f"run needs {need / 2**20:,.0f}; make room, or choose "
                              "another place")
@@ -423,9 +418,6 @@ def _architecture(folder: Path, description: dict[str, Any]) -> nn.Module:
     recipe, kind = description["recipe"], description.get("class")
     if (folder / "config.json").exists() and class_named(kind) is not None:
         return load_base(str(folder), str(kind), folder)
-    if (folder / "config.json").exists():
-        return load_model(str(folder), classes=(recipe or {}).get("classes", 2),
-                          kind=description["kind"])
     if recipe is None:
         raise ValueError(f"{folder} was saved from a user-defined module; pass it: "
                          "load(path, model=MyModule())")

@@ -226,7 +226,7 @@ class Scores:
         if given is not None and not callable(given):
             self.data, self.higher = scorable(given, ready)
         if self.paid:
-            numbers = [t for t in range(1, plan.steps) if every and t % every == 0]
+            numbers = [] if every is None else [*range(every, plan.steps, every)]
             sigma = given.noise_multiplier
             if sigma is None and not engine.charges:
                 raise ValueError("evaluate=NoisyAccuracy(data) takes its noise from "
@@ -255,7 +255,7 @@ class Scores:
     def due(self) -> bool:
         "Whether to score after the step that was just done."
         every, engine = self.engine.settings.evaluate_every, self.engine
-        return bool(every) and engine.t % every == 0 and engine.t < engine.plan.steps
+        return bool(every and engine.t % every == 0 and engine.t < engine.plan.steps)
 
     def now(self, last: bool = False) -> dict[str, float]:
         "The scores of the weights as they are; none if that fails."

@@ -259,8 +259,8 @@ def test_the_options_of_train_are_the_knobs_with_their_defaults():
     (["--batch-size", "0"], "batch_size=0"), (["--steps", "0"], "steps=0"),
     (["--learning-rate", "-1"], "learning_rate=-1"), (["--output", ""], "output is empty"),
     (["--limit", "0"], "limit must be at least 1"), (["--device", "cuda:7"], "no such device"), (["--device", "abacus"], "no such device"),
-    (["--model", "minilm"], "classifies texts"), (["--model", "./nowhere"], "there is no such folder"),
-    (["--model", "a/b/c"], "there is no such folder"), (["--data", "nothing.csv"], "nothing.csv"),
+    (["--model", "minilm"], "classifies texts"), (["--model", "./nowhere"], "./nowhere"),
+    (["--data", "nothing.csv"], "nothing.csv"),
     (["--method", "nowhere.py:Mine"], "nowhere.py cannot be imported")])
 def test_zeros_devices_folders_and_kinds_are_refused_in_one_sentence(run, words, message, tmp_path):
     status, out, err = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite", *words)

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'TYPES', 'SET_HERE', 'HELP', 'main', 'tell', 'show_version', 'root',
            'check_positive', 'check_idle', 'names_typed', 'increasing', 'print_json', 'complete_method',
-           'setting_options', 'with_settings', 'train', 'name_of_part', 'scored_part', 'check_device',
-           'check_model_folder', 'check_reads', 'check_learnable', 'check_written', 'prepared_model', 'pretrained',
-           'plan', 'train_command']
+           'setting_options', 'with_settings', 'train', 'name_of_part', 'scored_part', 'check_device', 'check_reads',
+           'check_learnable', 'check_written', 'prepared_model', 'pretrained', 'plan', 'train_command']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -210,7 +209,6 @@ def train(
     if settings["ledger"] is None:
         check_idle("without --ledger", who=who)
     check_device(device)
-    check_model_folder(model)
     chosen, rate = method_named(method, option or ())
     columns = settings["columns"] and names_typed(settings["columns"])
     rate = settings["learning_rate"] or rate or Settings.learning_rate
@@ -275,16 +273,6 @@ def check_device(device: str | None) -> None:
         raise ValueError(f"--device {device}: there is no such device here "
                          f"({str(error).splitlines()[0]}); leave out --device, or say "
                          "--device cpu") from None
-
-def check_model_folder(name: str) -> None:
-    "ValueError for a model that is named as a folder which does not exist."
-    packed, there = name.endswith(".gguf"), Path(name)
-    path = name.startswith((".", "/")) or (name.count("/") > 1 and not packed)
-    if path and not (there.is_file() if packed else there.is_dir()):
-        raise ValueError(
-            f"--model {name}: there is no such {'file' if packed else 'folder'}; "
-            "give a folder that holds a model, a file.gguf in one, or a name such as "
-            "minilm or owner/name")
 
 def check_reads(model: str, data: str, kind: str) -> None:
     "ValueError for a model of this package that reads another kind of data."
@@ -402,8 +390,6 @@ def plan(
                          "--seconds-per-example" if probe else
                          "the number of parameters that train is missing; give "
                          "--trainable, or --data and --model")
-    if model is not None:
-        check_model_folder(model)
     if model is not None and shape is not None:
         check_reads(model, str(data), shape.kind)
     chosen, _ = method_named(method)
