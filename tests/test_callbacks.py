@@ -3,7 +3,6 @@
 import json
 import signal
 import types
-import warnings
 
 import pytest
 import torch
@@ -404,20 +403,6 @@ def test_a_scheduler_goes_on_after_a_crash(tmp_path):
 
 
 # ---- Transformers' own integrations
-
-
-def test_tensorboard_itself_reads_what_was_logged(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from transformers.integrations import TensorBoardCallback
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tuned(callbacks=[TensorBoardCallback], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3)
-    found = EventAccumulator(str(tmp_path / "runs"))
-    found.Reload()
-    assert {"train/learning_rate", "train/epsilon", "eval/accuracy"} <= set(found.Tags()["scalars"])
-    assert [event.step for event in found.Scalars("train/epsilon")] == list(range(1, 7))
 
 
 # ---- several processes

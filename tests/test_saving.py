@@ -3,8 +3,6 @@
 import copy
 import json
 import math
-import shutil
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,15 +12,12 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import dpft
 from dpft.baselines import Adapter, LoRA, merge_lora
-from dpft.card import how_to_load
 from dpft.composition import Chain
-from dpft.datasets import TensorData
 from dpft.ledger import Ledger
 from dpft.saving import (
     ADAPTER,
@@ -180,22 +175,6 @@ def test_another_base_is_refused_and_left_as_it_was(bases, tmp_path, name):
     assert same(dpft.load(tmp_path, model=pretrained(bases, base)), dpft.load(tmp_path))
 
 
-def test_a_changed_base_folder_is_refused(bases, tmp_path):
-    shutil.copytree(bases / "roberta", tmp_path / "base")
-    run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path / "base"), dpft.BiTFiT())
-    run.save(tmp_path / "run")
-    trained = copy.deepcopy(run.model)      # some versions of Transformers map frozen weights from the file that is overwritten below
-    other = pretrained(bases, "roberta")
-    other.roberta.embeddings.word_embeddings.weight.data += 1e-3
-    other.save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="another base model"):
-        dpft.load(tmp_path / "run")
-    shutil.rmtree(tmp_path / "base")
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        dpft.load(tmp_path / "run")
-    assert same(dpft.load(tmp_path / "run", model=pretrained(bases, "roberta")), trained)
-
-
 def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path):
     model = pretrained(bases, "roberta")
     model.roberta.encoder.layer[0].output.dense.weight.data.mul_(1.01)       # trained on public data, say
@@ -209,19 +188,6 @@ def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path)
     with pytest.raises(ValueError, match="without a name"):
         dpft.load(tmp_path)
     assert same(dpft.load(tmp_path, model=copy.deepcopy(run.model)), run.model)
-
-
-def test_a_saved_folder_takes_the_place_of_an_older_one(bases, tmp_path):
-    tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
-    for method, file in ((LoRA(2), ADAPTER), (dpft.BiTFiT(), PART)):
-        before, run = files(tmp_path), tuned(pretrained(bases, "roberta"), method)
-        with pytest.raises(ValueError, match="overwrite=True"):
-            run.save(tmp_path)
-        assert files(tmp_path) == before
-        run.save(tmp_path, overwrite=True)
-        assert {"model.safetensors", PART, ADAPTER} & files(tmp_path) == {file}
-        assert same(dpft.load(tmp_path), run.model)
 
 
 def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
@@ -266,35 +232,7 @@ def test_a_module_of_ones_own_in_parts(tmp_path):
         dpft.load(tmp_path / "whole", model=nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.Linear(32, 3)))
 
 
-def test_transformers_finds_how_pictures_are_scaled(tmp_path):
-    "What `AutoImageProcessor` makes of a picture is what the model was trained on."
-    tiny = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2)
-    seen = torch.randint(0, 256, (20, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    data = TensorData(seen, torch.arange(20) % 2, 255.0, (0.4, 0.5, 0.6), (0.25,))
-    settings = dict(noise_multiplier=1.0, steps=1, batch_size=10, accountant="rdp", progress=False)
-    def saved(model, data, folder):
-        dpft.fine_tune(model, data, dpft.Full(), output=tmp_path / folder, **settings)
-        return files(tmp_path / folder)
-    def vit(channels=3):
-        return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, **tiny))
-    assert "preprocessor_config.json" in saved(vit(), data, "run")
-    picture = Image.fromarray(seen[0].permute(1, 2, 0).numpy())
-    ready = hf.AutoImageProcessor.from_pretrained(tmp_path / "run")(picture, return_tensors="pt")["pixel_values"]
-    assert torch.allclose(ready[0], data[0][0], atol=1e-5)
-    gray = TensorData(seen[:, :1], data.labels, 255.0)
-    assert "preprocessor_config.json" not in saved(vit(1), gray, "gray")      # none of its processors takes one channel
-    assert "preprocessor_config.json" not in saved("cnn", data, "own")        # nor reads a network of ours
-
-
 # ---- the pieces
-
-
-def test_saying_how_to_load_imports_no_transformers(monkeypatch):
-    description = {"part": False, "base": None, "class": "Net", "recipe": None, "added": [], "adapters": [], "stock": True}
-    monkeypatch.setattr("dpft.saving.class_named", lambda kind: pytest.fail("only a model of Transformers needs its classes"))
-    monkeypatch.delitem(sys.modules, "transformers")
-    assert "dpft.load(path, model=…)" in how_to_load(description)
-    assert "dpft.load(path)" in how_to_load(description | {"recipe": {"name": "mlp"}})
 
 
 def test_names_in_all_their_wrappings():
@@ -453,13 +391,6 @@ def test_a_folder_with_files_that_no_run_wrote_is_refused(tmp_path, name, overwr
         assert verify(folder)
 
 
-def test_an_empty_name_of_a_folder_is_not_the_one_we_are_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="name of the folder to save in is empty"):
-        toy_run(output="")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_base_that_lay_in_the_folder_of_the_run_that_is_replaced_is_not_referred_to(bases, tmp_path):
     tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
     run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32), dpft.BiTFiT())
@@ -528,15 +459,6 @@ def test_a_changed_head_never_loads_as_the_stock_one(bases, tmp_path, method):
     other = pretrained(bases, "roberta")
     other.classifier = OwnHead()
     assert same(dpft.load(tmp_path, other), run.model)
-
-
-@pytest.mark.parametrize("name", ["roberta", "llama"])
-def test_a_stock_model_is_said_to_load_by_itself(bases, tmp_path, name):
-    run = tuned(pretrained(bases, name), dpft.BiTFiT(add_missing=True) if name == "llama" else dpft.Full(), name)
-    before = torch.random.get_rng_state()
-    run.save(tmp_path, whole=True)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert "`dpft.load(path)` gives the model" in (tmp_path / "README.md").read_text() and same(dpft.load(tmp_path), run.model)
 
 
 def small(name):

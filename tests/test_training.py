@@ -19,20 +19,19 @@ from transformers import TrainerCallback
 from zoo import toy
 
 import dpft
-from dpft import engine as engine_room
 from dpft.auditing import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
-from dpft.datasets import TableData, TensorData
+from dpft.datasets import TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
 from dpft.losses import perplexity
 from dpft.method import Method
-from dpft.plan import make_plan, noise_spread, scaled_blocks
-from dpft.privacy import Request, epsilon
+from dpft.plan import noise_spread, scaled_blocks
+from dpft.privacy import Request
 from dpft.settings import Settings
 from dpft.step import Step
-from dpft.updates import Average, make_optimizer, make_schedule
+from dpft.updates import make_optimizer, make_schedule
 
 CHECK = "that the start-up check of a batch passed"
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
@@ -196,13 +195,6 @@ def test_without_privacy_the_step_is_the_plain_gradient():
     assert e.guarantee.epsilon() == math.inf
 
 
-def test_the_plan_meets_the_target_and_the_ledger_agrees_with_it():
-    e = run_all(engine(epsilon=1.5))
-    assert 1.49 < e.guarantee.epsilon() <= 1.5
-    assert e.ledger.finished(e.account.run)
-    assert e.ledger.charged() == e.plan.mechanisms
-
-
 def mixing():
     "BatchNorm in a frozen trunk, with a large row that moves its statistics."
     torch.manual_seed(0)
@@ -349,11 +341,6 @@ def test_a_run_that_is_refused_at_its_start_has_spent_nothing():
     assert ledger.charged() == e.plan.mechanisms
 
 
-def test_noise_multiplier_cannot_be_shared_with_a_request():
-    with pytest.raises(ValueError, match="give epsilon"):
-        engine(method=Selecting(), epsilon=None, noise_multiplier=1.0)
-
-
 class Later(Method):
     """Everything, then only the head from step 2 on, then everything again."""
 
@@ -401,15 +388,6 @@ def test_fine_tune_learns_and_reports():
     for part in ("add/remove", "Poisson", "the number of examples, 400", "the training loss", "scores on examples", "seed"):
         assert part in report
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
-
-
-def test_the_number_of_examples_of_a_draw_is_named_in_the_guarantee_once_it_was_read():
-    e = engine()
-    step = next(iter(e))
-    for batch in step:
-        step.add(batch)
-    assert e.guarantee.uncharged == [CHECK]
-    assert step.examples > 0 and e.guarantee.uncharged == [CHECK, "the number of examples that were drawn"]
 
 
 @pytest.mark.parametrize("progress", [False, True])
@@ -684,13 +662,6 @@ def test_a_method_without_start_says_so():
         engine(method=Method())
 
 
-def test_epsilon_of_a_plan_in_progress_grows_to_the_whole():
-    plan = make_plan(1000, 100, 50, target_epsilon=2.0)
-    values = [plan.epsilon(steps) for steps in (1, 10, 50)]
-    assert values == sorted(values) and values[-1] == plan.epsilon() <= 2.0
-    assert plan.epsilon() == pytest.approx(epsilon(plan.mechanisms, plan.delta))
-
-
 # ---- features of frozen layers
 
 
@@ -712,13 +683,6 @@ def test_features_change_nothing_but_the_work():
     cached, plain = (run_all(engine(method=OnlyTheHead(), batch_size=30, steps=12, cache=cache, loop=SGD)) for cache in (1.0, 0))
     assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
     assert plain.features is None and cached.features.hits > 0 and cached.features.store.bytes == 0   # nothing stays after the run
-
-
-@pytest.mark.parametrize(("method", "cache", "there"), [
-    (dpft.LastLayer(), None, True), (dpft.LayerFreeze(after=1), None, True), (dpft.BiTFiT(), None, False), (dpft.BiTFiT(), 0.1, True),
-    (dpft.LastLayer(), 0, False), (dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=2), None, True)])
-def test_features_are_stored_by_default_where_layers_freeze(method, cache, there):
-    assert (engine(method=method, cache=cache, **NOISE).features is not None) == there
 
 
 def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
@@ -818,12 +782,6 @@ def mean_gradients(model, batches, copies):
     return flat.unflatten(0, (-1, copies)).mean(1)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(epsilon=math.inf), dict(unit=[row // 2 for row in range(60)]), dict(average=0.9)])
-def test_one_unmoved_copy_is_no_augmentation(settings):
-    runs = [tune(augment=augment, **settings) for augment in (None, dpft.Augmentation(1, 0, False))]
-    assert torch.equal(weights(runs[0].model), weights(runs[1].model))
-
-
 @pytest.mark.parametrize("physical", [1, 5, 7, 64])
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
@@ -880,41 +838,6 @@ def test_a_view_that_is_not_finite_takes_its_example_along():
     assert found.isfinite().all() and step.not_finite == 1 and step.examples == 8
 
 
-def test_a_method_that_draws_sees_plain_pictures():
-    seen = []
-
-    class Looks(Method):
-        def requests(self, context):
-            return [Request(0.5, 1, 0.2, "look")]
-
-        def start(self, context):
-            total = torch.zeros(())
-            for batch in context.draw(0.5):
-                seen.append(batch[0])
-                assert context.groups(batch) is None
-                total = total + len(batch[1])
-            context.release(total, 1.0)
-            context.train_only(context.model.parameters())
-
-    e = engine(method=Looks(), augment=dpft.Augmentation(copies=3, crop=1))
-    known = {tuple(image.flatten().tolist()) for image in e.train.images}
-    assert seen and all(tuple(image.flatten().tolist()) in known for batch in seen for image in batch)
-
-
-def test_no_view_gets_the_features_of_another():
-    settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.Augmentation(copies=2, crop=0, flip=True), loop=SGD)
-    cached, plain = (run_all(engine(cache=cache, **settings)) for cache in (1.0, 0))
-    assert cached.features.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-
-
-def test_tokens_have_no_views():
-    data = TableData({"input_ids": [[1, 2]] * 8, "labels": [0, 1] * 4})
-    model, loss_fn, _ = zoo.build("bert")
-    e = dpft.Engine(model, loss_fn, dpft.Full(), data, epsilon=2.0, batch_size=8, accountant="rdp", augment=dpft.Augmentation())
-    with pytest.raises(ValueError, match="augment= takes pictures"):
-        list(next(iter(e)))
-
-
 # ---- the average when what trains changes
 
 
@@ -969,11 +892,6 @@ def test_a_ledger_tells_with_what_a_run_was_planned():
         assert plan["delta"] == e.plan.delta and plan["epsilon"] == e.plan.epsilon() and plan["accountant"] == "rdp"
 
 
-def test_what_has_trained_is_remembered_after_it_is_frozen():
-    run = tune(method=OnlyTheHead(), steps=4, **NOISE)
-    assert run.trained == sorted(name for name, _ in run.model.named_parameters())
-
-
 def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -989,15 +907,6 @@ def test_other_processes_count_the_claims_of_the_first():
         _ = e.ledger
 
 
-def test_an_example_without_a_finite_loss_counts_as_zero_in_the_mean():
-    data = toy()
-    data.images[7] = math.nan
-    e = engine(data=data, batch_size=60, **NOISE)
-    step = next(iter(e))
-    losses = torch.cat([(step.add(batch), zoo.image_loss(e.model, batch))[1] for batch in step])
-    assert losses.isnan().sum() == 1 and step.loss == pytest.approx(losses.nan_to_num(0.0).mean().item(), rel=1e-5)
-
-
 def test_the_loop_is_silent_without_progress(capsys):
     tune(steps=2, **NOISE)
     said = capsys.readouterr()
@@ -1011,13 +920,6 @@ def test_texts_to_go_on_with_are_scored_by_perplexity():
     assert run.scores == {"perplexity": pytest.approx(perplexity(run.model, data))}
 
 
-def test_a_new_phase_is_known_to_the_loop():
-    context = engine(**NOISE).context
-    assert not context.needs().new_phase
-    context.begin_phase()
-    assert context.needs().new_phase is True
-
-
 class Unused(nn.Module):
     "One parameter that no example uses."
 
@@ -1027,11 +929,6 @@ class Unused(nn.Module):
 
     def forward(self, x):
         return self.body(x)
-
-
-def test_without_privacy_a_parameter_may_be_unused():
-    e = run_all(engine(Unused(), epsilon=math.inf))
-    assert e.model.unused.item() == 0
 
 
 class ThawsAll(Thaws):
@@ -1072,13 +969,6 @@ def test_a_run_with_a_checkpoint_leaves_soon_after_it_was_told_to(tmp_path, caps
     assert [mechanism.steps for mechanism in ledger_of(tmp_path / "run").spent()] == [2]  # its wish travels with the next sum
 
 
-def test_secure_mode_is_for_devices_with_float64():
-    for device in ("cpu", "cuda"):
-        engine_room.check_secure(True, True, torch.device(device))
-    with pytest.raises(ValueError, match="mps does not have"):
-        engine_room.check_secure(True, True, torch.device("mps"))
-
-
 def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
     running, loose = engine(**NOISE), engine(epsilon=math.inf)
     assert running.guarantee.checked == []
@@ -1111,19 +1001,6 @@ def test_the_rate_falls_as_its_schedule_says_and_no_step_has_none(schedule, warm
             optimizer.step()
             schedule_of.step()
         assert found == pytest.approx([rate * factor(t) for t, rate in enumerate(rates)])
-
-
-def test_the_average_is_that_of_the_iterates_with_a_warm_up():
-    model, wanted = nn.ParameterList([torch.tensor([1.0])]), 1.0
-    average = Average(0.15, model)
-    average.follow()
-    for t, value in enumerate((2.0, 3.0, 5.0)):
-        model[0].data.fill_(value)
-        average.update()
-        kept = min(0.15, (1 + t) / (10 + t))                                                  # 0.1, then the decay itself
-        wanted = kept * wanted + (1 - kept) * value
-    average.put()
-    assert model[0].item() == pytest.approx(wanted)
 
 
 def test_an_optimizer_instance_holds_what_trains_and_nothing_outside_the_model():

@@ -24,14 +24,12 @@ from dpft.curve import grouped
 from dpft.datasets import Public, TensorData
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
-from dpft.loop import fine_tune
-from dpft.losses import accuracy, perplexity, r2
+from dpft.losses import accuracy
 from dpft.models import load_model
 from dpft.noise import Keystream
 from dpft.plan import make_plan
 from dpft.planning import count_trainable, data_shape, model_shape, plan_table, probe_seconds, recommended
 from dpft.privacy import BudgetError, Request, SampledGaussian, epsilon, noise_multiplier
-from dpft.rapft import RapFT
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.selection import (
     CHARGES,
@@ -95,16 +93,6 @@ def test_numbers_of_trials_follow_the_law(name):
     counts = Counter(min(k, 16) for k in drawn)
     assert stats.chisquare([counts[k] for k in range(1, 17)], expected).pvalue > 1e-6
     assert abs(np.mean(drawn) - 6) < 5 * np.std(drawn) / math.sqrt(len(drawn))
-
-
-@given(laws, st.floats(1.1, 300), st.floats(0, 1, exclude_max=True))
-@settings(max_examples=60)
-def test_draw_inverts_the_distribution(name, mean, uniform):
-    law = TrialLaw(name, mean)
-    k = law.draw(uniform)
-    if k < 600:
-        *below, last = itertools.islice(law.probabilities(), k)
-        assert sum(below) <= uniform + 1e-9 and uniform < sum(below) + last + 1e-9
 
 
 # The bound
@@ -404,14 +392,6 @@ def token_search(head, score, **changes):
                 **(arguments | changes))
 
 
-@pytest.mark.parametrize("head, measure", [("BertForSequenceClassification", r2), ("BertForTokenClassification", accuracy),
-                                           ("GPT2LMHeadModel", lambda model, data: -perplexity(model, data))])
-def test_a_search_scores_by_the_measure_that_fine_tune_takes(head, measure):
-    other = token_rows(10, 1, LABELS[head])
-    found = token_search(head, Public(other, "elsewhere"))
-    assert len(found.trials) == 2 and found.score == pytest.approx(measure(found.run.model, other))
-
-
 @pytest.mark.parametrize("head, score, message", [
     ("BertForSequenceClassification", lambda rows: NoisyAccuracy(rows), "are not classes"),
     ("BertForTokenClassification", lambda rows: NoisyAccuracy(rows), "answers for each token of a row"),
@@ -428,12 +408,6 @@ def test_selection_draws_its_settings_uniformly_and_composition_tries_each_once(
     assert 300 < len(order) < 500 and stats.chisquare(np.bincount(order, minlength=8)).pvalue > 1e-6  # 400 expected, deviation 20
     assert sorted(tuning.trial_order(keystream, 8, Charge("composition", 8, 1.0, None))) == list(range(8))
     assert len(set(tuning.trial_order(keystream, 8, Charge("composition", 3, 1.0, None)))) == 3
-
-
-def test_a_search_takes_the_sizes_that_fine_tune_takes(digits):
-    found = search(digits, batch_size=None, steps=None, epochs=1, trials=2, epsilon=8.0, score=lambda model: 0.0)
-    one = fine_tune("mlp", digits, BiTFiT(), 8.0, epochs=1, accountant="rdp", seed=0, progress=False).mechanisms[0]
-    assert [(m.sample_rate, m.steps) for m in found.guarantee.planned] == [(37 / 300, 2 * 8)] == [(one.sample_rate, 2 * one.steps)]
 
 
 def test_a_function_may_propose_in_the_light_of_earlier_trials(digits):
@@ -515,23 +489,6 @@ def test_bad_searches_are_refused_before_anything_is_spent(digits, tmp_path, cha
     assert not (tmp_path / "l.sqlite").exists() or not Ledger(tmp_path / "l.sqlite").runs()
 
 
-@pytest.mark.parametrize("model", ["mlp", "module"])
-@pytest.mark.parametrize("charge", ["none", "composition"])
-def test_a_method_that_looks_unpaid_is_refused_by_its_name_and_searched_without_a_budget(digits, tmp_path, model, charge):
-    unpaid = RapFT(BiTFiT(), relevance_data="paper", allow_non_private=True)
-    model = load_model("mlp", 10, "image") if model == "module" else model
-    with Ledger(tmp_path / "l.sqlite") as ledger:
-        with pytest.raises(ValueError, match=r"no noise is added to the relevance mask of Rap-FT.*epsilon=math.inf"):
-            search(digits, charge, method=unpaid, model=model, ledger=ledger)
-        assert not ledger.runs()
-    assert search(digits, charge, method=unpaid, model=model, epsilon=math.inf, score=lambda model: 0.0).run.guarantee.unpaid
-
-
-@pytest.mark.parametrize("method", [Chain(Full(), BiTFiT()), Then(Full(), None, BiTFiT(), steps=1)])
-def test_composed_methods_that_only_train_can_be_searched(digits, method):
-    assert not method.may_spend and search(digits, choices={"method": [method], "learning_rate": [1e-2]}).trials
-
-
 @pytest.mark.parametrize("mark", [lambda data: Public(data, "elsewhere"), NoisyAccuracy])
 def test_scores_on_training_rows_are_refused(digits, mark):
     overlap = TensorData(digits.train.images[:3], digits.train.labels[:3], digits.train.scale)
@@ -608,14 +565,6 @@ def test_a_plan_is_what_single_solves_give():
     best = recommended(cells)
     assert best.ratio >= 0.9 * max(cell.ratio for cell in cells)
     assert all(cell.examples >= best.examples for cell in cells if cell.ratio >= 0.9 * max(c.ratio for c in cells))
-
-
-@given(st.floats(0.5, 4), st.sampled_from([20_000, 60_000]))
-@settings(max_examples=4)
-def test_the_ceiling_is_that_of_the_gaussian_mechanism(target, size):
-    cell = plan_table(size, 900, target, batch_sizes=[size // 4], steps=[400])[0]
-    ceiling = size / noise_multiplier(target, 0.5 / size, 1.0, 1, accountant="rdp") / 30
-    assert 0.9 * ceiling < cell.ratio < 1.02 * ceiling
 
 
 def test_plans_that_cannot_be():
