@@ -213,7 +213,7 @@ def fine_tune(
         engine.processes.first(lambda: check_room(
             ready.model, engine.parameters(), given.output, given.checkpoint,
             ready.recipe))
-        progress = Progress(engine, ready.reading())
+        progress = Progress(engine, ready.reading(), bool(callbacks.made))
         callbacks.tell("on_train_begin")
         with stopping_politely(engine), progress.bar:
             for step in () if stopped else engine.remaining(updates.finish):
@@ -292,18 +292,21 @@ class Progress:
         self,
         engine: Engine,
         reading: str,   # which columns are read, in one line
+        told: bool,     # whether callbacks are told epsilon
     ):
         self.engine, self.epsilon = engine, 0.0
-        shows = engine.settings.progress and engine.processes.is_first
-        if shows:
+        self.shows = engine.settings.progress and engine.processes.is_first
+        self.counts = self.shows or told
+        if self.shows:
             print(reading, file=sys.stderr, flush=True)
-        self.bar = tqdm(total=engine.plan.steps, initial=engine.t, disable=not shows,
-                        unit="step")
+        self.bar = tqdm(total=engine.plan.steps, initial=engine.t,
+                        disable=not self.shows, unit="step")
 
     def show(self, entry: dict[str, Any]) -> float:
         "Move the bar by a step; epsilon, as last computed."
         engine, t, steps = self.engine, self.engine.t, self.engine.plan.steps
-        if not self.epsilon or t in (1, steps) or t % max(1, steps // 20) == 0:
+        due = not self.epsilon or t in (1, steps) or t % max(1, steps // 20) == 0
+        if self.counts and due:
             self.epsilon = engine.plan.epsilon(t) if engine.charges else math.inf
         loss = {"loss": f"{entry['loss']:.3f}"} if "loss" in entry else {}
         self.bar.set_postfix({**loss, "epsilon": f"{self.epsilon:.2f}"}, refresh=False)

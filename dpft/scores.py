@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .datasets import (
-    Public, Task, as_dataset, bare, column, has_batch_protocol, is_missing, unit_for)
+    Public, as_dataset, bare, column, has_batch_protocol, is_missing, unit_for)
 from .engine import Engine
 from .guarantee import Guarantee
 from .identity import check_disjoint_rows
@@ -123,9 +123,6 @@ def check_apart(
     unit: Any,   # whom training protects
 ) -> Any:        # the score; a `NoisyAccuracy` by the same unit as training
     "ValueError for rows, or people, that are trained on as well."
-    if isinstance(score, Task):
-        raise ValueError("a Task has several data sets, and a score is of one; give "
-                         "a part of it, such as task.dev")
     if isinstance(score, Public):
         check_disjoint_rows(score, rows)
     if isinstance(score, NoisyAccuracy):

@@ -159,15 +159,15 @@ def check(given: "Settings") -> None:
     for name, allowed in CHOICES.items():
         refuse(getattr(given, name) in allowed, name,
                f": choose one of {', '.join(map(repr, allowed))}")
-    for name in COUNTS:
-        refuse((getattr(given, name) or 1) >= 1 and getattr(given, name) != 0, name,
-               " must be at least 1")
+    for names, least, said in (
+            (COUNTS, 1, " must be at least 1"),
+            (AT_LEAST_0, 0, " must be zero or positive, and finite")):
+        for name in names:
+            value = getattr(given, name)
+            refuse(value is None or least <= value < math.inf, name, said)
     for name in POSITIVE:
         refuse(0 < getattr(given, name) < math.inf, name,
                " must be positive and finite")
-    for name in AT_LEAST_0:
-        refuse(0 <= (getattr(given, name) or 0) < math.inf, name,
-               " must be zero or positive, and finite")
     refuse(given.average is None or 0 < given.average < 1, "average",
            ": the decay must lie between 0 and 1")
     for name, other in PARTNERS.items():

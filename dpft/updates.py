@@ -43,10 +43,10 @@ def make_optimizer(
                              "model, whose gradients are not clipped; make them part "
                              "of the model, or leave them out")
         return optimizer
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
+    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if not callable(make):
         raise ValueError(f"optimizer={optimizer!r}: choose one of "
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     # AdamW's own default is not zero
     decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
     return make(list(parameters), lr=learning_rate,
