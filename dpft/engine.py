@@ -7,6 +7,7 @@ __all__ = ['Losses', 'usual_physical_batch', 'Engine']
 
 # %% ../nbs/1_start/06_engine.ipynb #engine-imports
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -53,6 +54,9 @@ class Losses:
                                     settings.precision)
         room = (settings.cache if settings.cache is not None
                 else float(method.caches_features))
+        if settings.cache_folder is not None and not room:
+            raise ValueError("cache_folder= does nothing without cache=, the GiB of "
+                             "features to keep there; give both, or neither")
         self.features = (Features(model, self.plain, int(room * 2**30),
                                   settings.cache_folder) if room > 0 else None)
         # through the features of what is frozen
@@ -449,8 +453,9 @@ class Engine:
             restore(state, self.model, optimizer, schedule)
             self.context.train_only(parameters[name] for name in state["trains"])
             self.touched = {id(parameters[name]) for name in state["weights"]}
-        for _ in range(self.t - state.get("step", 0) if schedule is not None else 0):
-            schedule.step()
+        with warnings.catch_warnings(action="ignore"):  # of torch: no step before
+            for _ in range(self.t - state.get("step", 0) if schedule else 0):
+                schedule.step()
         return state.get("more", {})
 
     @property

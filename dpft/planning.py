@@ -12,9 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,13 +25,9 @@ from .plan import check_sizes, usual_delta
 from .privacy import BudgetError, noise_multiplier
 from .registry import did_you_mean
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # %% auto #0
-__all__ = ['DEFAULT_STEPS', 'DATA_SHAPES', 'Cell', 'default_batch_sizes', 'plan_table', 'recommended', 'plan_text', 'plan_figure',
-           'duration', 'DataShape', 'data_shape', 'model_shape', 'count_trainable', 'spent_besides', 'made_up_batch',
-           'probe_seconds']
+__all__ = ['DEFAULT_STEPS', 'DATA_SHAPES', 'Cell', 'plan_table', 'recommended', 'plan_text', 'DataShape', 'data_shape',
+           'model_shape', 'count_trainable', 'spent_besides', 'made_up_batch', 'probe_seconds']
 
 # %% ../nbs/1_start/10_planning.ipynb #tuning-plan
 @dataclass(frozen=True)
@@ -51,16 +45,9 @@ class Cell:
         "Expected number of gradients computed."
         return self.batch_size * self.steps
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-sizes
-def default_batch_sizes(size: int) -> list[int]:
-    "Powers of two, at most eight, up to a quarter of the data."
-    top = int(math.log2(max(size / 4, 1)))
-    return [2**power for power in range(max(0, top - 7), top + 1)]
-
 
 DEFAULT_STEPS = (100, 200, 400, 800, 1600, 3200)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-table
 def plan_table(
     size: int,                              # units in the data set, public
     trainable: int,                         # parameters that train
@@ -75,33 +62,30 @@ def plan_table(
     if size < 1 or trainable < 1:
         raise ValueError(f"size={size} and trainable={trainable} must both be at "
                          "least 1")
-    delta = usual_delta(size) if delta is None else delta
-    wanted = default_batch_sizes(size) if batch_sizes is None else batch_sizes
-    for batch_size, count in itertools.product(wanted, steps):
-        check_sizes(size, batch_size, count, delta, 1.0)
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"epsilon={target_epsilon}: a plan needs a positive and "
                          "finite budget")
-    return [_cell(size, trainable, target_epsilon, delta, batch_size, count,
-                  seconds_per_example, accountant)
-            for count in steps for batch_size in wanted]
+    delta = usual_delta(size) if delta is None else delta
+    top = int(math.log2(max(size / 4, 1)))
+    if batch_sizes is None:
+        batch_sizes = [2**power for power in range(max(0, top - 7), top + 1)]
+    for batch_size, count in itertools.product(batch_sizes, steps):
+        check_sizes(size, batch_size, count, delta, 1.0)
+    cells = []
+    for count, batch_size in itertools.product(steps, batch_sizes):
+        try:
+            sigma = noise_multiplier(target_epsilon, delta, batch_size / size, count,
+                                     accountant=accountant, tolerance=5e-3)
+        except BudgetError:
+            sigma = math.inf
+        ratio = batch_size / (sigma * math.sqrt(trainable))
+        seconds = (None if seconds_per_example is None
+                   else seconds_per_example * batch_size * count)
+        cells.append(Cell(batch_size, count, sigma, ratio, ratio * math.sqrt(count),
+                          seconds))
+    return cells
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-cell
-def _cell(
-    size: int, trainable: int, target: float, delta: float, batch_size: int, steps: int,
-    seconds: float | None, accountant: str,
-) -> Cell:
-    "One cell; without a noise multiplier that meets the budget its ratio is 0."
-    try:
-        sigma = noise_multiplier(target, delta, batch_size / size, steps,
-                                 accountant=accountant, tolerance=5e-3)
-    except BudgetError:
-        sigma = math.inf
-    ratio = batch_size / (sigma * math.sqrt(trainable))
-    return Cell(batch_size, steps, sigma, ratio, ratio * math.sqrt(steps),
-                None if seconds is None else seconds * batch_size * steps)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-recommended
 def recommended(
     cells: Sequence[Cell],
     share: float = 0.9,    # of the largest accumulated ratio
@@ -114,7 +98,7 @@ def recommended(
     return min((cell for cell in cells if cell.ratio >= share * largest),
                key=lambda cell: (cell.examples, -cell.ratio))
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-text
+
 def plan_text(
     cells: Sequence[Cell],
 ) -> str: # lines: steps down, batch sizes across
@@ -133,50 +117,6 @@ def plan_text(
                       "each plan: noise multiplier, accumulated signal-to-noise "
                       "ratio; * recommended"])
 
-# %% ../nbs/1_start/10_planning.ipynb #tuning-plan-figure
-def plan_figure(
-    cells: Sequence[Cell],
-) -> Figure:
-    "Heat map of the accumulated ratio over batch size and steps."
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Rectangle
-
-    sizes = sorted({cell.batch_size for cell in cells})
-    steps = sorted({cell.steps for cell in cells})
-    values = np.full((len(steps), len(sizes)), np.nan)
-    best = recommended(cells)
-    size = 1.6 + 0.75 * len(sizes), 1.2 + 0.5 * len(steps)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    for cell in cells:
-        values[steps.index(cell.steps), sizes.index(cell.batch_size)] = cell.ratio
-    picture = axes.imshow(values, cmap="cividis", origin="lower", aspect="auto", vmin=0)
-    for cell in cells:
-        place = sizes.index(cell.batch_size), steps.index(cell.steps)
-        text = ("–" if math.isinf(cell.noise_multiplier)
-                else f"σ {cell.noise_multiplier:.2f}")
-        text += "" if cell.seconds is None else f"\n{duration(cell.seconds)}"
-        axes.text(*place, text, ha="center", va="center", fontsize=7,
-                  color="white" if cell.ratio < 0.6 * best.ratio else "black")
-    corner = sizes.index(best.batch_size) - 0.5, steps.index(best.steps) - 0.5
-    axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="#D55E00",
-                             linewidth=2.5, clip_on=False, zorder=3))
-    axes.set_xticks(range(len(sizes)), [f"{size}" for size in sizes])
-    axes.set_yticks(range(len(steps)), [f"{count}" for count in steps])
-    axes.set(xlabel="batch size (expected examples in a step)", ylabel="steps")
-    figure.colorbar(picture, label="accumulated signal-to-noise ratio")
-    return figure
-
-# %% ../nbs/1_start/10_planning.ipynb #planning-duration
-def duration(
-    seconds: float,
-) -> str:
-    "Seconds, minutes or hours, two digits."
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return (f"{seconds / length:.2g} {unit}" if seconds < 100 * length
-                    else f"{seconds / length:.0f} {unit}")
-    return f"{seconds:.2g} s"
-
 # %% ../nbs/1_start/10_planning.ipynb #tuning-shape
 @dataclass(frozen=True)
 class DataShape:
@@ -186,7 +126,6 @@ class DataShape:
     classes: int = 2
     image_shape: tuple[int, int, int] | None = None # (C, H, W)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-shapes
 DATA_SHAPES = {
     "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"),
     "e2e": DataShape(42061, "causal"),
@@ -195,7 +134,6 @@ DATA_SHAPES = {
     "cifar10": DataShape(50000, "image", 10, (3, 32, 32)),
 }
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-data-shape
 def data_shape(name: str) -> DataShape:
     "What is published about a data set of this book; ValueError for any other."
     if name not in DATA_SHAPES:
@@ -204,9 +142,16 @@ def data_shape(name: str) -> DataShape:
                          "(or give the size instead, --size)")
     return DATA_SHAPES[name]
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-transformers-shape
-def _transformers_shape(name: str, data: DataShape) -> nn.Module:
-    "A Transformers model without its values, made from its configuration."
+
+def model_shape(
+    name: str,        # as for `load_model`
+    data: DataShape,
+) -> nn.Module:       # on the meta device: shapes without weights
+    "A model's parameters without their values, from a configuration or a shape."
+    if name in BUILT:
+        form = () if data.image_shape is None else (data.image_shape,)
+        with torch.device("meta"):
+            return BUILT[name](data.classes, *form)
     import transformers as hf
     if name == "minilm":
         config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)
@@ -221,19 +166,7 @@ def _transformers_shape(name: str, data: DataShape) -> nn.Module:
     with torch.device("meta"):
         return autos[data.kind].from_config(config)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-model-shape
-def model_shape(
-    name: str,        # as for `load_model`
-    data: DataShape,
-) -> nn.Module:       # on the meta device: shapes without weights
-    "A model's parameters without their values."
-    if name not in BUILT:
-        return _transformers_shape(name, data)
-    form = () if data.image_shape is None else (data.image_shape,)
-    with torch.device("meta"):
-        return BUILT[name](data.classes, *form)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-count
 def count_trainable(
     model: nn.Module, # may be on the meta device; its requires_grad flags change
     method: Method,
@@ -247,7 +180,7 @@ def count_trainable(
     return sum(parameter.numel() for parameter in model.parameters()
                if parameter.requires_grad)
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-besides
+
 def spent_besides(method: Method) -> float:
     "The share of epsilon that a method spends besides training."
     # any model, and steps enough for every check: a request knows shares alone
@@ -255,7 +188,7 @@ def spent_besides(method: Method) -> float:
     context = Context(model, default_loss(model), 1, 10**6, 1)
     return sum(request.share for request in method.requests(context))
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-made-up
+
 def made_up_batch(
     model: nn.Module,
     data: DataShape,
@@ -266,12 +199,11 @@ def made_up_batch(
     zeros = torch.zeros(rows, dtype=torch.long)
     if data.kind == "image":
         return torch.rand(rows, *(data.image_shape or ())), zeros
-    config: Any = model.config
-    ids = torch.randint(config.vocab_size, (rows, tokens))
+    ids = torch.randint(model.config.vocab_size, (rows, tokens))  # type: ignore
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids),
             "labels": ids if data.kind == "causal" else zeros}
 
-# %% ../nbs/1_start/10_planning.ipynb #planning-seconds
+
 def probe_seconds(
     model: nn.Module, # with weights, on its device
     method: Method,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dpft.method import Method
 
 # %% auto #0
-__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'loaded', 'did_you_mean', 'method_type', 'method_from',
-           'options_of', 'plain_asked', 'chosen_options', 'method_named']
+__all__ = ['METHODS', 'GROUP', 'PLAIN', 'Known', 'known_methods', 'did_you_mean', 'loaded', 'method_type', 'method_from',
+           'plain_asked', 'chosen_options', 'method_named']
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-table
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Known:
     options: dict[str, Any] = field(default_factory=dict)  # JSON; others may be given
     learning_rate: float | None = None  # to start from; None: `fine_tune`'s own
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-names
 METHODS = {
     "full": Known("Full", {}, 5e-4),
     "last-layer": Known("LastLayer", {}, 1e-2),
@@ -48,8 +47,6 @@ METHODS = {
     "random": Known("RandomPartitions", {}, 5e-4),
     "largest-weights": Known("LargestWeights", {}, 5e-4),
 }
-
-# %% ../nbs/5_notes/85_registry.ipynb #registry-known
 GROUP = "dpft.methods"  # of entry points
 
 def known_methods() -> dict[str, Known]:
@@ -60,33 +57,7 @@ def known_methods() -> dict[str, Known]:
     return METHODS | {name: its for name, its in others.items() if name not in METHODS
                       and not isinstance(getattr(dpft, name, None), type)}
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-where
-def loaded(
-    where: str,  # a file that ends in .py, or a module
-) -> Any:
-    "The module, or the file loaded as one; ValueError if it does not exist."
-    try:
-        if not where.endswith(".py"):
-            if not all(map(str.isidentifier, where.split("."))):
-                raise ImportError("this is no name of a module")
-            return importlib.import_module(where)
-        if not Path(where).is_file():
-            raise ValueError(f"there is no file {where}; write file.py:Class")
-        name = f"dpft_methods_{Path(where).stem}"
-        spec = importlib.util.spec_from_file_location(name, where)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            sys.modules.pop(name, None)    # half made
-            raise
-        return module
-    except ImportError as error:
-        raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
-                         "with a module that Python finds, or file.py:Class") from error
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-mean
 def did_you_mean(
     name: str,             # unknown
     known: Iterable[str],  # the known names
@@ -98,7 +69,29 @@ def did_you_mean(
         return f"did you mean {' or '.join(names[one] for one in near)}?"
     return f"choose {', '.join(names.values())}"
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-type
+
+def loaded(
+    where: str,  # a file that ends in .py, or a module
+) -> Any:
+    "The module, or the file loaded as one; ValueError if there is none."
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(
+            f"dpft_methods_{Path(where).stem}", where)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]    # half made
+            raise
+        return module
+    except (ImportError, FileNotFoundError, TypeError, ValueError) as error:
+        raise ValueError(f"{where} cannot be imported ({error}); write module:Class, "
+                         "with a module that Python finds, or file.py:Class") from error
+
+
 def method_type(
     name: str,  # a known name, a class of `dpft`, `module:Class` or `file.py:Class`
 ) -> type[Method]:
@@ -114,9 +107,8 @@ def method_type(
     if not colon:
         raise ValueError(f"unknown method {name!r}; {did_you_mean(name, known)} (or "
                          "file.py:Class, or module:Class)")
-    what = ("no" if found is None
-            else f"{found!r}, which is no subclass of dpft.Method, as")
-    raise ValueError(f"{where} has {what} {attribute}; name a class of methods")
+    raise ValueError(f"{where} has no class of methods {attribute}, derived from "
+                     "dpft.Method")
 
 # %% ../nbs/5_notes/85_registry.ipynb #registry-made
 def method_from(
@@ -131,31 +123,7 @@ def method_from(
     return method_type(name)(*parts, **{
         key: made(value) for key, value in options.items() if key != "parts"})
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-options
-def options_of(
-    given: Sequence[str],  # name=value
-) -> dict[str, Any]:
-    "Values by name: JSON, or else text; ValueError for one that could mean more."
-    options: dict[str, Any] = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise ValueError(f"--option {pair}: write it as name=value, such as "
-                             "ratio=0.25")
-        if name in options:
-            raise ValueError(f"--option {pair}: {name} is given twice; leave out one "
-                             "of them")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            if value[:1] in ("[", "{", '"') or "," in value:
-                raise ValueError(
-                    f"--option {pair}: a list is written as JSON, such as "
-                    "'targets=[\"query\", \"value\"]'") from None
-            options[name] = value
-    return options
 
-# %% ../nbs/5_notes/85_registry.ipynb #registry-named
 PLAIN: dict[Any, tuple[Any, str]] = {  # annotation -> what it takes, in words
     int: (Integral, "a whole number"), int | None: (Integral | None, "a whole number"),
     float: (Real, "a number"), float | None: (Real | None, "a number"),
@@ -170,33 +138,43 @@ def plain_asked(
     odd = said and takes is not bool and isinstance(value, bool)  # is no number
     return "" if isinstance(value, takes) and not odd else said
 
+
 def chosen_options(
     name: str,             # as for `method_type`
     given: Sequence[str],  # name=value
 ) -> dict[str, Any]:
     "Options of a method; ValueError for an unknown one, or one of another kind."
-    kind, chosen = method_type(name), options_of(given)
+    kind, chosen = method_type(name), dict[str, Any]()
     known = signature(kind).parameters
-    for option, value in chosen.items():
-        if option not in known:
+    for option, equals, text in (pair.partition("=") for pair in given):
+        if not equals or option not in known:
             raise ValueError(f"{kind.__name__} has no option {option!r}; it has "
-                             f"{', '.join(known) or 'none'}")
+                             f"{', '.join(known) or 'none'}; write name=value")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            if text[:1] in ("[", "{", '"') or "," in text:
+                raise ValueError(
+                    f"--option {option}={text}: a list is written as JSON, such as "
+                    "'targets=[\"query\", \"value\"]'") from None
+            value = text
         if asked := plain_asked(known[option].annotation, value):
             raise ValueError(f"--option {option}={value} of method {name}: give "
                              f"{asked}")
+        chosen[option] = value
     return chosen
+
 
 def method_named(
     name: str,                  # as for `method_type`
     given: Sequence[str] = (),  # name=value, in place of the name's own options
     own: dict[str, Any] | None = None,  # those; None: as in the table
 ) -> tuple[Method, float | None]:
-    "A method, and the learning rate to start from; ValueError for an unknown option."
-    its, chosen = known_methods().get(name, Known(name)), chosen_options(name, given)
+    "A method, and the learning rate to start from."
+    its = known_methods().get(name, Known(name))
+    options = (its.options if own is None else own) | chosen_options(name, given)
     try:
-        return (method_from(name, (its.options if own is None else own) | chosen),
-                its.learning_rate)
+        return method_from(name, options), its.learning_rate
     except TypeError as error:
-        known = signature(method_type(name)).parameters
         raise ValueError(f"method {name!r} cannot be made with these options "
-                         f"({error}); it has {', '.join(known) or 'none'}") from None
+                         f"({error})") from None

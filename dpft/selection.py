@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -18,18 +18,15 @@ from .guarantee import Guarantee
 from .privacy import (
     NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
     rdp_conversion, rdp_moment)
-from .registry import plain_asked
 
 # %% auto #0
-__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'probabilities', 'number_of_trials', 'selected_renyi', 'trial_leaks',
-           'selection_epsilon', 'Price', 'repeated', 'price', 'check_charge', 'trial_noise', 'Charge', 'settle',
-           'chosen_by', 'TunedGuarantee']
+__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'as_list', 'selection_epsilon', 'Price',
+           'repeated', 'price', 'Charge', 'trial_noise', 'settle', 'TunedGuarantee']
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-law-names
+# %% ../nbs/5_notes/83_selection.ipynb #tuning-law
 # the shape eta; infinite: Poisson, the limit
 LAWS = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-law
 @dataclass(frozen=True)
 class TrialLaw:
     "How many trials a selection runs: at random, at least one; @def-trial-law."
@@ -39,8 +36,6 @@ class TrialLaw:
     def __post_init__(self) -> None:
         if self.name not in LAWS:
             raise ValueError(f"law={self.name!r}: choose {', '.join(LAWS)}")
-        if asked := plain_asked(float, self.mean):
-            raise ValueError(f"trials={self.mean!r}: give {asked}")
         if not 1 < self.mean <= 500:
             raise ValueError(f"trials={self.mean:g}: a selection needs an expected "
                              "number of trials above 1 and at most 500")
@@ -65,51 +60,28 @@ class TrialLaw:
         ratio = self.parameter / (1 - (1 - self.parameter) * x)
         return self.mean * ratio ** (self.shape + 1)
 
-    def probability(
-        self,
-        k: int, # at least 1
-    ) -> float:
-        "Probability of k trials."
-        return next(itertools.islice(probabilities(self), k - 1, None))
+    def probabilities(self) -> Iterator[float]:
+        "P(1), P(2), and so on: from f'(0) by their ratios."
+        mass, parameter = self.slope(0.0), self.parameter
+        for k in itertools.count(1):
+            yield mass
+            mass *= (parameter / (k + 1) if self.shape == math.inf
+                     else (1 - parameter) * (k + self.shape) / (k + 1))
 
     def draw(
         self,
         uniform: float, # in [0, 1)
     ) -> int:
-        "The number of trials to which a uniform number is mapped."
-        return number_of_trials(self, uniform)
-
-# %% ../nbs/5_notes/83_selection.ipynb #selection-numbers
-def probabilities(law: TrialLaw) -> Iterator[float]:
-    "P(1), P(2), and so on; @def-trial-law."
-    mass, parameter = law.slope(0.0), law.parameter
-    for k in itertools.count(1):
-        yield mass
-        mass *= (parameter / (k + 1) if law.shape == math.inf
-                 else (1 - parameter) * (k + law.shape) / (k + 1))
+        "The first number of trials whose cumulative probability exceeds a uniform one."
+        below = 0.0
+        for k, mass in enumerate(self.probabilities(), 1):
+            below += mass
+            # the Poisson law begins far below 1e-18
+            if below > uniform or (mass <= 1e-18 and k >= self.mean):
+                return k
+        raise AssertionError("the probabilities never end")
 
 
-def number_of_trials(law: TrialLaw, uniform: float) -> int:
-    "The first number whose cumulative probability exceeds a uniform number."
-    below = 0.0
-    for k, mass in enumerate(probabilities(law), 1):
-        below += mass
-        # the Poisson law begins far below 1e-18
-        if below > uniform or (mass <= 1e-18 and k >= law.mean):
-            return k
-    raise AssertionError("the probabilities never end")
-
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-law-parameter
-@lru_cache(maxsize=256)
-def _parameter(shape: float, mean: float) -> float:
-    "Bisection: the mean falls in gamma and rises in mu."
-    low, high = (1e-12, mean) if shape == math.inf else (1 - 1e-12, 1e-12)
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if _mean(shape, middle) < mean else (low, middle)
-    return high
-
-# %% ../nbs/5_notes/83_selection.ipynb #selection-mean
 def _mean(shape: float, parameter: float) -> float:
     "Expected number of trials; @def-trial-law."
     if shape == math.inf:
@@ -118,17 +90,20 @@ def _mean(shape: float, parameter: float) -> float:
         return (1 / parameter - 1) / -math.log(parameter)
     return shape * (1 - parameter) / (parameter * (1 - parameter**shape))
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-orders
+
+@lru_cache(maxsize=256)
+def _parameter(shape: float, mean: float) -> float:
+    "Bisection for the parameter that gives a mean."
+    low, high = (1e-12, mean) if shape == math.inf else (1 - 1e-12, 1e-12)
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _mean(shape, middle) < mean else (low, middle)
+    return high
+
+# %% ../nbs/5_notes/83_selection.ipynb #tuning-price
 ORDERS = np.array([*(1 + x / 10 for x in range(1, 100)), *range(11, 64), 72, 80, 96,
                    112, 128, 160, 192, 256, 384, 512])
 
-
-@lru_cache(maxsize=1024)
-def _step_renyi(sigma: float, q: float) -> np.ndarray:
-    "Rényi divergence of one step at each of `ORDERS`."
-    return np.array([rdp_moment(sigma, q, order) for order in ORDERS.tolist()])
-
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-price
 def selected_renyi(
     renyi: np.ndarray,  # (orders,) divergence of one trial at each of `ORDERS`
     law: TrialLaw,
@@ -142,43 +117,36 @@ def selected_renyi(
     helper = min(width, float(((1 - 1 / ORDERS) * renyi + width / ORDERS).min()))
     return renyi + (1 + law.shape) * helper + overhead
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-leaks
+
+@lru_cache(maxsize=1024)
+def _step_renyi(sigma: float, q: float) -> np.ndarray:
+    "Rényi divergence of one step at each of `ORDERS`."
+    return np.array([rdp_moment(sigma, q, order) for order in ORDERS.tolist()])
+
+
+@lru_cache(maxsize=256)
 def trial_leaks(
-    plan: Sequence[SampledGaussian], # of one trial
-    renyi: np.ndarray,               # (orders,) its divergences
-    accountant: str,                 # "prv" or "rdp"
+    history: History,  # (noise multiplier, rate, steps) of each mechanism of a trial
+    accountant: str,   # "prv" or "rdp"
 ) -> np.ndarray: # (orders,) delta at epsilon = log(1 + 1 / (order - 1)), both ways
     "A trial's delta in the bound for the Poisson distribution; @thm-selection."
     small = np.log1p(1 / (ORDERS - 1))
     if accountant == "prv":
+        plan = [SampledGaussian(*entry) for entry in history]
         return np.maximum(*(PrivacyCurve(plan, 1, relation).delta(small)
                             for relation in ("remove", "add")))
+    renyi = sum(T * _step_renyi(sigma, q) for sigma, q, T in history)
     exponents = ((ORDERS - 1) * (renyi - small[:, None]) - np.log(ORDERS - 1)
                  + ORDERS * np.log1p(-1 / ORDERS))
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-whole-renyi
-def _trial_renyi(history: History) -> np.ndarray:
-    "Divergences of one trial."
-    return sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
-               np.zeros(len(ORDERS)))
+
+def as_list(mechanisms: SampledGaussian | Iterable[SampledGaussian],
+            ) -> list[SampledGaussian]:
+    "One mechanism, or several, as a list."
+    return [mechanisms] if isinstance(mechanisms, SampledGaussian) else [*mechanisms]
 
 
-@lru_cache(maxsize=256)
-def _leaks(history: History, accountant: str) -> np.ndarray:
-    "`trial_leaks` of a trial, cached for all distributions."
-    plan = [SampledGaussian(*entry) for entry in history]
-    return trial_leaks(plan, _trial_renyi(history), accountant)
-
-
-@lru_cache(maxsize=256)
-def _whole_renyi(history: History, law: TrialLaw, accountant: str) -> np.ndarray:
-    "Divergences of a selection, from which epsilon follows at any delta."
-    renyi = _trial_renyi(history)
-    leaks = _leaks(history, accountant) if law.shape == math.inf else 1.0
-    return selected_renyi(renyi, law, leaks)
-
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-epsilon
 def selection_epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
@@ -186,21 +154,24 @@ def selection_epsilon(
     accountant: str = "prv", # for the Poisson bound's deltas; the rest is RDP
 ) -> float:
     "Epsilon of the best of a random number of trials; @thm-selection."
-    plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
+    plan = as_list(mechanisms)
     if accountant not in ("prv", "rdp"):
         raise ValueError(f'accountant="{accountant}" is unknown; use "prv" or "rdp"')
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta}: it must lie strictly between 0 and 1")
     history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps)
                            for m in plan if m.steps))
-    whole = _whole_renyi(history, law, accountant)
-    value = whole + [rdp_conversion(order, delta) for order in ORDERS]
+    renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
+                np.zeros(len(ORDERS)))
+    leaks = trial_leaks(history, accountant) if law.shape == math.inf else 1.0
+    value = (selected_renyi(renyi, law, leaks)
+             + [rdp_conversion(order, delta) for order in ORDERS])
     if not np.isfinite(value).any():
         raise BudgetError(f"no epsilon can be stated for a selection among about "
                           f"{law.mean:g} trials of {plan}; use more noise")
     return max(0.0, float(np.nanmin(value)))
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-price-class
+
 @dataclass(frozen=True)
 class Price:
     "Epsilon of a search both ways, at one noise multiplier; @sec-price."
@@ -213,7 +184,7 @@ class Price:
         "The way that costs less."
         return "composition" if self.composition <= self.selection else "selection"
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-repeated
+
 def repeated(
     mechanisms: Iterable[SampledGaussian],
     trials: int,
@@ -222,7 +193,7 @@ def repeated(
     return [replace(m, steps=m.steps * trials, name=f"{m.name}, {trials} trials")
             for m in mechanisms]
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-price-function
+
 def price(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
@@ -232,8 +203,7 @@ def price(
     different: int | None = None, # trials under composition, if fewer; None: all
 ) -> Price:
     "Epsilon of a search by composition and by selection; @lem-trials, @thm-selection."
-    plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else list(mechanisms)
-    chosen = TrialLaw(law, float(trials))
+    plan, chosen = as_list(mechanisms), TrialLaw(law, float(trials))
     published = epsilon(repeated(plan, trials if different is None else different),
                         delta, accountant)
     return Price(published, selection_epsilon(plan, delta, chosen, accountant), chosen)
@@ -241,12 +211,15 @@ def price(
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-settle
 CHARGES = ("cheapest", "composition", "selection", "none")
 
-def check_charge(charge: str, ways: Sequence[str] = CHARGES) -> None:
-    "ValueError for an unknown way to account for a search."
-    if charge not in ways:
-        raise ValueError(f"charge={charge!r}: choose {', '.join(ways)}")
+@dataclass(frozen=True)
+class Charge:
+    "How a search is charged: the way, the number of trials, and the noise of each."
+    way: str                 # "composition", "selection" or "none"
+    trials: int              # how many, or how many to expect
+    noise_multiplier: float  # of one trial
+    law: TrialLaw | None     # under selection
 
-# %% ../nbs/5_notes/83_selection.ipynb #selection-trial-noise
+
 def trial_noise(
     target_epsilon: float,   # for the whole search
     delta: float,            # in (0, 1)
@@ -259,38 +232,32 @@ def trial_noise(
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
     "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
-    check_charge(charge, CHARGES[1:])    # `settle` finds the cheapest
+    if charge not in CHARGES[1:]:
+        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES[1:])}")
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,
                                 accountant=accountant, tolerance=tolerance)
-    return _selection_noise(target_epsilon, delta, sample_rate, steps,
-                            TrialLaw(law, float(trials)), accountant, tolerance)
+    chosen = TrialLaw(law, float(trials))
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-selection-noise
-def _selection_noise(
-    target: float, delta: float, sample_rate: float, steps: int, law: TrialLaw,
-    accountant: str, tolerance: float,
-) -> float:
-    "With RDP by bisection; the root of the tight Poisson bound lies below that."
     def excess(sigma: float, way: str = accountant) -> float:
-        return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta, law,
-                                 way) - target
+        return selection_epsilon(SampledGaussian(sigma, sample_rate, steps), delta,
+                                 chosen, way) - target_epsilon
 
-    low = high = noise_multiplier(target, delta, sample_rate, steps,
+    low = high = noise_multiplier(target_epsilon, delta, sample_rate, steps,
                                   accountant=accountant, tolerance=tolerance)
     while excess(high, "rdp") > 0:
         low, high = high, 2 * high
         if high > NOISE_CAP:
-            raise BudgetError(f"epsilon={target:g} cannot be met by a selection among "
-                              f"about {law.mean:g} trials at delta={delta:.3g}, "
-                              "whatever the noise; ask for a larger epsilon or expect "
-                              "fewer trials")
+            raise BudgetError(f"epsilon={target_epsilon:g} cannot be met by a "
+                              f"selection among about {chosen.mean:g} trials at "
+                              f"delta={delta:.3g}, whatever the noise; ask for a "
+                              "larger epsilon or expect fewer trials")
     first = low
     while high - low > tolerance:
         middle = (low + high) / 2
         low, high = (low, middle) if excess(middle, "rdp") <= 0 else (middle, high)
-    if accountant == "rdp" or law.shape < math.inf or excess(first) <= 0:
+    if accountant == "rdp" or chosen.shape < math.inf or excess(first) <= 0:
         return high
     from scipy.optimize import brentq
     sigma = float(brentq(excess, first, high, xtol=tolerance / 2))
@@ -298,16 +265,7 @@ def _selection_noise(
         sigma += tolerance / 2
     return sigma
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-charge
-@dataclass(frozen=True)
-class Charge:
-    "How a search is charged: the way, the number of trials, and the noise of each."
-    way: str                 # "composition", "selection" or "none"
-    trials: int              # how many, or how many to expect
-    noise_multiplier: float  # of one trial
-    law: TrialLaw | None     # under selection
 
-# %% ../nbs/5_notes/83_selection.ipynb #tuning-settle-function
 def settle(
     target_epsilon: float,
     delta: float,
@@ -320,9 +278,8 @@ def settle(
     accountant: str = "prv",
 ) -> Charge:
     "The charge that needs the least noise among those allowed."
-    ways = ("composition", "selection") if charge == "cheapest" else (charge,)
     found = []
-    for way in ways:
+    for way in ("composition", "selection") if charge == "cheapest" else (charge,):
         count = trials if way == "selection" else different
         sigma = trial_noise(target_epsilon, delta, sample_rate, steps, count, way, law,
                             accountant)
@@ -330,14 +287,6 @@ def settle(
                             TrialLaw(law, float(count)) if way == "selection"
                             else None))
     return min(found, key=lambda one: one.noise_multiplier)
-
-# %% ../nbs/5_notes/83_selection.ipynb #selection-words
-def chosen_by(law: TrialLaw) -> str:
-    "The sentence on the selection for a model card."
-    return ("The settings were chosen by selection: the best of a random number of "
-            f"trials was published ({law.name} distribution, {law.mean:g} expected, at "
-            "least one), and neither the number nor any other trial. The mechanisms "
-            "above are those of one trial; epsilon is that of the whole search.")
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-tuned-guarantee
 @dataclass
@@ -360,11 +309,10 @@ class TunedGuarantee(Guarantee):
         check_group(group)
         if not self.private:
             return math.inf
+        def one(delta: float) -> float:
+            return selection_epsilon(self.mechanisms, delta, self.law, self.accountant)
         delta = self.target_delta if delta is None else delta
-        return self._one(delta) if group == 1 else grouped(self._one, delta, group)
-
-    def _one(self, delta: float) -> float:
-        return selection_epsilon(self.mechanisms, delta, self.law, self.accountant)
+        return one(delta) if group == 1 else grouped(one, delta, group)
 
     def replace_epsilon(self, delta: float | None = None) -> float:
         "Replacing one unit is removing one and adding one: a group of two, @lem-group."
@@ -386,4 +334,8 @@ class TunedGuarantee(Guarantee):
 
     def report(self) -> str:
         "Markdown for a model card."
-        return f"{super().report()}\n{chosen_by(self.law)}\n"
+        return (f"{super().report()}\nThe settings were chosen by selection: the best "
+                f"of a random number of trials was published ({self.law.name} "
+                f"distribution, {self.law.mean:g} expected, at least one), and neither "
+                "the number nor any other trial. The mechanisms above are those of one "
+                "trial; epsilon is that of the whole search.\n")

@@ -11,18 +11,17 @@ import itertools
 import math
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from tqdm.auto import tqdm
 
 from .checkpoint import restate
 from .datasets import Public, Task, as_dataset, unit_for
 from .guarantee import Guarantee
-from .identity import check_disjoint_rows
 from .ledger import Ledger
 from .loop import Run, fine_tune
 from .losses import default_loss
@@ -33,16 +32,14 @@ from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .registry import did_you_mean
 from .sampling import units_of
-from .scores import NoisyAccuracy, apart, check_measure, scorer
+from .scores import NoisyAccuracy, check_apart, noisy_accuracy, scorable, scored
 from .selection import (
-    Charge, Price, TunedGuarantee, check_charge, price, repeated, settle, trial_noise)
+    CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
 from .settings import Settings
 
 # %% auto #0
-__all__ = ['PRICED', 'HELD', 'Proposer', 'Trial', 'check_setting', 'settings_grid', 'Tuning', 'check_paid', 'check_kind',
-           'check_score', 'Search', 'check_methods', 'trial_order', 'check_as_priced', 'run_trial', 'check_scorable',
-           'run_trials', 'what_scored', 'score_noise', 'development_guarantee', 'merged', 'known_and_unpaid',
-           'whole_guarantee', 'way_to_pay', 'searched', 'tune']
+__all__ = ['PRICED', 'HELD', 'Proposer', 'check_setting', 'settings_grid', 'Trial', 'Tuning', 'trial_order', 'score_of',
+           'check_paid', 'development_guarantee', 'whole_guarantee', 'tune']
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-names
 PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier",
@@ -50,18 +47,6 @@ PRICED = ("epsilon", "delta", "epochs", "steps", "batch_size", "noise_multiplier
 HELD = ("model", "train", "evaluate", "evaluate_every", "ledger", "checkpoint",
         "checkpoint_every", "output", "overwrite", "callbacks", "seed", "progress")
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-trial
-@dataclass(frozen=True)
-class Trial:
-    "One trial: what was tried, and what it scored."
-    settings: dict[str, Any]
-    score: float
-
-
-# the next settings, from the trials so far
-Proposer = Callable[[list[Trial]], dict[str, Any]]
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-setting
 def check_setting(
     name: str, # of an argument of `fine_tune`
 ) -> None:
@@ -78,7 +63,7 @@ def check_setting(
         raise ValueError(f"{name!r} belongs to the search, not to a trial; see what "
                          "tune itself takes, or leave it out")
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-choices
+
 def settings_grid(
     # values of each setting, to be combined; or ready settings
     choices: Mapping[str, Sequence[Any]] | Sequence[dict[str, Any]],
@@ -101,6 +86,17 @@ def settings_grid(
     return grid
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-result
+@dataclass(frozen=True)
+class Trial:
+    "One trial: what was tried, and what it scored."
+    settings: dict[str, Any]
+    score: float
+
+
+# the next settings, from the trials so far
+Proposer = Callable[[list[Trial]], dict[str, Any]]
+
+
 @dataclass
 class Tuning:
     "A finished search, which may be published if its scores are public or charged."
@@ -129,7 +125,42 @@ class Tuning:
         "Markdown for a model card."
         return f"{self.run.report()}\n\nSettings chosen by tuning: {self.best}."
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-paid
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-order
+def trial_order(
+    keystream: Keystream,
+    size: int,     # of the grid
+    paid: Charge,
+) -> list[int]:    # places in the grid, one for each trial
+    "Settings by trial: random with repetition under selection, else each once."
+    def uniform(*context: str | int) -> float:
+        return int.from_bytes(keystream.key(*context)[:6], "little") / 2**48
+
+    if paid.law is None:
+        return sorted(range(size), key=lambda i: uniform("order", i))[:paid.trials]
+    count = paid.law.draw(uniform("number of trials"))
+    return [int(uniform("settings", i) * size) for i in range(count)]
+
+
+def score_of(
+    run: Run,
+    score: Any,               # as for `tune`
+    number: int,              # of the trial
+    sigma: float | None,      # noise multiplier, if it is charged
+    keystream: Keystream,
+) -> float:                   # more is better; never NaN
+    "The score of a trial."
+    ready, higher, data = run.prepared, True, score
+    if not callable(score):
+        data, higher = scorable(score, ready)
+    if isinstance(score, NoisyAccuracy):
+        assert sigma is not None
+        value = noisy_accuracy(run.model, data, sigma, keystream, number,
+                               most=score.most, collate=ready.collate)
+    else:
+        value, = list(scored(run.model, data, ready.collate).values())[:1]
+    return -math.inf if math.isnan(value) else value if higher else -value
+
+
 def check_paid(
     unpaid: Sequence[str], # accesses to private data without noise
     target: float,         # epsilon of the search
@@ -141,317 +172,64 @@ def check_paid(
                          "charge that access, use public data for it, or give "
                          "epsilon=math.inf")
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-kind
-def check_kind(
-    charge: str,
-    trials: int,
-    proposes: bool, # whether a function proposes settings
-) -> None:
-    "Refuse a search of one trial, or whose trials depend on what must stay secret."
-    if trials < 2:
-        raise ValueError(f"trials={trials}: a search has at least 2; for one, "
-                         "call fine_tune")
-    check_charge(charge)
-    if proposes and charge in ("selection", "cheapest"):
-        raise ValueError("a function that proposes settings makes trials depend "
-                         "on each other; use charge='composition'")
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-score
-def check_score(
-    score: Any,
-    rows: Any, # the training data
-    unit: Any, # whom training protects
-) -> Any:      # the score, by the same unit
-    "Refuse a score on rows, or people, that are also trained on."
-    if isinstance(score, Public):
-        check_disjoint_rows(score.data, rows)
-    if isinstance(score, NoisyAccuracy):
-        check_disjoint_rows(score.data, rows, "scored")
-        return apart(score, rows, unit)
-    return score
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-search
-@dataclass
-class Search:
-    "What a search does, apart from its accounting: checks, draws, trials."
-    model: nn.Module | str
-    train: Any
-    method: Method
-    choices: Any                # a grid, or a `Proposer`
-    score: Any
-    trials: int                 # at most, or expected under selection
-    charge: str
-    settings: dict[str, Any]    # of every trial
-    seed: int | None
-    unit: Any = None            # whom training protects
-
-    def __post_init__(self) -> None:
-        self.rows = as_dataset(
-            self.train.train if isinstance(self.train, Task) else self.train)
-        self.proposer = self.choices if callable(self.choices) else None
-        self.grid = [] if self.proposer else settings_grid(self.choices)
-        self.keystream = Keystream(self.seed)
-        check_kind(self.charge, self.trials, self.proposer is not None)
-        for name in self.settings:
-            if name in PRICED or name in HELD:
-                raise ValueError(f"{name!r} cannot be given to every trial; see what "
-                                 "tune itself takes, or leave it out")
-            check_setting(name)
-        self.score = check_score(self.score, self.rows, self.unit)
-
-    @property
-    def different(self) -> int:
-        "Trials under composition: no setting twice."
-        return self.trials if self.proposer else min(self.trials, len(self.grid))
-
-    def setting(self, place: int, done: list[Trial]) -> dict[str, Any]:
-        "The settings of the next trial."
-        if self.proposer:
-            return settings_grid([self.proposer(list(done))])[0]
-        return self.grid[place]
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-check-methods
-def check_methods(
-    search: Search,
-    target: float, # epsilon of the search
-    batch_size: int,
-    steps: int,
-    size: int,     # units
-) -> None:
-    "Refuse a method with uncharged access to private data, or of unknown cost."
-    others = [setting["method"] for setting in search.grid if "method" in setting]
-    for method in [search.method, *others]:
-        if isinstance(search.model, nn.Module):
-            context = Context(search.model, default_loss(search.model), batch_size,
-                              steps, size)
-            method.requests(context)
-            check_paid(context.unpaid, target)
-        if method.may_spend and search.charge != "none":
-            raise ValueError(f"{type(method).__name__} may spend besides training, "
-                             "which a search cannot account for; use charge='none'")
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-order
-def trial_order(
-    search: Search,
-    paid: Charge,
-) -> list[int]: # places in the grid, one for each trial
-    "Settings by trial: random with repetition under selection, else each once."
-    def uniform(*context: str | int) -> float:
-        return int.from_bytes(search.keystream.key(*context)[:6], "little") / 2**48
-
-    places = range(len(search.grid))
-    if paid.law is None:
-        return sorted(places, key=lambda i: uniform("order", i))[:paid.trials]
-    count = paid.law.draw(uniform("number of trials"))
-    return [int(uniform("settings", i) * len(places)) for i in range(count)]
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-priced
-def check_as_priced(
-    run: Run,
-    common: dict[str, Any], # what all trials share
-) -> None:
-    "Refuse a trial without a guarantee, or with another plan."
-    if run.guarantee.unpaid:  # an infinite epsilon is in there
-        check_paid([run.guarantee.unpaid], common.get("epsilon", 0.0))
-    rate = common["batch_size"] / common["public_size"]
-    sigma = common.get("noise_multiplier")
-    expected = [] if sigma is None else [(sigma, rate, common["steps"])]
-    if [(m.noise_multiplier, m.sample_rate, m.steps)
-        for m in run.guarantee.planned] != expected:
-        raise BudgetError(f"a trial planned {run.guarantee.planned} instead of what "
-                          "was priced; give public_size, the number of units")
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-one-trial
-def run_trial(
-    search: Search,
-    setting: dict[str, Any],
-    number: int,
-    common: dict[str, Any], # what all trials share
-) -> Run:
-    "One run with its settings, on fresh copies, with randomness of its own."
-    given = {**search.settings, **setting}
-    method = copy.deepcopy(given.pop("method", search.method))
-    named = isinstance(search.model, str)
-    model = search.model if named else copy.deepcopy(search.model)
-    own = search.keystream.reproducible
-    seed = search.keystream.seed("trial", number) if own else None
-    run = fine_tune(model, search.train, method, seed=seed, progress=False,
-                    **common, **given)
-    check_as_priced(run, common)
-    return run
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-scorable
-def check_scorable(
-    search: Search,
-    setting: dict[str, Any], # of the first trial
-) -> None:
-    "Refuse a score that the task does not have, while nothing is spent."
-    if callable(search.score):
-        return
-    given = {**search.settings, **setting}
-    reading = {name: given.get(name)
-               for name in ("tokenizer", "columns", "collate_fn", "loss_fn")}
-    check_measure(search.score,
-                  prepare(search.model, search.train, unit=search.unit, **reading))
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-trials
-def run_trials(
-    search: Search,
-    paid: Charge,
-    sigma: float | None,     # noise of a score
-    common: dict[str, Any],  # what all trials share
-    progress: bool,
-) -> tuple[Run, list[Trial], list[Guarantee]]: # the best run; what was tried; of each
-    "Every trial of a search; a bar shows progress, and no score."
-    from tqdm.auto import tqdm
-    hidden = paid.law is not None
-    if hidden and progress:
-        print("searching; how many trials there are stays hidden", file=sys.stderr)
-    places = range(paid.trials) if search.proposer else trial_order(search, paid)
-    measure = scorer(search.score, sigma, search.keystream)
-    done, spent, best, heard = list[Trial](), list[Guarantee](), None, []
-    for number, place in enumerate(tqdm(places, disable=hidden or not progress,
-                                        unit="trial")):
-        with warnings.catch_warnings(record=hidden) as said:
-            setting = search.setting(place, done)
-            if not done:
-                check_scorable(search, setting)
-            run = run_trial(search, setting, number, common)
-            trial = Trial(setting, measure(run, number))
-        if best is None or trial.score > max(one.score for one in done):
-            best, heard = run, said or []
-        done.append(trial)
-        spent.append(run.guarantee)
-    for one in heard:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    assert best is not None
-    return best, done, spent
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-what-scored
-def what_scored(
-    score: Any,
-) -> tuple[str, bool]: # in words, and whether it is charged or public
-    "What the score looked at."
-    if isinstance(score, Public):
-        return f"the data that chose among the trials ({score.source})", True
-    if isinstance(score, NoisyAccuracy):
-        return f"the size of the private development set, {len(score.data)}", True
-    source = "by a function of the user's" if callable(score) else "on examples"
-    return (f"the scores that chose among the trials, {source}, unless they are public",
-            False)
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-score-guarantee
-def score_noise(
-    score: Any, paid: Charge, target: float, delta: float, law: str, accountant: str,
-) -> float | None: # None: there is none to be solved
-    "Noise of each score with which the development set's epsilon meets the target."
-    given = not isinstance(score, NoisyAccuracy) or score.noise_multiplier is not None
-    if given or target == math.inf:
-        return None
-    way = "composition" if paid.way == "none" else paid.way
-    return trial_noise(target, delta, 1.0, 1, paid.trials, way, law, accountant)
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-development-guarantee
+# %% ../nbs/1_start/11_tuning.ipynb #tuning-whole
 def development_guarantee(
-    score: Any, paid: Charge, sigma: float | None, count: int, run: Run,
+    score: NoisyAccuracy,
+    paid: Charge,
+    sigma: float,      # noise multiplier of each score
+    count: int,        # of scores
+    run: Run,
     reproducible: bool,
-) -> Guarantee | None: # None: no scores were charged
+) -> Guarantee:
     "What is promised to the units of a development set."
-    if not isinstance(score, NoisyAccuracy):
-        return None
-    one, public = score.mechanism(sigma), [f"the number of rows, {len(score.data)}"]
-    if score.people is not None:
-        public.append(f"that nobody has more than {score.most} of them")
+    one = SampledGaussian(sigma, 1.0, 1, "score")
     base: dict[str, Any] = {
-        "target_delta": run.guarantee.target_delta,
-        "accountant": run.guarantee.accountant,
-        "unit": f"{'row' if score.people is None else 'unit'} of the development set",
-        "reproducible": reproducible, "assumed_public": public, "secure_mode": True}
+        "target_delta": run.guarantee.target_delta, "unit": score.protects,
+        "accountant": run.guarantee.accountant, "assumed_public": score.public,
+        "reproducible": reproducible, "secure_mode": True}
     if paid.law is not None:
         return TunedGuarantee([one], law=paid.law, **base)
     return Guarantee(repeated([one], count), **base)
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-merged
-def merged(
-    mechanisms: Iterable[SampledGaussian],
-    label: str, # what is said behind each name
-) -> list[SampledGaussian]: # one for each different noise multiplier, rate and name
-    "Equal mechanisms as one, with all their steps; @lem-trials."
-    steps = Counter[tuple[float, float, str]]()
-    for m in mechanisms:
-        steps[m.noise_multiplier, m.sample_rate, m.name] += m.steps
-    return [SampledGaussian(sigma, q, T, f"{name}, {label}")
-            for (sigma, q, name), T in steps.items()]
 
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-known
-def known_and_unpaid(base: Guarantee, search: Search) -> dict[str, Any]:
-    "What is assumed to be public, and what was not charged, of a whole search."
-    looked, known = what_scored(search.score)
-    public = [*base.assumed_public, *[looked] * known]
-    if search.proposer is None:
-        public.append("the settings that were tried, as long as nobody chose them by "
-                      "this data")
-    return {"assumed_public": public,
-            "uncharged": [*base.uncharged, *[looked] * (not known)]}
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-whole
 def whole_guarantee(
     run: Run,              # the best run
     paid: Charge,
     both: Price | None,
     each: list[Guarantee], # of every trial by itself
-    search: Search,
+    score: Any,
+    proposed: bool,        # whether a function proposed the settings
 ) -> Guarantee:
     "The guarantee of the whole search; @lem-trials, @thm-selection."
-    base, said = run.guarantee, known_and_unpaid(run.guarantee, search)
-    if paid.law is not None:
-        kept = {one.name: getattr(base, one.name) for one in fields(base)}
-        return TunedGuarantee(**(kept | said | {"law": paid.law}))
+    base, public, uncharged = run.guarantee, list[str](), list[str]()
+    if isinstance(score, Public):
+        public.append(f"the data that chose among the trials ({score.source})")
+    elif isinstance(score, NoisyAccuracy):
+        public.append(f"the size of the private development set, {len(score.data)}")
+    else:
+        source = "by a function of the user's" if callable(score) else "on examples"
+        uncharged.append("the scores that chose among the trials, "
+                         f"{source}, unless they are public")
+    if not proposed:
+        public.append("the settings that were tried, as long as nobody chose them by "
+                      "this data")
     if paid.way == "none":
         cost = (f"; by composition all of them come to epsilon {both.composition:.2f}"
                 if both else "")
-        said["uncharged"].append("the choice of settings among "
-                                 f"{len(each)} trials on this data{cost}")
-        return replace(base, **said)
-    total = merged((m for one in each for m in one.mechanisms), f"{len(each)} trials")
+        uncharged.append(f"the choice of settings among {len(each)} trials on this "
+                         f"data{cost}")
+    base = replace(base, assumed_public=[*base.assumed_public, *public],
+                   uncharged=[*base.uncharged, *uncharged])
+    if paid.law is not None:
+        kept = {one.name: getattr(base, one.name) for one in fields(base)}
+        return TunedGuarantee(**kept, law=paid.law)
+    if paid.way == "none":
+        return base
+    # all trials have the mechanisms that were priced, so equal ones add up
+    total = repeated(base.mechanisms, len(each))
     return replace(base, mechanisms=total, spent=total,
                    planned=repeated(base.planned, len(each)),
-                   run=" + ".join(one.run for one in each), **said)
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-way
-def way_to_pay(
-    search: Search,
-    target: float,          # epsilon of the search
-    law: str,
-    common: dict[str, Any], # what all trials share
-) -> tuple[Charge, Price | None]: # None: there is no noise
-    "How the search is accounted for, and its cost both ways."
-    if target == math.inf:
-        return Charge("none", search.different, 0.0, None), None
-    delta, accountant = common["delta"], common["accountant"]
-    steps = common["steps"]
-    rate, different = common["batch_size"] / common["public_size"], search.different
-    paid = settle(target, delta, rate, steps, search.trials, different, search.charge,
-                  law, accountant)
-    one = SampledGaussian(paid.noise_multiplier, rate, steps)
-    return paid, price(one, delta, search.trials, law, accountant, different)
-
-# %% ../nbs/1_start/11_tuning.ipynb #tuning-searched
-def searched(
-    search: Search, paid: Charge, both: Price | None, target: float, law: str,
-    common: dict[str, Any], progress: bool,
-) -> Tuning:
-    "Run every trial, and state what all of it cost."
-    sigma = score_noise(search.score, paid, target, common["delta"], law,
-                        common["accountant"])
-    best, done, runs = run_trials(search, paid, sigma, common, progress)
-    own = best.guarantee.run
-    best.guarantee = whole_guarantee(best, paid, both, runs, search)
-    restate(best.model, own, best.epsilon)
-    best.score_guarantee = development_guarantee(
-        search.score, paid, sigma, len(done), best, search.keystream.reproducible)
-    first = max(done, key=lambda trial: trial.score)
-    return Tuning(first.settings, best, [first] if paid.law else done, paid, both)
+                   run=" + ".join(one.run for one in each))
 
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-tune
 def tune(
@@ -478,21 +256,109 @@ def tune(
     **settings: Any,                 # of every trial, as for `fine_tune`
 ) -> Tuning:
     "Choose settings privately, keep the best run, state the whole cost; @sec-tune."
+    # Refuse what cannot be accounted for, or makes no sense.
+    proposer = choices if callable(choices) else None
+    grid = [] if proposer else settings_grid(choices)  # type: ignore[arg-type]
+    if trials < 2:
+        raise ValueError(f"trials={trials}: a search has at least 2; for one, "
+                         "call fine_tune")
+    if charge not in CHARGES:
+        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES)}")
+    if proposer and charge in ("selection", "cheapest"):
+        raise ValueError("a function that proposes settings makes trials depend "
+                         "on each other; use charge='composition'")
+    for name in settings:
+        if name in PRICED + HELD:
+            raise ValueError(f"{name!r} cannot be given to every trial; see what "
+                             "tune itself takes, or leave it out")
+        check_setting(name)
     unit = unit_for(train, unit)
-    search = Search(model, train, method, choices, score, trials, charge, settings,
-                    seed, unit)
-    size = public_size or len(units_of(search.rows, unit, unit_cap) or search.rows)
+    rows = as_dataset(train.train if isinstance(train, Task) else train)
+    score = check_apart(score, rows, unit)
+    size = public_size or len(units_of(rows, unit, unit_cap) or rows)
     asked = Settings(epochs=epochs, steps=steps, batch_size=batch_size,
                      clip=settings.get("clip", Settings.clip))
     batch_size, count = sizes_of(asked, size)
     delta = usual_delta(size) if delta is None else delta
     check_sizes(size, batch_size, count, delta, asked.clip)
-    check_methods(search, epsilon, batch_size, count, size)
-    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-    common = {"delta": delta, "steps": count, "batch_size": batch_size, "ledger": book,
-              "accountant": accountant, "unit": unit, "unit_cap": unit_cap,
-              "public_size": size}
-    paid, both = way_to_pay(search, epsilon, law, common)
-    common |= {"noise_multiplier": paid.noise_multiplier} if both else {
-        "epsilon": epsilon}
-    return searched(search, paid, both, epsilon, law, common, progress)
+    for one in [method, *(each["method"] for each in grid if "method" in each)]:
+        if isinstance(model, nn.Module):
+            context = Context(model, default_loss(model), batch_size, count, size)
+            one.requests(context)
+            check_paid(context.unpaid, epsilon)
+        if one.may_spend and charge != "none":
+            raise ValueError(f"{type(one).__name__} may spend besides training, "
+                             "which a search cannot account for; use charge='none'")
+
+    # How the search is paid for: the noise of a trial, and of a score.
+    different = trials if proposer else min(trials, len(grid))
+    common: dict[str, Any] = {
+        "delta": delta, "steps": count, "batch_size": batch_size, "unit": unit,
+        "accountant": accountant, "unit_cap": unit_cap, "public_size": size,
+        "ledger": ledger if isinstance(ledger, Ledger) else Ledger(ledger)}
+    paid, both, rate = Charge("none", different, 0.0, None), None, batch_size / size
+    sigma = score.noise_multiplier if isinstance(score, NoisyAccuracy) else None
+    if epsilon < math.inf:
+        paid = settle(epsilon, delta, rate, count, trials, different, charge, law,
+                      accountant)
+        planned = SampledGaussian(paid.noise_multiplier, rate, count)
+        both = price(planned, delta, trials, law, accountant, different)
+        common["noise_multiplier"] = paid.noise_multiplier
+        if isinstance(score, NoisyAccuracy) and sigma is None:
+            way = "composition" if paid.way == "none" else paid.way
+            sigma = trial_noise(epsilon, delta, 1.0, 1, paid.trials, way, law,
+                                accountant)
+    else:
+        common["epsilon"] = epsilon
+    if isinstance(score, NoisyAccuracy) and sigma is None:
+        raise ValueError("NoisyAccuracy takes its noise from epsilon, which is "
+                         "infinite; give it a noise_multiplier")
+
+    # The trials, each on copies and with randomness of its own.
+    keystream, hidden = Keystream(seed), paid.law is not None
+    order = (range(paid.trials) if proposer
+             else trial_order(keystream, len(grid), paid))
+    if hidden and progress:
+        print("searching; how many trials there are stays hidden", file=sys.stderr)
+    done, each, best, heard = list[Trial](), list[Guarantee](), None, list[Any]()
+    for number, place in enumerate(tqdm(order, disable=hidden or not progress,
+                                        unit="trial")):
+        with warnings.catch_warnings(record=hidden) as said:
+            setting = (settings_grid([proposer(list(done))])[0] if proposer
+                       else grid[place])
+            given = {**settings, **setting}
+            if not done and not callable(score):   # refused while nothing is spent
+                reads = ("tokenizer", "columns", "collate_fn", "loss_fn")
+                scorable(score, prepare(model, train, unit=unit, **{
+                    name: given.get(name) for name in reads}))
+            own = copy.deepcopy(given.pop("method", method))
+            fresh = model if isinstance(model, str) else copy.deepcopy(model)
+            run = fine_tune(fresh, train, own, progress=False, **common, **given,
+                            seed=(keystream.seed("trial", number)
+                                  if keystream.reproducible else None))
+            if run.guarantee.unpaid:
+                check_paid([run.guarantee.unpaid], epsilon)
+            spent = [(m.noise_multiplier, m.sample_rate, m.steps)
+                     for m in run.guarantee.planned]
+            if spent != [(paid.noise_multiplier, rate, count)] * (both is not None):
+                raise BudgetError(f"a trial planned {run.guarantee.planned} instead of "
+                                  "what was priced; give public_size, the number of "
+                                  "units")
+            trial = Trial(setting, score_of(run, score, number, sigma, keystream))
+        if best is None or trial.score > max(one.score for one in done):
+            best, heard = run, said or []
+        done.append(trial)
+        each.append(run.guarantee)
+    for one in heard:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+    # The guarantee of the whole.
+    assert best is not None
+    name = best.guarantee.run
+    best.guarantee = whole_guarantee(best, paid, both, each, score, bool(proposer))
+    restate(best.model, name, best.epsilon)
+    if isinstance(score, NoisyAccuracy) and sigma is not None:
+        best.score_guarantee = development_guarantee(
+            score, paid, sigma, len(done), best, keystream.reproducible)
+    first = max(done, key=lambda trial: trial.score)
+    return Tuning(first.settings, best, [first] if hidden else done, paid, both)

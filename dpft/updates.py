@@ -6,105 +6,51 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-
-from .forms import full
-from .settings import Settings
+from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
     from dpft.engine import Engine
-    from dpft.step import Step
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'SCHEDULES', 'make_optimizer', 'check_closure', 'check_held', 'MaskedEntries', 'check_rates',
-           'rate_course', 'check_course', 'makes_scheduler', 'own_scheduler', 'OwnSchedule', 'make_schedule', 'Average',
-           'take_up', 'Updates']
+__all__ = ['OPTIMIZERS', 'make_optimizer', 'MaskedEntries', 'Schedule', 'make_schedule', 'Average', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
               "sgd": torch.optim.SGD}
 
-
 def make_optimizer(
-    optimizer: Any,                  # "adamw" | "adam" | "sgd", a class, or an instance
-    parameters: list[nn.Parameter],
+    optimizer: Any,          # "adamw" | "adam" | "sgd", a class, or an instance
+    parameters: Sequence[nn.Parameter],
     learning_rate: float,
     weight_decay: float = 0.0,
     model: nn.Module | None = None,  # an instance may hold no parameter outside it
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable parameters; ValueError on an unknown name,
-    or an instance over other parameters."""
-    check_closure(optimizer)
+    "An optimizer over the trainable parameters."
     if isinstance(optimizer, torch.optim.Optimizer):
-        check_held(optimizer, parameters, model)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        inside = {id(p) for p in model.parameters()} if model is not None else held
+        if missing := sum(id(p) not in held for p in parameters):
+            raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
+                             "parameters that train; pass its class instead")
+        if foreign := len(held - inside):
+            raise ValueError(f"the optimizer holds {foreign} parameters outside the "
+                             "model, whose gradients are not clipped; make them part "
+                             "of the model, or leave them out")
         return optimizer
     make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
     if not callable(make):
         raise ValueError(f"optimizer={optimizer!r}: choose one of "
                          f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
-    several = len({getattr(one, "device_mesh", None) for one in parameters}) > 1
-    # on meshes that torch does not mix
-    apart = {"foreach": False} if several and isinstance(optimizer, str) else {}
-    takes = inspect.signature(make).parameters
-    given = {"weight_decay": weight_decay}
-    if "weight_decay" not in takes and all(
-            one.kind is not one.VAR_KEYWORD for one in takes.values()):
-        if weight_decay:
-            raise ValueError(f"{make.__name__} takes no weight_decay; leave it at 0, "
-                             "or take another optimizer")
-        given = {}
-    try:
-        made = make(parameters, lr=learning_rate, **given, **apart)
-    except TypeError as error:
-        raise ValueError("optimizer= cannot be made from the parameters, lr= and "
-                         f"weight_decay= ({error}); give the rest with "
-                         "functools.partial, or pass an instance") from error
-    check_closure(made)
-    return made
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-closure
-def check_closure(
-    optimizer: Any,  # as for `make_optimizer`
-) -> None:
-    "ValueError for one that computes the loss again, or takes sparse gradients."
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(kind, torch.optim.SparseAdam):
-        raise ValueError("SparseAdam takes sparse gradients only, and a private "
-                         "gradient is dense; take \"adamw\"")
-    step = getattr(optimizer, "step", None)
-    takes = inspect.signature(step).parameters if callable(step) else {}
-    closure = takes.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ValueError(f"{kind.__name__} needs a closure that computes the gradient "
-                         "again, without clipping; take an optimizer whose step "
-                         "needs none, such as \"adamw\"")
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-held
-def check_held(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter], # what trains
-    model: nn.Module | None,
-) -> None:
-    """ValueError unless an optimizer holds every trainable parameter,
-    and none outside the model."""
-    groups = optimizer.param_groups
-    held = {id(p): tuple(p.shape) for group in groups for p in group["params"]}
-    if missing := sum(id(p) not in held for p in parameters):
-        raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
-                         "parameters that train; pass its class instead")
-    inside = {id(p) for p in model.parameters()} if model is not None else set(held)
-    if foreign := [shape for one, shape in held.items() if one not in inside]:
-        raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters outside the model (the "
-            f"first of shape {foreign[0]}), whose gradients are not clipped; make them "
-            "part of the model, or leave them out")
+    # AdamW's own default is not zero
+    decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
+    return make(list(parameters), lr=learning_rate,
+                **{"weight_decay": weight_decay} if decays else {})
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-kept
 class MaskedEntries:
@@ -131,131 +77,39 @@ class MaskedEntries:
                              "from this step on; make it over all parameters of the "
                              "model, or anew over engine.parameters() when they change")
 
-# %% ../nbs/5_notes/80_updates.ipynb #updates-rates
-def check_rates(
-    settings: Settings,
-) -> None:
-    "ValueError for a rate or a decay that a given optimizer would ignore."
-    if not isinstance(settings.optimizer, torch.optim.Optimizer):
-        return
-    for name in ("learning_rate", "weight_decay"):
-        if (value := getattr(settings, name)) != getattr(Settings, name):
-            raise ValueError(f"{name}={value} is not used beside an optimizer that is "
-                             "made already; give it to the optimizer, or pass the "
-                             "optimizer's class")
-
 # %% ../nbs/5_notes/80_updates.ipynb #updates-schedules
-SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the run done -> factor
-    "constant": lambda share: 1.0,
-    "linear": lambda share: 1.0 - share,
-    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
-}
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-factor
-def rate_course(
-    schedule: str | Callable[[float], float],
-    steps: int,                           # of the whole run
-    warmup: float,                        # steps, or a share of them if below 1
-    rate_factor: Callable[[int], float],  # of step t
-) -> Callable[[int], float]:              # step t -> factor of the learning rate
-    "The factor of each step; ValueError for a warm-up that does not end."
-    course = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    rising = warmup * steps if warmup < 1 else warmup
-    if rising >= steps:
-        raise ValueError(f"warmup={warmup:g} leaves none of the {steps} steps for the "
-                         "learning rate that was given; take fewer, or a share of the "
-                         "run, such as 0.1")
-    def factor(t: int) -> float:
-        share = (t - rising) / max(steps - rising, 1)
-        own = (t + 1) / (rising + 1) if t < rising else course(share)
-        return own * rate_factor(t)
-    return factor
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-course
-def check_course(
-    schedule: str | Callable[[float], float],
-) -> None:
-    "ValueError for a function that gives no factor at the start of the run."
-    course = SCHEDULES[schedule] if isinstance(schedule, str) else schedule
-    try:
-        factor = float(course(0.0))
-    except Exception as error:
-        raise ValueError(
-            "schedule= takes the share of the run done, from 0 to 1, and returns a "
-            f"factor of the learning rate; this one fails at 0 ({error}), and one that "
-            "makes a scheduler of torch calls its parameter optimizer") from error
-    if not math.isfinite(factor):
-        raise ValueError(f"schedule= gives {factor} at the start of the run; a factor "
-                         "of the learning rate is a finite number")
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-makes
-def makes_scheduler(schedule: Any) -> bool:
-    "Whether a schedule is a scheduler of torch, or makes one from an optimizer."
-    plain = schedule.func if isinstance(schedule, partial) else schedule
-    if isinstance(plain, type):
-        return issubclass(plain, LRScheduler)
-    if isinstance(plain, LRScheduler):
-        return True
-    parameters = (inspect.signature(plain).parameters
-                  if inspect.isfunction(plain) else {})
-    return next(iter(parameters), "") == "optimizer"
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-own-scheduler
-def own_scheduler(
-    schedule: Any, # a scheduler, or what makes one
-    optimizer: torch.optim.Optimizer,
-    warmup: float,
-) -> LRScheduler:
-    """The user's scheduler over the run's optimizer;
-    ValueError if it cannot be stepped without a metric."""
-    if warmup:
-        raise ValueError(f"warmup={warmup:g} beside a scheduler of one's own; put the "
-                         "warm-up into the scheduler")
-    try:
-        made = schedule if isinstance(schedule, LRScheduler) else schedule(optimizer)
-    except TypeError as error:
-        raise ValueError("schedule= cannot be made from the optimizer alone "
-                         f"({error}); give the rest with functools.partial, such as "
-                         "partial(StepLR, step_size=10)") from error
-    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
-        raise ValueError(f"schedule= gave a {type(made).__name__}; give a scheduler of "
-                         "torch.optim.lr_scheduler whose step() takes no score")
-    if made.optimizer is not optimizer:
-        raise ValueError(
-            "the scheduler belongs to another optimizer than the run's; pass "
-            "the same instance as optimizer=, or what makes the scheduler")
-    return made
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-own-schedule
-class OwnSchedule:
-    "A torch scheduler whose rates are multiplied by the method's factor."
+class Schedule:
+    "A scheduler of torch, and on top of it the factor that a method wants."
 
     def __init__(
         self,
         made: LRScheduler,
-        optimizer: torch.optim.Optimizer,
-        rate_factor: Callable[[int], float], # of step t
+        factor: Callable[[int], float] = lambda t: 1.0,  # of step t
     ):
-        self.made, self.optimizer, self.rate_factor = made, optimizer, rate_factor
-        self.t = 0
-        self.plain = [group["lr"] for group in optimizer.param_groups]
-        self._put(rate_factor(0))
+        self.made, self.factor, self.t = made, factor, 0
+        self.plain = [group["lr"] for group in self.groups]
+        self._set(factor(0))
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        "Those of the optimizer."
+        return self.made.optimizer.param_groups
+
+    def _set(self, factor: float) -> None:
+        for group, rate in zip(self.groups, self.plain, strict=True):
+            group["lr"] = rate * factor
 
     def step(self) -> None:
         "Set the next step's rates."
-        self._put(1.0)
+        self._set(1.0)
         self.made.step()
         self.t += 1
-        self.plain = [group["lr"] for group in self.optimizer.param_groups]
-        self._put(self.rate_factor(self.t))
-
-    def _put(self, factor: float) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.plain, strict=True):
-            group["lr"] = rate * factor
+        self.plain = [group["lr"] for group in self.groups]
+        self._set(self.factor(self.t))
 
     def get_last_lr(self) -> list[float]:
         "The rates as they are now."
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.groups]
 
     def state_dict(self) -> dict[str, Any]:
         "For a checkpoint."
@@ -265,30 +119,31 @@ class OwnSchedule:
         "Go on from a checkpoint."
         self.t, self.plain = state["t"], state["plain"]
         self.made.load_state_dict(state["made"])
-        self._put(self.rate_factor(self.t))
+        self._set(self.factor(self.t))
 
-# %% ../nbs/5_notes/80_updates.ipynb #updates-make-schedule
+
 def make_schedule(
     optimizer: torch.optim.Optimizer,
-    # a name in SCHEDULES, a function of the share, or a scheduler's maker
-    schedule: Any,
-    steps: int, # of the whole run
-    # steps, or a share of them if below 1, in which the rate rises from 0
-    warmup: float = 0,
-    # of step t: what the method wants
-    rate_factor: Callable[[int], float] = lambda t: 1.0,
-) -> Any: # with step, get_last_lr, state_dict and load_state_dict
-    """The learning rate over the run; it depends on the step alone,
-    so it costs no privacy."""
-    if isinstance(schedule, str) and schedule not in SCHEDULES:
-        raise ValueError(
-            f"schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}, "
-            "or pass a function")
-    if makes_scheduler(schedule):
-        return OwnSchedule(
-            own_scheduler(schedule, optimizer, warmup), optimizer, rate_factor)
-    check_course(schedule)
-    return LambdaLR(optimizer, rate_course(schedule, steps, warmup, rate_factor))
+    schedule: Any,      # a name for `get_scheduler`, or optimizer -> LRScheduler
+    steps: int,         # of the whole run
+    warmup: float = 0,  # steps, or a share of them if below 1, in which the rate rises
+    factor: Callable[[int], float] = lambda t: 1.0,  # of step t: what the method wants
+) -> Schedule:
+    "The learning rate over the run."
+    if not callable(schedule):
+        from transformers import get_scheduler
+        rising = round(warmup * steps if warmup < 1 else warmup)
+        if not rising:
+            return Schedule(get_scheduler(schedule, optimizer, 0, steps), factor)
+        name = "constant_with_warmup" if schedule == "constant" else schedule
+        made = get_scheduler(name, optimizer, rising + 1, steps + 1)
+        with warnings.catch_warnings(action="ignore"):  # no step before the first
+            made.step()  # whose rate is 0, and a private step is charged
+        return Schedule(made, factor)
+    if warmup:
+        raise ValueError(f"warmup={warmup:g} with a scheduler of one's own; put the "
+                         "warm-up into the scheduler")
+    return Schedule(schedule(optimizer), factor)
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-average
 class Average:
@@ -297,106 +152,86 @@ class Average:
 
     At update t it keeps min(decay, (1 + t) / (10 + t)) of itself, so the start is soon
     forgotten; @de2022.
-    A parameter enters with the value from which it begins to train, and one that is
-    frozen goes on with its constant value, so the result is the average of whole
-    models, whatever trained when.
     """
 
-    def __init__(self, decay: float, parameters: Iterable[nn.Parameter]):
-        if not 0 < decay < 1:
-            raise ValueError(
-                f"average={decay}: the decay of the parameter average must lie "
-                "between 0 and 1")
-        self.decay, self.updates = decay, 0
-        self.values: dict[nn.Parameter, Tensor] = {}
-        self.follow(parameters)
+    def __init__(self, decay: float, model: nn.Module):
+        self.decay, self.model, self.updates = decay, model, 0
+        self.values: dict[str, Tensor] = {}
 
-    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add those that are new, with their present values:
-        call it before they are updated."""
-        for parameter in parameters:
-            if parameter not in self.values:
-                self.values[parameter] = full(parameter.detach()).clone()
+    def follow(self) -> None:
+        "Add what begins to train, with its present value: before it is updated."
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and name not in self.values:
+                self.values[name] = parameter.detach().clone()
 
     def update(self) -> None:
         "Include the present values."
         kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        for parameter, value in self.values.items():
-            value.lerp_(full(parameter.detach()), 1 - kept)
+        for name, parameter in self.model.named_parameters():
+            if name in self.values:
+                self.values[name].lerp_(parameter.detach(), 1 - kept)
 
-    def state(self, names: dict[int, str]) -> tuple[int, dict[str, Tensor]]:
-        """For a checkpoint: updates so far, and the averages by the parameters' names,
-        which are found by id."""
-        named = ((names.get(id(parameter)), value)
-                 for parameter, value in self.values.items())
-        return self.updates, {name: value for name, value in named if name is not None}
-
-    def restore(
-        self, parameters: dict[str, nn.Parameter], updates: int,
-        values: dict[str, Tensor],
-    ) -> None:
-        "Go on from a checkpoint."
-        self.updates = updates
-        self.values = {parameters[name]: value.to(parameters[name].device)
-                       for name, value in values.items()}
-
+    @torch.no_grad()
     def put(self) -> None:
         "Copy the averages into the model."
-        with torch.no_grad():
-            for parameter, value in self.values.items():
-                parameter.copy_(value)
+        for name, parameter in self.model.named_parameters():
+            if name in self.values:
+                parameter.copy_(self.values[name])
+
+    def restore(self, updates: int, values: dict[str, Tensor]) -> None:
+        "Go on from a checkpoint, which has `updates` and `values`."
+        named, self.updates = dict(self.model.named_parameters()), updates
+        self.values = {name: value.to(named[name].device)
+                       for name, value in values.items()}
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-take-up
-def take_up(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Give the optimizer the parameters that the method has added;
-    drop its moments of another phase, and of those that no longer train."""
-    access, groups = engine.context.needs(), optimizer.param_groups
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    groups[0]["params"] += [p for p in engine.parameters() if id(p) not in held]
-    trains = set() if access.new_phase else {id(p) for p in engine.parameters()}
-    for parameter in [p for p in optimizer.state if id(p) not in trains]:
-        del optimizer.state[parameter]
-    access.new_phase = False
-
-# %% ../nbs/5_notes/80_updates.ipynb #updates-class
 class Updates:
-    "Updates the weights once a step's gradient is private."
+    "What moves the weights, once a step's gradient is private."
 
     def __init__(self, engine: Engine):
-        given, method = engine.settings, engine.method
-        every = (list(engine.model.parameters()) if method.changes
-                 else engine.parameters())
-        self.engine = engine
+        given, method, self.engine = engine.settings, engine.method, engine
+        every = [*engine.model.parameters()] if method.changes else engine.parameters()
         self.optimizer = make_optimizer(given.optimizer, every, given.learning_rate,
                                         given.weight_decay, engine.model)
         self.schedule = make_schedule(
             self.optimizer, given.schedule, engine.plan.steps, given.warmup,
             lambda t: method.rate_factor(engine.context, t))
-        self.average = (Average(given.average, engine.parameters()) if given.average
-                        else None)
+        self.average = Average(given.average, engine.model) if given.average else None
 
-    def take(self, step: Step) -> None:
-        "One step, from its draw to the weights."
-        take_up(self.optimizer, self.engine)
+    def begin(self) -> None:
+        "Take over what trains in the step that begins."
+        access, groups = self.engine.context.needs(), self.optimizer.param_groups
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        trains = self.engine.parameters()
+        groups[0]["params"] += [p for p in trains if id(p) not in held]
+        keeps = set() if access.new_phase else {id(p) for p in trains}
+        for parameter in [p for p in self.optimizer.state if id(p) not in keeps]:
+            del self.optimizer.state[parameter]
+        access.new_phase = False
         if self.average is not None:
-            self.average.follow(self.engine.parameters())
-        for batch in step:
-            step.add(batch)
-        step.privatize()
+            self.average.follow()
+
+    def make(self) -> None:
+        "One update of the weights, and the rate of the next."
         self.optimizer.step()
         self.schedule.step()
-        step.done()
+
+    def end(self) -> None:
+        "The average of the weights goes on."
         if self.average is not None:
             self.average.update()
 
+    def finish(self) -> None:
+        "The average in the place of the last weights, where one is kept."
+        if self.average is not None:
+            self.average.put()
+
     def state(self) -> Any:
         "The average, for a checkpoint."
-        parameters = self.engine.model.named_parameters()
-        names = {id(parameter): name for name, parameter in parameters}
-        return None if self.average is None else self.average.state(names)
+        return self.average and (self.average.updates, self.average.values)
 
     def restore(self, state: Any) -> None:
         "Go on from a checkpoint."
         if self.average is not None:
-            self.average.restore(dict(self.engine.model.named_parameters()), *state)
+            self.average.restore(*state)

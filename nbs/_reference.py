@@ -114,7 +114,7 @@ class Entry:
         "The arguments, or the fields of a data class."
         if self.maker:
             rows = [self._row(*pair) for pair in _arguments(self.maker) if pair[0].arg not in ("self", "cls")]
-            return [row for one in rows for row in ([one] if one.name != "knobs" else self._knobs([row.name for row in rows]))]
+            return [row for one in rows for row in ([one] if one.name != "further" else self._knobs([row.name for row in rows]))]
         if not isinstance(self.node, ast.ClassDef) or not (self.node.decorator_list or self.node.bases):
             return []
         fields = [node for node in self.node.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
@@ -122,7 +122,7 @@ class Entry:
 
     def _field(self, node: ast.AnnAssign) -> Parameter:
         value, words = node.value, self.module.words_at(node.end_lineno, node.lineno)
-        if isinstance(value, ast.Call) and ast.unparse(value.func) == "knob":            # a knob carries its own description
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "setting":         # a setting carries its own description
             value, words = value.args[0], ast.literal_eval(value.args[1])
         return self._described(node.target.id, node.annotation, value, words)
 

@@ -10,15 +10,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import DPFrost, Engine, Full, LastLayer, Public, fine_tune
-from dpft.datasets import TensorData, as_dataset
+from dpft.datasets import as_dataset
 from dpft.frost import selection
-from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
 from dpft.noise import Keystream, grid_step
-from dpft.prepared import as_task, prepare
-from dpft.schema import read_labels
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
-from dpft.sources import load_data
 from dpft.tuning import tune
 
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}
@@ -86,23 +82,6 @@ def test_rows_to_score_on_are_read_in_any_form(tokenizer, trained, scored):
         fine_tune(bert(), FORMS[trained](TEXTS), Full(), evaluate=Public(FORMS[scored](both), source="the web"), **given)
 
 
-def test_rows_in_half_precision_and_pictures_in_files_are_compared_too():
-    def half(size):
-        return TensorDataset(torch.arange(4.0 * size).view(size, 4).bfloat16(), torch.arange(size) % 2)
-
-    assert shared_rows(Public(half(3), source="the web"), half(9)) == [0, 1, 2]
-
-    from io import BytesIO
-
-    from PIL import Image
-    stored = []
-    for level in range(4):
-        file = BytesIO()
-        Image.new("L", (2, 2), level).save(file, "png")
-        stored.append({"image": {"bytes": file.getvalue(), "path": None}, "label": 0})
-    assert shared_rows(stored[2:], stored[:3]) == [0]
-
-
 def test_a_person_is_the_same_as_a_whole_number_a_fraction_or_a_text():
     rows = {"x": [0.0, 1.0, 2.0, 3.0], "label": [0, 1, 0, 1], "person": [1, 1, 2, 2]}
     for own, ok in (([1.0, 3.0], False), (["1", "3"], False), ([4.0, 3.0], True), (["1.5", "3"], True)):
@@ -112,88 +91,6 @@ def test_a_person_is_the_same_as_a_whole_number_a_fraction_or_a_text():
         else:
             with pytest.raises(ValueError, match="1 of the 2 scored rows belong to people who are trained on too, the first is row 0"):
                 apart(NoisyAccuracy(dev, 1.0, unit="person"), rows, "person")
-
-
-def test_a_data_set_that_changes_its_labels_is_judged_by_what_it_gives():
-    class FromOne(torch.utils.data.Dataset):
-        "Class numbers from 1, as the files have them; an item counts from 0."
-        labels = torch.arange(12) % 3 + 1
-
-        def __len__(self):
-            return 12
-
-        def __getitem__(self, row):
-            return torch.full((3, 8, 8), row / 12), int(self.labels[row]) - 1
-
-    model = hf.ViTForImageClassification(hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                                                      image_size=8, patch_size=4, num_labels=3))
-    fine_tune(model, FromOne(), LastLayer(), noise_multiplier=1.0, steps=1, batch_size=4, delta=0.01, progress=False, accountant="rdp")
-
-
-def test_a_search_may_have_a_loss_of_its_own(tokenizer):
-    def own(model, batch):
-        scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return nn.functional.cross_entropy(scores.transpose(1, 2), batch["labels"].clamp(min=0), reduction="none").mean(1)
-
-    masked = hf.BertForMaskedLM(hf.BertConfig(**WORDS))
-    written, others = ([{"text": text} for text in rows["text"]] for rows in (TEXTS, OTHERS))
-    found = tune(masked, written, Full(), {"learning_rate": [1e-3, 1e-2]}, Public(others, source="the web"), trials=2, steps=1,
-                 batch_size=5, loss_fn=own, tokenizer=tokenizer, **KNOBS)
-    assert found.best is not None
-
-
-MOODS = {"review": ["a b", "c a b"] * 6, "sentiment": ["positive", "negative"] * 6}
-NAMED = ("review", "sentiment")
-
-
-@pytest.mark.parametrize("classes", [2, ["negative", "positive"]])
-def test_texts_under_any_name_are_class_names_where_there_are_classes(tmp_path, classes):
-    """Otherwise nobody could learn a column of class names that is not called label."""
-    pd.DataFrame(MOODS).to_csv(tmp_path / "a.csv", index=False)
-    for task in (load_data(str(tmp_path / "a.csv"), columns=NAMED, classes=classes), as_task(MOODS, NAMED, classes=classes)):
-        assert (task.kind, task.columns, task.classes) == ("text", NAMED, ("negative", "positive"))
-    assert load_data(str(tmp_path / "a.csv"), columns=NAMED).kind == "causal"
-    with pytest.raises(ValueError, match=r"column 'sentiment' holds texts, .* call it 'label' if it holds the names of classes"):
-        load_data(str(tmp_path / "a.csv"))
-
-
-@pytest.mark.parametrize("described", [False, True])
-def test_a_model_that_classifies_takes_the_last_of_the_named_columns_for_its_label(tokenizer, described):
-    data = as_task(MOODS, NAMED, classes=2) if described else MOODS
-    ready = prepare(bert(), data, tokenizer, NAMED)
-    assert ready.schema.line() == "reads: review; label: sentiment" and ready.classes == ("negative", "positive")
-    assert ready.train.labels.tolist() == [1, 0] * 6
-    assert ready.model.config.id2label == {0: "negative", 1: "positive"}    # as a saved model says them
-    writer = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=2, n_positions=16))
-    assert described or prepare(writer, MOODS, tokenizer, NAMED).schema.kind == "causal"
-
-
-def test_labels_from_one_are_said_to_begin_at_one():
-    rows = {"text": ["a b"] * 50, "label": [1, 2, 3, 4, 5] * 10}
-    with pytest.raises(ValueError, match="the labels begin at 1, and classes are numbered from 0; subtract 1"):
-        as_task(rows)
-    names = ["1", "2", "3", "4", "5"]
-    assert as_task({**rows, "label": [str(one) for one in rows["label"]]}).classes == tuple(names)
-    assert read_labels([1, 2], classes=names).values.tolist() == [1, 2]    # as a data set stores the numbers of such classes
-
-
-def test_a_model_may_return_its_scores_in_a_dictionary_and_a_batch_says_what_it_lacks():
-    class Said(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return {"logits": self.layer(x)}
-
-    given = dict(noise_multiplier=1.0, steps=1, batch_size=20, delta=0.01, progress=False, accountant="rdp")
-    fine_tune(Said(), pictures(40), Full(), **given)
-    one, other, labels = torch.randn(40, 4), torch.randn(40, 4), torch.arange(40) % 2
-    with pytest.raises(ValueError, match="pass loss_fn="):
-        fine_tune(nn.Bilinear(4, 4, 2), TensorDataset(one, other, labels), Full(), **given)
-    rows = [{"input": one[row], "label": int(labels[row])} for row in range(40)]
-    with pytest.raises(ValueError, match="labels"):
-        fine_tune(nn.Linear(4, 2), rows, Full(), **given)
 
 
 # ---- modes of layers
@@ -272,28 +169,6 @@ def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_correcte
     run()
 
 
-@pytest.mark.parametrize("given, said", [
-    (lambda o: torch.optim.lr_scheduler.StepLR(o, 1), "this one fails at 0 .*calls its parameter optimizer"),
-    (lambda share: "fast", "this one fails at 0"), (lambda share: float("nan"), "a factor of the learning rate is a finite number")])
-def test_a_schedule_that_gives_no_factor_is_named(given, said):
-    with pytest.raises(ValueError, match=said):
-        fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Full(), steps=2, schedule=given, **KNOBS)
-
-
-def test_a_loss_of_torch_that_takes_scores_is_named():
-    with pytest.raises(TypeError, match=r"loss_fn=CrossEntropyLoss\(\) takes scores and labels; pass loss_fn=, a function"):
-        fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Full(), steps=2,
-                  loss_fn=nn.CrossEntropyLoss(reduction="none"), **KNOBS)
-
-
-def test_vectors_in_tensor_data_stay_vectors():
-    rows, labels = torch.randn(40, 4), torch.arange(40) % 2
-    data = TensorData(rows.double(), labels, mean=(1.0, 0.0, 0.0, 0.0), std=(2.0,))
-    found, _ = data.batch([3, 5])
-    torch.testing.assert_close(found, (rows[[3, 5]] - torch.tensor([1.0, 0, 0, 0])) / 2)
-    fine_tune(nn.Linear(4, 2), data, Full(), steps=1, **KNOBS)
-
-
 def test_the_lowest_bits_of_a_paid_score_tell_nothing():
     "Every score is a whole number of steps of one grid, however many answers are right."
     model = nn.Linear(2, 2)
@@ -305,9 +180,3 @@ def test_the_lowest_bits_of_a_paid_score_tell_nothing():
         data = [(torch.eye(2)[row % 2], row % 2 if row < right else 1 - row % 2) for row in range(64)]
         found = torch.tensor([64 * noisy_accuracy(model, data, 1.0, Keystream(seed), 0) for seed in range(50)], dtype=torch.float64)
         assert torch.equal(found, (found / step).round() * step)
-
-
-def test_what_is_promised_of_paid_scores_says_that_they_lie_on_a_grid():
-    rows, scored = (TensorDataset(torch.randn(size, 4), torch.arange(size) % 2) for size in (40, 20))
-    run = fine_tune(nn.Linear(4, 2), rows, Full(), steps=1, evaluate=NoisyAccuracy(scored), **KNOBS)
-    assert run.score_guarantee.secure_mode

@@ -2,12 +2,8 @@
 
 import json
 import signal
-import sys
 import types
-import warnings
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from test_processes import Ranks
@@ -19,7 +15,6 @@ from dpft.datasets import Public
 from dpft.ledger import Ledger
 from dpft.noise import Keystream
 from dpft.scores import NoisyAccuracy, noisy_accuracy
-from dpft.updates import make_schedule
 
 
 def rows(count, seed):
@@ -93,12 +88,6 @@ def test_events_come_in_order_and_show_what_was_released(tmp_path):
     assert "training loss" not in run.report()
 
 
-def test_the_loss_is_logged_only_where_it_is_asked_for():
-    seen = Recorder()
-    run = tuned(callbacks=[seen], show_loss=True)
-    assert all("loss" in logs for _, logs in seen.logs) and "training loss" in run.report()
-
-
 def test_arguments_hold_neither_seed_nor_folders_nor_people(tmp_path):
     seen, people = Recorder(), [f"patient {i // 2}" for i in range(60)]
     tuned(callbacks=[seen], seed=1234567, checkpoint=tmp_path / "state", output=tmp_path / "saved", ledger=tmp_path / "book", unit=people,
@@ -109,11 +98,6 @@ def test_arguments_hold_neither_seed_nor_folders_nor_people(tmp_path):
     known = json.loads(seen.args.to_json_string())
     assert known["learning_rate"] == 0.05 and known["noise_multiplier"] == 2.0 and known["method"] == "Full()" and known["steps"] == 6
     assert seen.args.max_steps == 6 and seen.args.per_device_train_batch_size == 10 and seen.args.run_name is None
-
-
-def test_a_callback_changes_nothing_by_watching():
-    plain, watched = tuned(seed=3), tuned(seed=3, callbacks=[Recorder()])
-    assert len(plain.history) == len(watched.history) and plain.epsilon == watched.epsilon
 
 
 @pytest.mark.parametrize("stop", [1, 3, 6])
@@ -171,25 +155,6 @@ def test_of_a_function_s_score_less_is_better_where_its_name_says_so(name, steps
     assert [entry["step"] for entry in run.history if "learning_rate" in entry][-1] == steps
 
 
-def test_a_state_goes_back_to_the_callback_of_its_class(tmp_path):
-    Failing.calls = 0
-    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
-    first, second = Recorder(), EarlyStoppingCallback(9)
-    tuned(callbacks=[first, second], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
-    assert not hasattr(first, "early_stopping_patience_counter") and second.early_stopping_patience_counter > 2
-
-
-def test_a_state_whose_callback_is_gone_is_told(tmp_path):
-    Failing.calls = 0
-    given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
-    with pytest.raises(KeyboardInterrupt):
-        tuned(callbacks=[EarlyStoppingCallback(9)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
-    with pytest.warns(UserWarning, match="the interrupted run had a EarlyStoppingCallback, whose state is lost"):
-        tuned(callbacks=[Recorder()], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
-
-
 def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
     Failing.calls = 0
     given = dict(evaluate_every=1, checkpoint=tmp_path, checkpoint_every=1, seed=0)
@@ -197,7 +162,7 @@ def test_early_stopping_goes_on_counting_after_a_crash(tmp_path):
         tuned(callbacks=[EarlyStoppingCallback(3)], evaluate=Worse(5.0, 4.0, 3.0), optimizer=Failing, **given)
     again = Recorder()
     run = tuned(callbacks=[EarlyStoppingCallback(3), again], evaluate=Worse(2.0), optimizer=torch.optim.SGD, **given)
-    assert again.events[:2] == [("begin", 3), ("step", 3)] and ("score", 3) in again.events     # told again of the checkpoint's step
+    assert again.events[:3] == [("begin", 3), ("step begins", 3), ("step", 4)]
     assert run.history[-1]["step"] == 4 and [m.steps for m in run.guarantee.spent] == [4]
 
 
@@ -253,29 +218,28 @@ def test_a_callback_that_cannot_begin_ends_the_call_before_anything_is_charged(t
         assert all(not ledger.spent(name) for name in ledger.runs())
 
 
-def test_early_stopping_may_wait_for_scores_that_another_callback_asks_for():
-    class Asking(TrainerCallback):
-        def on_step_end(self, args, state, control, **more):
-            control.should_evaluate = True
-    run = tuned(callbacks=[EarlyStoppingCallback(2), Asking()], evaluate=Worse(3.0, 4.0, 2.0, 3.0, 9.0))
-    assert [entry["step"] for entry in run.history if "scores" in entry][-1] < 6
+@pytest.mark.parametrize("callbacks, said", [([EarlyStoppingCallback(2)], "EarlyStoppingCallback requires"), ("me", "text")])
+def test_what_cannot_work_is_refused_before_anything_is_charged(tmp_path, callbacks, said):
+    with pytest.raises((AssertionError, ValueError), match=said):
+        tuned(callbacks=callbacks, ledger=tmp_path / "book")
+    assert not (tmp_path / "book").exists() or not Ledger(tmp_path / "book").spent()
 
 
-@pytest.mark.parametrize("wrong", ["tensorboard", 3, [object()], [TrainerCallback], [nn.Linear(1, 1)]])
-def test_what_is_no_callback_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"^callbacks"):
-        tuned(callbacks=wrong)
+def test_epochs_are_expected_passes_and_the_optimizer_sees_the_noisy_gradient():
+    class Passes(TrainerCallback):
+        def __init__(self):
+            self.seen = []
 
+        def on_epoch_begin(self, args, state, control, **more):
+            self.seen.append(("begin", state.global_step))
 
-def test_a_callback_that_waits_for_epochs_is_told():
-    class Epochs(TrainerCallback):
-        def on_epoch_end(self, *args, **more):
-            raise AssertionError
+        def on_epoch_end(self, args, state, control, **more):
+            self.seen.append(("end", state.global_step))
 
-        def on_log(self, *args, **more):
-            pass
-    with pytest.warns(UserWarning, match="on_epoch_end of Epochs is never called"):
-        tuned(callbacks=[Epochs])
+        def on_pre_optimizer_step(self, args, state, control, model=None, **more):
+            self.seen += [] if all(p.grad.abs().sum() > 0 for p in model.parameters()) else ["no gradient"]
+    tuned(callbacks=[one := Passes()], steps=7)                                 # a third of the rows in each
+    assert one.seen == [("begin", 0), ("end", 3), ("begin", 3), ("end", 6), ("begin", 6)]
 
 
 def test_wishes_are_met(tmp_path):
@@ -319,7 +283,7 @@ def test_a_paid_score_is_not_drawn_twice(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tuned(callbacks=[seen], optimizer=Failing, **given)
     tuned(callbacks=[again], optimizer=torch.optim.SGD, **given)
-    assert again.metrics[0] == seen.metrics[-1] and len(seen.metrics) == 3 and len(again.metrics) == 1 + 2 + 1
+    assert again.metrics[:3] == seen.metrics and len(seen.metrics) == 3 and len(again.metrics) == 6
 
 
 def resumed(folder, before, after):
@@ -335,20 +299,7 @@ def resumed(folder, before, after):
 def test_a_run_that_continues_names_what_was_looked_at_before(tmp_path, before, said):
     assert said in resumed(tmp_path / "less", before, {}).guarantee.uncharged
     more = resumed(tmp_path / "more", {}, before).guarantee.uncharged
-    assert more == resumed(tmp_path / "as much", before, before).guarantee.uncharged and more.count(said) == 1
-
-
-@pytest.mark.parametrize("before", [dict(show_loss=True), dict(evaluate=OTHER)], ids=["loss", "score at the end"])
-def test_a_run_that_is_saved_in_a_second_call_names_what_the_first_one_showed(tmp_path, monkeypatch, before):
-    def full(*_):
-        raise OSError("no space left")
-    with monkeypatch.context() as patched:
-        patched.setattr("dpft.loop.keep", full)
-        with pytest.raises(OSError, match="no space"):
-            tuned(checkpoint=tmp_path / "state", output=tmp_path / "saved", **before)
-    again = tuned(checkpoint=tmp_path / "state", output=tmp_path / "saved")
-    assert again.guarantee.uncharged == tuned(**before).guarantee.uncharged != []
-    assert again.guarantee.uncharged[0] in (tmp_path / "saved" / "README.md").read_text()
+    assert {*more} == {*resumed(tmp_path / "as much", before, before).guarantee.uncharged} and more.count(said) == 1
 
 
 def test_paid_scores_of_an_interrupted_run_are_counted_with_those_of_the_next_call(tmp_path):
@@ -385,45 +336,6 @@ def test_an_evaluation_that_fails_in_a_run_does_not_end_it():
     assert run.scores == {} and sum("learning_rate" in entry for entry in run.history) == 6
 
 
-@pytest.mark.parametrize("found, scores", [
-    (0.5, {"score": 0.5}), (torch.tensor(0.5), {"score": 0.5}), ({"f1": torch.tensor(0.5), "rows": 3}, {"f1": 0.5, "rows": 3.0}), ({}, {})])
-def test_what_a_function_returns_is_kept_as_numbers_by_name(tmp_path, found, scores):
-    "Callbacks, checkpoints and the saved run take nothing else."
-    run = tuned(evaluate=lambda model: found, evaluate_every=2, callbacks=[Recorder()], checkpoint=tmp_path / "state", checkpoint_every=2,
-                output=tmp_path / "saved")
-    assert run.scores == scores and all(type(value) is float for value in run.scores.values())
-
-
-@pytest.mark.parametrize("found", [None, "good", {"f1": "good"}, [0.1, 0.2]])
-def test_what_is_no_score_ends_no_run(tmp_path, found):
-    with pytest.warns(UserWarning, match="evaluate= failed"):
-        run = tuned(evaluate=lambda model: found, evaluate_every=2, callbacks=[Recorder()], checkpoint=tmp_path)
-    assert run.scores == {}
-
-
-@pytest.mark.parametrize("kept, warned", [(np.float32(0.5), False), (object(), True)])
-def test_a_callback_whose_state_cannot_be_kept_ends_no_run(tmp_path, kept, warned):
-    class Keeper(Recorder):
-        def state(self):
-            return {"args": {}, "attributes": {"kept": kept}}
-
-        @classmethod
-        def from_state(cls, state):
-            return cls()
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run = tuned(callbacks=[Keeper()], checkpoint=tmp_path, checkpoint_every=2)
-    assert any("Keeper.state failed" in str(one.message) for one in told) == warned
-    assert sum("learning_rate" in entry for entry in run.history) == 6
-
-
-def test_a_statement_of_another_type_is_refused_before_anything_is_charged(tmp_path):
-    with pytest.raises(TypeError, match="statement= takes a Statement and not a dict"):
-        tuned(statement={"author": "me"}, ledger=tmp_path / "book")
-    assert not (tmp_path / "book").exists()
-
-
 def test_a_noisy_accuracy_counts_rows_whatever_their_labels():
     """A row may move the count by one: neither many tokens in a row, nor rows without a label, may stretch it."""
     model = nn.Linear(2, 2)
@@ -453,10 +365,6 @@ def test_a_paid_score_reads_its_rows_as_training_reads_its_own():
     right = (said == 1 - many.tensors[1]).double().mean().item()
     assert abs(right - 0.5) > 0.05                                            # else both readings would agree
     assert run.scores["accuracy"] == pytest.approx(right, abs=0.02)
-    torch.manual_seed(0)
-    found = dpft.tune(nn.Linear(4, 2), TRAIN, dpft.Full(), {"learning_rate": [0.3, 0.5]}, score=NoisyAccuracy(many), epsilon=30.0,
-                      steps=20, batch_size=20, clip=1.0, optimizer="sgd", accountant="rdp", collate_fn=swapped, progress=False)
-    assert all(trial.score > 0.7 for trial in found.trials)                   # read as they are, the rows give less than half
 
 
 def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
@@ -481,23 +389,8 @@ def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
 # ---- schedules of the user's
 
 
-def rates_of(run):
-    return [entry["learning_rate"] for entry in run.history]
-
-
-def falling(share):
-    return 1 - share
-
-
 def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def test_a_schedule_may_be_a_function_of_the_share_or_make_a_scheduler():
-    assert rates_of(tuned(schedule=falling)) == pytest.approx([0.05 * (1 - t / 6) for t in range(1, 7)])
-    wanted = [0.05 * 0.5 ** (t // 2) for t in range(1, 7)]
-    assert rates_of(tuned(schedule=halving)) == pytest.approx(wanted)
-    assert rates_of(tuned(schedule=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5))) == pytest.approx(wanted)
 
 
 def test_a_scheduler_goes_on_after_a_crash(tmp_path):
@@ -505,82 +398,11 @@ def test_a_scheduler_goes_on_after_a_crash(tmp_path):
     given = dict(schedule=halving, checkpoint=tmp_path, checkpoint_every=1, seed=0)
     with pytest.raises(KeyboardInterrupt):
         tuned(optimizer=Failing, **given)
-    assert rates_of(tuned(optimizer=torch.optim.SGD, **given)) == pytest.approx([0.05 * 0.5 ** (t // 2) for t in range(1, 7)])
-
-
-def test_a_methods_factor_comes_on_top_of_ones_own_scheduler():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
-    falls = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    made = make_schedule(optimizer, falls, 4,
-                         rate_factor=lambda t: 10.0 if t % 2 else 1.0)
-    found = []
-    for _ in range(4):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step(), made.step()
-    assert found == pytest.approx([0.1, 0.5, 0.025, 0.125])
-
-
-FOREIGN = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
-
-
-@pytest.mark.parametrize("given,why", [
-    (dict(schedule="step"), "choose one of 'constant', 'linear', 'cosine'"), (dict(schedule=3), "choose one of"),
-    (dict(schedule=halving, warmup=2), "put the warm-up into the scheduler"),
-    (dict(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau), "whose step\\(\\) takes no score"),
-    (dict(schedule=lambda optimizer: 3), "gave a int"),
-    (dict(schedule=FOREIGN), "belongs to another optimizer")])
-def test_schedules_that_cannot_be_are_refused(given, why):
-    with pytest.raises(ValueError, match=why):
-        tuned(**given)
+    found = [entry["learning_rate"] for entry in tuned(optimizer=torch.optim.SGD, **given).history]
+    assert found == pytest.approx([0.05 * 0.5 ** (t // 2) for t in range(1, 7)])
 
 
 # ---- Transformers' own integrations
-
-
-class Writer:
-    """As much of a SummaryWriter as Transformers calls."""
-
-    def __init__(self, log_dir=None):
-        self.texts, self.scalars, self.closed = {}, [], False
-
-    def add_text(self, name, text, *step):
-        self.texts[name] = text
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def flush(self):
-        pass
-
-    def close(self):
-        self.closed = True
-
-
-def test_transformers_own_tensorboard_callback_logs(monkeypatch, tmp_path):
-    import transformers.integrations.integration_utils as utils
-    monkeypatch.chdir(tmp_path)
-    writer = Writer()
-    monkeypatch.setattr(utils, "is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    tuned(callbacks=[utils.TensorBoardCallback(writer)], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3)
-    names = {name for name, _, _ in writer.scalars}
-    assert {"train/learning_rate", "train/epsilon", "train/grad_norm", "eval/accuracy"} <= names and "train/loss" not in names
-    assert [step for name, _, step in writer.scalars if name == "train/learning_rate"] == list(range(1, 7))
-    assert writer.closed and json.loads(writer.texts["args"])["noise_multiplier"] == 2.0
-
-
-def test_tensorboard_itself_reads_what_was_logged(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from transformers.integrations import TensorBoardCallback
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tuned(callbacks=[TensorBoardCallback], evaluate=Public(OTHER, "elsewhere"), evaluate_every=3)
-    found = EventAccumulator(str(tmp_path / "runs"))
-    found.Reload()
-    assert {"train/learning_rate", "train/epsilon", "eval/accuracy"} <= set(found.Tags()["scalars"])
-    assert [event.step for event in found.Scalars("train/epsilon")] == list(range(1, 7))
 
 
 # ---- several processes
@@ -651,24 +473,3 @@ def test_what_callbacks_did_is_named_where_they_saw_what_is_not_charged(seen):
 
 
 # ---- hooks that a callback puts on the model
-
-
-class Watch(TrainerCallback):
-    "Follows gradients and inputs, as integrations do that log them."
-
-    def on_train_begin(self, args, state, control, model=None, **more):
-        model[0].weight.register_hook(lambda gradient: None)
-        model.register_forward_hook(lambda module, inputs, output: None)
-
-
-class Quiet(TrainerCallback):
-    "Removes what it has put there."
-
-    def on_step_end(self, args, state, control, model=None, **more):
-        model.register_forward_hook(lambda module, inputs, output: None).remove()
-
-
-@pytest.mark.parametrize("callback,named", [(Watch, True), (Quiet, False)])
-def test_hooks_that_a_callback_leaves_on_the_model_are_named_in_the_report(callback, named):
-    run = tuned(callbacks=[callback()])
-    assert any("hooks" in what for what in run.guarantee.uncharged) == named

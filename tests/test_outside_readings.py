@@ -26,7 +26,6 @@ from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.cli.core import train_command
 from dpft.composition import Chain
 from dpft.datasets import TableData, TensorData
-from dpft.evaluation import scored
 from dpft.identity import repeated_rows, shared_rows
 from dpft.ledger import Ledger, LedgerError
 from dpft.losses import example_losses, problem_of
@@ -36,7 +35,7 @@ from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian, epsilon
 from dpft.registry import method_named
 from dpft.schema import read_labels
-from dpft.scores import noisy_accuracy, right_answers, scorer
+from dpft.scores import noisy_accuracy, right_answers, scored
 from dpft.selection import settle, trial_noise
 
 ROWS = [{"text": "Ann Smith has it", "label": 1}, {"text": "Bob has not", "label": 0}]
@@ -121,7 +120,6 @@ def test_what_is_scored_is_collated_as_what_is_trained_on():
     knobs = KNOBS | {"delta": 1e-2, "collate_fn": collate, "loss_fn": loss}
     run = fine_tune(model, rows[:20], Full(), learning_rate=1e-6, evaluate=Public(rows[20:], source="drawn for the test"), **knobs)
     assert run.scores == {"accuracy": 1.0}
-    assert scorer(Public(rows[20:], source="drawn for the test"), None, Keystream(0))(run, 0) == 1.0
 
 
 def test_a_guarantee_is_given_up_before_the_run_is_recorded():
@@ -270,7 +268,7 @@ class Batched(Named):
 
 def test_a_data_set_that_makes_its_own_batches_is_scored_row_by_row():
     model = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match="batch of Batched gives one row 3 answers"):
+    with pytest.raises(ValueError, match="batch gives one row 3 answers"):
         right_answers(model, Batched(own=lambda rows, labels: (rows.repeat_interleave(3, 0), labels.repeat_interleave(3))))
     centred = Batched(own=lambda rows, labels: (rows - rows.mean(0), labels))
     constant = int(model.bias.argmax())    # a row alone is its own mean

@@ -687,11 +687,11 @@ def test_a_killed_process_ends_all_with_one_sentence_and_the_same_command_contin
 ASKED_TO_STOP = """
     import os, signal
     from dpft.cli import core
-    honest = core.in_shell
-    def signalled(*words):
+    honest = core.tell
+    def signalled(sentence):
         os.kill(os.getpid(), signal.SIGTERM)
-        return honest(*words)
-    core.in_shell = signalled
+        return honest(sentence)
+    core.tell = signalled
     core.main()
 """
 

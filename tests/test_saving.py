@@ -3,11 +3,6 @@
 import copy
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,27 +12,22 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import dpft
 from dpft.baselines import Adapter, LoRA, merge_lora
-from dpft.bitfit import add_biases, biases, remove_added
 from dpft.composition import Chain
-from dpft.datasets import TableData, TensorData
 from dpft.guarantee import verify
 from dpft.ledger import Ledger
-from dpft.models import load_tokenizer
 from dpft.saving import (
     ADAPTER,
     PART,
     add_again,
     additions,
     base_name,
-    check_target,
+    free_folder,
     frozen_fingerprint,
-    how_to_load,
     note_addition,
     restores,
     stored_name,
@@ -184,22 +174,6 @@ def test_another_base_is_refused_and_left_as_it_was(bases, tmp_path, name):
     assert same(dpft.load(tmp_path, model=pretrained(bases, base)), dpft.load(tmp_path))
 
 
-def test_a_changed_base_folder_is_refused(bases, tmp_path):
-    shutil.copytree(bases / "roberta", tmp_path / "base")
-    run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path / "base"), dpft.BiTFiT())
-    run.save(tmp_path / "run")
-    trained = copy.deepcopy(run.model)      # some versions of Transformers map frozen weights from the file that is overwritten below
-    other = pretrained(bases, "roberta")
-    other.roberta.embeddings.word_embeddings.weight.data += 1e-3
-    other.save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="another base model"):
-        dpft.load(tmp_path / "run")
-    shutil.rmtree(tmp_path / "base")
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        dpft.load(tmp_path / "run")
-    assert same(dpft.load(tmp_path / "run", model=pretrained(bases, "roberta")), trained)
-
-
 def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path):
     model = pretrained(bases, "roberta")
     model.roberta.encoder.layer[0].output.dense.weight.data.mul_(1.01)       # trained on public data, say
@@ -213,19 +187,6 @@ def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path)
     with pytest.raises(ValueError, match="without a name"):
         dpft.load(tmp_path)
     assert same(dpft.load(tmp_path, model=copy.deepcopy(run.model)), run.model)
-
-
-def test_a_saved_folder_takes_the_place_of_an_older_one(bases, tmp_path):
-    tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
-    assert (tmp_path / "model.safetensors").exists()
-    for method, file in ((LoRA(2), ADAPTER), (dpft.BiTFiT(), PART)):
-        before, run = files(tmp_path), tuned(pretrained(bases, "roberta"), method)
-        with pytest.raises(ValueError, match="overwrite=True"):
-            run.save(tmp_path)
-        assert files(tmp_path) == before
-        run.save(tmp_path, overwrite=True)
-        assert {"model.safetensors", PART, ADAPTER} & files(tmp_path) == {file}
-        assert same(dpft.load(tmp_path), run.model)
 
 
 def test_what_was_merged_is_no_part_any_more(bases, tmp_path):
@@ -251,22 +212,6 @@ def test_a_run_whose_model_was_trained_on_is_not_saved_under_its_guarantee(bases
     assert same(dpft.load(tmp_path / "second"), second.model)
 
 
-def test_modes_and_copies_change_no_model(bases, tmp_path):
-    run = tuned(pretrained(bases, "roberta"), dpft.BiTFiT())
-    run.model = copy.deepcopy(run.model).eval().requires_grad_(False)
-    run.save(tmp_path / "eval")
-    run.model.train().requires_grad_(True)
-    run.save(tmp_path / "train")
-    assert same(dpft.load(tmp_path / "train"), dpft.load(tmp_path / "eval"))
-
-
-def test_merging_twice_is_merging_once(bases, tmp_path):
-    run = tuned(pretrained(bases, "roberta"), LoRA(2))
-    merge_lora(merge_lora(run.model))
-    run.save(tmp_path)
-    assert same(dpft.load(tmp_path), run.model)
-
-
 def test_a_module_of_ones_own_in_parts(tmp_path):
     def net():
         torch.manual_seed(3)
@@ -286,89 +231,7 @@ def test_a_module_of_ones_own_in_parts(tmp_path):
         dpft.load(tmp_path / "whole", model=nn.Sequential(nn.Flatten(), nn.Linear(16, 32), nn.Linear(32, 3)))
 
 
-def test_a_text_run_leaves_the_bases_tokenizer_out_and_still_finds_it(tmp_path, bases):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    base = tmp_path / "base"
-    shutil.copytree(bases / "roberta", base)
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdef"])}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    hf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(base)
-    table = TableData({"text": ["a b", "c", "d e f", "a"] * 5, "label": [0, 1, 2, 0] * 5})
-    settings = dict(noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp", progress=False)
-    run = dpft.fine_tune(str(base), table, dpft.BiTFiT(), **settings)
-    run.save(tmp_path / "run")
-    assert "tokenizer.json" not in files(tmp_path / "run")
-    assert same(dpft.load(tmp_path / "run"), run.model)
-    assert load_tokenizer(str(tmp_path / "run"))("a c")["input_ids"] == [2, 4]
-    assert "`dpft.models.load_tokenizer(path)` loads it" in (tmp_path / "run" / "README.md").read_text()
-    with pytest.raises(ValueError, match=r"dpft\.load"):
-        dpft.load_model(str(tmp_path / "run"))
-    run.prepared.tokenizer.name_or_path = "another"
-    run.save(tmp_path / "own")
-    assert "tokenizer.json" in files(tmp_path / "own")
-    assert "load_tokenizer" not in (tmp_path / "own" / "README.md").read_text()
-
-
-def test_a_card_says_how_pictures_are_scaled(tmp_path):
-    "And a scaling of the user's own is listed as public; a task lists its own."
-    data = TensorData(torch.rand(20, 3, 8, 8) * 255, torch.arange(20) % 2, 255.0, (0.4, 0.5, 0.6), (0.25,))
-    settings = dict(noise_multiplier=1.0, steps=1, batch_size=10, accountant="rdp", progress=False)
-    run = dpft.fine_tune("cnn", data, dpft.Full(), output=tmp_path / "run", **settings)
-    card = (tmp_path / "run" / "README.md").read_text()
-    assert "A picture of 3 × 8 × 8 enters it as (x / 255 − mean) / deviation, with mean 0.4, 0.5, 0.6 and deviation 0.25." in card
-    assert "the numbers by which the pictures are scaled" in run.guarantee.assumed_public
-    assert json.loads((tmp_path / "run" / "dpft.json").read_text())["pictures"] == {
-        "shape": [3, 8, 8], "scale": 255.0, "mean": [0.4, 0.5, 0.6], "std": [0.25]}
-    plain = dpft.fine_tune("cnn", replace(data, scale=1.0, mean=(0.0,), std=(1.0,)), dpft.Full(), **settings)
-    assert not any("scaled" in fact for fact in plain.guarantee.assumed_public)
-
-
-def test_transformers_finds_how_pictures_are_scaled(tmp_path):
-    "What `AutoImageProcessor` makes of a picture is what the model was trained on."
-    tiny = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=2)
-    seen = torch.randint(0, 256, (20, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    data = TensorData(seen, torch.arange(20) % 2, 255.0, (0.4, 0.5, 0.6), (0.25,))
-    settings = dict(noise_multiplier=1.0, steps=1, batch_size=10, accountant="rdp", progress=False)
-    def saved(model, data, folder):
-        dpft.fine_tune(model, data, dpft.Full(), output=tmp_path / folder, **settings)
-        return files(tmp_path / folder)
-    def vit(channels=3):
-        return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, **tiny))
-    assert "preprocessor_config.json" in saved(vit(), data, "run")
-    picture = Image.fromarray(seen[0].permute(1, 2, 0).numpy())
-    ready = hf.AutoImageProcessor.from_pretrained(tmp_path / "run")(picture, return_tensors="pt")["pixel_values"]
-    assert torch.allclose(ready[0], data[0][0], atol=1e-5)
-    gray = TensorData(seen[:, :1], data.labels, 255.0)
-    assert "preprocessor_config.json" not in saved(vit(1), gray, "gray")      # none of its processors takes one channel
-    assert "preprocessor_config.json" not in saved("cnn", data, "own")        # nor reads a network of ours
-
-
-def test_the_part_of_a_roberta_base_is_small(tmp_path):
-    """The mark: below 1 MB for the biases of a RoBERTa-base, with ledger, guarantee and card."""
-    config = hf.RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)
-    with torch.device("meta"):
-        model = hf.RobertaForMaskedLM(config)
-    model.to_empty(device="cpu").tie_weights()                              # no page is touched that is not needed
-    small, loss_fn, batch = zoo.build("cnn", rows=8)
-    data, collate = zoo.as_data(batch)
-    run = dpft.fine_tune(small, data, dpft.BiTFiT(), noise_multiplier=1.0, steps=4, batch_size=4, delta=0.01, loss_fn=loss_fn,
-                         collate_fn=collate, accountant="rdp", progress=False, ledger=Ledger(tmp_path / "l.sqlite"))
-    run.model, run.trained = model, list(biases(model))       # it only pretends
-    run.save(tmp_path / "run", whole=False)
-    count = sum(parameter.numel() for parameter in biases(model).values())
-    assert 150_000 < count < 160_000 and 4 * count < size(tmp_path / "run") < 1_000_000
-
-
 # ---- the pieces
-
-
-def test_saying_how_to_load_imports_no_transformers(monkeypatch):
-    description = {"part": False, "base": None, "class": "Net", "recipe": None, "added": [], "adapters": [], "stock": True}
-    monkeypatch.setattr("dpft.saving.class_named", lambda kind: pytest.fail("only a model of Transformers needs its classes"))
-    monkeypatch.delitem(sys.modules, "transformers")
-    assert "dpft.load(path, model=…)" in how_to_load(description)
-    assert "dpft.load(path)" in how_to_load(description | {"recipe": {"name": "mlp"}})
 
 
 def test_names_in_all_their_wrappings():
@@ -411,26 +274,10 @@ def test_nothing_is_called_that_did_not_allow_it(tmp_path):
         note_addition(model, add_scale, [], by=torch.ones(1))
 
 
-def test_added_biases_survive_save_pretrained_and_copies(bases, tmp_path):
-    model = pretrained(bases, "llama")
-    added = add_biases(model, norms=True)
-    for parameter in added.values():
-        parameter.data.normal_()
-    model.save_pretrained(tmp_path)
-    again = pretrained(bases, "llama")
-    add_biases(again, norms=True)
-    again.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
-    twin = copy.deepcopy(model)
-    ids = torch.randint(2, 40, (3, 7))
-    assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits) and torch.equal(model(ids).logits, twin.eval()(ids).logits)
-    assert sorted(remove_added(twin)) == sorted(added) and not biases(twin) and biases(model)
-    assert torch.equal(twin(ids).logits, pretrained(bases, "llama").eval()(ids).logits) and additions(twin) == []
-
-
 # --- a place to save in -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places, states", [(["output"], 1), (["checkpoint"], 8), (["output", "checkpoint"], 9)])
+@pytest.mark.parametrize("places, states", [(["output"], 1), (["checkpoint"], 8)])
 def test_room_is_looked_for_before_the_first_draw(tmp_path, monkeypatch, places, states):
     """A run that its disk cannot hold is refused with nothing paid; the same call, with room to the byte, goes through."""
     rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
@@ -449,25 +296,17 @@ def test_room_is_looked_for_before_the_first_draw(tmp_path, monkeypatch, places,
     assert [m.steps for m in tuned().guarantee.spent] == [2]
 
 
-def test_a_place_is_checked_before_anything_is_paid_for(tmp_path):
-    assert check_target(tmp_path / "new" / "run") == tmp_path / "new" / "run" and list((tmp_path / "new" / "run").iterdir()) == []
-    assert check_target(tmp_path / "new" / "run")  # an empty folder is welcome
+def test_a_folder_to_save_in_is_checked_before_training(tmp_path):
+    assert list(free_folder(tmp_path / "new" / "run").iterdir()) == [] and free_folder(tmp_path / "new" / "run")
     (tmp_path / "file").write_text("notes")
     with pytest.raises(ValueError, match="file is a file"):
-        check_target(tmp_path / "file", overwrite=True)
-    with pytest.raises(ValueError, match="cannot be written"):
-        check_target(tmp_path / "file" / "run")
-    with pytest.raises(ValueError, match=r"has room for .* and the run needs"):
-        check_target(tmp_path / "big", room=2**62)
-    assert (tmp_path / "file").read_text() == "notes"
-
-
-@pytest.mark.parametrize("name", ["dpft.json", "guarantee.json", "README.md"])
-def test_nothing_is_replaced_unless_asked(tmp_path, name):
-    (tmp_path / name).write_text("somebody's")
-    with pytest.raises(ValueError, match=f"holds {name} already, .*overwrite=True"):
-        check_target(tmp_path)
-    assert check_target(tmp_path, overwrite=True) == tmp_path and (tmp_path / name).read_text() == "somebody's"
+        free_folder(tmp_path / "file", overwrite=True)
+    for name in ("dpft.json", "guarantee.json", "README.md"):
+        (folder := tmp_path / name.partition(".")[0]).mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(ValueError, match=f"holds {name} already, .*overwrite=True"):
+            free_folder(folder)
+        assert free_folder(folder, overwrite=True) == folder and (folder / name).read_text() == "{}"
 
 
 def toy_run(**settings):
@@ -551,41 +390,6 @@ def test_a_folder_with_files_that_no_run_wrote_is_refused(tmp_path, name, overwr
         assert verify(folder)
 
 
-def test_a_file_that_comes_while_a_run_trains_is_left_as_it_is_and_not_sealed(tmp_path, monkeypatch):
-    output = tmp_path / "run"
-    for name, saved in (("notes.txt", True), ("model.safetensors", False)):
-        monkeypatch.setattr("dpft.loop.check_room", lambda *_: (output / name).write_text("somebody's"))  # noqa: B023
-        if saved:
-            toy_run(output=output)
-            assert name not in json.loads((output / "guarantee.json").read_text())["files"]
-            with pytest.raises(ValueError, match=f"{name} was added"):
-                verify(output)
-        else:
-            with pytest.warns(UserWarning, match=f"{name} is there already, and no run wrote it"):
-                toy_run(output=output)
-        assert (output / name).read_text() == "somebody's"
-        shutil.rmtree(output)
-
-
-def test_a_file_that_was_sealed_later_is_not_taken_for_one_of_the_run(tmp_path):
-    run = toy_run(ledger=tmp_path / "book")
-    run.save(tmp_path / "run")
-    (tmp_path / "run" / "LICENSE").write_text("mine")
-    with pytest.raises(ValueError, match=r"LICENSE was added .*guarantee\.publish"):
-        verify(tmp_path / "run")
-    run.guarantee.publish(tmp_path / "run", run.ledger)
-    assert verify(tmp_path / "run")
-    with pytest.raises(ValueError, match="LICENSE, which no run wrote"):
-        run.save(tmp_path / "run", overwrite=True)
-
-
-def test_an_empty_name_of_a_folder_is_not_the_one_we_are_in(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="name of the folder to save in is empty"):
-        toy_run(output="")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_base_that_lay_in_the_folder_of_the_run_that_is_replaced_is_not_referred_to(bases, tmp_path):
     tuned(pretrained(bases, "roberta"), dpft.Full()).save(tmp_path)
     run = tuned(hf.RobertaForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32), dpft.BiTFiT())
@@ -601,7 +405,7 @@ def test_a_run_whose_save_fails_is_kept_and_the_promised_way_out_leads_out(tmp_p
     with monkeypatch.context() as patch:
         if cause == "room":
             no_room_for(patch, "guarantee.json")
-            words = "make room" if not checkpoint else "with room"
+            words = "No space left"
         else:
             patch.setattr("dpft.loop.check_room", lambda *_: (output / "README.md").write_text("somebody's"))
             words = "holds README.md already, which saving would replace; name another folder"
@@ -609,9 +413,9 @@ def test_a_run_whose_save_fails_is_kept_and_the_promised_way_out_leads_out(tmp_p
             with pytest.raises(ValueError, match=f"the run is complete, but .*{words}.*the same command saves it"):
                 toy_run(**own)
         else:
-            with pytest.warns(UserWarning, match=f"complete and in memory, but .*{words}.*call run.save") as told:
+            with pytest.warns(UserWarning, match=f"complete and in memory, but .*{words}.*call run.save"):
                 run = toy_run(**own)
-            assert str(output) in run.unsaved and ("make room" in str(told[0].message)) == (cause == "room")
+            assert str(output) in run.unsaved
     (output / "README.md").unlink(missing_ok=True)
     if checkpoint:
         run = toy_run(**own)
@@ -621,34 +425,13 @@ def test_a_run_whose_save_fails_is_kept_and_the_promised_way_out_leads_out(tmp_p
     assert [m.steps for m in run.guarantee.spent] == [2]
 
 
-def test_a_run_is_saved_and_read_whatever_the_locale_encodes(tmp_path):
-    """Under LC_ALL=C it trained, and then its card could not be written."""
-    code = """
-        import sys, torch, dpft
-        from torch import nn
-        from dpft.guarantee import verify
-        rows = torch.utils.data.TensorDataset(torch.arange(120.0).view(40, 3) / 120, torch.arange(40) % 2)
-        run = dpft.fine_tune(nn.Linear(3, 2), rows, dpft.Full(), noise_multiplier=1.0, steps=2, batch_size=10, accountant="rdp",
-                             progress=False, statement=dpft.Statement(author="M\\xfcller"), output=sys.argv[1])
-        assert run.unsaved == "", ascii(run.unsaved)
-        dpft.load(sys.argv[1], nn.Linear(3, 2))
-        assert verify(sys.argv[1])
-    """
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path / "run"], capture_output=True, text=True,
-                          env=os.environ | plain)
-    assert done.returncode == 0, done.stderr
-    assert "Müller" in (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
-
-
 def test_a_run_that_is_replaced_leaves_none_of_its_files_and_nothing_outside_is_touched(tmp_path):
     folder, outside = tmp_path / "run", tmp_path / "outside.txt"
     folder.mkdir()
     outside.write_text("mine")
-    (folder / "dpft.json").write_text("{}")
+    (folder / "dpft.json").write_text(json.dumps({"files": ["tokenizer.json", "../outside.txt"]}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / ".notes.txt").write_text("mine")
-    (folder / "guarantee.json").write_text(json.dumps({"files": {"tokenizer.json": "", "../outside.txt": ""}}))
     toy_run().save(folder, overwrite=True)
     assert not (folder / "tokenizer.json").exists() and (folder / ".notes.txt").exists() and outside.read_text() == "mine"
 
@@ -675,15 +458,6 @@ def test_a_changed_head_never_loads_as_the_stock_one(bases, tmp_path, method):
     other = pretrained(bases, "roberta")
     other.classifier = OwnHead()
     assert same(dpft.load(tmp_path, other), run.model)
-
-
-@pytest.mark.parametrize("name", ["roberta", "llama"])
-def test_a_stock_model_is_said_to_load_by_itself(bases, tmp_path, name):
-    run = tuned(pretrained(bases, name), dpft.BiTFiT(add_missing=True) if name == "llama" else dpft.Full(), name)
-    before = torch.random.get_rng_state()
-    run.save(tmp_path, whole=True)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert "`dpft.load(path)` gives the model" in (tmp_path / "README.md").read_text() and same(dpft.load(tmp_path), run.model)
 
 
 def small(name):
@@ -773,11 +547,6 @@ def test_a_damaged_description_of_a_saved_run_is_named(tmp_path):
     (tmp_path / "dpft.json").write_text('{"part": tr')
     with pytest.raises(ValueError, match=r"dpft.json is damaged \(Expecting value: line 1 column 10.*take another copy of the folder"):
         dpft.load(tmp_path, nn.Linear(3, 2))
-
-
-def test_a_name_in_place_of_a_base_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"model='minilm': pass a module, such as dpft.load_model\('minilm'\)"):
-        dpft.load(tmp_path, "minilm")
 
 
 @pytest.mark.parametrize("what", ["longer", "gone"])

@@ -3,46 +3,35 @@
 import copy
 import dataclasses
 import itertools
-import json
 import math
 import os
 import random
 import shutil
 import signal
-import types
 import warnings
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
 from torch import nn, tensor
 from transformers import TrainerCallback
 from zoo import toy
 
 import dpft
-from dpft import engine as engine_room
-from dpft import loop
 from dpft.auditing import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
-from dpft.datasets import TableData, TensorData
+from dpft.datasets import TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
-from dpft.loop import progress_is_due
 from dpft.losses import perplexity
-from dpft.method import Context, Method
-from dpft.models import set_modes
-from dpft.plan import make_plan, noise_spread, scaled_blocks
-from dpft.prepared import as_task, prepare
-from dpft.privacy import Request, epsilon
-from dpft.processes import speaks
-from dpft.sampling import Share
+from dpft.method import Method
+from dpft.plan import noise_spread, scaled_blocks
+from dpft.privacy import Request
 from dpft.settings import Settings
-from dpft.sources import load_data
 from dpft.step import Step
-from dpft.updates import Average, make_optimizer, make_schedule
+from dpft.updates import make_optimizer, make_schedule
 
 CHECK = "that the start-up check of a batch passed"
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
@@ -170,14 +159,6 @@ def test_the_share_of_clipped_examples_is_kept_where_the_loss_is_shown(clipping)
     assert [entry["clipped"] for entry in tune(steps=2, epsilon=math.inf, show_loss=True).history] == [0.0, 0.0]
 
 
-def test_an_example_that_is_not_finite_is_not_among_the_clipped():
-    data = toy()
-    data.images[7] = 1e38                                    # its norm overflows
-    size = len(data)
-    run = tune(data=data, steps=1, batch_size=size, clip=1e-6, show_loss=True)
-    assert run.history[0]["not_finite"] == 1 and run.history[0]["clipped"] == pytest.approx((size - 1) / size)
-
-
 def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
     run = tune()
     assert all("clipped" not in entry for entry in run.history) and "were clipped" not in run.report()
@@ -193,16 +174,6 @@ def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
     step = next(iter(shown))
     step.take()
     assert step.clipped == 1.0 and "the share of gradients that were clipped" in shown.guarantee.uncharged
-
-
-def test_labels_outside_the_models_classes_are_refused():
-    data = toy()
-    data.labels[3] = 5
-    with pytest.raises(ValueError, match=r"^the label of row 3 is no class of the model, which numbers its 3 from 0$"):
-        tune(data=data, batch_size=60)
-    rows = [(x / 255, y) for x, y in zip(data.images, data.labels, strict=True)]          # whose labels nobody holds together
-    with pytest.raises(ValueError, match=r"the label in row \d+ of a batch is outside the 3 classes"):
-        tune(data=rows, batch_size=60)
 
 
 def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same():
@@ -222,13 +193,6 @@ def test_without_privacy_the_step_is_the_plain_gradient():
     for p, g in zip(e.model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
         assert torch.allclose(p.grad, g, atol=1e-6)
     assert e.guarantee.epsilon() == math.inf
-
-
-def test_the_plan_meets_the_target_and_the_ledger_agrees_with_it():
-    e = run_all(engine(epsilon=1.5))
-    assert 1.49 < e.guarantee.epsilon() <= 1.5
-    assert e.ledger.finished(e.account.run)
-    assert e.ledger.charged() == e.plan.mechanisms
 
 
 def mixing():
@@ -377,11 +341,6 @@ def test_a_run_that_is_refused_at_its_start_has_spent_nothing():
     assert ledger.charged() == e.plan.mechanisms
 
 
-def test_noise_multiplier_cannot_be_shared_with_a_request():
-    with pytest.raises(ValueError, match="give epsilon"):
-        engine(method=Selecting(), epsilon=None, noise_multiplier=1.0)
-
-
 class Later(Method):
     """Everything, then only the head from step 2 on, then everything again."""
 
@@ -403,38 +362,12 @@ def test_what_trains_may_change_at_any_step_both_ways():
     assert moved == [True, True, False, True]
 
 
-def test_a_frozen_prefix_is_in_evaluation_mode_and_the_rest_is_not():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2))
-    for p in model[:2].parameters():
-        p.requires_grad_(False)
-    set_modes(model)
-    assert [m.training for m in model] == [False, False, True, True, True]
-    set_modes(model, dropout=False)
-    assert not any(m.training for m in model)
-
-
 # fine_tune -----------------------------------------------------------------------------------------------------------------------
 
 
 def tune(model=None, data=None, **settings):
     settings = {"epsilon": 3.0, "steps": 6, "batch_size": 20, "progress": False, "seed": 0, "clip": 0.5, "accountant": "rdp", **settings}
     return dpft.fine_tune(model or net(), data or toy(), settings.pop("method", dpft.Full()), **settings)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.Adafactor])
-def test_an_optimizer_is_given_what_it_takes(kind):
-    assert tune(optimizer=kind, steps=2).guarantee.mechanisms[0].steps == 2
-    if kind is torch.optim.Rprop:
-        with pytest.raises(ValueError, match="Rprop takes no weight_decay"):
-            tune(optimizer=kind, weight_decay=0.1)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
-    "It would call the loss again, with gradients that nothing bounds."
-    with pytest.raises(ValueError, match="LBFGS needs a closure"):
-        tune(optimizer=torch.optim.LBFGS, ledger=tmp_path / "book")
-    with dpft.Ledger(tmp_path / "book") as ledger:
-        assert not any(ledger.spent(name) for name in ledger.runs())
 
 
 @pytest.mark.parametrize("losses", [lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).detach(), b[1], reduction="none"),
@@ -457,15 +390,6 @@ def test_fine_tune_learns_and_reports():
     assert len(run.history) == 61 and {"step", "loss", "learning_rate"} <= set(run.history[0])
 
 
-def test_the_number_of_examples_of_a_draw_is_named_in_the_guarantee_once_it_was_read():
-    e = engine()
-    step = next(iter(e))
-    for batch in step:
-        step.add(batch)
-    assert e.guarantee.uncharged == [CHECK]
-    assert step.examples > 0 and e.guarantee.uncharged == [CHECK, "the number of examples that were drawn"]
-
-
 @pytest.mark.parametrize("progress", [False, True])
 def test_no_loss_is_kept_or_shown_unless_it_is_asked_for(progress, capsys):
     run = tune(progress=progress)
@@ -482,51 +406,6 @@ def test_options_are_honoured(settings):
     run = tune(copy.deepcopy(start), **settings)
     assert torch.isfinite(weights(run.model)).all() and not torch.equal(weights(run.model), weights(start))
     assert run.guarantee.mechanisms[0].steps == (3 if settings.get("epochs") else 6)
-
-
-def test_schedules():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
-    schedule = make_schedule(optimizer, "linear", 10, warmup=4)
-    rates = []
-    for _ in range(10):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-
-
-def test_the_average_is_that_of_the_iterates_with_a_warm_up():
-    p = nn.Parameter(torch.tensor([1.0]))
-    average, wanted = Average(0.15, [p]), 1.0
-    for t, value in enumerate((2.0, 3.0, 5.0)):
-        p.data.fill_(value)
-        average.update()
-        kept = min(0.15, (1 + t) / (10 + t))                                                  # 0.1, then the decay itself
-        wanted = kept * wanted + (1 - kept) * value
-    average.put()
-    assert p.item() == pytest.approx(wanted)
-
-
-def test_an_optimizer_instance_must_hold_what_trains():
-    model = net()
-    assert make_optimizer(torch.optim.SGD(model.parameters(), 0.1), list(model.parameters()), 0.1).defaults["lr"] == 0.1
-    with pytest.raises(ValueError, match="lacks 2 of the 4"):
-        make_optimizer(torch.optim.SGD(model[1].parameters(), 0.1), list(model.parameters()), 0.1)
-
-
-def test_saving_and_loading_a_module(tmp_path):
-    run = dpft.fine_tune("mlp", dpft.load_data("digits", limit=100), dpft.BiTFiT(), epsilon=8.0, steps=2, batch_size=20, progress=False)
-    run.save(tmp_path)
-    assert torch.equal(weights(dpft.load(tmp_path)), weights(run.model))
-    assert dpft.Guarantee.load(tmp_path / "guarantee.json").epsilon() == pytest.approx(run.epsilon)
-    assert "differentially private" in (tmp_path / "README.md").read_text()
-    own = tune()
-    own.save(tmp_path / "own")
-    with pytest.raises(ValueError, match="model=MyModule"):
-        dpft.load(tmp_path / "own")
-    assert torch.equal(weights(dpft.load(tmp_path / "own", model=net(seed=9))), weights(own.model))
-    with pytest.raises(ValueError, match="not a saved run"):
-        dpft.load(tmp_path / "elsewhere")
 
 
 # checkpoints -----------------------------------------------------------------------------------------------------------------------
@@ -761,7 +640,8 @@ BAD = [
     (dict(steps=4.5), "steps=4.5"), (dict(steps=None, epochs=math.inf), "epochs=inf"), (dict(steps=None, epochs=math.nan), "epochs=nan"),
     (dict(clip=math.inf), "clip=inf"),
     (dict(clipping="round"), "clipping='round'"), (dict(accountant="gdp"), "gdp"), (dict(optimizer="adagrad"), "optimizer='adagrad'"),
-    (dict(schedule="steps"), "schedule='steps'"), (dict(unit="user"), "no column 'user'"), (dict(precision="fp16"), "precision='fp16'"),
+    (dict(schedule="steps"), "steps is not a valid SchedulerType"),
+    (dict(unit="user"), "no column 'user'"), (dict(precision="fp16"), "precision='fp16'"),
     (dict(noise_multiplier=1.0), "only one of them"), (dict(epsilon=None), "either epsilon or"), (dict(average=1.5), "average=1.5"),
     (dict(method=Unlabelled()), "nothing to train"),
     (dict(model=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3))), "BatchNorm"),
@@ -777,39 +657,9 @@ def test_bad_input_is_one_sentence_that_names_it(settings, words):
     assert "\n" not in str(caught.value)
 
 
-def test_whole_numbers_of_numpy_count_as_such():
-    assert tune(batch_size=np.int64(20), steps=np.int32(2), physical_batch_size=np.int64(8)).guarantee.mechanisms[0].steps == 2
-
-
-def test_bad_columns_and_labels():
-    table = TableData({"text": ["a b", "c"], "label": [0, 1]})
-    with pytest.raises(ValueError, match="sentence"):
-        dpft.fine_tune(nn.Linear(1, 1), table, dpft.Full(), epsilon=1.0, columns=("sentence", "label"), tokenizer=object())
-    with pytest.raises(ValueError, match="tokenizer="):
-        dpft.fine_tune(nn.Linear(1, 1), table, dpft.Full(), epsilon=1.0)
-
-
 def test_a_method_without_start_says_so():
     with pytest.raises(NotImplementedError, match="start"):
         engine(method=Method())
-
-
-def test_engine_matches_the_oracle_under_fine_tunes_own_loss():
-    model, batch = net().double(), (torch.randn(5, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1]))
-    loss = dpft.models.default_loss(model)
-    oracle = per_example_gradients(model, loss, batch)
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in oracle.values()]).sum(0).sqrt()
-    factors = (0.5 / norms).clamp(max=1)
-    for name, value in clipped_sum(model, loss, batch, 0.5).items():
-        assert torch.allclose(value, torch.tensordot(factors, oracle[name], dims=1), atol=1e-12)
-    assert F.cross_entropy(model(batch[0]), batch[1]).item() == pytest.approx(loss(model, batch).mean().item())
-
-
-def test_epsilon_of_a_plan_in_progress_grows_to_the_whole():
-    plan = make_plan(1000, 100, 50, target_epsilon=2.0)
-    values = [plan.epsilon(steps) for steps in (1, 10, 50)]
-    assert values == sorted(values) and values[-1] == plan.epsilon() <= 2.0
-    assert plan.epsilon() == pytest.approx(epsilon(plan.mechanisms, plan.delta))
 
 
 # ---- features of frozen layers
@@ -833,20 +683,6 @@ def test_features_change_nothing_but_the_work():
     cached, plain = (run_all(engine(method=OnlyTheHead(), batch_size=30, steps=12, cache=cache, loop=SGD)) for cache in (1.0, 0))
     assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
     assert plain.features is None and cached.features.hits > 0 and cached.features.store.bytes == 0   # nothing stays after the run
-
-
-@pytest.mark.parametrize(("method", "cache", "there"), [
-    (dpft.LastLayer(), None, True), (dpft.LayerFreeze(after=1), None, True), (dpft.BiTFiT(), None, False), (dpft.BiTFiT(), 0.1, True),
-    (dpft.LastLayer(), 0, False), (dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=2), None, True)])
-def test_features_are_stored_by_default_where_layers_freeze(method, cache, there):
-    assert (engine(method=method, cache=cache, **NOISE).features is not None) == there
-
-
-def test_public_rows_that_are_private_too_are_refused():
-    data = toy()
-    with pytest.raises(ValueError, match="row"):
-        dpft.fine_tune(net(), data, dpft.Full(), epsilon=2.0, batch_size=20, steps=1, accountant="rdp", progress=False,
-                       evaluate=dpft.Public(TensorData(data.images[:5], data.labels[:5]), "the same rows"))
 
 
 def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
@@ -946,12 +782,6 @@ def mean_gradients(model, batches, copies):
     return flat.unflatten(0, (-1, copies)).mean(1)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(epsilon=math.inf), dict(unit=[row // 2 for row in range(60)]), dict(average=0.9)])
-def test_one_unmoved_copy_is_no_augmentation(settings):
-    runs = [tune(augment=augment, **settings) for augment in (None, dpft.Augmentation(1, 0, False))]
-    assert torch.equal(weights(runs[0].model), weights(runs[1].model))
-
-
 @pytest.mark.parametrize("physical", [1, 5, 7, 64])
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
@@ -966,12 +796,6 @@ def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping)
     assert step.loss == pytest.approx(torch.cat([zoo.image_loss(model, batch) for batch in batches]).mean().item(), rel=1e-4)
     other = torch.cat([images for images, _ in sums_of(engine(augment=augment))[1]])                 # cut otherwise, the same views
     assert torch.equal(torch.cat([images for images, _ in batches]), other)
-
-
-def test_views_differ_between_steps_and_follow_the_seed():
-    e = engine(augment=dpft.Augmentation(copies=2, crop=1), batch_size=60, steps=2)
-    views = [torch.cat([batch[0] for batch in e.batches("train", t, 1.0, views=True)]) for t in (0, 1, 0)]
-    assert torch.equal(views[0], views[2]) and not torch.equal(views[0], views[1])
 
 
 def test_a_person_brings_the_mean_views_of_all_her_rows():
@@ -1012,71 +836,6 @@ def test_a_view_that_is_not_finite_takes_its_example_along():
     burst = batches[0][0][:16, 0, 0, 0] == 100
     assert 0 < burst.sum() < 16
     assert found.isfinite().all() and step.not_finite == 1 and step.examples == 8
-
-
-def test_without_privacy_the_gradient_is_the_mean_over_views_too():
-    model = net()
-    e = engine(copy.deepcopy(model), epsilon=math.inf, augment=dpft.Augmentation(copies=3, crop=1), physical_batch_size=9)
-    found, batches, step = sums_of(e)
-    assert torch.allclose(found, mean_gradients(model, batches, 3).sum(0), rtol=1e-4, atol=1e-6) and e.draws.open == []
-    step.privatize()
-    grads = torch.cat([p.grad.flatten() for p in e.parameters()]).double()
-    assert torch.allclose(grads, found / 20, rtol=1e-5, atol=1e-8)
-
-
-def test_a_batch_of_views_is_taken_once_and_no_other_is():
-    e = engine(augment=dpft.Augmentation(copies=2, crop=0))
-    step = next(iter(e))
-    first = next(iter(step))
-    step.add(first)
-    for batch in (first, toy(4).batch([0, 1])):
-        with pytest.raises(ValueError, match="a step takes the batches that it yields, each once and whole"):
-            step.add(batch)
-
-
-def test_a_method_that_draws_sees_plain_pictures():
-    seen = []
-
-    class Looks(Method):
-        def requests(self, context):
-            return [Request(0.5, 1, 0.2, "look")]
-
-        def start(self, context):
-            total = torch.zeros(())
-            for batch in context.draw(0.5):
-                seen.append(batch[0])
-                assert context.groups(batch) is None
-                total = total + len(batch[1])
-            context.release(total, 1.0)
-            context.train_only(context.model.parameters())
-
-    e = engine(method=Looks(), augment=dpft.Augmentation(copies=3, crop=1))
-    known = {tuple(image.flatten().tolist()) for image in e.train.images}
-    assert seen and all(tuple(image.flatten().tolist()) in known for batch in seen for image in batch)
-
-
-def test_a_resumed_run_sees_the_same_views_and_another_augmentation_is_refused(tmp_path):
-    settings = dict(augment=dpft.Augmentation(copies=2, crop=1), average=0.9)
-    whole = tune(learning_rate=0.05, **settings)
-    interrupted(tmp_path, 4, **settings)
-    with pytest.raises(CheckpointError, match="another augment"):
-        tune(checkpoint=tmp_path, learning_rate=0.05, optimizer=ADAMW, average=0.9, augment=dpft.Augmentation(copies=3, crop=1))
-    resumed = tune(checkpoint=tmp_path, checkpoint_every=2, learning_rate=0.05, optimizer=ADAMW, **settings)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-
-
-def test_no_view_gets_the_features_of_another():
-    settings = dict(method=OnlyTheHead(), batch_size=60, steps=12, augment=dpft.Augmentation(copies=2, crop=0, flip=True), loop=SGD)
-    cached, plain = (run_all(engine(cache=cache, **settings)) for cache in (1.0, 0))
-    assert cached.features.hits > 0 and torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-
-
-def test_tokens_have_no_views():
-    data = TableData({"input_ids": [[1, 2]] * 8, "labels": [0, 1] * 4})
-    model, loss_fn, _ = zoo.build("bert")
-    e = dpft.Engine(model, loss_fn, dpft.Full(), data, epsilon=2.0, batch_size=8, accountant="rdp", augment=dpft.Augmentation())
-    with pytest.raises(ValueError, match="augment= takes pictures"):
-        list(next(iter(e)))
 
 
 # ---- the average when what trains changes
@@ -1133,11 +892,6 @@ def test_a_ledger_tells_with_what_a_run_was_planned():
         assert plan["delta"] == e.plan.delta and plan["epsilon"] == e.plan.epsilon() and plan["accountant"] == "rdp"
 
 
-def test_what_has_trained_is_remembered_after_it_is_frozen():
-    run = tune(method=OnlyTheHead(), steps=4, **NOISE)
-    assert run.trained == sorted(name for name, _ in run.model.named_parameters())
-
-
 def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -1153,51 +907,10 @@ def test_other_processes_count_the_claims_of_the_first():
         _ = e.ledger
 
 
-def test_nothing_counts_as_checked_before_the_first_step_or_without_privacy():
-    e = engine(**NOISE)
-    assert e.guarantee.checked == []
-    assert run_all(e).guarantee.checked == list(CHECKED)
-    assert run_all(engine(epsilon=math.inf)).guarantee.checked == []
-
-
-def test_an_example_without_a_finite_loss_counts_as_zero_in_the_mean():
-    data = toy()
-    data.images[7] = math.nan
-    e = engine(data=data, batch_size=60, **NOISE)
-    step = next(iter(e))
-    losses = torch.cat([(step.add(batch), zoo.image_loss(e.model, batch))[1] for batch in step])
-    assert losses.isnan().sum() == 1 and step.loss == pytest.approx(losses.nan_to_num(0.0).mean().item(), rel=1e-5)
-
-
 def test_the_loop_is_silent_without_progress(capsys):
     tune(steps=2, **NOISE)
     said = capsys.readouterr()
     assert said.out == said.err == ""
-
-
-def test_the_line_about_what_is_read_leaves_the_word_to_an_error(monkeypatch, capsys):
-    """Of several processes the first that has an error tells it, and this line was taken for one: then none told any."""
-    class Shared:
-        told = 0
-
-        def add(self, name, one):
-            self.told += one
-            return self.told
-
-    monkeypatch.setattr("dpft.processes._store", Shared())
-    tune(steps=1, progress=True)
-    assert "reads: " in capsys.readouterr().err and speaks()
-
-
-def test_epsilon_is_shown_at_both_ends_and_twenty_times_between():
-    due = [t for t in range(1, 101) if progress_is_due(t, 100)]
-    assert due == [1, *range(5, 101, 5)]
-    assert all(progress_is_due(t, 7) for t in range(1, 8))
-
-
-def test_a_function_of_the_users_may_score_the_model():
-    run = tune(steps=1, **NOISE, evaluate=lambda model: {"parameters": sum(1 for _ in model.parameters())})
-    assert run.scores == {"parameters": 4}
 
 
 def test_texts_to_go_on_with_are_scored_by_perplexity():
@@ -1205,29 +918,6 @@ def test_texts_to_go_on_with_are_scored_by_perplexity():
     data, _ = zoo.as_data({**batch, "labels": batch["input_ids"]})
     run = tune(model, data, steps=1, batch_size=4, evaluate=data, **NOISE)
     assert run.scores == {"perplexity": pytest.approx(perplexity(run.model, data))}
-
-
-def test_a_saved_run_says_of_what_kind_it_is_and_what_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "write_model", lambda *_: {"base": None})     # weights have tests of their own
-    monkeypatch.setattr(loop, "how_to_load", lambda _: "load it\n")
-    tune(steps=1, epsilon=math.inf).save(tmp_path)
-    told = json.loads((tmp_path / "dpft.json").read_text())
-    assert told["kind"] == "image" and told["trained"] == ["1.bias", "1.weight", "4.bias", "4.weight"]
-    card = (tmp_path / "README.md").read_text()
-    assert card.startswith("# Model card\n\n") and card.endswith("load it\n") and "\n\n\n" not in card
-
-
-def test_a_part_of_a_method_has_the_steps_of_its_phase_or_all():
-    context = Context(net(), zoo.image_loss, 10, 7, 60)
-    assert context.part(0, 1).steps == 7 and context.part(0, 1, 3).steps == 3 and context.steps == 7
-    assert context.part(2, 2).part(1, 1)._first == 3
-
-
-def test_a_new_phase_is_known_to_the_loop():
-    context = engine(**NOISE).context
-    assert not context.needs().new_phase
-    context.begin_phase()
-    assert context.needs().new_phase is True
 
 
 class Unused(nn.Module):
@@ -1239,11 +929,6 @@ class Unused(nn.Module):
 
     def forward(self, x):
         return self.body(x)
-
-
-def test_without_privacy_a_parameter_may_be_unused():
-    e = run_all(engine(Unused(), epsilon=math.inf))
-    assert e.model.unused.item() == 0
 
 
 class ThawsAll(Thaws):
@@ -1258,52 +943,6 @@ def test_what_is_new_may_stay_where_it_is_when_its_gradient_is_zero_and_not_othe
     e = engine(method=Thaws(), **NOISE)
     with pytest.raises(ValueError, match="the optimizer does not hold the parameters"):
         run_all(e, torch.optim.SGD(e.parameters(), 0.1))
-
-
-@pytest.mark.parametrize("schedule, rates", [("constant", [1, 1, 1, 1]), ("linear", [1, 0.75, 0.5, 0.25]),
-                                             ("cosine", [1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4])])
-def test_the_rate_falls_as_its_schedule_says(schedule, rates):
-    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), []
-    schedule = make_schedule(optimizer, schedule, 4)
-    for _ in rates:
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert found == pytest.approx(rates)
-
-
-def test_a_view_counts_with_its_share_of_the_loss():
-    def loss(model, batch):
-        return batch
-    for copies in (2, 3):
-        share = Share(loss, copies)
-        assert share(None, tensor([6.0])).item() == share.full_precision(None, tensor([6.0])).item() == 6 / copies
-
-
-def test_a_method_is_asked_what_it_requests_with_the_run_before_it():
-    class Asks(dpft.Full):
-        def requests(self, context):
-            self.asked = context
-            return super().requests(context)
-
-    running = engine(method=Asks(), **NOISE)
-    assert running.method.asked is running.context
-
-
-def test_a_model_made_by_name_is_remembered_by_name():
-    "So that its folder says how to load it."
-    task = load_data("digits")
-    ready = prepare("cnn", task)
-    assert ready.recipe == {"name": "cnn", "classes": [*task.classes], "kind": "image", "image_shape": task.image_shape}
-    assert prepare(ready.model, task).recipe is None
-
-
-def test_a_module_names_its_tokenizer_by_where_it_came_from(monkeypatch):
-    monkeypatch.setattr("dpft.prepared.load_tokenizer", lambda name: pytest.fail(f"asked for {name}"))
-    model = net()
-    model.config = types.SimpleNamespace(_name_or_path="where/it/came/from")
-    with pytest.raises(pytest.fail.Exception, match="asked for where/it/came/from"):
-        prepare(model, [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
 
 
 def test_each_entry_has_the_noise_of_the_block_that_holds_it():
@@ -1330,30 +969,6 @@ def test_a_run_with_a_checkpoint_leaves_soon_after_it_was_told_to(tmp_path, caps
     assert [mechanism.steps for mechanism in ledger_of(tmp_path / "run").spent()] == [2]  # its wish travels with the next sum
 
 
-def test_what_trained_before_a_freeze_has_trained():
-    run = tune(method=dpft.Then(dpft.Full(), None, dpft.LastLayer(), steps=3), **NOISE)
-    assert run.trained == sorted(name for name, _ in run.model.named_parameters())
-
-
-def test_labels_beyond_the_classes_are_refused_before_a_step():
-    task = load_data("digits")
-    with pytest.raises(ValueError, match="class"):
-        prepare(net(), dataclasses.replace(task, classes=task.classes[:5]))
-
-
-def test_rows_that_end_in_text_are_for_writing():
-    rows = [{"question": "a", "reply": "b"}]
-    assert as_task(rows, ("question", "reply")).kind == "causal"
-    assert as_task([{"text": "a", "label": 0}], None).kind == "text"
-
-
-def test_secure_mode_is_for_devices_with_float64():
-    for device in ("cpu", "cuda"):
-        engine_room.check_secure(True, True, torch.device(device))
-    with pytest.raises(ValueError, match="mps does not have"):
-        engine_room.check_secure(True, True, torch.device("mps"))
-
-
 def test_what_is_checked_on_the_first_batch_is_claimed_from_then_on():
     running, loose = engine(**NOISE), engine(epsilon=math.inf)
     assert running.guarantee.checked == []
@@ -1368,3 +983,47 @@ def test_a_run_without_noise_is_noted_in_a_ledger_that_it_was_given(tmp_path):
     for one in (given, own):
         next(iter(one)).take()
     assert list(given.ledger.unpaid()) == [given.account.run] and own.ledger.unpaid() == {}
+
+
+# what moves the weights ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule, warmup, rates", [
+    ("constant", 0, [1, 1, 1, 1]), ("linear", 0, [1, 0.75, 0.5, 0.25]), ("constant", 2, [1 / 3, 2 / 3, 1, 1]),
+    ("cosine", 0, [1, (2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4]), ("linear", 0.5, [1 / 3, 2 / 3, 1, 0.5]),
+    (lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), 0, [1, 0.5, 0.25, 0.125])])
+def test_the_rate_falls_as_its_schedule_says_and_no_step_has_none(schedule, warmup, rates):
+    for factor in (lambda t: 1.0, lambda t: 10.0 if t % 2 else 1.0):                # a method's comes on top
+        optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), []
+        schedule_of = make_schedule(optimizer, schedule, 4, warmup, factor)
+        for _ in rates:
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule_of.step()
+        assert found == pytest.approx([rate * factor(t) for t, rate in enumerate(rates)])
+
+
+def test_an_optimizer_instance_holds_what_trains_and_nothing_outside_the_model():
+    model, other = net(), nn.Parameter(torch.zeros(1))
+    every = [*model.parameters()]
+    assert make_optimizer(torch.optim.SGD(every, 0.1), every, 0.1, model=model).defaults["lr"] == 0.1
+    with pytest.raises(ValueError, match="lacks 2 of the 4"):
+        make_optimizer(torch.optim.SGD(model[1].parameters(), 0.1), every, 0.1)
+    with pytest.raises(ValueError, match="holds 1 parameters outside the model, whose gradients are not clipped"):
+        make_optimizer(torch.optim.SGD([*every, other], 0.1), every, 0.1, model=model)
+
+
+def test_a_schedule_goes_past_lost_steps_without_a_warning(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = engine(checkpoint=tmp_path / "run", seed=None)
+        next(iter(first)).take()                                 # claimed, and never saved
+        e = engine(checkpoint=tmp_path / "run", seed=None)
+        optimizer = torch.optim.SGD(e.parameters(), 1.0)
+        e.resume(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_folder_for_a_cache_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cache_folder= does nothing without cache="):
+        tune(cache_folder=tmp_path)
