@@ -37,7 +37,7 @@ from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .privacy import SampledGaussian
-from .processes import SAME_CHOICE, SAME_INPUT, Processes, form
+from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of, shards
 from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
 from .step import Draws, Step, release, with_precision
@@ -52,8 +52,10 @@ class Losses:
                                     settings.precision)
         room = (settings.cache if settings.cache is not None
                 else float(method.caches_features))
+        divided = shards(model.named_parameters())   # then no process skips a layer
         self.features = (Features(model, self.plain, int(room * 2**30),
-                                  settings.cache_folder) if room > 0 else None)
+                                  settings.cache_folder)
+                         if room > 0 and not divided else None)
         # through the features of what is frozen
         in_step: LossFunction = self.features or self.plain
         copies = settings.augment.copies if settings.augment else 1
@@ -100,7 +102,9 @@ class Engine:
         self.told, self.stops = 0, False  # the signal that this process got; any
         self.independent = ""             # why the run ended early, as `end` was told
         self.processes, self.population, self.losses = (
-            Processes(), Population(train, given), Losses(model, given, method))
+            processes_of(model), Population(train, given),
+            Losses(model, given, method))
+        self.losses.of_view = self.processes.in_step(self.losses.of_view)
         if given.physical_batch_size is None:
             self.population.most = usual_physical_batch(model)
         self.loss_fn, self.features, self.unit = (
@@ -144,6 +148,7 @@ class Engine:
             given.noise_multiplier, given.delta, given.clip, given.clipping,
             given.accountant, self.requests))
         check_secure(given.secure_mode, plan.private, self.device)
+        processes.check_plan(plan.private and bool(given.check), self.requests)
         return plan
 
     def _start(self) -> None:
@@ -248,7 +253,8 @@ class Engine:
             skipped = [] if look else ["the first batch, since check=False"]
             self.not_checked = before or skipped
             return
-        found = self.processes.each(lambda: self._checked(look))
+        with self.processes.whole(self.model, self.losses.of_view):
+            found = self.processes.each(lambda: self._checked(look))
         self.not_checked = [*dict.fromkeys(note for notes in found for note in notes)]
         if not isinstance(look, Public):
             self.note_uncharged("that the start-up check of a batch passed")
@@ -427,6 +433,7 @@ class Engine:
             method=self.method.state(self.context), trains=[*self.trains],
             uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
             not_checked=self.not_checked if self.checked else None)
+        state = self.processes.gathered(state)
         def save() -> None:
             if self.account.checkpoint is not None:
                 self.account.checkpoint.save(self.account.ledger, state)
@@ -442,6 +449,7 @@ class Engine:
         A schedule is moved past the steps that a crash has lost."""
         state, parameters = self.account.state, dict(self.model.named_parameters())
         if state:
+            state = self.processes.divided(state, parameters)
             restore(state, self.model, optimizer, schedule)
             self.context.train_only(parameters[name] for name in state["trains"])
             self.touched = {id(parameters[name]) for name in state["weights"]}

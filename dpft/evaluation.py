@@ -203,7 +203,8 @@ class Evaluation:
             return {}
         self.announce(last)
         try:
-            return self.engine.processes.first(lambda: found_scores(self, last))
+            with self.engine.processes.whole(self.engine.model):
+                return self.engine.processes.first(lambda: found_scores(self, last))
         except Exception as error:
             so_far = "the run is complete, but" if last else "the run goes on, but"
             warnings.warn(f"{so_far} evaluate= failed ({type(error).__name__}: {error})"

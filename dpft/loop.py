@@ -39,7 +39,7 @@ from .method import Method, check_method
 from .models import description_of
 from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
-from .processes import at_first_signal, speaks
+from .processes import at_first_signal, saved_whole, speaks
 from .saving import (
     KEPT, check_room, check_target, files_of_run, read_model, taking_place, write_model)
 from .settings import Settings, settings_from, takes_settings
@@ -97,7 +97,9 @@ class Run:
     ) -> None:
         "Write weights, guarantee and model card into a folder; @sec-saving."
         owned = None if self.ledger is None else self.ledger.path
-        write_run(self, free_folder(path, overwrite, alone, ledger=owned), whole)
+        with saved_whole(self.model) as writes:
+            if writes:
+                write_run(self, free_folder(path, overwrite, alone, ledger=owned), whole)
         self.unsaved = ""
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-as-left
@@ -275,7 +277,7 @@ def kept(loop: "Loop", ready: Prepared) -> Run:
     run = Run(engine.model, loop.history, engine.guarantee, ready, loop.trained,
               engine.ledger if first else None, loop.evaluation.guarantee,
               runs=frozenset(note["run"] for note in earlier_runs(engine.model)))
-    if engine.settings.output is not None and first:
+    if engine.settings.output is not None and (first or engine.processes.shards):
         keep(run, engine)
     engine.close()
     return run

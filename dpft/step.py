@@ -82,7 +82,10 @@ class Draws:
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
         cap = self.keystream.key("cap", *context)
         own = (lambda piece: piece) if whole else self.processes.slice
-        for part in parts_of(people, drawn, cap, copies, own):
+        parts = parts_of(people, drawn, cap, copies, own)
+        if views:
+            self.processes.agree(len(parts))
+        for part in parts:
             given.append(self._read(part, key, sample_rate, *context))
             yield given[-1].batch
 
@@ -201,19 +204,23 @@ def release(
 ) -> tuple[dict[str, Tensor], list[float]]:
     "The noisy sums over all processes, and the counts."
     noisy = private and processes.is_first
-    def one(entry: str) -> Tensor:
-        context = name, number, entry
+    def with_noise(total: Tensor, std: Tensor | float, noisy: bool,
+                   *context: str | int) -> Tensor:
         if secure_mode:
-            return perturbed_on_grid(sums[entry], stds[entry],
-                                     keystream if noisy else None, *context)
-        return (add_noise(sums[entry], stds[entry], keystream, *context) if noisy
-                else sums[entry])
+            return perturbed_on_grid(total, std, keystream if noisy else None, *context)
+        return add_noise(total, std, keystream, *context) if noisy else total
+    def one(entry: str) -> Tensor:
+        return with_noise(sums[entry], stds[entry], noisy, name, number, entry)
+    divided = {key: processes.scattered(with_noise, private, sums.pop(key), stds[key],
+                                        name, number, key)
+               for key in processes.shards if key in sums}
     large = [key for key, value in sums.items()
              if value.numel() > SHARE or value.device.type != "cpu"]
     found = {key: one(key) for key in large}
     small = [key for key in sums if key not in found]
     found |= zip(small, side_by_side(one, small), strict=True)
-    return processes.total({key: found[key] for key in sums}, counts)
+    noisy_sums, counts = processes.total({key: found[key] for key in sums}, counts)
+    return noisy_sums | divided, counts
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
 def forget_gradients(model: nn.Module) -> None:
@@ -333,15 +340,18 @@ class Step(Counted):
         if self.left and engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
         sums = self.sums
+        engine.processes.keep_up(engine, self.batches)
         self._sums, self.privatized = None, True
         stds = {name: engine.spread[id(p)] for name, p in engine.trains.items()}
+        divided = engine.processes.apart(engine.trains)
+        own = {name: sums.pop(name) for name in divided}
         packs, scales, held = pack(sums, stds)
         counts = [] if engine.processes.alone else self.tally.counts
-        noisy, found = engine.release("train", self.t, packs, scales,
+        noisy, found = engine.release("train", self.t, packs | own, scales | stds,
                                       [*counts, engine.told])
-        shapes = {name: p.shape for name, p in engine.trains.items()}
-        write_gradients(engine.model, engine.trains, unpack(noisy, held, shapes),
-                        engine.plan.batch_size)
+        shapes = {name: p.shape for name, p in engine.trains.items() if name in sums}
+        write_gradients(engine.model, engine.trains,
+                        noisy | unpack(noisy, held, shapes), engine.plan.batch_size)
         engine.stops = found[-1] > 0
         if counts:
             self.tally.counts = found[:-1]
