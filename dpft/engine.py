@@ -52,7 +52,8 @@ class Losses:
                                     settings.precision)
         room = (settings.cache if settings.cache is not None
                 else float(method.caches_features))
-        divided = shards(model.named_parameters())   # then no process skips a layer
+        # no process may skip a layer that all of them gather
+        divided = shards(dict(model.named_parameters()))
         self.features = (Features(model, self.plain, int(room * 2**30),
                                   settings.cache_folder)
                          if room > 0 and not divided else None)
@@ -233,6 +234,9 @@ class Engine:
                 self.method.step(self.context, self.t)
             if changes:
                 self.refresh()
+                if self.newly and self.processes.divides:   # not compared yet
+                    self.checked = False
+                    self.check_start()
             elif first:
                 self._note()
             yield (step := Step(self))
@@ -249,7 +253,8 @@ class Engine:
             return
         self.checked, look = True, self.settings.check
         before = self.account.state.get("not_checked")   # of the run that was killed
-        if not (self.plan.private and look) or before is not None:
+        again = self.processes.divides   # for what it finds about the gradients
+        if not (self.plan.private and look) or (before is not None and not again):
             skipped = [] if look else ["the first batch, since check=False"]
             self.not_checked = before or skipped
             return

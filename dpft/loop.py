@@ -97,9 +97,9 @@ class Run:
     ) -> None:
         "Write weights, guarantee and model card into a folder; @sec-saving."
         owned = None if self.ledger is None else self.ledger.path
-        with saved_whole(self.model) as writes:
-            if writes:
-                write_run(self, free_folder(path, overwrite, alone, ledger=owned), whole)
+        with saved_whole(self.model) as write:
+            write(lambda: write_run(
+                self, free_folder(path, overwrite, alone, ledger=owned), whole))
         self.unsaved = ""
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-as-left

@@ -211,9 +211,9 @@ def release(
         return add_noise(total, std, keystream, *context) if noisy else total
     def one(entry: str) -> Tensor:
         return with_noise(sums[entry], stds[entry], noisy, name, number, entry)
-    divided = {key: processes.scattered(with_noise, private, sums.pop(key), stds[key],
+    divided = {key: processes.scattered(sums.pop(key), like, stds[key], with_noise,
                                         name, number, key)
-               for key in processes.shards if key in sums}
+               for key, like in processes.shards.items() if key in sums}
     large = [key for key, value in sums.items()
              if value.numel() > SHARE or value.device.type != "cpu"]
     found = {key: one(key) for key in large}
