@@ -39,7 +39,7 @@ from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .privacy import SampledGaussian
-from .processes import SAME_CHOICE, SAME_INPUT, Processes, form
+from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of, shards
 from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
 from .step import Draws, Step, release, with_precision
@@ -57,8 +57,11 @@ class Losses:
         if settings.cache_folder is not None and not room:
             raise ValueError("cache_folder= does nothing without cache=, the GiB of "
                              "features to keep there; give both, or neither")
+        # no process may skip a layer that all of them gather
+        divided = shards(dict(model.named_parameters()))
         self.features = (Features(model, self.plain, int(room * 2**30),
-                                  settings.cache_folder) if room > 0 else None)
+                                  settings.cache_folder)
+                         if room > 0 and not divided else None)
         # through the features of what is frozen
         in_step: LossFunction = self.features or self.plain
         copies = settings.augment.copies if settings.augment else 1
@@ -105,7 +108,9 @@ class Engine:
         self.told, self.stops = 0, False  # the signal that this process got; any
         self.independent = ""             # why the run ended early, as `end` was told
         self.processes, self.population, self.losses = (
-            Processes(), Population(train, given), Losses(model, given, method))
+            processes_of(model), Population(train, given),
+            Losses(model, given, method))
+        self.losses.of_view = self.processes.in_step(self.losses.of_view)
         if given.physical_batch_size is None:
             self.population.most = usual_physical_batch(model)
         self.loss_fn, self.features, self.unit = (
@@ -150,6 +155,7 @@ class Engine:
             given.noise_multiplier, given.delta, given.clip, given.clipping,
             given.accountant, self.requests))
         check_secure(given.secure_mode, plan.private, self.device)
+        processes.check_plan(plan.private and bool(given.check), self.requests)
         return plan
 
     def _start(self) -> None:
@@ -192,6 +198,7 @@ class Engine:
         # id of a parameter -> standard deviation of its noise
         self.spread = noise_spread(self.blocks)
         self.everything = [*self.model.parameters()]
+        self.processes.apart(self.trains)
         self.layout = Layout(self.trains, torch.float64 if self.settings.secure_mode
                              else None)
         self.scales = self.layout.packed({   # the same, as the sums lie in memory
@@ -239,6 +246,9 @@ class Engine:
                 self.method.step(self.context, self.t)
             if changes:
                 self.refresh()
+                if self.newly and self.processes.divides:   # not compared yet
+                    self.checked = False
+                    self.check_start()
             elif first:
                 self._note()
             yield (step := Step(self))
@@ -255,11 +265,13 @@ class Engine:
             return
         self.checked, look = True, self.settings.check
         before = self.account.state.get("not_checked")   # of the run that was killed
-        if not (self.plan.private and look) or before is not None:
+        again = self.processes.divides   # for what it finds about the gradients
+        if not (self.plan.private and look) or (before is not None and not again):
             skipped = [] if look else ["the first batch, since check=False"]
             self.not_checked = before or skipped
             return
-        found = self.processes.each(lambda: self._checked(look))
+        with self.processes.whole(self.model, self.losses.of_view):
+            found = self.processes.each(lambda: self._checked(look))
         self.not_checked = [*dict.fromkeys(note for notes in found for note in notes)]
         if not isinstance(look, Public):
             self.note_uncharged("that the start-up check of a batch passed")
@@ -435,6 +447,7 @@ class Engine:
             method=self.method.state(self.context), trains=[*self.trains],
             uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
             not_checked=self.not_checked if self.checked else None)
+        state = self.processes.gathered(state)
         def save() -> None:
             if self.account.checkpoint is not None:
                 self.account.checkpoint.save(self.account.ledger, state)
@@ -450,6 +463,7 @@ class Engine:
         A schedule is moved past the steps that a crash has lost."""
         state, parameters = self.account.state, dict(self.model.named_parameters())
         if state:
+            state = self.processes.divided(state, parameters)
             restore(state, self.model, optimizer, schedule)
             self.context.train_only(parameters[name] for name in state["trains"])
             self.touched = {id(parameters[name]) for name in state["weights"]}

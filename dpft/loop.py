@@ -33,7 +33,7 @@ from .method import Method, check_method
 from .models import description_of
 from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
-from .processes import at_first_signal, speaks
+from .processes import at_first_signal, saved_whole, speaks
 from .saving import (
     check_room, files_of_run, free_folder, how_to_load, read_model, taking_place,
     write_model)
@@ -100,7 +100,9 @@ class Run:
     ) -> None:
         "Write weights, guarantee and model card into a folder; @sec-saving."
         owned = None if self.ledger is None else self.ledger.path
-        save_run(self, free_folder(path, overwrite, ledger=owned), whole)
+        with saved_whole(self.model) as write:
+            write(lambda: save_run(
+                self, free_folder(path, overwrite, ledger=owned), whole))
         self.unsaved = ""
 
 
@@ -273,7 +275,7 @@ def fine_tune(
         run = Run(engine.model, history, engine.guarantee, ready, sorted(trained),
                   engine.ledger if first else None, scores.guarantee,
                   runs=frozenset(note["run"] for note in earlier_runs(engine.model)))
-        if given.output is not None and first:
+        if given.output is not None and (first or engine.processes.shards):
             save_as_asked(run, engine)
         engine.close()
         return run

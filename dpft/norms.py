@@ -547,7 +547,7 @@ class Layout:
                          list[str]] = {}             # names of what lies together
         for name, p in parameters.items():
             kind = dtype or sum_type(p), p.device
-            small = p.numel() <= SMALL
+            small = p.numel() <= SMALL and not hasattr(p, "placements")  # no shard
             self.packs.setdefault((*kind, None if small else name), []).append(name)
 
     def zeros(self) -> dict[str, Tensor]:

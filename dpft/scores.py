@@ -260,9 +260,10 @@ class Scores:
         if self.given is None:
             return {}
         try:
-            return engine.processes.first(
-                lambda: self._charged(engine.plan.steps if last else engine.t)
-                if self.paid else scored(engine.model, self.data, self.collate))
+            with engine.processes.whole(engine.model):
+                return engine.processes.first(
+                    lambda: self._charged(engine.plan.steps if last else engine.t)
+                    if self.paid else scored(engine.model, self.data, self.collate))
         except Exception as error:
             so_far = "the run is complete, but" if last else "the run goes on, but"
             warnings.warn(f"{so_far} evaluate= failed ({type(error).__name__}: {error})"

@@ -80,7 +80,10 @@ class Draws:
         drawn = poisson_draw(people.size, sample_rate, self.keystream, "draw", *context)
         cap = self.keystream.key("cap", *context)
         own = (lambda piece: piece) if whole else self.processes.slice
-        for part in parts_of(people, drawn, cap, copies, own):
+        parts = parts_of(people, drawn, cap, copies, own)
+        if views:
+            self.processes.agree(len(parts))
+        for part in parts:
             given.append(self._read(part, key, sample_rate, *context))
             yield given[-1].batch
 
@@ -199,19 +202,23 @@ def release(
 ) -> tuple[dict[str, Tensor], list[float]]:
     "The noisy sums over all processes, and the counts."
     noisy = private and processes.is_first
-    def one(entry: str) -> Tensor:
-        context = name, number, entry
+    def with_noise(total: Tensor, std: Tensor | float, noisy: bool,
+                   *context: str | int) -> Tensor:
         if secure_mode:
-            return perturbed_on_grid(sums[entry], stds[entry],
-                                     keystream if noisy else None, *context)
-        return (add_noise(sums[entry], stds[entry], keystream, *context) if noisy
-                else sums[entry])
+            return perturbed_on_grid(total, std, keystream if noisy else None, *context)
+        return add_noise(total, std, keystream, *context) if noisy else total
+    def one(entry: str) -> Tensor:
+        return with_noise(sums[entry], stds[entry], noisy, name, number, entry)
+    divided = {key: processes.scattered(sums.pop(key), like, stds[key], with_noise,
+                                        name, number, key)
+               for key, like in processes.shards.items() if key in sums}
     large = [key for key, value in sums.items()
              if value.numel() > SHARE or value.device.type != "cpu"]
     found = {key: one(key) for key in large}
     small = [key for key in sums if key not in found]
     found |= zip(small, side_by_side(one, small), strict=True)
-    return processes.total({key: found[key] for key in sums}, counts)
+    noisy_sums, counts = processes.total({key: found[key] for key in sums}, counts)
+    return noisy_sums | divided, counts
 
 # %% ../nbs/1_start/05_step.ipynb #engine-write
 def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -294,6 +301,7 @@ class Step(Counted):
         engine = self.engine
         if self.left and engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
+        engine.processes.keep_up(engine, self.batches)
         sums, packs = self.sums, self.packs
         self.packs, self._sums, self.privatized = {}, {}, True
         counts = [] if engine.processes.alone else self.tally.counts
@@ -301,7 +309,8 @@ class Step(Counted):
                                       [*counts, engine.told])
         for total in noisy.values():
             total.div_(engine.plan.batch_size)
-        if any(noisy[name] is not own for name, own in packs.items()):
+        if engine.processes.shards or any(noisy[name] is not own
+                                          for name, own in packs.items()):
             sums = engine.layout.views(noisy)
         write_gradients(engine.everything, engine.trains, sums)
         engine.stops = found[-1] > 0

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from .processes import shard_of
+
 if TYPE_CHECKING:
     from dpft.engine import Engine
 
@@ -69,7 +71,8 @@ class MaskedEntries:
         with torch.no_grad():
             for name, before in self.masked.items():
                 parameter = self.engine.trains[name]
-                trains = torch.as_tensor(self.engine.spread[id(parameter)]) > 0
+                trains = shard_of(torch.as_tensor(self.engine.spread[id(parameter)]) > 0,
+                                  parameter)
                 parameter.copy_(torch.where(trains, parameter, before))
         if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new
                if p.grad is not None):

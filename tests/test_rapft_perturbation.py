@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import zoo
+from dpft.verification import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,7 +27,6 @@ from dpft.oracle import trainable
 from dpft.plan import scaled_blocks
 from dpft.rapft import RapFT, clipped_relevance, relevance_mask
 from dpft.rapft.perturbation import allocate, relevance_blocks
-from dpft.verification import verify
 
 # The mask
 

@@ -28,8 +28,7 @@ def test_a_batch_and_a_step_ask_the_device_for_little(waits, case):
 
     The first step looks at its batches for faults, and in the second layer freezing searches for the trunk.
     """
-    found = waits["cases"][case]
-    *_, step = found["steps"]
+    *_, step = waits["cases"][case]
     assert step["batches"]
     for batch in step["batches"]:
         assert len(own(batch)) <= 2 and not any(where.startswith(CACHE) for _, where in batch), batch
@@ -39,18 +38,14 @@ def test_a_batch_and_a_step_ask_the_device_for_little(waits, case):
 
 def test_rows_that_a_trunk_has_not_seen_are_asked_for_once(waits):
     "The second batch after layer freezing has found the trunk: its rows are computed, and stored."
-    *_, batch = waits["cases"]["text LayerFreeze"]["steps"][1]["batches"]
+    *_, batch = waits["cases"]["text LayerFreeze"][1]["batches"]
     read = [where for what, where in own(batch) if what.startswith("read")]
     assert len(read) <= 3 and sum(where.startswith(CACHE) for where in read) == 1, batch
 
 
-def test_only_the_models_device_is_asked_for_its_generator(waits):
-    assert set(waits["asked"]) <= {"0"}
-
-
-def test_the_simulated_device_computes_what_the_cpu_does(waits):
+def test_the_simulated_device_computes_what_the_cpu_does_and_only_its_generator_is_asked_for(waits):
     "Float32 sums of 16 gradients bounded by 0.5: 1e-4 is a hundred units in the last place of 8."
-    assert waits["difference"] < 1e-4
+    assert waits["difference"] < 1e-4 and set(waits["asked"]) <= {"0"}
 
 
 def test_the_simulation_notices(waits):
