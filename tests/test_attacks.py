@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft.book import attacks, evidence
+from dpft.book import attacks
 from dpft.book.attacks import MASK
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
@@ -121,16 +121,6 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
     assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69
 
 
-def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():
-    coins = attacks.fair_coins(8, 2000, seed=3)
-    assert coins.sum(0).min() >= 2 and coins.sum(0).max() <= 6 and abs(coins.mean() - 0.5) < 0.02   # five standard errors
-    assert len(set(coins.sum(0))) == 5                                   # no exact halves, which would tell the last coin
-    with pytest.raises(ValueError, match="models=4"):
-        attacks.fair_coins(4, 10)
-    with pytest.raises(ValueError, match="in all shadow models or in none"):
-        attacks.likelihood_ratios(np.zeros(2), np.zeros((3, 2)), np.array([[1, 0], [1, 1], [1, 0]], dtype=bool))
-
-
 def test_the_scaled_confidence_is_the_logit():
     p = np.array([0.001, 0.5, 0.9])
     assert np.allclose(attacks.scaled_confidence(-np.log(p)), np.log(p / (1 - p)))
@@ -213,7 +203,8 @@ def test_ranks_have_ties_against_the_attacker_and_a_long_name_is_reconstructed(m
 
 
 @pytest.mark.parametrize("texts, candidates, answers", [
-    (TEXTS[:1], NAMES[1:], NAMES[:1]), (["none"], NAMES, NAMES[:1]), ([MASK * 2], NAMES, NAMES[:1]), (TEXTS[:1], [NAMES[0]] * 2, NAMES[:1])])
+    (TEXTS[:1], NAMES[1:], NAMES[:1]), (["none"], NAMES, NAMES[:1]), ([MASK * 2], NAMES, NAMES[:1]),
+    (TEXTS[:1], [NAMES[0]] * 2, NAMES[:1])])
 def test_what_cannot_be_ranked_is_refused(told, texts, candidates, answers):
     for attack in (lambda: attacks.exposure(told[2], told[0], texts, answers, candidates),
                    lambda: attacks.reconstruction(told[2], told[0], texts, candidates, answers)):
@@ -287,20 +278,6 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     attack_runs.planted.cache_clear()
 
 
-def test_a_planted_text_is_scored_as_it_was_trained_where_a_completion_begins_with_a_token_of_its_own(told, tmp_path, monkeypatch):
-    tokenizer, before, _ = told
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"bos_token": "<begin>"})
-    tokenizer.save_pretrained(tmp_path)
-    table = TableData({"mr": [f"bar {row}" for row in range(20)], "ref": [f"Near {row}." for row in range(20)]})
-    monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
-    known = attack_runs.planted(str(tmp_path), "pairs", 10, 2, 4, 0)
-    attack_runs.planted.cache_clear()
-    for number, (text, secret) in enumerate(zip(known.masked_texts, known.secrets, strict=True)):
-        scored = attacks.as_written([text.replace(MASK, secret)], load_tokenizer(str(tmp_path)))[0]
-        assert scored["input_ids"].tolist() == known.train[len(known.train) - 2 + number]["input_ids"].tolist()
-
-
 def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch):
     monkeypatch.setattr(attack_runs, "load_data", lambda name, limit: Task(
         name, "image", TensorData(torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10), None,
@@ -309,12 +286,3 @@ def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch)
     settings |= {"rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
     entry = attack_runs.attack_entry(settings, lambda name: name)
     assert entry["plain"]["auc"] > 0.8 and entry["offline"]["auc"] > 0.8 and entry["allowed"]["auc"] == 1.0 and entry["epsilon"] == "inf"
-
-
-def test_a_larger_model_is_told_the_same_rows_and_secrets(monkeypatch):
-    grid = list(evidence.EXPERIMENTS["attacks-larger"].grid(True))
-    told = next(attack_runs.attack_grid(False))
-    assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
-    assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))
-    monkeypatch.setattr(evidence, "smollm2", lambda: "there")
-    assert evidence.attacked_model("smollm2") == "there" and evidence.attacked_model("gpt2") == "gpt2"

@@ -194,18 +194,6 @@ def test_a_resumed_run_of_people_gives_nothing_away(tmp_path):
     nothing(compared(resumed(tmp_path, itertools.count(), **knobs), others=others))
 
 
-def test_a_resumed_search_of_entries_gives_nothing_away(tmp_path):
-    number = itertools.count()
-
-    def make(rows):
-        own = {"checkpoint": tmp_path / str(next(number)), "checkpoint_every": 1, "steps": 3}
-        with pytest.raises(Stopped):
-            made(rows, DPFrost(0.6, rounds=2, sample_rate=0.5), optimizer=STOPPING, **own)
-        return made(rows, DPFrost(0.6, rounds=2, sample_rate=0.5), optimizer=ADAMW, **own)
-
-    nothing(compared(make, others=THREE))
-
-
 # secure mode, people, and what is left in folders -------------------------------------------------------------------------------------
 
 
@@ -272,24 +260,6 @@ def test_neither_of_two_processes_gives_anything_away(two, how):
     for which in THREE:
         other = two(outputs_of_a_rank, which=which, how=how)
         assert [differing(one, another) for one, another in zip(here, other, strict=True)] == [[], []], which
-
-
-def test_a_planted_leak_on_the_second_process_is_caught(two):
-    "The comparison looks at every process."
-    here, other = (two(leaky_rank, which=which) for which in ("", "another"))
-    assert not differing(here[0], other[0]) and differing(here[1], other[1]) == ["standard output"]
-
-
-def leaky_rank(which):
-    import torch.distributed as dist
-    rows = neighbours(toy_pictures())[which] if which else toy_pictures()
-
-    def make():
-        if dist.get_rank() == 1:
-            print(rows.images[0].sum())
-        return made(rows)
-
-    return given_out(make)
 
 
 # what a unit may do to the sums -----------------------------------------------------------------------------------------------------
