@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HEAD_SHARE', 'STEEPNESS', 'SHARE', 'GUESSED', 'MOVE', 'BOTH', 'METHODS', 'VARIANTS', 'IN_FULL', 'SLOW', 'LATE',
-           'ACCUSED', 'CanaryTable', 'CanaryHead', 'CanaryLayers', 'canary_loss', 'canary_losses', 'part_of',
-           'best_threshold', 'right_guesses', 'where_bound_meets', 'Claimed', 'Audit', 'Stopped', 'audit', 'stopping',
-           'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted', 'audit_table', 'in_processes']
+           'ACCUSED', 'CanaryTable', 'CanaryHead', 'CanaryLayers', 'canary_loss', 'canary_losses', 'Audit', 'Stopped',
+           'audit', 'stopping', 'method_to_audit', 'audit_grid', 'audit_settings', 'audit_entry', 'refuted',
+           'audit_table', 'in_processes']
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-imports
 import copy
@@ -122,59 +122,14 @@ def canary_losses(
                          "example was not, so no bound on epsilon holds for it")
     return losses
 
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-shares
+# %% ../nbs/3_found/43_auditing.ipynb #auditing-p-value
 SHARE = 0.25   # of the canaries, on which the threshold is chosen
 GUESSED = 0.05 # of the canaries, about which a guess is made
 
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-part-of
-def part_of(
-    scores: np.ndarray,  # (m,)
-    coins: np.ndarray,   # (m,)
-    first: bool,         # the canaries on which the threshold is chosen, or the rest
-) -> tuple[np.ndarray, np.ndarray]:
-    "Scores of the canaries that were in and out, of one part of the canaries."
-    own = (np.arange(len(coins)) < SHARE * len(coins)) == first
-    return scores[own & coins], scores[own & ~coins]
 
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-best-threshold
-def best_threshold(
-    inside: np.ndarray,   # scores of the first canaries
-    outside: np.ndarray,
-    bound: Callable[[float, float], float],  # true- and false-positive rate -> epsilon
-) -> float:
-    "The threshold with the highest bound on the first canaries."
-    both = np.concatenate([inside, outside])
-    candidates = np.quantile(both, np.linspace(0.02, 0.98, 49))
-    return max(candidates,
-               key=lambda one: bound(*clopper_pearson(inside, outside, one)))
-
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-right-guesses
-def right_guesses(
-    scores: np.ndarray,  # (m,)
-    coins: np.ndarray,   # (m,)
-) -> tuple[int, int]:    # correct guesses, and all guesses
-    "Guesses about the canaries with the highest and the lowest scores."
-    each, order = max(1, round(GUESSED * len(coins) / 2)), scores.argsort()
-    right = coins[order[-each:]].sum() + (~coins[order[:each]]).sum()
-    return int(right), 2 * each
-
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-p-value
-def where_bound_meets(
-    bound: Callable[[float], float],  # error -> lower bound, which grows with it
-    claim: float,
-) -> float:                           # within 2.4 %, at least 1e-12
-    "The error at which a lower bound reaches a claim, by halving its logarithm."
-    low, high = -12.0, 0.0
-    while high - low > 0.01:
-        middle = (low + high) / 2
-        exceeded = bound(10**middle) > claim
-        low, high = (low, middle) if exceeded else (middle, high)
-    return 10**high
-
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-claimed
 @dataclass
-class Claimed:
-    "The scores of one run's canaries, and what the run claims."
+class Audit:
+    "Lower bounds on the epsilon of one run, from its canaries' scores."
     scores: np.ndarray  # (m,) large when the canary seems to have been in
     coins: np.ndarray                   # (m,) whether it was
     epsilon: float                      # as the run states it, at its delta
@@ -200,58 +155,56 @@ class Claimed:
         "The bounds whose assumptions the plan satisfies, the strongest ones first."
         return ["separation"] * (self.mu is not None) + ["threshold", "guesses"]
 
-    def of_rates(self, true: float, false: float) -> float:
-        "Lower bound on epsilon from two rates, for this kind of plan."
-        return (epsilon_of_rates(true, false, self.delta) if self.mu is None
-                else gaussian_epsilon(mu_of_rates(true, false), self.delta))
-
-# %% ../nbs/3_found/43_auditing.ipynb #auditing-audit-class
-class Audit(Claimed):
-    "Lower bounds on the epsilon of one run, from its canaries' scores."
-
     def lower_bound(
         self,
         kind: str | None = None,  # of `kinds`; None: the first of them
         error: float = 0.05,      # probability that the bound is above the truth
     ) -> float:                   # on epsilon, at the run's delta
         "A lower bound on epsilon; @lem-guesses, @lem-mu-bounds."
-        bounds = {"guesses": self.by_guesses, "threshold": self.by_threshold,
-                  "separation": self.by_separation}
         kind = kind or self.kinds[0]
-        if kind not in bounds:
+        if kind not in ("separation", "threshold", "guesses"):
             raise ValueError(f"kind={kind!r}: choose 'guesses', 'threshold' or "
                              "'separation'")
-        return bounds[kind](error)
-
-    def by_guesses(self, error: float) -> float:
-        "From the number of correct guesses."
-        right = right_guesses(self.scores, self.coins)
-        return guess_bound(*right, len(self.coins), self.delta, error)
-
-    def by_threshold(self, error: float) -> float:
-        "From rates at a threshold that was chosen on other canaries."
-        rates = clopper_pearson(*part_of(self.scores, self.coins, first=False),
-                                self.threshold, error)
-        return self.of_rates(*rates)
-
-    def by_separation(self, error: float) -> float:
-        "From the separation of two normal distributions."
+        if kind == "guesses":
+            each = max(1, round(GUESSED * len(self.coins) / 2))
+            order = self.scores.argsort()
+            right = self.coins[order[-each:]].sum() + (~self.coins[order[:each]]).sum()
+            return guess_bound(int(right), 2 * each, len(self.coins), self.delta, error)
+        if kind == "threshold":
+            return self._of_rates(*clopper_pearson(*self._part(first=False),
+                                                   self.threshold, error))
         if self.mu is None:
             raise ValueError("the plan samples, so the scores are not normal; ask for "
                              "kind='threshold' or 'guesses'")
         inside, outside = self.scores[self.coins], self.scores[~self.coins]
         return gaussian_epsilon(separation_bound(inside, outside, error), self.delta)
 
-    def p_value(self, kind: str | None = None) -> float:
-        "At most the probability of so high a bound when the claim is true."
-        return where_bound_meets(
-            lambda error: self.lower_bound(kind, error), self.claim)
+    def _of_rates(self, true: float, false: float) -> float:
+        return (epsilon_of_rates(true, false, self.delta) if self.mu is None
+                else gaussian_epsilon(mu_of_rates(true, false), self.delta))
+
+    def _part(self, first: bool) -> tuple[np.ndarray, np.ndarray]:
+        "Scores of the canaries that were in and out, of one part of the canaries."
+        own = (np.arange(len(self.coins)) < SHARE * len(self.coins)) == first
+        return self.scores[own & self.coins], self.scores[own & ~self.coins]
 
     @cached_property
     def threshold(self) -> float:
-        "The threshold chosen on the first canaries."
-        first = part_of(self.scores, self.coins, first=True)
-        return best_threshold(*first, self.of_rates)
+        "The candidate with the highest bound on the first canaries."
+        first = self._part(first=True)
+        candidates = np.quantile(np.concatenate(first), np.linspace(0.02, 0.98, 49))
+        return max(candidates,
+                   key=lambda one: self._of_rates(*clopper_pearson(*first, one)))
+
+    def p_value(self, kind: str | None = None) -> float:
+        """At most the probability of so high a bound when the claim is true; within
+        2.4 %, at least 1e-12."""
+        low, high = -12.0, 0.0
+        while high - low > 0.01:
+            middle = (low + high) / 2
+            exceeded = self.lower_bound(kind, 10**middle) > self.claim
+            low, high = (low, middle) if exceeded else (middle, high)
+        return 10**high
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-audit
 # how far one step moves an entry with a whole clipped gradient: so little that the

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .privacy import ( # noqa: F401 - the curves are read here
-    BudgetError, PrivacyCurve, SampledGaussian, check, check_group, epsilon,
-    privacy_curve, rdp_conversion, rdp_orders, rdp_total)
+    BudgetError, PrivacyCurve, SampledGaussian, check, check_group, privacy_curve,
+    rdp_conversion, rdp_orders, rdp_total)
 
 # %% ../nbs/5_notes/61_curve.ipynb #curve-tradeoff
 def best_true_positive_rate(

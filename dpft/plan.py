@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEWEST', 'LEAST_CLIP', 'Plan', 'check_sizes', 'usual_delta', 'sizes_of', 'named_apart', 'make_plan', 'check_disjoint',
-           'scaled_blocks', 'widest', 'noise_spread', 'secured_blocks', 'check_secure', 'choice_hash', 'warn_of_noise']
+           'scaled_blocks', 'widest', 'noise_spread', 'entries', 'secured_blocks', 'check_secure', 'choice_hash',
+           'warn_of_noise']
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-imports
 import hashlib
@@ -198,11 +199,13 @@ def noise_spread(
             spread[id(parameter)] = spread.get(id(parameter), 0.0) + own
     return spread
 
+def entries(block: Block) -> int:
+    "The number of entries of a block."
+    return sum(p.numel() if mask is None else int(mask.sum())
+               for p, mask in members(block))
+
 def secured_blocks(blocks: Sequence[Block]) -> list[Block]:
     "The blocks with the noise that secure mode needs; @lem-grid."
-    def entries(block: Block) -> int:
-        return sum(p.numel() if mask is None else int(mask.sum())
-                   for p, mask in members(block))
     return [replace(block, noise=secure_std(block.noise, block.clip, entries(block)))
             for block in blocks]
 

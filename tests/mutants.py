@@ -33,12 +33,11 @@ from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {  # each with the files of the tests that try it, fast ones only
-    "privacy": ["privacy", "ledger"],
+    "privacy": ["privacy", "curve", "ledger"],
     "ledger": ["ledger"],
-    "curve": ["guarantee"],
+    "curve": ["curve"],
     "guarantee": ["guarantee"],
     "card": ["guarantee"],
-    "verification": ["guarantee"],
     "noise": ["keystream", "secure_mode"],
     "clipping": ["clipping"],
     "oracle": ["gradients"],

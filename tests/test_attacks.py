@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft import attacks
-from dpft.attacks import MASK, Rate
-from dpft.book import evidence
+from dpft.book import attacks
+from dpft.book.attacks import MASK
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
 from dpft.datasets import Public, TableData, Task, TensorData
 from dpft.guarantee import Guarantee
+from dpft.lower_bounds import Rate
 from dpft.models import load_model, load_tokenizer, pretrain
 from dpft.privacy import SampledGaussian
 from dpft.selection import TrialLaw, TunedGuarantee
@@ -32,7 +32,7 @@ def told():
     """A tokenizer, a language model, and the same after it has learnt four sentences by heart."""
     tokenizer = train_tokenizer([*NAMES, *TEXTS], RECIPE)
     before = blank_gpt2(RECIPE, tokenizer)
-    rows = attacks.as_written([text.replace(MASK, name) for text, name in zip(TEXTS, NAMES, strict=False)], tokenizer, before)
+    rows = attacks.as_written([text.replace(MASK, name) for text, name in zip(TEXTS, NAMES, strict=False)], tokenizer)
     return tokenizer, before, pretrain(copy.deepcopy(before), Public(rows, "made here"), epochs=80, learning_rate=1e-2, batch_size=4)
 
 
@@ -48,13 +48,6 @@ def test_an_auc_is_the_share_of_pairs_in_order_and_its_error_that_of_the_placeme
     assert found.auc == pytest.approx(pairs.mean())
     variance = pairs.mean(1).var(ddof=1) / len(inside) + pairs.mean(0).var(ddof=1) / len(outside)
     assert found.standard_error == pytest.approx(math.sqrt(variance))
-
-
-@given(scores, scores, st.sampled_from([0.001, 0.01, 0.2, 0.5]))
-def test_no_more_false_positives_than_asked_for_and_no_member_left_out(inside, outside, rate):
-    hits = attacks.true_positives(inside, outside, rate).hits
-    best = max(int((inside > at).sum()) for at in [*outside, *inside, -1.0] if (outside > at).mean() <= rate)
-    assert hits == best
 
 
 def test_the_stated_error_is_the_spread():
@@ -128,29 +121,6 @@ def test_lira_finds_what_a_loss_hides_and_nothing_where_there_is_nothing():
     assert attacks.score_attack((confidences + coins)[coins], (confidences + coins)[~coins]).auc < 0.69
 
 
-@pytest.mark.parametrize("online", [True, False])
-def test_the_error_of_lira_is_the_spread_over_runs(online):
-    generator = np.random.default_rng(4)
-    found = []
-    for seed in range(60):
-        coins = attacks.fair_coins(16, 200, seed)
-        confidences = generator.normal(0, 3, 200) + generator.normal(size=(16, 200)) + 0.3 * coins
-        found.append(attacks.lira(confidences, coins, online))
-    stated = math.sqrt(np.mean([its.standard_error**2 for its in found]))
-    # 60 runs know their spread to 9 %; both variances in full would be 1.3 to 1.4 times it
-    assert 0.8 < stated / np.std([its.auc for its in found], ddof=1) < 1.2
-
-
-def test_coins_leave_shadows_of_both_kinds_and_too_few_models_are_refused():
-    coins = attacks.fair_coins(8, 2000, seed=3)
-    assert coins.sum(0).min() >= 2 and coins.sum(0).max() <= 6 and abs(coins.mean() - 0.5) < 0.02   # five standard errors
-    assert len(set(coins.sum(0))) == 5                                   # no exact halves, which would tell the last coin
-    with pytest.raises(ValueError, match="models=4"):
-        attacks.fair_coins(4, 10)
-    with pytest.raises(ValueError, match="in all shadow models or in none"):
-        attacks.likelihood_ratios(np.zeros(2), np.zeros((3, 2)), np.array([[1, 0], [1, 1], [1, 0]], dtype=bool))
-
-
 def test_the_scaled_confidence_is_the_logit():
     p = np.array([0.001, 0.5, 0.9])
     assert np.allclose(attacks.scaled_confidence(-np.log(p)), np.log(p / (1 - p)))
@@ -161,19 +131,13 @@ def test_the_scaled_confidence_is_the_logit():
 
 def test_made_names_are_distinct_and_the_same_for_the_same_seed():
     assert len(set(attacks.made_names(3000))) == 3000 and attacks.made_names(20)[:5] == attacks.made_names(5) != attacks.made_names(5, 1)
-    with pytest.raises(ValueError, match="count=0"):
-        attacks.made_names(0)
 
 
 def test_taggers():
     text = f"Ask {NAMES[0]} or {NAMES[1]}s at Blue Spice."
-    assert attacks.names_in(text, attacks.one_of(NAMES)) == {NAMES[0]}
-    assert attacks.names_in(text, attacks.capitalised) >= {NAMES[1] + "s", "Blue Spice"}
-    assert attacks.names_in(text, lambda _: [(0, 3)]) == {"Ask"}         # any callable will do
+    assert attacks.one_of(NAMES)(text) == {NAMES[0]} and attacks.capitalised(text) >= {NAMES[1] + "s", "Blue Spice"}
     signed = attacks.one_of([*NAMES, "Ada King Jr.", "'t Hooft"])
-    assert attacks.names_in(f"Ask Ada King Jr. or 't Hooft or {NAMES[0]}.", signed) == {"Ada King Jr.", "'t Hooft", NAMES[0]}
-    with pytest.raises(ValueError, match="does not lie in its text"):
-        attacks.names_in(text, lambda text: [(0, len(text) + 1)])
+    assert signed(f"Ask Ada King Jr. or 't Hooft or {NAMES[0]}.") == {"Ada King Jr.", "'t Hooft", NAMES[0]}
 
 
 # Language models
@@ -185,8 +149,6 @@ def test_extraction_counts(monkeypatch):
     assert (found.precision, found.recall) == (Rate(2, 4), Rate(2, 5)) and found.said == sorted([NAMES[0], NAMES[1], NAMES[5], NAMES[9]])
     found = attacks.extraction(None, None, NAMES[:5], tagger=attacks.one_of(NAMES), known=[NAMES[0], NAMES[9]])
     assert (found.precision, found.recall) == (Rate(1, 2), Rate(1, 4))   # what it said before does not count
-    with pytest.raises(ValueError, match="no secret"):
-        attacks.extraction(None, None, NAMES[:2], known=NAMES)
 
 
 def test_samples_are_the_seeds_and_of_one_token_greedy(told):
@@ -202,9 +164,8 @@ def test_samples_are_the_seeds_and_of_one_token_greedy(told):
     assert len(tokenizer(long)["input_ids"]) > 30                        # the end of a text does not end the sample
 
 
-@pytest.mark.parametrize("wrong, said", [
-    ({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"length": 0}, "length=0"), ({"length": 48}, "length=48"),
-    ({"samples": 0}, "samples=0"), ({"prompt": ""}, "after 0 tokens")])
+@pytest.mark.parametrize("wrong, said", [({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"length": 0}, "length=0"),
+                                         ({"length": 48}, "length=48")])
 def test_what_cannot_be_sampled_is_refused(told, wrong, said):
     with pytest.raises(ValueError, match=said):
         attacks.extraction(told[2], told[0], NAMES[:2], **({"length": 8} | wrong))
@@ -219,40 +180,36 @@ def test_a_parrot_tells_its_secrets_and_a_blank_model_does_not(told):
     assert found.recall.hits >= 3 and found.precision.hits == found.recall.hits
 
 
-def test_losses_of_candidates_are_those_of_each_text_by_itself(told):
+def test_a_text_is_scored_as_the_model_does(told):
     tokenizer, _, model = told
-    whole, each = (attacks.candidate_losses(model, tokenizer, TEXTS[:2], NAMES[:3], loss_fn, batch_size=4)
-                   for loss_fn in (attacks.summed_losses, attacks.example_losses))
+    rows = attacks.as_written([text.replace(MASK, NAMES[2]) for text in TEXTS[:2]], tokenizer)
+    whole, each = (attacks.losses(model, rows, loss_fn, batch_size=1) for loss_fn in (attacks.summed_losses, attacks.example_losses))
     ids = tokenizer(TEXTS[1].replace(MASK, NAMES[2]), return_tensors="pt")["input_ids"]
     loss = model(ids, labels=ids).loss.item()
-    assert each[1, 2] == pytest.approx(loss, rel=1e-4) and whole[1, 2] == pytest.approx(loss * (ids.shape[1] - 1), rel=1e-4)
+    assert each[1] == pytest.approx(loss, rel=1e-4) and whole[1] == pytest.approx(loss * (ids.shape[1] - 1), rel=1e-4)
 
 
-def test_ties_are_against_the_attacker(told, monkeypatch):
-    monkeypatch.setattr(attacks, "candidate_losses", lambda *_, **__: np.ones((1, 8)))
-    assert attacks.exposure(None, None, TEXTS[:1], NAMES[:1], NAMES[:8]) == 0 and attacks.reconstruction(
-        None, None, TEXTS[:1], NAMES[:8], NAMES[:1]) == Rate(0, 1)
-    monkeypatch.setattr(attacks, "candidate_losses", lambda *_, **__: np.array([[3.0, 1, 2, 4, 5, 6, 7, 8]]))
-    assert attacks.exposure(None, None, TEXTS[:1], NAMES[:1], NAMES[:8]) == math.log2(8 / 3)
+def test_ranks_have_ties_against_the_attacker_and_a_long_name_is_reconstructed(monkeypatch):
+    monkeypatch.setattr(attacks, "as_written", lambda *_: None)
+
+    def ranked(*values, each=None):
+        monkeypatch.setattr(attacks, "losses", lambda model, rows, loss_fn, size: np.array(
+            each if each is not None and loss_fn is attacks.example_losses else values))
+        names = NAMES[:len(values)]
+        return (attacks.exposure(None, None, TEXTS[:1], NAMES[:1], names).tolist(),
+                attacks.reconstruction(None, None, TEXTS[:1], names, NAMES[:1]))
+    assert ranked(*[1.0] * 8) == ([0.0], Rate(0, 1)) and ranked(3.0, 1, 2, 4, 5, 6, 7, 8) == ([math.log2(8 / 3)], Rate(0, 1))
+    assert ranked(9.0, 2.0, each=[0.9, 1.0]) == ([0.0], Rate(1, 1))       # of ten tokens, and of two
 
 
-def test_a_long_name_is_not_at_a_disadvantage_in_reconstruction(monkeypatch):
-    totals = {attacks.summed_losses: [[9.0, 2.0]], attacks.example_losses: [[0.9, 1.0]]}   # of ten tokens, and of two
-    monkeypatch.setattr(attacks, "candidate_losses",
-                        lambda *given, **own: np.array(totals[given[4] if len(given) > 4 else attacks.summed_losses]))
-    assert attacks.reconstruction(None, None, TEXTS[:1], NAMES[:2], NAMES[:1]) == Rate(1, 1)
-    assert attacks.exposure(None, None, TEXTS[:1], NAMES[:1], NAMES[:2]) == 0
-
-
-@pytest.mark.parametrize("texts, candidates, answers, said", [
-    (TEXTS[:1], NAMES[1:], NAMES[:1], "is not among the 31 candidates"), (TEXTS[:1], NAMES, NAMES[:2], "1 texts and 2 answers"),
-    ([], NAMES, [], "0 texts"), (["none"], NAMES, NAMES[:1], "has 0 places"), ([MASK * 2], NAMES, NAMES[:1], "has 2 places"),
-    (TEXTS[:1], [NAMES[0]] * 2, NAMES[:1], "none of them twice"), ([MASK * 1 + " long" * 60], NAMES, NAMES[:1], "shorten it")])
-def test_what_cannot_be_ranked_is_refused(told, texts, candidates, answers, said):
-    with pytest.raises(ValueError, match=said):
-        attacks.exposure(told[2], told[0], texts, answers, candidates)
-    with pytest.raises(ValueError, match=said):
-        attacks.reconstruction(told[2], told[0], texts, candidates, answers)
+@pytest.mark.parametrize("texts, candidates, answers", [
+    (TEXTS[:1], NAMES[1:], NAMES[:1]), (["none"], NAMES, NAMES[:1]), ([MASK * 2], NAMES, NAMES[:1]),
+    (TEXTS[:1], [NAMES[0]] * 2, NAMES[:1])])
+def test_what_cannot_be_ranked_is_refused(told, texts, candidates, answers):
+    for attack in (lambda: attacks.exposure(told[2], told[0], texts, answers, candidates),
+                   lambda: attacks.reconstruction(told[2], told[0], texts, candidates, answers)):
+        with pytest.raises(ValueError, match="no candidate comes twice"):
+            attack()
 
 
 def test_a_language_model_that_is_not_finite_ranks_nothing(told):
@@ -317,22 +274,8 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     assert len(known.members) + len(known.non_members) == 30 and len(known.train) == len(known.members) + 3
     text = known.masked_texts[0].replace(MASK, known.secrets[0])
     planted = known.train[len(known.train) - 3]["input_ids"]
-    assert attacks.as_written([text], load_tokenizer(str(tmp_path)), before)[0]["input_ids"].tolist() == planted.tolist()
+    assert attacks.as_written([text], load_tokenizer(str(tmp_path)))[0]["input_ids"].tolist() == planted.tolist()
     attack_runs.planted.cache_clear()
-
-
-def test_a_planted_text_is_scored_as_it_was_trained_where_a_completion_begins_with_a_token_of_its_own(told, tmp_path, monkeypatch):
-    tokenizer, before, _ = told
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"bos_token": "<begin>"})
-    tokenizer.save_pretrained(tmp_path)
-    table = TableData({"mr": [f"bar {row}" for row in range(20)], "ref": [f"Near {row}." for row in range(20)]})
-    monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
-    known = attack_runs.planted(str(tmp_path), "pairs", 10, 2, 4, 0)
-    attack_runs.planted.cache_clear()
-    for number, (text, secret) in enumerate(zip(known.masked_texts, known.secrets, strict=True)):
-        scored = attacks.as_written([text.replace(MASK, secret)], load_tokenizer(str(tmp_path)), before)[0]
-        assert scored["input_ids"].tolist() == known.train[len(known.train) - 2 + number]["input_ids"].tolist()
 
 
 def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch):
@@ -343,19 +286,3 @@ def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch)
     settings |= {"rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
     entry = attack_runs.attack_entry(settings, lambda name: name)
     assert entry["plain"]["auc"] > 0.8 and entry["offline"]["auc"] > 0.8 and entry["allowed"]["auc"] == 1.0 and entry["epsilon"] == "inf"
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_every_entry_of_the_grid_is_known(full):
-    grid = list(evidence.EXPERIMENTS["attacks"].grid(full))
-    assert {own["method"] for own in grid} == set(attack_runs.LANGUAGE)
-    assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}
-
-
-def test_a_larger_model_is_told_the_same_rows_and_secrets(monkeypatch):
-    grid = list(evidence.EXPERIMENTS["attacks-larger"].grid(True))
-    told = next(attack_runs.attack_grid(False))
-    assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
-    assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))
-    monkeypatch.setattr(evidence, "smollm2", lambda: "there")
-    assert evidence.attacked_model("smollm2") == "there" and evidence.attacked_model("gpt2") == "gpt2"

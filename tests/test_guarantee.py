@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpft.card import QUESTIONS, Statement, claim, rounded_up, table
-from dpft.curve import best_true_positive_rate, group_epsilon
+from dpft.curve import best_true_positive_rate, grouped
 from dpft.guarantee import VALUES, Guarantee, VerificationError, content_digest, file_digests, verify
 from dpft.ledger import Ledger, row_hash
 from dpft.privacy import PrivacyCurve, SampledGaussian, epsilon
@@ -86,12 +86,13 @@ def test_tpr_is_a_trade_off(plan):
 
 
 def test_larger_groups_cost_more_and_replacing_lies_between_one_unit_and_two():
+    two = grouped(lambda delta: epsilon([TRAIN, SELECT], delta, "rdp"), 1e-5, 2)
     for accountant in ("rdp", "prv"):
         guarantee = example(accountant=accountant)
         values = [guarantee.epsilon(group=k) for k in (1, 2, 3, 10)]
         assert values == sorted(values) and values[0] == guarantee.epsilon()
-        assert values[1] < group_epsilon([TRAIN, SELECT], 1e-5, 2)
-    assert guarantee.epsilon() < guarantee.replace_epsilon() < group_epsilon([TRAIN, SELECT], 1e-5, 2)
+        assert values[1] < two
+    assert guarantee.epsilon() < guarantee.replace_epsilon() < two
     quiet = Guarantee([SampledGaussian(50.0, 0.01, 3)], target_delta=1e-5, accountant="rdp")
     assert quiet.epsilon(group=2) == quiet.epsilon() > quiet.replace_epsilon()  # RDP's floor is above the curve
 

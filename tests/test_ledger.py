@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpft.curve import Budget, odometer_epsilon
-from dpft.ledger import Ledger, LedgerError, PlanSpent, row_hash
-from dpft.privacy import BudgetError, SampledGaussian, epsilon, epsilon_at_order
+from dpft.ledger import Ledger, LedgerError, PlanSpent
+from dpft.privacy import BudgetError, SampledGaussian, epsilon, rdp_conversion, rdp_total
 
 TRAIN = {"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10}
 SELECT = {"name": "select", "noise_multiplier": 2.0, "sample_rate": 0.02, "steps": 3}
@@ -54,17 +54,6 @@ def test_a_mechanism_has_as_many_numbers_as_it_has_steps(tmp_path):
         with pytest.raises(PlanSpent):
             ledger.claim("a", "train")
         assert ledger.spent("a") == ledger.planned("a") == PLANNED
-
-
-def test_names_that_no_plan_has():
-    with Ledger() as ledger:
-        for call in (lambda: ledger.claim("a", "train"), lambda: ledger.finish("a"), lambda: ledger.plan("a"),
-                     lambda: ledger.stated("a")):
-            with pytest.raises(LedgerError, match='run "a" is not in the ledger'):
-                call()
-        ledger.begin("a", PLAN)
-        with pytest.raises(LedgerError, match=r"""no mechanism "relevance".*'train', 'select'"""):
-            ledger.claim("a", "relevance")
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["train", "select"]), st.booleans()), max_size=40))
@@ -275,7 +264,7 @@ def test_a_budget_keeps_its_order_when_it_is_changed():
         assert ledger.budget == Budget(5.0, 1e-5, order, "more work") and [one["early"] for one in ledger.budgets()] == [True] * 3
         ledger.set_budget(5.0, 1e-5, order=4.0, reason="another order")
         assert not ledger.budgets()[-1]["early"]
-        assert epsilon_at_order(ledger.charged(), 1e-5, 4.0) <= 5.0
+        assert rdp_total(ledger.charged(), 4.0) + rdp_conversion(4.0, 1e-5) <= 5.0
 
 
 def test_a_budget_is_loosened_only_with_a_reason(tmp_path):
@@ -343,17 +332,6 @@ def test_every_edit_and_every_deletion_is_found(filled, tmp_path, row):
             *(f"UPDATE ledger SET number = {n - 1} WHERE number = {n}" for n in range(row + 1, ROWS + 1)))
 
 
-def test_rows_that_are_added_or_hashed_anew_by_hand_are_found(filled, tmp_path):
-    columns = "kind, run, mechanism, step, content, hash"
-    refused(filled, tmp_path / "l", f"INSERT INTO ledger ({columns}) VALUES ('claim', 'a', 'train', 9, '', 'x')")
-    (tmp_path / "l").write_bytes(filled)
-    with closing(sqlite3.connect(tmp_path / "l")) as file:
-        first, second = file.execute("SELECT * FROM ledger ORDER BY number LIMIT 2")
-    own = [*second[:5], second[5].replace("1000", "9999")]
-    assert own[5] != second[5]
-    refused(filled, tmp_path / "l", f"UPDATE ledger SET content = '{own[5]}', hash = '{row_hash(first[-1], tuple(own))}' WHERE number = 2")
-
-
 def test_only_the_owner_may_read_it(tmp_path):
     old = os.umask(0)
     try:
@@ -361,14 +339,6 @@ def test_only_the_owner_may_read_it(tmp_path):
     finally:
         os.umask(old)
     assert (tmp_path / "new" / "l").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("content", [b"some notes that somebody keeps\n" * 50, b"SQLite format 3\0 and then nonsense" * 30])
-def test_another_file_is_left_alone(tmp_path, content):
-    (tmp_path / "notes.txt").write_bytes(content)
-    with pytest.raises(LedgerError, match=r"notes.txt"):
-        Ledger(tmp_path / "notes.txt")
-    assert (tmp_path / "notes.txt").read_bytes() == content
 
 
 @pytest.mark.parametrize("statement, why", [("CREATE TABLE ledger (number INTEGER)", "a database but no ledger"),
@@ -379,17 +349,6 @@ def test_another_database_is_left_alone(tmp_path, statement, why):
     with pytest.raises(LedgerError, match=why):
         Ledger(tmp_path / "l")
     assert (tmp_path / "l").read_bytes() == content
-
-
-def test_places_where_no_ledger_can_be(tmp_path):
-    (tmp_path / "file").touch()
-    for place in (tmp_path, tmp_path / "file" / "l"):
-        with pytest.raises(LedgerError, match=r"there is no ledger at .*; name a file that you may use"):
-            Ledger(place)
-    Ledger(tmp_path / "file").close()           # what a kill leaves before the first transaction
-    with pytest.raises(LedgerError, match="there is no ledger at"):
-        Ledger(tmp_path / "none" / "l", read_only=True)
-    assert not (tmp_path / "none").exists()
 
 
 def test_reading_changes_nothing(filled, tmp_path):
@@ -446,11 +405,14 @@ def test_a_published_copy_has_its_runs_and_no_secret(tmp_path):
         copy.begin("mine", plan())
 
 
-def test_a_copy_takes_the_place_of_no_owners_ledger(tmp_path):
-    with Ledger(tmp_path / "l") as ledger, Ledger(tmp_path / "other") as other:
-        for one in (ledger, other):
-            one.begin("mine", PLAN)
-        for place in ("l", "other"):
-            with pytest.raises(LedgerError, match="the only record of what its runs have spent"):
-                ledger.publish(tmp_path / place, "mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["l", "other"]
+def test_a_ledger_with_one_damaged_bit_is_not_replaced(tmp_path):
+    with Ledger(tmp_path / "team.db") as ledger:
+        ledger.begin("a", PLAN)
+    damaged = bytearray((tmp_path / "team.db").read_bytes())
+    damaged[0] ^= 1
+    (tmp_path / "team.db").write_bytes(damaged)
+    with Ledger(tmp_path / "other.db") as ledger:
+        ledger.begin("b", PLAN)
+        with pytest.raises(LedgerError, match="file is not a database"):
+            ledger.publish(tmp_path / "team.db", ["b"])
+    assert (tmp_path / "team.db").read_bytes() == damaged

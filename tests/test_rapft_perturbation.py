@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import zoo
-from dpft.verification import verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -10,16 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_processes import Ranks, engine, net, run_all, tune, weights
+from test_processes import Ranks, engine, net, run_all, tune
 
 import dpft
 import dpft.noise as noise_module
-from dpft.auditing import Stopped, stopping
 from dpft.card import assumptions
-from dpft.checkpoint import CheckpointError
 from dpft.engine import check_secure
 from dpft.guarantee import Guarantee, verify
-from dpft.ledger import Ledger
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, perturbed_on_grid, secure_std
 from dpft.privacy import SampledGaussian
 
@@ -178,30 +175,7 @@ def test_the_attacker_is_never_wrong_and_the_usual_remedy_is_none():
         assert could_be(released, nothing).all() and (~could_be(released, one)).float().mean() > 0.25
 
 
-@pytest.mark.parametrize("secure, wanted", [(True, torch.float64), (False, torch.float32)])
-def test_physical_batches_are_added_up_in_float64(secure, wanted):
-    step = next(iter(engine(secure_mode=secure)))
-    assert {value.dtype for value in step.sums.values()} == {wanted}
-
-
-def test_what_is_released_is_made_of_whole_steps():
-    e, released, true, _ = released_and_sums(True, 0)
-    for name, value in released.items():
-        assert value.dtype == torch.float64 and true[name].dtype == torch.float64
-        steps = value / grid_step(torch.as_tensor(e.spread[id(e.trains[name])]))
-        assert torch.equal(steps, steps.floor())
-
-
 # a run -----------------------------------------------------------------------------------------------------------------------------
-
-
-def test_secure_mode_changes_the_noise_and_not_the_sums_nor_the_budget():
-    plain, secure, again = (run_all(engine(secure_mode=mode)) for mode in (False, True, True))
-    assert plain.guarantee.epsilon() == secure.guarantee.epsilon() and plain.plan == secure.plan
-    assert not np.array_equal(weights(plain.model), weights(secure.model))
-    assert np.array_equal(weights(secure.model), weights(again.model))
-    fresh = [weights(run_all(engine(secure_mode=True, seed=None)).model) for _ in range(2)]
-    assert not np.array_equal(*fresh)
 
 
 def test_what_a_method_asks_for_is_released_on_the_grid_too(monkeypatch):
@@ -225,32 +199,11 @@ def test_what_a_method_asks_for_is_released_on_the_grid_too(monkeypatch):
         assert torch.equal(steps, steps.floor())
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_run_does_not_change_its_mode(tmp_path, first):
-    kind = stopping(4)
-    with pytest.raises(Stopped):
-        tune(checkpoint=tmp_path / "run", secure_mode=first, optimizer=kind, learning_rate=0.05)
-    with pytest.raises(CheckpointError, match="another secure_mode"):
-        tune(checkpoint=tmp_path / "run", secure_mode=not first, optimizer=kind, learning_rate=0.05)
-    with Ledger(tmp_path / "run.ledger") as ledger:
-        assert [ledger.plan(run).get("secure_mode", False) for run in ledger.runs()] == [first]
-
-
 def test_where_secure_mode_would_mean_nothing_it_is_refused():
     with pytest.raises(ValueError, match="secure_mode=True with epsilon=inf"):
         tune(secure_mode=True, epsilon=math.inf, noise_multiplier=None)
     with pytest.raises(ValueError, match="float64, which device mps"):
         check_secure(True, True, torch.device("mps"))
-
-
-def test_no_other_generator_is_asked_on_any_device(monkeypatch):
-    "On a device that is no CPU the noise still comes from the cipher, and is moved there."
-    e = engine(secure_mode=True)
-    monkeypatch.setattr(torch, "Generator", None)
-    total = torch.zeros(5, device="meta")
-    with pytest.raises(TypeError):
-        e.keystream.normal((5,), 1.0, "a", device="meta")
-    assert perturbed_on_grid(total, 1.0, e.keystream, "a").device.type == "meta"
 
 
 # two processes ---------------------------------------------------------------------------------------------------------------------
@@ -290,16 +243,6 @@ def test_two_processes_add_up_exactly_and_only_the_first_adds_noise(two):
     assert np.array_equal(((others + (sums + noise)) / size).astype(np.float32), gradient)
 
 
-def test_processes_in_different_modes_are_refused(two):
-    assert all("settings" in error for error in two.errors(differing))
-
-
-def differing():
-    import torch.distributed as dist
-
-    engine(secure_mode=dist.get_rank() == 0)
-
-
 # what is said ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -322,12 +265,3 @@ def test_verify_holds_the_mode_against_the_ledger(tmp_path):
     claimed.save(tmp_path / "False" / "guarantee.json")
     with pytest.raises(ValueError, match="secure_mode: the guarantee says True, the record False"):
         list(verify(tmp_path / "False"))
-
-
-def test_the_command_has_the_flag(run):
-    from test_cli import DIGITS
-
-    status, out, _ = run("train", *DIGITS, "--epsilon", "4", "--secure-mode")
-    assert status == 0 and "secure mode: sums and noise" in out
-    status, _, err = run("train", *DIGITS, "--epsilon", "inf", "--secure-mode")
-    assert status == 1 and "--secure-mode with --epsilon inf" in err and err.count("\n") == 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..attacks import Rate
+from ..lower_bounds import Rate
 from .figures import (
     COLOURS, MARKERS, NAMES, SERIES, Drawing, Records, budget_axis, counted,
     draw_leads, image_tradeoff, label_of, language_tradeoff, lead_limits, leads,

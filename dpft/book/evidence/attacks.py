@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ...attacks import (
+from ..attacks import (
     MASK, Membership, allowed, allowed_exposure, exposure, extraction, fair_coins,
     lira, losses, made_names, membership_inference, one_of, reconstruction,
     scaled_confidence, score_attack, standard_error)
