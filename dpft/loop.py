@@ -295,11 +295,11 @@ class Progress:
         self,
         engine: Engine,
         reading: str,   # which columns are read, in one line
-        told: bool,     # whether callbacks are told epsilon
+        watched: bool,  # whether callbacks want epsilon
     ):
         self.engine, self.epsilon = engine, 0.0
         self.shows = engine.settings.progress and engine.processes.is_first
-        self.counts = self.shows or told
+        self.counts = self.shows or watched
         if self.shows:
             print(reading, file=sys.stderr, flush=True)
         self.bar = tqdm(total=engine.plan.steps, initial=engine.t,

@@ -43,8 +43,8 @@ def main() -> None:
             raise
         tell(f"this needs {error.name}: pip install 'dpft[{extra}]'")
         sys.exit(1)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        ours = isinstance(error, ValueError | TypeError | NotImplementedError | OSError)
+    except (ValueError, OSError, RuntimeError) as error:
+        ours = isinstance(error, ValueError | NotImplementedError | OSError)
         first = next(iter(str(error).splitlines()), "")
         said = str(error) if ours else f"{type(error).__name__}: {first}"
         tell("; ".join([said, *getattr(error, "__notes__", [])]))
