@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpft.compacter import Compacter
     from dpft.composition import Chain, Then
     from dpft.curve import Budget
-    from dpft.datasets import Public
+    from dpft.data import Public
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dpft.scores import NoisyAccuracy
     from dpft.selection import price
     from dpft.settings import Settings
-    from dpft.sources import load_data
+    from dpft.tasks import load_data
     from dpft.tuning import Tuning, tune
     from dpft.verification import verify
 
@@ -47,7 +47,7 @@ _HOMES = {  # module -> what it gives to the package
     "compacter": "Compacter",
     "composition": "Chain Then",
     "curve": "Budget",
-    "datasets": "Public",
+    "data": "Public",
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
@@ -64,7 +64,7 @@ _HOMES = {  # module -> what it gives to the package
     "selection": "price",
     "scores": "NoisyAccuracy",
     "settings": "Settings",
-    "sources": "load_data",
+    "tasks": "load_data",
     "tuning": "Tuning tune",
     "verification": "verify",
 }

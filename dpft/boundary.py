@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from .datasets import TensorData
+from .data import TensorData
 from .engine import Engine
 from .loop import Run, fine_tune
 from .method import Method

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from .datasets import Public, Task
+from .data import Public, Task
 from .engine import Engine
 from .guarantee import Guarantee
-from .identity import check_disjoint_rows
+from .data import check_disjoint_rows
 from .losses import Collate, measure_for
 from .noise import Keystream
 from .prepared import Prepared
@@ -27,7 +27,7 @@ from .privacy import SampledGaussian, noise_multiplier
 from .sampling import gather
 from .scores import NoisyAccuracy, apart, noisy_accuracy, right_answers
 from .settings import Settings
-from .sources import SCORED, concerning
+from .prepared import SCORED, concerning
 
 # %% ../nbs/5_notes/82_evaluation.ipynb #evaluation-times
 def is_due(

@@ -29,7 +29,7 @@ from .callbacks import Callbacks, check_stopping, checked_callbacks, noisy_norm
 from .callbacks import put_states, states_of, tell_scores
 from .card import check_statement, how_to_load
 from .checkpoint import START, earlier_runs, note_of, note_run
-from .datasets import Task, unit_for
+from .data import Task, unit_for
 from .engine import Engine
 from .evaluation import (
     Evaluation, checked_evaluation, make_evaluation, put_scores, scores_state)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import (
+from .data import (
     Public, as_dataset, bare, has_batch_protocol, is_missing, own_part, unit_for)
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid

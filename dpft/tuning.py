@@ -20,9 +20,9 @@ from typing import Any
 from torch import nn
 
 from .checkpoint import restate
-from .datasets import Public, Task, as_dataset, unit_for
+from .data import Public, Task, as_dataset, unit_for
 from .guarantee import Guarantee
-from .identity import check_disjoint_rows
+from .data import check_disjoint_rows
 from .ledger import Ledger
 from .loop import Run, fine_tune
 from .losses import default_loss

@@ -10,15 +10,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import DPFrost, Engine, Full, LastLayer, Public, fine_tune
-from dpft.datasets import TensorData, as_dataset
+from dpft.data import TensorData, as_dataset, as_task, read_labels, shared_rows
 from dpft.frost import selection
-from dpft.identity import shared_rows
 from dpft.method import Request, bounded_rows
 from dpft.noise import Keystream, grid_step
-from dpft.prepared import as_task, prepare
-from dpft.schema import read_labels
+from dpft.prepared import prepare
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
-from dpft.sources import load_data
+from dpft.tasks import load_data
 from dpft.tuning import tune
 
 TEXTS = {"text": ["a b c", "b c a", "c a b", "a a b"] * 10, "label": [0, 1] * 20}

@@ -16,7 +16,7 @@ from dpft.attacks import MASK, Rate
 from dpft.book import evidence
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
-from dpft.datasets import Public, TableData, Task, TensorData
+from dpft.data import Public, TableData, Task, TensorData
 from dpft.guarantee import Guarantee
 from dpft.models import load_model, load_tokenizer, pretrain
 from dpft.privacy import SampledGaussian

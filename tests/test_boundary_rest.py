@@ -20,7 +20,7 @@ import dpft
 from dpft import Adapter, BiTFiT, Chain, DPFrost, Full, LastLayer, LoRA, Then
 from dpft.auditing import Stopped, stopping
 from dpft.boundary import differing, files_in, given_out, neighbours, toy_network, toy_pictures, withheld
-from dpft.datasets import Public, TensorData
+from dpft.data import Public, TensorData
 from dpft.scores import NoisyAccuracy
 
 DATA = toy_pictures()
@@ -224,7 +224,7 @@ def command(rows, *words):
 @pytest.mark.parametrize("words", [("--no-progress", "--score", "none"),
                                    ("--no-progress", "--secure-mode", "--method", "last-layer", "--score", "none")])
 def test_the_quiet_command_prints_and_writes_nothing_of_the_data(words):
-    from dpft.sources import load_data
+    from dpft.tasks import load_data
     data = load_data("digits", limit=40).train
     here = command(data, *words)
     pixels, labels = data.images.clone(), data.labels.clone()

@@ -17,13 +17,13 @@ import torch
 
 import dpft as dpft_package
 from dpft import cli
+from dpft.book.tasks import LOCAL, sst2
 from dpft.cli import core
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.privacy import SampledGaussian, split_budget
 from dpft.registry import method_named
 from dpft.settings import Settings
-from dpft.tasks import LOCAL, sst2
 
 DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress", "--steps", "2", "--accountant", "rdp"]
 
@@ -494,7 +494,7 @@ def test_classes_that_are_said_make_texts_under_any_name_labels(run, table, monk
 def test_a_stopped_run_says_how_to_go_on(run, monkeypatch):
     def stopped(*words, **more):
         raise KeyboardInterrupt
-    monkeypatch.setattr("dpft.sources.load_data", stopped)
+    monkeypatch.setattr("dpft.tasks.load_data", stopped)
     status, _, err = run("train", *DIGITS, "--epsilon", "4")
     assert status == 130 and "--checkpoint the same command continues" in err and "Traceback" not in err
 
@@ -641,7 +641,7 @@ def quick_llm(monkeypatch):
 
     from dpft.cli import book
     trained = []
-    for name in ("dpft.book.pretrained.prepare_weights", "dpft.models.load_model", "dpft.models.load_tokenizer", "dpft.sources.load_data"):
+    for name in ("dpft.book.pretrained.prepare_weights", "dpft.models.load_model", "dpft.models.load_tokenizer", "dpft.tasks.load_data"):
         monkeypatch.setattr(name, lambda *_, **__: None)
     monkeypatch.setattr("dpft.card.claim", lambda guarantee: f"claimed: {guarantee}")
     monkeypatch.setattr(book, "written", lambda model, tokenizer, task, every: {

@@ -11,24 +11,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dpft.identity import repeated_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from dpft.datasets import (
-    Public,
-    TableData,
-    TensorData,
-    as_dataset,
-    check_labels,
-)
-from dpft.files import read_file
-from dpft.identity import check_disjoint_rows, fingerprint, repeated_rows, shared_rows
+from dpft.book.tasks import CIFAR10_CLASSES, fingerprint
+from dpft.data import Public, TableData, TensorData, as_dataset, check_disjoint_rows, check_labels, shared_rows
 from dpft.noise import Keystream
 from dpft.registry import did_you_mean
 from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
-from dpft.sources import load_data, task_of
-from dpft.tasks import CIFAR10_CLASSES, digits, font_digits
+from dpft.tasks import digits, font_digits, load_data, read_file, task_of
 from dpft.texts import EncodedData, collate_for, encode
 
 
@@ -115,8 +108,8 @@ def test_check_labels_refuses_what_is_no_number(label):
 # Identity
 
 SAMPLE = """
-from dpft.datasets import TableData
-from dpft.identity import fingerprint
+from dpft.data import TableData
+from dpft.book.tasks import fingerprint
 from dpft.tasks import digits
 print(fingerprint(TableData({"t": ["ä", "b"], "label": [0, 1]})), fingerprint(digits().train))
 """
@@ -236,7 +229,7 @@ def test_unknown_name_gets_the_nearest(name, near):
 
 def test_public_data_is_made_when_it_is_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr("dpft.sources.font_digits", lambda: asked.append(1))
+    monkeypatch.setattr("dpft.tasks.font_digits", lambda: asked.append(1))
     task = load_data("digits", limit=10)
     assert not asked and task.public is None and asked and digits().public is None
 

@@ -17,7 +17,7 @@ import dpft
 from dpft.auditing import Stopped, stopping
 from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
 from dpft.gradients import Block, per_example_gradients

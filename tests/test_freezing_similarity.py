@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dpft
-from dpft.datasets import Public, TensorData
+from dpft.data import Public, TensorData
 from dpft.freezing.similarity import activations, cca, mean_cca, pwcca, svcca
 from dpft.losses import logits
 

@@ -23,7 +23,7 @@ from dpft.gradients import Partition, per_example_gradients
 from dpft.loop import fine_tune
 from dpft.method import Context, Method
 from dpft.models import load_model
-from dpft.sources import load_data
+from dpft.tasks import load_data
 
 
 def invented(sizes):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpft
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.losses import default_loss
 
 
@@ -154,7 +154,7 @@ class Uneven(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("lacking, unit", [("labels", None), ("writer", "writer")])
 def test_rows_that_lack_a_name_beyond_the_first_are_one_sentence(lacking, unit):
-    parts = [dpft.datasets.as_dataset({name: values for name, values in {"input_ids": [[2, 3, 4]] * 4, "labels": [0, 1] * 2,
+    parts = [dpft.data.as_dataset({name: values for name, values in {"input_ids": [[2, 3, 4]] * 4, "labels": [0, 1] * 2,
                                                                           "writer": list("abcd")}.items() if name not in left_out})
              for left_out in ((), (lacking,))]
     for rows in (Uneven(lacking), torch.utils.data.ConcatDataset(parts)):

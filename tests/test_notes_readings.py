@@ -7,13 +7,24 @@ from torch import nn, tensor
 import dpft
 from dpft.checkpoint import CheckpointError
 from dpft.curve import PrivacyCurve, group_epsilon
-from dpft.datasets import Public, TableData, Task, TensorData, as_dataset, check_labels, class_list, mark_of, take
-from dpft.identity import check_disjoint_rows, shared_rows
+from dpft.data import (
+    Public,
+    TableData,
+    Task,
+    TensorData,
+    as_dataset,
+    check_disjoint_rows,
+    check_labels,
+    class_list,
+    mark_of,
+    read_labels,
+    shared_rows,
+    take,
+)
 from dpft.ledger import Ledger, LedgerError
 from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian
 from dpft.sampling import Population
-from dpft.schema import read_labels
 from dpft.settings import Settings
 from dpft.texts import encode
 

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dpft.identity import repeated_rows
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import (
@@ -25,9 +26,8 @@ from transformers import (
 from dpft import BiTFiT, Engine, Full, Public, RapFT, Then, fine_tune
 from dpft.cli.core import train_command
 from dpft.composition import Chain
-from dpft.datasets import TableData, TensorData
+from dpft.data import TableData, TensorData, read_labels, shared_rows
 from dpft.evaluation import scored
-from dpft.identity import repeated_rows, shared_rows
 from dpft.ledger import Ledger, LedgerError
 from dpft.losses import example_losses, problem_of
 from dpft.method import Method
@@ -35,7 +35,6 @@ from dpft.models import head_parameters, load_model
 from dpft.noise import Keystream
 from dpft.privacy import SampledGaussian, epsilon
 from dpft.registry import method_named
-from dpft.schema import read_labels
 from dpft.scores import noisy_accuracy, right_answers, scorer
 from dpft.selection import settle, trial_noise
 

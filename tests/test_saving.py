@@ -26,7 +26,7 @@ from dpft.baselines import Adapter, LoRA, merge_lora
 from dpft.bitfit import add_biases, biases, remove_added
 from dpft.card import how_to_load
 from dpft.composition import Chain
-from dpft.datasets import TableData, TensorData
+from dpft.data import TableData, TensorData
 from dpft.ledger import Ledger
 from dpft.models import load_tokenizer
 from dpft.saving import (

@@ -12,18 +12,34 @@ import pytest
 import torch
 import zoo
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from dpft.identity import repeated_rows
+from dpft.inputs import check_outputs
+from dpft.sources import classes_of
 from torch import nn, tensor
 from zoo import Items
 
 import dpft
-from dpft.datasets import TableData, Task, TensorData, as_dataset, column_names, has_batch_protocol, names_a_row
-from dpft.identity import fingerprint, repeated_rows, shared_rows
-from dpft.inputs import check_causal, check_outputs
+from dpft.book.tasks import fingerprint
+from dpft.data import (
+    TableData,
+    Task,
+    TensorData,
+    as_dataset,
+    as_task,
+    column_names,
+    has_batch_protocol,
+    kind_of_task,
+    kinds_of,
+    names_a_row,
+    read_labels,
+    read_schema,
+    read_tags,
+    shared_rows,
+)
 from dpft.models import load_model
-from dpft.prepared import as_task, prepare
+from dpft.prepared import check_causal, prepare
 from dpft.sampling import Units, gather, units_of
-from dpft.schema import kinds_of, read_labels, read_schema, read_tags
-from dpft.sources import classes_of, kind_of_task, load_data, read_file, task_of
+from dpft.tasks import load_data, read_file, task_of
 from dpft.texts import EncodedData, Selected, collate_for, encode, encode_tags, token_rows
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefgh"]

@@ -26,7 +26,7 @@ from dpft import engine as engine_room
 from dpft import loop
 from dpft.auditing import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
-from dpft.datasets import TableData, TensorData
+from dpft.data import TableData, TensorData, as_task
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
@@ -35,13 +35,13 @@ from dpft.losses import perplexity
 from dpft.method import Context, Method
 from dpft.models import set_modes
 from dpft.plan import make_plan, noise_spread, scaled_blocks
-from dpft.prepared import as_task, prepare
+from dpft.prepared import prepare
 from dpft.privacy import Request, epsilon
 from dpft.processes import speaks
 from dpft.sampling import Share
 from dpft.settings import Settings
-from dpft.sources import load_data
 from dpft.step import Step
+from dpft.tasks import load_data
 from dpft.updates import Average, make_optimizer, make_schedule
 
 CHECK = "that the start-up check of a batch passed"

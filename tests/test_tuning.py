@@ -22,7 +22,7 @@ from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.curve import grouped
-from dpft.datasets import Public, TensorData
+from dpft.data import Public, TensorData
 from dpft.guarantee import Guarantee
 from dpft.ledger import Ledger
 from dpft.loop import fine_tune
@@ -49,7 +49,7 @@ from dpft.selection import (
     trial_leaks,
     trial_noise,
 )
-from dpft.sources import load_data
+from dpft.tasks import load_data
 from dpft.tuning import tune
 from dpft.verification import verify
 
@@ -754,7 +754,7 @@ def plan(run):
 
 
 def test_the_plan_command_reads_no_data(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpft.sources.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
+    monkeypatch.setattr("dpft.tasks.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
     status, out, _ = plan("--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300",
                          "--probe", "--output", tmp_path / "new" / "plan.svg")
     assert status == 0 and "1,437 examples" in out and "seconds for an example" in out

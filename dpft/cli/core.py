@@ -447,7 +447,7 @@ def loaded_task(
     unit: str | None = None, classes: str | None = None,
 ) -> Any:
     "The data set; ValueError for labels that are not classes."
-    from dpft.sources import load_data
+    from dpft.book.tasks import load_data
     known = None if classes is None else classes_typed(classes)
     task = load_data(data, root, limit=limit, columns=columns, unit=unit, classes=known)
     check_learnable(task)
@@ -456,8 +456,8 @@ def loaded_task(
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-learnable
 def check_learnable(task: Any) -> None:
     "ValueError for a table without inputs, or whose labels are not classes."
-    from dpft.datasets import column_names
-    from dpft.schema import kinds_of
+    from dpft.data import column_names
+    from dpft.data import kinds_of
     names = column_names(task.train)
     if task.kind != "text" or not names:
         return
@@ -550,7 +550,7 @@ def prepared_model(
 def check_written(model: Any, task: Any) -> None:
     """ValueError for a model that cannot generate the last column, whose texts may be
     meant as classes."""
-    from dpft.inputs import check_causal
+    from dpft.prepared import check_causal
     try:
         check_causal(model)
     except ValueError as error:
@@ -568,7 +568,7 @@ def pretrained(model: Any, task: Any, epochs: int) -> None:
     """Train on a task's public data; with several processes,
     the others receive the weights."""
     from dpft import models
-    from dpft.identity import check_disjoint_rows
+    from dpft.data import check_disjoint_rows
     from dpft.processes import Processes
     if task.public is None:
         raise ValueError(f"{task.name} has no public data of its own to pre-train on; "
