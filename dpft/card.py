@@ -208,7 +208,9 @@ ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumed
 def assumptions(guarantee: Guarantee) -> str:
     "What was assumed, which accesses were not charged, and what was checked."
-    arithmetic = ARITHMETIC.get(guarantee.secure_mode, []) if guarantee.private else []
+    arithmetic = (["an example whose gradient is not finite counts as exactly zero",
+                   *ARITHMETIC.get(guarantee.secure_mode, [])] if guarantee.private
+                  else [])
     unpaid = [*(guarantee.uncharged or ["none that the run knows of"]),
               "choices made by people who saw the data are never charged"]
     lists = {

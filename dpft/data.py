@@ -269,7 +269,7 @@ def column(
         raise ValueError(f"no column {name!r}; the data has "
                          + (", ".join(map(repr, names)) or "items without names"))
     values = ([data[row].get(name) for row in range(len(data))]
-              if made_on_the_fly(data) else data[name])
+              if made_on_the_fly(data) else data[name][:])   # whole, not row by row
     if isinstance(values, Tensor):
         return values.tolist() if values.ndim == 1 else list(values)
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
@@ -318,8 +318,9 @@ def shared_rows(
                 texts[0] <= texts[1] or texts[1] <= texts[0]) else [set()] * 2
         if not texts[0]:
             raise ValueError("the texts have different names, "
-                             f"{_listed(sorted(one))} and {_listed(sorted(other))}; "
-                             "give the columns of both sets the same names")
+                             f"{_listed(sorted(one.keys() - other.keys()))} and "
+                             f"{_listed(sorted(other.keys() - one.keys()))}; give the "
+                             "columns of both sets the same names")
         first, second = (_keys(data, sorted(names), "texts") for data, names
                          in zip((public, private), texts, strict=True))
     else:
@@ -439,7 +440,7 @@ def check_missing(
         return                       # made when they are read, and nothing is read twice
     else:
         names = column_names(data) if names is None else names
-        parts = {f"column {name!r}": undecoded(data)[name] for name in names}
+        parts = {f"column {name!r}": undecoded(data)[name][:] for name in names}
     for name, values in parts.items():
         if count := sum(map(_has_gap, values)):
             raise ValueError(f"{name}: {count} of {len(data)} rows have a missing value "
@@ -514,7 +515,8 @@ def kinds_of(
         item = data[row]
         for name in names:
             value = item.get(name)
-            if name not in found and not is_missing(value) and value != []:
+            gap = is_missing(value) or (isinstance(value, list) and not value)
+            if name not in found and not gap:
                 found[name] = kind_of(value)
         if len(found) == len(names):
             break
@@ -641,8 +643,8 @@ def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
         return "causal", (), texts[0]
     if sole is None:
         raise ValueError(f"cannot tell which of {_listed(numbers or texts)} is the "
-                         "label; call it 'label', or name the texts and then the label "
-                         "with columns=, and class names with classes=")
+                         "label; call it 'label' if it holds the names of classes, or "
+                         "name the texts and then the label with columns=")
     pair = next((pair for pair in TEXT_PAIRS if set(pair) <= set(texts)), None)
     if pair is None and len(texts) > 1:
         raise ValueError(f"cannot tell which of {_listed(texts)} are texts to read; "
@@ -727,6 +729,9 @@ def read_labels(
                          "alone, but both; write all of them in one way")
     if strings == {True}:
         return _named(values, name, known, counted)
+    if len(known) > 1 and all(isinstance(value, (float, np.floating))
+                              and value.is_integer() for value in values):
+        values, whole = [*map(int, values)], True         # as beside a gap in a frame
     if len(known) == 1 or not whole:
         return Labels(_fractions(values, name, known), (), False)
     numbers = [int(value) for value in values]
@@ -805,8 +810,20 @@ def read_tags(
                if not isinstance(tags, (list, tuple))]:
         raise ValueError(f"row {odd[0]} of column {name!r} is not a list with a tag "
                          "for each word; correct such rows or leave them out")
-    found = read_labels([tag for tags in rows for tag in tags if tag != -100], name,
-                        classes, stated)
+    flat = [tag for tags in rows for tag in tags if tag != -100]
+    known, counted = class_list(classes)
+    for row, tags in enumerate(rows):
+        if any(tag is None or (known and not counted and tag not in known
+                               if isinstance(tag, str) else tag != -100 and not
+                               0 <= tag < (len(known) or 2**62)) for tag in tags):
+            raise ValueError(f"a tag of row {row} in column {name!r} is missing or none "
+                             f"of the {len(known) or 'known'} classes; correct it, or "
+                             "give the right classes")
+    counted = counted and any(isinstance(tag, str) for tag in flat)
+    found = read_labels(flat, name, None if counted else classes, stated)
+    if counted and len(found.classes) > len(known):
+        raise ValueError(f"column {name!r} has {len(found.classes)} tags, and the model "
+                         f"{len(known)} classes; load it with more (num_labels)")
     if len(found.classes) > 1000 and found.derived:
         raise ValueError(f"column {name!r} holds too many tags, or tokens to be found; "
                          "load the model with the head that is meant")

@@ -108,9 +108,9 @@ class Prepared:
                           classes)
         if schema.kind == "tagging":
             return encode_tags(data, self.tokenizer, schema.columns, self.most, classes)
-        own = self.collate is not None or self.own_loss
         names = {name: name for name in schema.columns if name in column_names(data)}
-        if schema.label and not own and "labels" not in names:
+        if schema.label and not self.own_loss and "labels" not in names and (
+                self.collate is None or schema.label != "label"):  # collators rename that
             names[schema.label] = "labels"
         if schema.kind == "tokens" and self.collate is None:
             return token_rows(data, names, pad_id, classes)
@@ -183,31 +183,35 @@ def prepare(
     data = as_dataset(task.train if task else train)
     if task and columns is None and not label:
         columns = task.columns
-    if not column_names(data) or has_batch_protocol(data):   # tensors, as they are
+    named = bool(column_names(data)) and not has_batch_protocol(data)
+    if not named:                                            # tensors, as they are
         schema = Schema("items", unit=unit if isinstance(unit, str) else None)
-        task = task or Task("data", "image", data, None, unit=unit)
+        kind = "image" if not isinstance(data, EncodedData) else (
+            "causal" if data.labels is None else "text")
+        task = task or Task("data", kind, data, None, unit=unit)
     else:
         schema = _schema(model, task, data, columns, unit, label, bool(classes),
                          collate_fn, loss_fn)
-        if task is None:
+        if task is None and collate_fn is not None and not isinstance(model, str):
+            task = Task("data", "image", data, None, columns=schema.columns, unit=unit)
+        elif task is None:
             task = _task(data, schema, classes or own, unit)
     recipe = None
     if isinstance(model, str):
-        if schema.kind == "items" and column_names(data) and collate_fn is None:
+        if schema.kind == "items" and named and collate_fn is None:
             listed = ", ".join(f"{name!r} ({kind})"
                                for name, kind in kinds_of(data).items())
             raise ValueError("there are no texts, pictures or tokens in the columns "
                              f"{listed} that a named model could read; make a column "
                              "of one of these, or give a model of your own")
-        if schema.kind == "image" and column_names(data):    # their shape is the model's
+        if schema.kind == "image" and named:                 # their shape is the model's
             data = stack_images(data, schema, task.classes or None)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
                      recipe, [*task.assumed_public], schema, task.classes, collate_fn,
                      loss_fn is not None)
-    texts = schema.kind in ("text", "causal", "tagging") and column_names(data)
-    if texts and not tokenizer:
+    if schema.kind in ("text", "causal", "tagging") and not tokenizer:
         name = (recipe or {}).get("name") or getattr(
             getattr(model, "config", None), "_name_or_path", "")
         if not name:
@@ -230,7 +234,8 @@ def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | N
     "The roles of the columns for this model, or for the user's own loss or collator."
     named = unit if isinstance(unit, str) else None
     rest = [name for name in column_names(data) if name != named]
-    if collate_fn is not None:
+    theirs = str(getattr(collate_fn, "__module__", "")).startswith("transformers.")
+    if collate_fn is not None and not theirs:
         return Schema("items", tuple(columns or rest), None, named)
     takes = () if isinstance(model, str) else tuple(
         signature(unwrapped(model).forward).parameters)
@@ -303,8 +308,9 @@ def _check_classes(ready: Prepared) -> None:
     if not named or named == [str(number) for number in range(len(named))]:
         return
     if isinstance(own, list) and own != named:
-        raise ValueError(f"the model's classes are {', '.join(own)} and the data's "
-                         f"{', '.join(named)}; give the data in the model's order, "
+        raise ValueError("the model and the data number their classes differently, "
+                         f"{', '.join(own)} and {', '.join(named)}; give the data in "
+                         "the model's order, "
                          "dpft.data.as_task(rows, classes=[...]), or put the data's "
                          "names in model.config.id2label before training")
     name_classes(ready.model, named)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import (
-    Public, Task, TensorData, as_dataset, as_task, check_names, class_list, column_names,
+    Public, Task, TensorData, as_dataset, as_task, check_names, class_list,
     read_schema, stack_images, take)
 from .registry import did_you_mean
 
@@ -181,11 +181,15 @@ def task_of(
     task = as_task(train, columns, unit, classes, label=label, name=name, source=name)
     if task.classes and not task.assumed_public:
         task.assumed_public = ["the classes"]
-    if task.kind == "image" and column_names(task.train):
-        schema = read_schema(task.train, task.columns, unit, classed=True)
+    schema = read_schema(task.train, task.columns, unit, classed=bool(task.classes))
+    if task.kind == "image" and schema.kind != "image":   # tensors, which no command reads
+        task.kind = "text"
+    if schema.kind == "image":
+        only = dev is test
         task.train, dev, test = (
             part and stack_images(as_dataset(part), schema, task.classes or None)
             for part in (task.train, dev, test))
+        test = dev if only else test
     return replace(task, dev=dev, test=test)
 
 def limited(

@@ -113,8 +113,7 @@ def encode(
         return flat_tokens(fields, None, pad_id, data)
     if not 1 <= len(texts) <= 2:
         raise ValueError(f"columns={list(columns)} name {len(texts) or 'no'} text"
-                         f"{'s' * bool(texts)}; give the text columns, one or a pair, "
-                         "then the label's")
+                         f"{'s' * bool(texts)}; give the text columns, then the label's")
     stated = class_names(data, last)
     labels = read_labels(column(data, last), last, classes, stated).values
     encoded = tokenizer(*(_texts(data, name) for name in texts), truncation=True,
@@ -214,28 +213,32 @@ def _chat_rows(
         raise ValueError("the tokenizer has no chat template; set "
                          "tokenizer.chat_template, or give prompt and completion as "
                          "two columns")
-    marked = re.search(r"{%-?\s*generation", tokenizer.get_chat_template()) is not None
     rows = []
     for row, messages in enumerate(chats):
         if not is_chat(messages):
             raise ValueError(f"row {row} is not a conversation: it needs a list of "
                              "messages, each with a role and its content; drop it")
-        if marked:
-            found = tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True,
-                return_assistant_tokens_mask=True)
-            tokens, said = found["input_ids"], [*map(bool, found["assistant_masks"])]
-        else:
-            tokens, said = _by_turns(tokenizer, messages, row)
+        text, spans = _assistant_spans(tokenizer, messages, row)
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                          verbose=False)  # it would print the length of a long one
+        said = [any(start < high and end > low for low, high in spans)
+                for start, end in found["offset_mapping"]]
         if not any(said[1:max_length]):
             raise ValueError(f"row {row} has no word of the assistant's within "
                              f"{max_length} tokens; shorten it, {LONGER}")
-        rows.append((tokens, said))
+        rows.append((found["input_ids"], said))
     return rows
 
-def _by_turns(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Row:
-    "A conversation's tokens, and which of them the assistant's turns add to the text."
-    write = tokenizer.apply_chat_template
+def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]],
+                     row: int) -> tuple[str, list[tuple[int, int]]]:
+    "A conversation as text, and where the assistant speaks in it."
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, write = tokenizer.get_chat_template(), tokenizer.apply_chat_template
+    if re.search(r"{%-?\s*generation", template):
+        rendered: Any = render_jinja_template([messages], None, None, template, True,
+                                              **tokenizer.special_tokens_map)
+        return rendered[0][0], rendered[1][0]
     whole, spans = write(messages, tokenize=False), []
     for turn, said in enumerate(messages):
         if said["role"] != "assistant":
@@ -249,10 +252,7 @@ def _by_turns(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Row:
                              "template with {% generation %}, or give prompt and "
                              "completion as two columns")
         spans.append((len(asked), len(answered)))
-    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True,
-                      verbose=False)  # it would print the length of a long one
-    return found["input_ids"], [any(start < high and end > low for low, high in spans)
-                                for start, end in found["offset_mapping"]]
+    return whole, spans
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-tokenised
 class Selected:
