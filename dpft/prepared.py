@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from .data import (
     VOCABULARY, Schema, Task, TensorData, as_dataset, as_task, check_labels,
-    check_missing, column, column_names, has_batch_protocol, kinds_of, made_on_the_fly,
+    check_missing, class_names, column, column_names, has_batch_protocol, kinds_of, made_on_the_fly,
     read_schema, stack_images, unit_for)
 from .losses import Collate, device_of, logits, to_device, unwrapped
 from .losses import SINGLE, problem_of
@@ -195,7 +195,7 @@ def prepare(
         if task is None and collate_fn is not None and not isinstance(model, str):
             task = Task("data", "image", data, None, columns=schema.columns, unit=unit)
         elif task is None:
-            task = _task(data, schema, classes or own, unit)
+            task = _task(data, schema, classes, own, unit)
     recipe = None
     if isinstance(model, str):
         if schema.kind == "items" and named and collate_fn is None:
@@ -256,7 +256,7 @@ def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | N
     return Schema(kind, tuple(stacked), None, named,
                   tuple(name for name in rest if name not in stacked))
 
-def _task(data: Any, schema: Schema, classes: Any, unit: Any) -> Task:
+def _task(data: Any, schema: Schema, classes: Any, own: Any, unit: Any) -> Task:
     "Data without a task as one."
     if schema.label is None:
         kinds = {"items": "image", "tokens": "causal"}
@@ -265,10 +265,11 @@ def _task(data: Any, schema: Schema, classes: Any, unit: Any) -> Task:
                              "the label; name it last in columns=")
         return Task("data", kinds.get(schema.kind, schema.kind), data, None,
                     columns=schema.columns, unit=unit)
-    given = schema.columns if schema.kind != "items" else [schema.label]
     if schema.kind == "items":
         return Task("data", "image", data, None, columns=schema.columns, unit=unit)
-    return as_task(data, given, unit, classes, True if schema.kind == "text" else None,
+    return as_task(data, schema.columns, unit,
+                   classes or class_names(data, schema.label) or own,
+                   schema.kind == "text",
                    None if schema.kind == "causal" else schema.label)
 
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
