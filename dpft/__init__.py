@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dpft.card import Statement
     from dpft.composition import Chain, Then
     from dpft.curve import Budget
-    from dpft.datasets import Public
+    from dpft.data import Public
     from dpft.engine import Engine
     from dpft.freezing import LayerFreeze
     from dpft.frost import DPFrost, EntrySelection
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dpft.scores import NoisyAccuracy
     from dpft.selection import price
     from dpft.settings import Settings
-    from dpft.sources import load_data
+    from dpft.tasks import load_data
     from dpft.tuning import Tuning, tune
 
 _HOMES = {  # module -> what it gives to the package
@@ -44,7 +44,7 @@ _HOMES = {  # module -> what it gives to the package
     "card": "Statement",
     "composition": "Chain Then",
     "curve": "Budget",
-    "datasets": "Public",
+    "data": "Public",
     "engine": "Engine",
     "freezing": "LayerFreeze",
     "frost": "DPFrost EntrySelection",
@@ -61,7 +61,7 @@ _HOMES = {  # module -> what it gives to the package
     "selection": "price",
     "scores": "NoisyAccuracy",
     "settings": "Settings",
-    "sources": "load_data",
+    "tasks": "load_data",
     "tuning": "Tuning tune",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

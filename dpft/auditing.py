@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .datasets import TensorData
+from .data import TensorData
 from .loop import Run, fine_tune
 from .lower_bounds import (
     clopper_pearson, epsilon_of_rates, gaussian_epsilon, guess_bound,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from . import step
-from .datasets import TensorData
+from .data import TensorData
 from .engine import Engine
 from .loop import Run, fine_tune
 from .method import Method

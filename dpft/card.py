@@ -158,8 +158,9 @@ def assumptions(guarantee: Guarantee) -> str:
     lists = {
         "Assumed to be public:": guarantee.assumed_public or [
             "nothing beyond the method itself"],
-        "Assumed about the arithmetic:": ARITHMETIC.get(
-            guarantee.secure_mode, []) if private else [],
+        "Assumed about the arithmetic:": [
+            "an example whose gradient is not finite counts as exactly zero",
+            *ARITHMETIC.get(guarantee.secure_mode, [])] if private else [],
         "Accesses to private data that were not charged:": [
             *(guarantee.uncharged or ["none that the run knows of"]),
             "choices made by people who saw the data are never charged"],

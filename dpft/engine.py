@@ -21,13 +21,13 @@ from .account import Account
 from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
 from .checks import check
-from .datasets import Public, column_names, has_batch_protocol
+from .data import Public, column_names, has_batch_protocol
 from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory, share_known
 from .guarantee import Guarantee, promised
 from .hooks import Hooks
-from .inputs import checked_rows
+from .prepared import checked_rows
 from .ledger import Ledger, PlanSpent
 from .losses import chosen_loss
 from .method import Context, Method, noted

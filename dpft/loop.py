@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from .callbacks import Callbacks, noisy_norm
 from .card import check_statement
 from .checkpoint import START, earlier_runs, note_of, note_run
-from .datasets import Task, unit_for
+from .data import Task, unit_for
 from .engine import Engine
 from .guarantee import Guarantee, visible_files
 from .ledger import Ledger

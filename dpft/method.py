@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .datasets import Public
+from .data import Public
 from .forms import Groups
 from .gradients import gradients as gradients
 from .gradients import per_example_norms as per_example_norms
-from .identity import check_disjoint_rows
+from .data import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .norms import Block
 from .norms import Partition as Partition

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .datasets import Public, has_batch_protocol
+from .data import Public, has_batch_protocol
 from .forms import Contribution, Dense, full
 from .layer_rules import RULES, Rule, channel_bias, sum_after
 from .losses import default_loss, to_device, unwrapped
@@ -32,10 +33,10 @@ from .texts import collate_for
 # %% auto #0
 __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
            'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'description_of', 'check_saved',
-           'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'FrozenBatchNorm',
-           'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class',
-           'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes',
-           'Modes', 'pretrain']
+           'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'positions',
+           'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d',
+           'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate',
+           'set_modes', 'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -331,6 +332,19 @@ def fresh_head(
 ) -> list[nn.Parameter]:  # empty for a language model
     "Parameters of a classification head; an output layer over words is pre-trained."
     return head_parameters(model) if output_layer(model) is None else []
+
+# %% ../nbs/5_notes/74_models.ipynb #models-positions
+def positions(
+    model: Any,
+) -> int | None: # None: any number
+    "The number of positions for which a model has an embedding."
+    tables = [table for name, table in model.named_modules()
+              if re.search(r"(position_embeddings?|embed_positions|wpe)$", name)
+              and isinstance(table, nn.Embedding)]
+    first = [getattr(table, "offset", 0) if table.padding_idx is None
+             else table.padding_idx + 1 for table in tables]
+    return min((table.num_embeddings - place
+                for table, place in zip(tables, first, strict=True)), default=None)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-frozen
 class FrozenBatchNorm(_NormBase):

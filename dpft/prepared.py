@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import TensorDataset
 
-from .datasets import VOCABULARY, Task, TensorData, as_dataset, check_labels
-from .datasets import class_names, column_names, has_batch_protocol
-from .datasets import names_a_row, unit_for
-from .inputs import check_places, positions
-from .losses import Collate
+from .data import (
+    VOCABULARY, Schema, Task, TensorData, as_dataset, as_task, check_labels,
+    check_missing, class_names, column, column_names, has_batch_protocol, kinds_of, made_on_the_fly,
+    read_schema, stack_images, unit_for)
+from .losses import Collate, device_of, logits, to_device, unwrapped
+from .losses import SINGLE, problem_of
 from .losses import task_of as head_of
-from .losses import unwrapped
+from .method import Method, check_method, said_of
 from .models import (
-    load_model, load_tokenizer, minilm_folder, name_classes, own_classes)
-from .schema import Schema, kinds_of, read_schema
-from .sources import are_spelled, check_spelled, classes_of, kind_of_task
-from .sources import stack_images
-from .texts import MOST, EncodedData, Selected, encode, encode_tags, token_rows
+    load_model, load_tokenizer, minilm_folder, name_classes, own_classes, positions)
+from .oracle import evaluating
+from .processes import check_whole
+from .settings import Settings
+from .texts import MOST, EncodedData, Selected, encode, encode_tags, first_token
+from .texts import token_rows
 
 # %% auto #0
-__all__ = ['SCALING', 'Prepared', 'save_scaling', 'as_read', 'batchable', 'pad_token', 'as_task', 'prepare', 'vocabulary_of',
-           'scaling_by_hand']
+__all__ = ['SCORED', 'SCALING', 'Prepared', 'save_scaling', 'concerning', 'prepare', 'checked_rows', 'check_causal']
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -45,9 +52,9 @@ class Prepared:
     assumed_public: list[str] = field(default_factory=list)
     schema: Schema = field(default_factory=lambda: Schema("items"))
     classes: tuple[str, ...] = ()         # none for generation and regression
-    spelled: bool = False                 # whether the training labels are names
     # the user's own, which gets items as they are; None: that of the form of the data
     collate: Collate | None = None
+    own_loss: bool = False                # which gets all columns that stack
 
     @property
     def origin(self) -> str:
@@ -80,6 +87,36 @@ class Prepared:
         return {"shape": [*data.images.shape[1:]], "scale": float(data.scale),
                 "mean": [*map(float, data.mean)], "std": [*map(float, data.std)]}
 
+    @property
+    def most(self) -> int:
+        "The number of tokens that are read of a row."
+        stated = getattr(self.tokenizer, "model_max_length", None)
+        return min(filter(None, (MOST, stated, positions(self.model))))
+
+    def encoded(self, data: Any) -> Any:
+        "Any data set of the same form, read as the training data was."
+        data, schema = as_dataset(data), self.schema
+        if has_batch_protocol(data) or not column_names(data):
+            return data
+        classes = self.classes or (1 if own_classes(self.model) == 1 else None)
+        pad_id = first_token(self.tokenizer, "pad_token_id") or first_token(
+            getattr(self.model, "config", None), "pad_token_id") or 0
+        if schema.kind == "image":
+            return stack_images(data, schema, classes)
+        if schema.kind in ("text", "causal"):
+            return encode(data, self.tokenizer, schema.columns, self.most, schema.kind,
+                          classes)
+        if schema.kind == "tagging":
+            return encode_tags(data, self.tokenizer, schema.columns, self.most, classes)
+        names = {name: name for name in schema.columns if name in column_names(data)}
+        if schema.label and not self.own_loss and "labels" not in names and (
+                self.collate is None or schema.label != "label"):  # collators rename that
+            names[schema.label] = "labels"
+        if schema.kind == "tokens" and self.collate is None:
+            return token_rows(data, names, pad_id, classes)
+        whole = [*names.values()] == [*column_names(data)]
+        return data if whole else Selected(data, names, pad_id)
+
     def save_tokenizer(
         self, folder: Path,
         base: dict[str, Any] | None,  # of the saved part, as in dpft.json
@@ -94,26 +131,6 @@ class Prepared:
         self.tokenizer.save_pretrained(folder)
         return "saved"
 
-    @property
-    def most(self) -> int:
-        "The number of tokens that are read of a row."
-        stated = getattr(self.tokenizer, "model_max_length", None)
-        return min(filter(None, (MOST, stated, positions(self.model))))
-
-    def encoded(self, data: Any) -> Any:
-        """Any data set of the same form, read as the training data was;
-        ValueError for a row that the model has no room for."""
-        data, pad_id = as_dataset(data), pad_token(self.tokenizer, self.model)
-        if self.spelled:
-            check_spelled(data, self.schema.label)
-        outputs = own_classes(self.model)
-        classes = self.classes or (1 if outputs == 1 else ())  # 1: for a regression
-        read = as_read(data, self.schema, self.tokenizer, classes, pad_id,
-                       self.collate is not None, self.most)
-        check_places(self.model, read)
-        return read
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-save-scaling
 def save_scaling(
     pictures: dict[str, Any] | None,  # as `Prepared.pictures`
     folder: Path,                     # with the model's configuration, if it has one
@@ -132,92 +149,21 @@ def save_scaling(
     (folder / "preprocessor_config.json").write_text(
         json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-read
-def as_read(
-    data: Any,                     # a data set as `as_dataset` gives it
-    schema: Schema,                # of the training data
-    tokenizer: Any,
-    classes: int | Sequence[str],  # of the labels; 1: a regression; none: any
-    pad_id: int = 0,
-    collated: bool = False,        # whether the user makes batches of the items
-    most: int = MOST,              # tokens kept of a row
-) -> Any:
-    "A data set of tensors with the columns that the schema reads."
-    if has_batch_protocol(data) or not column_names(data):
-        return data
-    if schema.kind == "image":
-        return stack_images(data, schema, classes)
-    if schema.kind in ("text", "causal"):
-        return encode(data, tokenizer, schema.columns, most, schema.kind,
-                      classes or None)
-    if schema.kind == "tagging":
-        return encode_tags(data, tokenizer, schema.columns, most, classes or None)
-    if schema.kind == "tokens" and not collated:
-        return token_rows(data, schema, pad_id, classes or None)
-    kept = [name for name in column_names(data) if name in schema.columns]
-    if collated:
-        kept = batchable(data, schema)
-    if len(kept) == len(column_names(data)):
-        return data
-    return Selected(data, {name: name for name in kept}, pad_id)
+SCORED = "the data to score"
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-batchable
-def batchable(
-    data: Any,       # a data set whose items have names
-    schema: Schema,  # of the training data
-) -> list[str]:
-    "The columns that a user's collator receives."
-    kinds = kinds_of(data)
-    aside = (name for name, kind in kinds.items()
-             if name == schema.unit or kind == "text" or names_a_row(name))
-    out = set(aside) - set(schema.columns)
-    return [name for name in column_names(data) if name not in out]
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-pad
-def pad_token(
-    tokenizer: Any,
-    model: nn.Module,
-) -> int:
-    "The token that fills short rows: the tokenizer's, else the model's."
-    for known in (tokenizer, getattr(model, "config", None)):
-        if (found := getattr(known, "pad_token_id", None)) is not None:
-            return int(found)
-    return 0
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-as-task
-def as_task(
-    data: Any,                             # a data set in any form
-    columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
-    unit: Any = None,                      # the unit's column, or each row's unit
-    classes: int | Sequence[str] | None = None,  # of the model; None: as the labels say
-    # whether the last of `columns` names classes; None: where `classes` are given
-    classed: bool | None = None,
-) -> Task:
-    "A data set in any form as a task."
-    data = as_dataset(data)
-    classed = bool(classes) if classed is None else classed
-    schema = read_schema(data, columns, unit, classed=classed)
-    if schema.kind not in ("text", "tagging", "image"):
-        kind = kind_of_task(data, schema)
-        return Task("data", kind, data, dev=None, columns=schema.columns, unit=unit)
-    if schema.label is None:
-        listed = ", ".join(map(repr, column_names(data)))
-        raise ValueError(f"cannot tell which of {listed} is the label; "
-                         "name it last in columns=")
-    stated = class_names(data, schema.label) or classes
-    names, derived = classes_of(data, schema, stated)
-    facts = [f"the classes {_span(names)}"] if derived else []
-    return Task("data", schema.kind, data, dev=None, classes=names,
-                columns=schema.columns, assumed_public=facts, unit=unit)
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-span
-def _span(names: Sequence[str]) -> str:
-    "Class names in words."
-    if list(names) == [str(i) for i in range(len(names))]:
-        return f"0 to {len(names) - 1}"
-    return ", ".join(names)
+@contextmanager
+def concerning(
+    part: str,  # of the data
+) -> Iterator[None]:
+    "Whatever ValueError is raised within says which part of the data it concerns."
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"in {part}: {error}") from error
 
 # %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare
+SCALING = "the numbers by which the pictures are scaled"
+
 def prepare(
     model: nn.Module | str | os.PathLike[str],  # a module, a name or a path
     train: Any,                            # a data set in any form, or a `Task`
@@ -227,160 +173,279 @@ def prepare(
     classes: int | Sequence[str] | None = None,  # None: the model's, or the data's
     collate_fn: Any = None,                # one's own, which gets items as they are
     loss_fn: Any = None,                   # one's own; None: the model's
+    label: str | None = None,              # the label's column; None: as found
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     unit = unit_for(train, unit)
-    task = _for_model(model, train, columns, unit, classes)
-    data = as_dataset(task.train)
-    columns = columns or (task.columns if isinstance(train, Task) else None)
-    schema = read_schema(data, _known(columns, data), unit,
-                         classed=bool(task.classes) or _classifies(model))
-    spelled = are_spelled(data, schema.label)
-    recipe: dict[str, Any] | None = None
+    own = None if isinstance(model, str) else own_classes(model)
+    task = train if isinstance(train, Task) else None
+    data = as_dataset(task.train if task else train)
+    if task and columns is None and not label:
+        columns = task.columns
+    named = bool(column_names(data)) and not has_batch_protocol(data)
+    if not named:                                            # tensors, as they are
+        schema = Schema("items", unit=unit if isinstance(unit, str) else None)
+        kind = "image" if not isinstance(data, EncodedData) else (
+            "causal" if data.labels is None else "text")
+        task = task or Task("data", kind, data, None, unit=unit)
+    else:
+        schema = _schema(model, task, data, columns, unit, label, bool(classes),
+                         collate_fn, loss_fn)
+        if task is None and collate_fn is not None and not isinstance(model, str):
+            task = Task("data", "image", data, None, columns=schema.columns, unit=unit)
+        elif task is None:
+            task = _task(data, schema, classes, own, unit)
+    recipe = None
     if isinstance(model, str):
-        _check_readable(schema, data)
-        if schema.kind == "image":    # their shape is the model's
-            data = as_read(data, schema, tokenizer, task.classes)
-        task = _with_classes(task, data, schema)
+        if schema.kind == "items" and named and collate_fn is None:
+            listed = ", ".join(f"{name!r} ({kind})"
+                               for name, kind in kinds_of(data).items())
+            raise ValueError("there are no texts, pictures or tokens in the columns "
+                             f"{listed} that a named model could read; make a column "
+                             "of one of these, or give a model of your own")
+        if schema.kind == "image" and named:                 # their shape is the model's
+            data = stack_images(data, schema, task.classes or None)
         recipe = _recipe(model, task, data)
-        model = _loaded(recipe)
+        model = load_model(**recipe)
     ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
-                     recipe, [*task.assumed_public], schema, task.classes,
-                     spelled, collate_fn)
-    if (schema.kind in ("text", "causal", "tagging")
-            and not has_batch_protocol(data)):
-        ready.tokenizer = tokenizer or _own_tokenizer(ready)
+                     recipe, [*task.assumed_public], schema, task.classes, collate_fn,
+                     loss_fn is not None)
+    if schema.kind in ("text", "causal", "tagging") and not tokenizer:
+        name = (recipe or {}).get("name") or getattr(
+            getattr(model, "config", None), "_name_or_path", "")
+        if not name:
+            raise ValueError("the data holds texts and the model names no tokenizer; "
+                             "pass tokenizer=")
+        ready.tokenizer = load_tokenizer(name)
+    head = head_of(model)
+    if schema.kind == "causal" and loss_fn is None and head not in (None, "causal"):
+        raise ValueError(f"the data are texts to be continued, and the head of "
+                         f"{type(unwrapped(model)).__name__} is for {head}; take "
+                         "a model for causal language modelling, or pass loss_fn=")
     ready.train = ready.encoded(data)
-    ready.assumed_public += vocabulary_of(ready) + scaling_by_hand(ready, task)
-    _check_classes(ready, task)
-    if loss_fn is None:
-        _check_writes(ready)
+    _list_facts(ready, task)
+    _check_classes(ready)
     return ready
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-scaling
-SCALING = "the numbers by which the pictures are scaled"
-
-def vocabulary_of(ready: Prepared) -> list[str]:
-    "A public fact of data that are tokens, whoever made them; none if it is listed."
-    fields = (ready.train.fields if isinstance(ready.train, EncodedData)
-              else ready.schema.columns)
-    new = "input_ids" in fields and VOCABULARY not in ready.assumed_public
-    return [VOCABULARY] if new else []
-
-def scaling_by_hand(ready: Prepared, task: Task) -> list[str]:
-    "A public fact, if the user's own numbers scale pictures and nothing says so."
-    pictures = ready.pictures
-    if pictures is None or ready.schema.kind == "image" or task.assumed_public:
-        return []
-    own = pictures["scale"], *pictures["mean"], *pictures["std"]
-    return [SCALING] if own != (1.0, 0.0, 1.0) else []
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-classes
-def _classifies(model: Any) -> bool:
-    "Whether a model, given or named, classifies texts."
-    named = model == "minilm" if isinstance(model, str) else head_of(model)
-    return named in (True, "classification")
-
-def _for_model(model: Any, train: Any, columns: Sequence[str] | None, unit: Any,
-               classes: int | Sequence[str] | None) -> Task:
-    "Data as a task for a model, unless they are already a task."
-    if isinstance(train, Task):
-        return train
-    known = classes or (None if isinstance(model, str) else own_classes(model))
-    return as_task(train, columns, unit, known, bool(classes) or _classifies(model))
-
-def _with_classes(task: Task, data: Any, schema: Schema) -> Task:
-    "A task of tokens with the classes of its labels, if none were given."
-    if task.classes or schema.kind != "tokens" or has_batch_protocol(data):
-        return task
-    names, derived = classes_of(data, schema)
-    facts = [f"the classes {_span(names)}"] if names and derived else []
-    return replace(task, classes=names, assumed_public=[*task.assumed_public, *facts])
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-check-classes
-def _check_classes(ready: Prepared, task: Task) -> None:
-    "ValueError for a label outside the classes; the model gets their names."
-    labels = getattr(ready.train, "labels", None)
-    if task.classes and isinstance(labels, Tensor) and labels.ndim == 1:
-        check_labels(labels, task.classes)
-    own, named = own_classes(ready.model), [*task.classes]
-    if isinstance(own, list) and own != named and sorted(own) == sorted(named):
-        raise ValueError(f"the model and the data number the same classes differently, "
-                         f"{', '.join(own)} and {', '.join(task.classes)}; give the "
-                         "data in the model's order: "
-                         "dpft.prepared.as_task(rows, classes=[...])")
-    if not named or named == [str(number) for number in range(len(named))]:
-        return
-    if isinstance(own, list) and own != named:
-        raise ValueError(f"the model's classes, {', '.join(own)}, are not the data's, "
-                         f"{', '.join(named)}; rename the data's, or put the data's "
-                         "names in model.config.id2label before training")
-    name_classes(ready.model, named)
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-writes
-def _check_writes(ready: Prepared) -> None:
-    "ValueError for text generation with a head for another task."
-    task = head_of(ready.model)
-    if ready.schema.kind == "causal" and task not in (None, "causal"):
-        raise ValueError(f"the data are texts to be continued, and the head of "
-                         f"{type(unwrapped(ready.model)).__name__} is for {task}; take "
-                         "a model for causal language modelling, or pass loss_fn=")
-
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-recipe
-def _loaded(recipe: dict[str, Any]) -> nn.Module:
-    "The model of a recipe; ValueError for one without a head for the task."
+def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | None,
+            unit: Any, label: str | None, classed: bool, collate_fn: Any,
+            loss_fn: Any) -> Schema:
+    "The roles of the columns for this model, or for the user's own loss or collator."
+    named = unit if isinstance(unit, str) else None
+    rest = [name for name in column_names(data) if name != named]
+    theirs = str(getattr(collate_fn, "__module__", "")).startswith("transformers.")
+    if collate_fn is not None and not theirs:
+        return Schema("items", tuple(columns or rest), None, named)
+    takes = () if isinstance(model, str) else tuple(
+        signature(unwrapped(model).forward).parameters)
+    classed = classed or bool(task and task.classes) or (
+        model == "minilm" if isinstance(model, str)
+        else head_of(model) == "classification")
+    if loss_fn is None or columns:
+        return read_schema(data, columns or None, unit, label, classed, takes)
+    kinds = kinds_of(data)
     try:
-        return load_model(**recipe)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):  # of Transformers
-            raise
-        raise ValueError(f"Transformers has no head for the task {recipe['kind']!r} "
-                         f"on the model {recipe['name']!r}; give a model for such "
-                         "data, or data of another form") from error
+        found = read_schema(data, None, unit, label, classed, takes)
+        if found.kind in ("text", "causal", "tagging", "image"):
+            return found
+        kind = found.kind
+    except ValueError:                  # nobody need guess what a loss of one's own reads
+        kind = "items"
+    stacked = [name for name in rest if kinds[name] in ("number", "other")]
+    return Schema(kind, tuple(stacked), None, named,
+                  tuple(name for name in rest if name not in stacked))
+
+def _task(data: Any, schema: Schema, classes: Any, own: Any, unit: Any) -> Task:
+    "Data without a task as one."
+    if schema.label is None:
+        kinds = {"items": "image", "tokens": "causal"}
+        if schema.kind in ("text", "image", "tagging"):
+            raise ValueError(f"cannot tell which of {', '.join(column_names(data))} is "
+                             "the label; name it last in columns=")
+        return Task("data", kinds.get(schema.kind, schema.kind), data, None,
+                    columns=schema.columns, unit=unit)
+    if schema.kind == "items":
+        return Task("data", "image", data, None, columns=schema.columns, unit=unit)
+    return as_task(data, schema.columns, unit,
+                   classes or class_names(data, schema.label) or own,
+                   schema.kind == "text",
+                   None if schema.kind == "causal" else schema.label)
 
 def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
     outputs = 1 if task.kind == "text" else 2
     labels = data.labels if isinstance(data, EncodedData) else None
-    if (labels is not None and outputs == 1 and not task.classes
-            and not labels.is_floating_point()):
+    if isinstance(data, EncodedData) and not task.classes and (
+            labels is not None and not labels.is_floating_point()):
         raise ValueError("the texts are encoded, and nothing says how many classes "
                          "their labels have; give the texts themselves, or a model "
                          "loaded by dpft.load_model(name, classes=)")
+    shape = None
+    if task.kind == "image" and not column_names(data):
+        first = data[0][0]
+        shape = tuple(first.shape) if hasattr(first, "shape") else task.image_shape
     return {"name": name, "classes": [*task.classes] or outputs, "kind": task.kind,
-            "image_shape": _image_shape(task, data)}
+            "image_shape": shape}
 
-def _image_shape(task: Task, data: Any) -> tuple[int, ...] | None:
-    "(C, H, W) of the pictures, where there are some."
-    if task.kind != "image" or column_names(data):
+def _list_facts(ready: Prepared, task: Task) -> None:
+    "Name what a run takes for public of the data: a vocabulary, hand-made scaling."
+    fields = (ready.train.fields if isinstance(ready.train, EncodedData)
+              else ready.schema.columns)
+    facts = [VOCABULARY] if "input_ids" in fields else []
+    pictures = ready.pictures
+    if pictures and ready.schema.kind != "image" and not task.assumed_public and (
+            (pictures["scale"], *pictures["mean"], *pictures["std"]) != (1.0, 0.0, 1.0)):
+        facts.append(SCALING)
+    ready.assumed_public = [*dict.fromkeys([*ready.assumed_public, *facts])]
+
+def _check_classes(ready: Prepared) -> None:
+    "ValueError for a label outside the classes; the model gets their names."
+    labels = getattr(ready.train, "labels", None)
+    named = [*ready.classes]
+    if named and isinstance(labels, Tensor) and labels.ndim == 1:
+        check_labels(labels, named)
+    own = own_classes(ready.model)
+    if not named or named == [str(number) for number in range(len(named))]:
+        return
+    if isinstance(own, list) and own != named:
+        raise ValueError("the model and the data number their classes differently, "
+                         f"{', '.join(own)} and {', '.join(named)}; give the data in "
+                         "the model's order, "
+                         "dpft.data.as_task(rows, classes=[...]), or put the data's "
+                         "names in model.config.id2label before training")
+    name_classes(ready.model, named)
+
+# %% ../nbs/5_notes/75_prepared.ipynb #inputs-rows
+def checked_rows(
+    model: nn.Module, method: Method,
+    data: Any,            # in any form
+    settings: Settings,
+) -> Any:                 # as the engine takes them, without the unit's column
+    "The rows of a run; ValueError for a model and data that cannot go together."
+    check_whole(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={said_of(model)}: pass a module")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so nothing in it "
+                         "can train; pass a model with layers that have some")
+    lazy = (name for name, value in model.named_parameters() if is_lazy(value))
+    if name := next(lazy, None):
+        raise ValueError(f"{name} has no shape yet; run the model once on a batch")
+    check_method(method)
+    data, unit = as_dataset(data), unit_for(data, settings.unit)
+    names = [name for name in column_names(data) if name != unit]
+    if isinstance(data, Selected):
+        check_missing(data.table, [*data.names])
+    else:
+        check_missing(data, names or None)
+    if isinstance(unit, str) and unit in column_names(data) and (
+            not has_batch_protocol(data)):
+        data = Selected(data, {name: name for name in names})
+    if settings.loss_fn is None and settings.collate_fn is None:
+        _check_labels(model, data)
+        _check_tokens(unwrapped(model), data)
+    if settings.loss_fn is None and head_of(model) == "causal":
+        check_causal(model)
+    return data
+
+def _stored(data: Any, name: str) -> Any:
+    "A column by the model's name for it; None if there is none, or it is computed."
+    if isinstance(data, EncodedData):
+        return data.labels if name == "labels" and data.labels is not None else (
+            data.fields.get(name))
+    if isinstance(data, TensorData):
+        return data.labels
+    if type(data) is TensorDataset:
+        return data.tensors[1] if len(data.tensors) == 2 else None
+    if isinstance(data, Selected) and not made_on_the_fly(data.table):
+        own = {new: old for old, new in data.names.items()}
+        return column(data.table, own[name]) if name in own else None
+    return None
+
+def _check_labels(model: nn.Module, data: Any) -> None:
+    "ValueError for a label or a tag without an output."
+    labels, head = _stored(data, "labels"), head_of(model)
+    if isinstance(labels, list):
+        if head in ("tagging", "masked", "causal"):
+            _check_lengths(_stored(data, "input_ids"), labels)
+        whole = all(isinstance(value, int) for value in labels)
+        labels = torch.tensor(labels) if whole else None
+    if labels is None or labels.is_floating_point() or not len(data):
+        return
+    stated = getattr(unwrapped(model), "num_labels", None)
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    if head == "tagging" or (head == "classification" and stated != 1
+                             and problem in (None, SINGLE) and labels.ndim == 1):
+        outputs = stated
+    else:
+        outputs = _outputs(model, data, labels) if labels.ndim == 1 else None
+    odd = ((labels != -100) & ((labels < 0) | (labels >= (outputs or 2**62)))).nonzero()
+    if outputs and len(odd):    # its value is private
+        which = "a tag" if head == "tagging" else f"the label of row {int(odd[0, 0])}"
+        raise ValueError(f"{which} is no class of the model, which numbers its "
+                         f"{outputs} from 0; correct it, or load the model with more "
+                         "(num_labels)")
+
+def _outputs(model: nn.Module, data: Any, labels: Tensor) -> int | None:
+    "The number of classes of a model by a pass over one row; None if that fails."
+    if not isinstance(data, (TensorData, TensorDataset)):
         return None
-    first = data[0][0]
-    return tuple(first.shape) if hasattr(first, "shape") else task.image_shape
+    inputs = torch.zeros_like(torch.as_tensor(data[0][0]))[None].repeat(2, *[1] * (
+        torch.as_tensor(data[0][0]).ndim))
+    batch = to_device((inputs, labels[:1].repeat(2)), device_of(model))
+    try:
+        with torch.no_grad(), torch.random.fork_rng([]), evaluating(model):
+            scores = logits(model, batch)
+    except Exception:           # the start-up check says what is wrong
+        return None
+    return scores.shape[1] if scores.ndim == 2 and (
+        problem_of(model, scores, labels[:2]) == SINGLE) else None
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-readable
-def _check_readable(schema: Schema, data: Any) -> None:
-    "ValueError if no column has a kind that a named model reads."
-    named = column_names(data) and not has_batch_protocol(data)
-    if schema.kind == "items" and named:
-        listed = ", ".join(f"{name!r} ({kind})"
-                           for name, kind in kinds_of(data).items())
-        raise ValueError(f"there are no texts, pictures or tokens in the columns "
-                         f"{listed} that a named model could read; make a column of "
-                         "one of these, or give a model of your own")
+def _check_lengths(tokens: Any, labels: Sequence[Any]) -> None:
+    "Refuse a row whose labels a padded batch would pair with other tokens."
+    for row, (own, said) in enumerate(zip(tokens or (), labels, strict=False)):
+        if np.shape(own) != np.shape(said):
+            raise ValueError(f"row {row} has {np.size(own)} tokens and "
+                             f"{np.size(said)} labels; give each token one label, and "
+                             "-100 where it has none")
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-prepare-parts
-def _known(columns: Sequence[str] | None, data: Any) -> Sequence[str] | None:
-    "The task's columns, unless the rows have no names at all."
-    named = column_names(data) and not has_batch_protocol(data)
-    return columns if columns and named else None
+def _check_tokens(model: nn.Module, data: Any) -> None:
+    "Refuse tokens without an embedding, rows without a place, and missing padding."
+    if not isinstance(data, EncodedData):
+        return
+    if (head_of(model) == "classification" and getattr(
+            getattr(model, "config", None), "pad_token_id", 0) is None):
+        raise ValueError(f"{type(model).__name__} has no padding token, so it takes "
+                         "one row at a time; set model.config.pad_token_id to the "
+                         "tokenizer's")
+    places = positions(model)
+    if places and int(data.lengths.max()) > places:
+        raise ValueError(f"row {int(data.lengths.argmax())} has more tokens than the "
+                         f"{places} that the model has places for; cut such rows")
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    count = getattr(table, "num_embeddings", None)
+    unknown = [] if count is None else (data.fields["input_ids"] >= count).nonzero()
+    if len(unknown):
+        row = int((data.starts <= unknown[0]).sum()) - 1
+        raise ValueError(f"row {row} has a token beyond the {count} that the model has "
+                         "embeddings for; pass the model's own tokenizer=")
 
-# %% ../nbs/5_notes/75_prepared.ipynb #prepared-tokenizer
-def _own_tokenizer(ready: Prepared) -> Any:
-    "The tokenizer of the model that is prepared."
-    config = getattr(ready.model, "config", None)
-    name = (ready.recipe or {}).get("name") or getattr(config, "_name_or_path", "")
-    if not name:
-        raise ValueError("the data holds texts and the model names no tokenizer; "
-                         "pass tokenizer=")
-    return load_tokenizer(name)
+def check_causal(
+    model: nn.Module,  # with the head of a language model
+) -> None:
+    "ValueError for a model that uses the tokens that it predicts."
+    padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
+    tokens = [token for token in range(3) if token != padding][:2]
+    one, other = (torch.tensor([[tokens[0], second]], device=device_of(model))
+                  for second in tokens)
+    with torch.no_grad(), evaluating(model):
+        try:
+            first, again = (model(input_ids=ids).logits[0, 0] for ids in (one, other))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return                   # it takes more than tokens
+    room = 4 * torch.finfo(first.dtype).eps * float(first.abs().max())
+    if float((first - again).abs().max()) > room:
+        raise ValueError(f"{type(unwrapped(model)).__name__} sees the tokens that it "
+                         "is to predict; load it as a decoder, with is_decoder=True in "
+                         "its configuration, or take a model that writes")

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .datasets import (
-    check_complete, column, has_batch_protocol, unit_for)
+from .data import check_complete, column, has_batch_protocol, unit_for
 from .oracle import batch_rows
 from .settings import Settings
 from .texts import collate_for

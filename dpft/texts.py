@@ -16,30 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .datasets import (
-    LABELS, as_dataset, check_complete, check_labels, class_list, class_names, column,
-    is_chat, is_missing, made_on_the_fly, row_numbers)
-from .identity import hash_of
-from .schema import Schema, read_labels, read_tags, tag_values
+from .data import (
+    LABELS, as_dataset, check_complete, class_names, column, is_chat, made_on_the_fly,
+    read_labels, read_tags, row_numbers)
 
 # %% auto #0
-__all__ = ['MOST', 'Row', 'LONGER', 'token_places', 'EncodedData', 'fill_of', 'encode', 'encode_tags', 'label_values',
-           'is_numeral', 'label_tensor', 'flat_tokens', 'first_token', 'collate_for', 'padded', 'token_rows',
-           'Selected']
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-places
-def token_places(
-    starts: Tensor,                    # (N + 1,) where each text begins, and the end
-    lengths: Tensor,                   # (N,) tokens of each text
-    indices: Tensor | Sequence[int],   # (B,) texts; negative ones count from the end
-) -> tuple[Tensor, Tensor, Tensor]:    # (B,) texts; (B, T) places; (B, T) no padding
-    "Positions of the tokens of a batch, for rows as long as the longest of them."
-    rows = row_numbers(indices, len(lengths))
-    rows = torch.where(rows < 0, rows + len(lengths), rows)
-    own = lengths[rows]
-    position = torch.arange(int(own.max()))
-    places = (starts[rows, None] + position).clamp(max=int(starts[-1]) - 1)
-    return rows, places, position < own[:, None]
+__all__ = ['MOST', 'Row', 'LONGER', 'EncodedData', 'fill_of', 'flat_tokens', 'encode', 'first_token', 'encode_tags', 'Selected',
+           'token_rows', 'collate_for']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encoded
 @dataclass(eq=False, repr=False)
@@ -65,27 +48,18 @@ class EncodedData:
 
     def batch(self, indices: Tensor | Sequence[int]) -> dict[str, Tensor]:
         "Rows in one gather, (B, T) each, padded to the longest of them."
-        rows, places, real = token_places(self.starts, self.lengths, indices)
-        batch = {}
-        for name, values in self.fields.items():
-            fill = fill_of(name, self.pad_id)
-            batch[name] = torch.where(real, values[places].long(), fill)
+        rows = row_numbers(indices, len(self))
+        rows = torch.where(rows < 0, rows + len(self), rows)
+        own = self.lengths[rows]
+        position = torch.arange(int(own.max()))
+        places = (self.starts[rows, None] + position).clamp(max=int(self.starts[-1]) - 1)
+        real = position < own[:, None]
+        batch = {name: torch.where(real, values[places].long(),
+                                   fill_of(name, self.pad_id))
+                 for name, values in self.fields.items()}
         batch["attention_mask"] = real.long()
         return batch if self.labels is None else {**batch, "labels": self.labels[rows]}
 
-    def content(self) -> list[Any]:
-        "What identifies this data set, for `fingerprint`."
-        return ["tokens", self.fields, self.lengths, self.labels]
-
-    def hashes(self) -> list[tuple[str, bytes]]:
-        "Hashes of each row's tokens, for `row_hashes`."
-        if not len(self):
-            return []
-        tokens = self.fields["input_ids"].numpy().astype(np.int64)
-        rows = np.split(tokens, self.starts[1:-1].numpy())
-        return [("tokens", hash_of(row)) for row in rows]
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-fill
 def fill_of(
     name: str,    # of a field
     pad_id: int,
@@ -94,9 +68,25 @@ def fill_of(
     ids = name in ("input_ids", "decoder_input_ids")
     return pad_id if ids else -100 if name in LABELS else 0
 
+def flat_tokens(
+    encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
+    labels: Tensor | None,
+    pad_id: int,
+    table: Any,
+) -> EncodedData:
+    "Rows of tokens end to end; refuses a row without any."
+    lengths = torch.tensor([len(row) for row in encoded["input_ids"]])
+    if not len(lengths) or not int(lengths.min()):
+        which = f"row {int(lengths.argmin())} has a text of" if len(lengths) else (
+            "the data has")
+        raise ValueError(f"{which} zero tokens; drop it or give it one")
+    fields = {name: torch.from_numpy(np.concatenate(
+        [np.asarray(row, dtype=np.int32) for row in rows]))
+        for name, rows in encoded.items()}
+    return EncodedData(fields, lengths, labels, pad_id, table)
+
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encode
 MOST = 128   # tokens of a row that a run reads
-
 
 def encode(
     data: Any,               # its items have names, or `data[name]` is a column
@@ -112,26 +102,42 @@ def encode(
     data, (*texts, last) = as_dataset(data), columns
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
     if kind == "causal":
-        chats = not texts and any(map(is_chat, column(data, last)))
-        read = column if chats else _texts
-        parts = [read(data, name) for name in columns]
-        rows = _chat_rows if chats else _completion_rows
-        whole = _joined(rows(parts, tokenizer, max_length), max_length, pad_id)
-        whole.table = data
-        return whole
-    if not texts:
-        raise ValueError(f"columns={list(columns)} name no text; give the text "
-                         "columns, then the label's")
-    if len(texts) > 2:
-        raise ValueError(f"columns={list(columns)} name {len(texts)} texts, and a "
-                         "tokenizer takes one or a pair; join them into two columns")
-    parts = [_texts(data, name) for name in texts]
-    labels = label_tensor(label_values(data, last, classes), last, classes)
-    encoded = tokenizer(*parts, truncation=True, max_length=max_length,
-                        return_special_tokens_mask=True, return_attention_mask=False)
-    for row, special in enumerate(encoded.pop("special_tokens_mask")):
-        _check_tokens(row, len(special) - sum(special))
+        chat = not texts and any(map(is_chat, column(data, last)))
+        rows = (_chat_rows(column(data, last), tokenizer, max_length) if chat else
+                _completion_rows([_texts(data, name) for name in columns], tokenizer,
+                                 max_length))
+        cut = [(tokens[:max_length], said[:max_length]) for tokens, said in rows]
+        fields = {"input_ids": [tokens for tokens, _ in cut],
+                  "labels": [[token if counts else -100 for token, counts
+                              in zip(*row, strict=True)] for row in cut]}
+        return flat_tokens(fields, None, pad_id, data)
+    if not 1 <= len(texts) <= 2:
+        raise ValueError(f"columns={list(columns)} name {len(texts) or 'no'} text"
+                         f"{'s' * bool(texts)}; give the text columns, then the label's")
+    stated = class_names(data, last)
+    labels = read_labels(column(data, last), last, classes, stated).values
+    encoded = tokenizer(*(_texts(data, name) for name in texts), truncation=True,
+                        max_length=max_length, return_attention_mask=False)
     return flat_tokens(encoded, labels, pad_id, data)
+
+def _texts(data: Any, name: str) -> list[str]:
+    "A column of texts; missing ones are counted, anything else is refused by its row."
+    values = column(data, name)
+    check_complete([0 if isinstance(value, str) and value.strip() else value
+                    for value in values],
+                   f"text in column {name!r}", "drop them or fill them")
+    if odd := [row for row, value in enumerate(values) if not isinstance(value, str)]:
+        raise ValueError(f"row {odd[0]} of column {name!r} is not a text; "
+                         "drop such rows or convert them")
+    return values
+
+def first_token(
+    tokenizer: Any,
+    *names: str,    # such as "pad_token_id"
+) -> int | None:
+    "The first of these special tokens that the tokenizer has."
+    known = (getattr(tokenizer, name, None) for name in names)
+    return next((number for number in known if number is not None), None)
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-tags
 def encode_tags(
@@ -144,152 +150,32 @@ def encode_tags(
     """Tokenise words; the first token of each has its tag.
     Refuses rows that do not match."""
     words, name = columns
-    rows = _words(data, words)
-    tags = read_tags(tag_values(data, name, classes), name, classes).rows
+    rows = [list(row) if row is not None else [] for row in column(data, words)]
+    tags, _ = read_tags(column(data, name), name, classes, class_names(data, name))
     for row, (said, own) in enumerate(zip(rows, tags, strict=True)):
-        _check_tokens(row, len(said))
-        if len(said) != len(own):
+        if not said or not all(isinstance(word, str) for word in said) or (
+                len(said) != len(own)):
             raise ValueError(f"row {row} has {len(said)} words in column {words!r} and "
                              f"{len(own)} tags in {name!r}; give each word one tag")
-    encoded = _pieces(tokenizer, rows, max_length)
-    labels = [_first_pieces(encoded.word_ids(row), own) for row, own in enumerate(tags)]
-    pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
-    return flat_tokens({**encoded, "labels": labels}, None, pad_id, data)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-pieces
-def _words(data: Any, name: str) -> list[list[str]]:
-    "A column of lists of words; anything else in it is refused with its row."
-    rows = []
-    for row, value in enumerate(column(data, name)):
-        several = isinstance(value, (list, tuple, np.ndarray))
-        if not several or not all(map(_is_text, value)):
-            raise ValueError(f"row {row} of column {name!r} is not a list of words; "
-                             "drop such rows or correct them")
-        rows.append(list(value))
-    return rows
-
-def _pieces(tokenizer: Any, rows: list[list[str]], max_length: int) -> Any:
-    "The tokens of words; ValueError if a tokenizer does not map them to words."
     try:
-        found = tokenizer(rows, is_split_into_words=True, truncation=True,
-                          max_length=max_length, return_attention_mask=False)
-        found.word_ids(0)
+        encoded = tokenizer(rows, is_split_into_words=True, truncation=True,
+                            max_length=max_length, return_attention_mask=False)
+        places = [encoded.word_ids(row) for row in range(len(rows))]
     except (AssertionError, ValueError) as error:
         raise ValueError("the tokenizer cannot cut words that are given one by one; "
                          "load it with AutoTokenizer.from_pretrained(name, "
                          "use_fast=True, add_prefix_space=True) and pass "
                          "tokenizer=") from error
-    return found
+    labels = [[-100 if word is None or word == before else own[word]
+               for before, word in zip([None, *place], place)]
+              for place, own in zip(places, tags, strict=True)]
+    pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
+    return flat_tokens({**encoded, "labels": labels}, None, pad_id, data)
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-first-pieces
-def _first_pieces(places: Sequence[int | None], tags: Sequence[int]) -> list[int]:
-    "The tag of each token that begins a word; -100 for any other."
-    return [-100 if word is None or word == before else tags[word]
-            for before, word in zip([None, *places], places)]
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-label-values
-def label_values(
-    data: Any,  # a data set
-    name: str,  # its column of labels
-    classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
-) -> list[Any]:
-    "A column of labels, with class names in place of numbers that stand for them."
-    values, stated = column(data, name), class_names(data, name)
-    known, counted = class_list(classes)
-    if counted or known in ([], [*map(str, range(len(known)))]):
-        return values
-    if stated is None:
-        return [_spelling(value, known) for value in values]
-    names = stated if {*stated} <= {*known} else known
-    places = all(isinstance(value, (int, np.integer)) and 0 <= value < len(names)
-                 for value in values)
-    return [names[value] for value in values] if places else values
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-spelling
-def is_numeral(name: str) -> bool:
-    "Whether a class name is how a table may write a number."
-    return re.fullmatch(r"[+-]?\d+(\.\d*)?", name) is not None
-
-def _spelling(value: Any, known: Sequence[str]) -> Any:
-    "The class name that a number or a truth value spells, where names are such words."
-    if isinstance(value, (bool, np.bool_)):
-        words = {name.lower(): name for name in known}
-        if {"true", "false"} & words.keys():
-            return words.get(str(value).lower(), str(value))
-    number = isinstance(value, (int, float, np.number)) and not is_missing(value)
-    if not number or not any(map(is_numeral, known)):
-        return value
-    whole = float(value).is_integer() and str(value) not in known
-    return str(int(value)) if whole else str(value)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-labels
-def label_tensor(
-    values: Sequence[Any],
-    name: str,
-    classes: int | Sequence[str] | None,
-) -> Tensor:  # (N,), or (N, K) where a row may have several of K labels
-    "The labels of a column; without a list of classes any class number is valid."
-    several = all(isinstance(value, (list, tuple, np.ndarray)) for value in values)
-    if classes is not None or several:
-        return read_labels(values, name, classes).values
-    check_complete(values, f"label in column {name!r}", "drop them or label them")
-    if all(isinstance(value, (float, np.floating)) for value in values):
-        return torch.tensor(list(values))
-    check_labels(values)
-    return torch.tensor([int(value) for value in values]).long()
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-encode-parts
-def flat_tokens(
-    encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
-    labels: Tensor | None,
-    pad_id: int,
-    table: Any,
-) -> EncodedData:
-    "Rows of tokens end to end."
-    fields = {}
-    for name, rows in encoded.items():
-        whole = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows])
-        fields[name] = torch.from_numpy(whole)
-    lengths = torch.tensor([len(row) for row in encoded["input_ids"]])
-    return EncodedData(fields, lengths, labels, pad_id, table)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-first-token
-def first_token(
-    tokenizer: Any,
-    *names: str,    # such as "pad_token_id"
-) -> int | None:
-    "The first of these special tokens that the tokenizer has."
-    known = (getattr(tokenizer, name, None) for name in names)
-    return next((number for number in known if number is not None), None)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-column
-def _texts(data: Any, name: str) -> list[str]:
-    "A column of texts; anything else in it is refused with its row."
-    values = column(data, name)
-    for row, value in enumerate(values):
-        if not _is_text(value):
-            raise ValueError(f"row {row} of column {name!r} is not a text; "
-                             "drop such rows or convert them")
-    return values
-
-def _is_text(value: Any) -> bool:
-    "Whether a tokenizer takes a value: a text without unpaired surrogates."
-    try:
-        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
-    except UnicodeEncodeError:
-        return False
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-check-tokens
-def _check_tokens(row: int, count: int) -> None:
-    "Refuse an empty text."
-    if not count:
-        raise ValueError(f"row {row} has a text of zero tokens; drop it or give it one")
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-causal
+# %% ../nbs/5_notes/68_texts.ipynb #texts-completions
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
 LONGER = ("drop the row, or encode the data with a larger max_length of "
           "dpft.texts.encode")
-
 
 def _completion_rows(
     parts: list[list[str]],  # the columns: prompts, then the completion
@@ -306,7 +192,9 @@ def _completion_rows(
     tails = tokenizer(completions, **quiet)["input_ids"]
     rows = []
     for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
-        _check_tokens(row, len(tail) and (not prompts or len(head)))
+        if not tail or (prompts and not head):
+            raise ValueError(f"row {row} has a text of zero tokens; drop it or give it "
+                             "one")
         start = [*head, *([] if between is None else [between])]
         end = [*tail, *([] if (eos := tokenizer.eos_token_id) is None else [eos])]
         if len(start) >= max_length:
@@ -315,18 +203,8 @@ def _completion_rows(
         rows.append(([*start, *end], [False] * len(start) + [True] * len(end)))
     return rows
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-joined
-def _joined(rows: list[Row], max_length: int, pad_id: int) -> EncodedData:
-    "Truncated rows end to end; labels are -100 where nothing is predicted."
-    cut = [(tokens[:max_length], said[:max_length]) for tokens, said in rows]
-    labels = [[token if counts else -100 for token, counts in zip(*row, strict=True)]
-              for row in cut]
-    fields = {"input_ids": [tokens for tokens, _ in cut], "labels": labels}
-    return flat_tokens(fields, None, pad_id, None)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-chat
 def _chat_rows(
-    parts: list[list[Any]],  # one column of conversations
+    chats: list[Any],
     tokenizer: Any,
     max_length: int,         # tokens kept of each
 ) -> list[Row]:
@@ -336,41 +214,32 @@ def _chat_rows(
                          "tokenizer.chat_template, or give prompt and completion as "
                          "two columns")
     rows = []
-    for row, messages in enumerate(parts[0]):
-        if not is_chat(messages) or not all(
-                _is_text(said["content"]) or not isinstance(said["content"], str)
-                for said in messages):
+    for row, messages in enumerate(chats):
+        if not is_chat(messages):
             raise ValueError(f"row {row} is not a conversation: it needs a list of "
                              "messages, each with a role and its content; drop it")
-        tokens, said = _chat_tokens(tokenizer, messages, row)
+        text, spans = _assistant_spans(tokenizer, messages, row)
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                          verbose=False)  # it would print the length of a long one
+        said = [any(start < high and end > low for low, high in spans)
+                for start, end in found["offset_mapping"]]
         if not any(said[1:max_length]):
             raise ValueError(f"row {row} has no word of the assistant's within "
                              f"{max_length} tokens; shorten it, {LONGER}")
-        rows.append((tokens, said))
+        rows.append((found["input_ids"], said))
     return rows
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-chat-tokens
-def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], row: int) -> Row:
-    "The tokens of a conversation, and which of them are the assistant's."
+def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]],
+                     row: int) -> tuple[str, list[tuple[int, int]]]:
+    "A conversation as text, and where the assistant speaks in it."
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = tokenizer.get_chat_template()
-    marked = re.search(r"{%-?\s*generation", template) is not None
-    rendered: Any = render_jinja_template(
-        [messages], None, None, template, marked, **tokenizer.special_tokens_map)
-    (text,), marks = rendered  # and where the template says that the assistant speaks
-    spans = marks[0] if marked else _assistant_spans(tokenizer, messages, text, row)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                      verbose=False)  # it would print the length of a long one
-    return found["input_ids"], [any(start < high and end > low for low, high in spans)
-                                for start, end in found["offset_mapping"]]
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-spans
-def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str,
-                     row: int) -> list[tuple[int, int]]:
-    "The spans of the text that the assistant's turns add."
-    write = tokenizer.apply_chat_template
-    spans = []
+    template, write = tokenizer.get_chat_template(), tokenizer.apply_chat_template
+    if re.search(r"{%-?\s*generation", template):
+        rendered: Any = render_jinja_template([messages], None, None, template, True,
+                                              **tokenizer.special_tokens_map)
+        return rendered[0][0], rendered[1][0]
+    whole, spans = write(messages, tokenize=False), []
     for turn, said in enumerate(messages):
         if said["role"] != "assistant":
             continue
@@ -383,94 +252,9 @@ def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]], whole: str,
                              "template with {% generation %}, or give prompt and "
                              "completion as two columns")
         spans.append((len(asked), len(answered)))
-    return spans
+    return whole, spans
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-collate
-def collate_for(
-    data: Any,              # the data set whose items will be collated
-    tokenizer: Any = None,  # for its padding token, when the data set does not know it
-) -> Callable[[list[Any]], Any]:
-    "A function from a list of items to a batch: stacked, and padded to the longest."
-    pad_id = getattr(data, "pad_id", None)
-    if pad_id is None:
-        pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
-    first = data[0] if len(data) else None
-    if isinstance(first, Mapping):
-        texts = [name for name, value in first.items() if isinstance(value, str)]
-        if texts:
-            raise ValueError(f"the items hold texts ({', '.join(texts)}); tokenise "
-                             "them first with dpft.texts.encode, or drop the columns")
-    return lambda items: _collate(items, pad_id)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-collate-items
-def _collate(items: list[Any], pad_id: int) -> Any:
-    "Stack values of one size, and pad the others."
-    if not items:
-        raise ValueError("no items to collate; an empty draw is a noise-only step and "
-                         "needs no batch")
-    if isinstance(items[0], (Tensor, np.ndarray)):
-        return (_stacked(items, "the whole", 0),)
-    if not isinstance(items[0], Mapping):
-        if len(sizes := sorted({len(item) for item in items})) > 1:
-            raise ValueError(f"items have {sizes[0]} and {sizes[-1]} parts; give all "
-                             "the same, or pass collate_fn=")
-        parts = zip(*items, strict=True)
-        return tuple(_stacked(part, f"part {i}", 0) for i, part in enumerate(parts))
-    batch = {}
-    for name in items[0]:
-        values = [item[name] for item in items]
-        batch[name] = _stacked(values, repr(name), fill_of(name, pad_id))
-    return batch
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-stacked
-def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
-    "(B, ...) of one value from each item."
-    try:
-        tensors = [torch.as_tensor(value) for value in values]
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(values[0]).__name__
-        raise ValueError(
-            f"{name} of an item has type {kind}, which is not a tensor; convert "
-            "it, or pass collate_fn=") from None
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(tensors)
-    if tensors[0].ndim > 2 or len({tensor.shape[1:] for tensor in tensors}) > 1:
-        raise ValueError(f"{name} of an item differs in size between items, and only "
-                         "sequences are padded; make all of one size, or pass "
-                         "collate_fn=")
-    return pad_sequence(tensors, batch_first=True, padding_value=fill)
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-padded
-def padded(batch: Any, length: int, pad_id: int) -> Any:
-    "A batch of texts at another padded length; any other batch as it is."
-    def longer(name: str, values: Any) -> Any:
-        short = (isinstance(values, Tensor) and values.ndim == 2
-                 and not values.is_floating_point())
-        missing = length - values.shape[1] if short else 0
-        fill = fill_of(name, pad_id)
-        return F.pad(values, (0, missing), value=fill) if missing > 0 else values
-    if not isinstance(batch, Mapping):
-        return batch
-    return {name: longer(name, values) for name, values in batch.items()}
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-tokens
-def token_rows(
-    data: Any,       # a data set whose items have tensors or lists under names
-    schema: Schema,  # which of them the model takes
-    pad_id: int = 0,
-    classes: int | Sequence[str] | None = None,  # of one label a row; None: any number
-) -> EncodedData | Selected:
-    "The columns that a model takes, held end to end where they allow it."
-    kept = {name: name for name in schema.reads}
-    if schema.label:
-        kept[schema.label] = "labels" if schema.label in LABELS else schema.label
-    selected = Selected(data, kept, pad_id)
-    if "input_ids" not in kept or made_on_the_fly(data):  # perhaps anew at each visit
-        return selected
-    columns = {new: column(data, name) for name, new in kept.items()}
-    return _end_to_end(columns, pad_id, data, classes) or selected
-
-# %% ../nbs/5_notes/68_texts.ipynb #texts-selected
+# %% ../nbs/5_notes/68_texts.ipynb #texts-tokenised
 class Selected:
     "Some columns of a data set, under the names that a model takes."
 
@@ -492,30 +276,82 @@ class Selected:
     def __repr__(self) -> str:
         return f"Selected({', '.join(self.names.values())})"
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-end-to-end
-def _end_to_end(columns: dict[str, list[Any]], pad_id: int, table: Any,
-                classes: int | Sequence[str] | None) -> EncodedData | None:
-    "Fields of equal lengths in one tensor each; None if they differ or have gaps."
-    fields = {name: [np.asarray(row) for row in rows] for name, rows in columns.items()}
-    ids = fields["input_ids"]
-    masks = fields.pop("attention_mask", [np.ones(row.shape, bool) for row in ids])
+def token_rows(
+    data: Any,               # a data set whose items have tensors or lists under names
+    names: dict[str, str],   # the columns that a model takes, and its names for them
+    pad_id: int = 0,
+    classes: int | Sequence[str] | None = None,  # of one label a row; None: any number
+) -> EncodedData | Selected:
+    "The columns that a model takes, end to end where they allow it."
+    selected = Selected(data, names, pad_id)
+    if "input_ids" not in names.values() or made_on_the_fly(data):
+        return selected
+    fields = {new: [np.asarray(row) for row in column(data, name)]
+              for name, new in names.items()}
     labels = None
     if "labels" in fields and all(row.ndim == 0 for row in fields["labels"]):
         numbers = [row.item() for row in fields.pop("labels")]
-        labels = label_tensor(numbers, "labels", classes)
-    spans = [span for mask in masks if (span := _span(mask))]
-    alike = (row.shape == mask.shape and row.dtype.kind in "iub"
-             for rows in fields.values() for row, mask in zip(rows, masks, strict=True))
-    if len(spans) < len(masks) or not all(alike):
-        return None
-    cut = {name: [row[slice(*span)] for row, span in zip(rows, spans, strict=True)]
+        labels = read_labels(numbers, "labels", classes).values
+    masks = fields.pop("attention_mask", None) or [
+        np.ones(row.shape, bool) for row in fields["input_ids"]]
+    spans = []
+    for mask in masks:
+        places = np.flatnonzero(mask) if mask.ndim == 1 else np.array([])
+        if not len(places) or places[-1] - places[0] + 1 != len(places):
+            return selected
+        spans.append(slice(int(places[0]), int(places[-1]) + 1))
+    if not all(row.shape == mask.shape and row.dtype.kind in "iub"
+               for rows in fields.values() for row, mask in zip(rows, masks, strict=True)):
+        return selected
+    cut = {name: [row[span] for row, span in zip(rows, spans, strict=True)]
            for name, rows in fields.items()}
-    return flat_tokens(cut, labels, pad_id, table)
+    return flat_tokens(cut, labels, pad_id, data)
 
-# %% ../nbs/5_notes/68_texts.ipynb #texts-span
-def _span(mask: np.ndarray) -> tuple[int, int] | None:
-    "First and last place of the ones in a mask; None where they are not in one piece."
-    places = np.flatnonzero(mask) if mask.ndim == 1 else np.array([])
-    if not len(places) or places[-1] - places[0] + 1 != len(places):
-        return None
-    return int(places[0]), int(places[-1]) + 1
+# %% ../nbs/5_notes/68_texts.ipynb #texts-collate
+def collate_for(
+    data: Any,              # the data set whose items will be collated
+    tokenizer: Any = None,  # for its padding token, when the data set does not know it
+) -> Callable[[list[Any]], Any]:
+    "A function from a list of items to a batch: stacked, and padded to the longest."
+    pad_id = getattr(data, "pad_id", None)
+    if pad_id is None:
+        pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
+    first = data[0] if len(data) else None
+    if isinstance(first, Mapping):
+        texts = [name for name, value in first.items() if isinstance(value, str)]
+        if texts:
+            raise ValueError(f"the items hold texts ({', '.join(texts)}); tokenise "
+                             "them first with dpft.texts.encode, or drop the columns")
+    return lambda items: _collate(items, pad_id)
+
+def _collate(items: list[Any], pad_id: int) -> Any:
+    "Stack values of one size, and pad the others."
+    if not items:
+        raise ValueError("no items to collate; an empty draw is a noise-only step and "
+                         "needs no batch")
+    if isinstance(items[0], Mapping):
+        return {name: _stacked([item[name] for item in items], repr(name),
+                               fill_of(name, pad_id)) for name in items[0]}
+    if isinstance(items[0], (Tensor, np.ndarray)):
+        return (_stacked(items, "the whole", 0),)
+    if len(sizes := sorted({len(item) for item in items})) > 1:
+        raise ValueError(f"items have {sizes[0]} and {sizes[-1]} parts; give all "
+                         "the same, or pass collate_fn=")
+    return tuple(_stacked(part, f"part {i}", 0)
+                 for i, part in enumerate(zip(*items, strict=True)))
+
+def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
+    "(B, ...) of one value from each item."
+    try:
+        tensors = [torch.as_tensor(value) for value in values]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"{name} of an item has type {type(values[0]).__name__}, which is not a "
+            "tensor; convert it, or pass collate_fn=") from None
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(tensors)
+    if tensors[0].ndim > 2 or len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise ValueError(f"{name} of an item differs in size between items, and only "
+                         "sequences are padded; make all of one size, or pass "
+                         "collate_fn=")
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .checkpoint import restate
-from .datasets import Public, Task, as_dataset, unit_for
+from .data import Public, Task, as_dataset, unit_for
 from .guarantee import Guarantee
 from .ledger import Ledger
 from .loop import Run, fine_tune

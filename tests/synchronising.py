@@ -10,7 +10,7 @@ from zoo import SMALL, ConvNet, as_data, classifier_loss, image_loss, text_batch
 
 import dpft
 import dpft.noise
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpft import DPFrost, Engine, Full, LastLayer, Public, fine_tune
-from dpft.datasets import as_dataset
+from dpft.data import as_dataset
 from dpft.frost import selection
 from dpft.method import Request, bounded_rows
 from dpft.noise import Keystream, grid_step

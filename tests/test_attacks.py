@@ -15,7 +15,7 @@ from dpft.book import attacks
 from dpft.book.attacks import MASK
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
-from dpft.datasets import Public, TableData, Task, TensorData
+from dpft.data import Public, TableData, Task, TensorData
 from dpft.guarantee import Guarantee
 from dpft.lower_bounds import Rate
 from dpft.models import load_model, load_tokenizer, pretrain

@@ -28,7 +28,7 @@ from dpft import (
 )
 from dpft.auditing import Stopped, stopping
 from dpft.boundary import SETTINGS, audit_boundary, differing, files_in, given_out, influence, leaks, neighbours, toy_network, toy_pictures
-from dpft.datasets import Public
+from dpft.data import Public
 from dpft.engine import Engine
 from dpft.loop import Run
 from dpft.prepared import Prepared
@@ -339,7 +339,7 @@ def test_a_planted_leak_is_caught_where_it_leaves(where):
 
 
 def test_a_digest_of_the_data_in_a_saved_file_is_caught(monkeypatch):
-    from dpft.identity import fingerprint
+    from dpft.book.tasks import fingerprint
     honest = Run.save
 
     def careless(self, path, **more):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import dpft
-from dpft.datasets import Public
+from dpft.data import Public
 from dpft.ledger import Ledger
 from dpft.noise import Keystream
 from dpft.scores import NoisyAccuracy, noisy_accuracy

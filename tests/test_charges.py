@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from dpft import Full, fine_tune
-from dpft.datasets import TableData
+from dpft.data import TableData
 from dpft.ledger import Ledger
 from dpft.method import Method
 

@@ -331,7 +331,7 @@ def quick_llm(monkeypatch):
 
     from dpft.cli import book
     trained = []
-    for name in ("dpft.book.pretrained.prepare_weights", "dpft.models.load_model", "dpft.models.load_tokenizer", "dpft.sources.load_data"):
+    for name in ("dpft.book.pretrained.prepare_weights", "dpft.models.load_model", "dpft.models.load_tokenizer", "dpft.tasks.load_data"):
         monkeypatch.setattr(name, lambda *_, **__: None)
     monkeypatch.setattr("dpft.card.claim", lambda guarantee: f"claimed: {guarantee}")
     monkeypatch.setattr(book, "written", lambda model, tokenizer, task, every: {

@@ -14,12 +14,12 @@ from dpft.book.evidence import attacks, freezing, frost
 from dpft.book.evidence.protocol import STUDIES
 from dpft.book.experiments import Experiment, measured_run, read_records, run_experiment, with_fresh_head
 from dpft.book.provenance import is_stale
-from dpft.datasets import VOCABULARY, Public, TableData, Task, TensorData
+from dpft.data import VOCABULARY, Public, TableData, Task, TensorData
 from dpft.freezing import layers
 from dpft.models import load_model
 from dpft.processes import own_device
 from dpft.registry import method_from
-from dpft.sources import load_data
+from dpft.tasks import load_data
 
 TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
 

@@ -12,7 +12,7 @@ from dpft.book.evidence import language
 from dpft.book.evidence.language import Recipe, completions, generation_scores
 from dpft.book.experiments import run_experiment
 from dpft.book.text_scores import SCORES, cider, meteor, nist, text_scores
-from dpft.datasets import Public, TableData, Task
+from dpft.data import Public, TableData, Task
 from dpft.losses import example_losses, perplexity
 from dpft.models import load_model, load_tokenizer
 from dpft.privacy import SampledGaussian, epsilon

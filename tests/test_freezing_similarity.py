@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpft.book.similarity import activations, checked, directions, pwcca
-from dpft.datasets import Public, TensorData
+from dpft.data import Public, TensorData
 from dpft.losses import logits
 
 

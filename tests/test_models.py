@@ -14,10 +14,10 @@ from torch import nn, tensor
 
 import dpft
 import dpft.models as models
-from dpft.datasets import Public, TensorData
+from dpft.book.tasks import fingerprint
+from dpft.data import Public, TensorData
 from dpft.forms import Groups
 from dpft.gradients import gradients, per_example_gradients
-from dpft.identity import fingerprint
 from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
 from dpft.models import (
     BUILT,
@@ -828,7 +828,7 @@ def test_prompts_with_completions_and_conversations_train_a_language_model(colum
     from transformers import PreTrainedTokenizerFast
 
     import dpft
-    from dpft.datasets import TableData
+    from dpft.data import TableData
 
     raw = Tokenizer(token_models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[END]", *"abcdefgh"])}, unk_token="[END]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -848,7 +848,7 @@ def test_prompts_with_completions_and_conversations_train_a_language_model(colum
 
 def test_texts_for_labels_are_refused():
     import dpft
-    from dpft.datasets import TableData
+    from dpft.data import TableData
 
     table = TableData({"review": ["a", "b"], "mood": ["good", "bad"]})
     with pytest.raises(ValueError, match="column 'mood' holds texts, not class numbers"):

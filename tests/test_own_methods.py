@@ -9,7 +9,7 @@ from torch import nn
 
 import dpft
 from dpft.auditing import Stopped, audit, stopping
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.ledger import Ledger
 
 HERE = Path(__file__).parent / "own_methods"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpft
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.ledger import Ledger
 from dpft.method import Method
 from dpft.privacy import Request

@@ -13,7 +13,7 @@ import torch
 
 from dpft.book import evidence, experiments, provenance, queue
 from dpft.book.experiments import Experiment, measured_run, packed, read_records, unpacked
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.models import load_model
 
 TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}

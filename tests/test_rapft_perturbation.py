@@ -14,7 +14,7 @@ from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.clipping import effective_noise_multiplier
 from dpft.composition import Chain, Then
-from dpft.datasets import Public
+from dpft.data import Public
 from dpft.engine import Engine
 from dpft.frost import DPFrost
 from dpft.gradients import Block, Partition, gradients, per_example_gradients

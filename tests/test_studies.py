@@ -12,7 +12,7 @@ from dpft.book.evidence import language, protocol
 from dpft.book.evidence.protocol import STUDIES, experiments_of, study_verdict
 from dpft.book.experiments import make_record, results_file, write_records
 from dpft.book.pretrained import EfficientNetLite0, measured
-from dpft.datasets import TableData, Task, TensorData
+from dpft.data import TableData, Task, TensorData
 from dpft.losses import logits
 from dpft.models import load_tokenizer
 
@@ -254,8 +254,8 @@ def test_records_of_a_study_come_to_a_verdict(name, world):
 
 
 def test_the_language_model_is_shown_before_and_after_and_goes_on(world, run, tmp_path, monkeypatch):
-    from dpft import sources
-    monkeypatch.setattr(sources, "load_data", lambda name, source=None: facts(name))
+    from dpft.book import tasks
+    monkeypatch.setattr(tasks, "load_data", lambda name, source=None: facts(name))
     words = ("llm", "--output", tmp_path / "llm", "--steps", "2", "--batch-size", "6", "--every", "3")
     status, out, err = run(*words)
     assert status == 0, err

@@ -17,7 +17,7 @@ from torch import nn, tensor
 from zoo import apart
 
 import dpft
-from dpft.datasets import as_dataset
+from dpft.data import as_dataset
 from dpft.gradients import clipped_sum, gradients, per_example_gradients
 from dpft.losses import default_loss, task_of
 from dpft.method import Context

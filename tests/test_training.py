@@ -21,7 +21,7 @@ from zoo import toy
 import dpft
 from dpft.auditing import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
@@ -130,7 +130,7 @@ def test_physical_batches_do_not_change_the_step():
 def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
     data = toy()
     sums = []
-    for value in (math.nan, 1e38):
+    for value in (math.inf, 1e38):
         data.images[7] = value                               # the second overflows in the norm
         step = next(iter(engine(data=data, batch_size=60)))
         for batch in step:

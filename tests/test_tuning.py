@@ -21,7 +21,7 @@ from dpft.baselines import Full, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.composition import Chain, Then
 from dpft.curve import grouped
-from dpft.datasets import Public, TensorData
+from dpft.data import Public, TensorData
 from dpft.guarantee import Guarantee, verify
 from dpft.ledger import Ledger
 from dpft.losses import accuracy
@@ -45,7 +45,7 @@ from dpft.selection import (
     trial_leaks,
     trial_noise,
 )
-from dpft.sources import load_data
+from dpft.tasks import load_data
 from dpft.tuning import tune
 
 SST2 = SampledGaussian(0.88, 1024 / 67349, 197)
@@ -632,7 +632,7 @@ def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
 
 
 def test_the_plan_command_reads_no_data(run, monkeypatch):
-    monkeypatch.setattr("dpft.sources.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
+    monkeypatch.setattr("dpft.book.tasks.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
     trains = count_trainable(model_shape("mlp", data_shape("digits")), BiTFiT())
     best = recommended(plan_table(1437, trains, 2.0, batch_sizes=[100, 300], steps=[10, 40]))
     words = "--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300"

@@ -20,10 +20,10 @@ from torch import nn
 
 import dpft
 from dpft.checkpoint import CheckpointError
-from dpft.datasets import TableData, Task, TensorData, as_dataset, protecting, take, unit_for
+from dpft.data import TableData, Task, TensorData, as_dataset, as_task, protecting, take, unit_for
 from dpft.gradients import gradients, per_example_gradients
 from dpft.method import Method
-from dpft.prepared import as_task, prepare
+from dpft.prepared import prepare
 from dpft.privacy import Request
 from dpft.sampling import Augmentation, Units, units_of
 from dpft.scores import NoisyAccuracy, apart, people_of
@@ -154,18 +154,6 @@ def test_people_are_as_many_as_their_names_in_every_form(tmp_path, names, form):
     data = dpft.load_data(str(path), unit="who").train if data is None else data
     assert units_of(data, "who").index.tolist() == [*range(len(names))] * 2
     assert people_of(data, "who") == names * 2
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_column_of_csv_that_is_named_as_the_unit_later_merges_nobody(tmp_path, kind):
-    names, path = NAMES[kind], tmp_path / "rows.csv"
-    pd.DataFrame({"text": "a", "label": [0, 1] * len(names), "house": names * 2}).to_csv(path, index=False)
-    data = dpft.load_data(str(path), columns=("text", "label")).train
-    if "fraction" in kind:
-        with pytest.raises(ValueError, match=r"unit 'house' holds fractions, .* load_data"):
-            units_of(data, "house")
-    else:
-        assert units_of(data, "house").index.tolist() == [*range(len(names))] * 2
 
 
 def test_blanks_around_a_name_in_a_csv_make_no_other_person(tmp_path):

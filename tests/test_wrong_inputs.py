@@ -8,8 +8,7 @@ import transformers as hf
 from torch import nn
 
 import dpft
-from dpft.datasets import Task
-from dpft.identity import shared_rows
+from dpft.data import Task, shared_rows
 from dpft.ledger import Ledger
 from dpft.scores import NoisyAccuracy
 
@@ -20,8 +19,8 @@ DIGITS = {"--data": "digits", "--model": "mlp", "--limit": "60", "--steps": "1",
 @pytest.fixture(autouse=True, scope="module")
 def quick():
     "The same few digits for every command."
-    from dpft import sources
-    kept, load = {}, sources.load_data
+    from dpft.book import tasks
+    kept, load = {}, tasks.load_data
     def once(name, *rest, **more):
         key = repr((name, rest, sorted(more.items())))
         if name != "digits":
@@ -30,7 +29,7 @@ def quick():
             kept[key] = load(name, *rest, **more)
         return kept[key]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "load_data", once)
+        patch.setattr(tasks, "load_data", once)
         yield
 
 

@@ -21,7 +21,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from dpft.datasets import TensorData
+from dpft.data import TensorData
 
 SMALL = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=40,
              max_position_embeddings=24, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..curve import DELTAS, PrivacyCurve
 from ..guarantee import Guarantee
-from ..identity import shared_rows
+from ..data import shared_rows
 from ..losses import example_losses, summed_losses, to_device
 from ..lower_bounds import Rate
 from ..oracle import LossFunction, evaluating
@@ -101,7 +101,7 @@ def membership_inference(
     if shared := shared_rows(members, non_members):
         raise ValueError(f"{len(shared)} of the members are non-members too, the first "
                          f"is row {shared[0]}; drop the rows that "
-                         "dpft.identity.shared_rows(members, non_members) lists")
+                         "dpft.data.shared_rows(members, non_members) lists")
     def scores(data: Any) -> np.ndarray:
         before = (0.0 if reference is None
                   else losses(reference, data, loss_fn, batch_size))

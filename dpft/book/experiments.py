@@ -33,16 +33,16 @@ from torch import Tensor, nn
 
 from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
-from ..datasets import VOCABULARY, Public, Task
+from ..data import VOCABULARY, Public, Task
 from ..guarantee import json_number
-from ..identity import fingerprint
+from .tasks import fingerprint
 from ..loop import Run, fine_tune
 from ..losses import answers, evaluation_batches, evaluation_order
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..processes import own_device
 from ..registry import method_from
-from ..sources import load_data
+from .tasks import load_data
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..baselines import Full
-from ..datasets import TensorData
+from ..data import TensorData
 from ..engine import Engine
 from ..freezing.schedule import LayerFreeze
 from ..method import Method

@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..datasets import Task, TensorData
+from ..data import Task, TensorData
 from ..guarantee import file_digest
-from ..identity import fingerprint
+from .tasks import fingerprint
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..processes import own_device
-from ..sources import load_data
+from .tasks import load_data
 from .experiments import (
     Settings, cache_folder, measured_run, prepared_task, put_in_place, split)
 

@@ -295,7 +295,7 @@ def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: in
                 epsilon: float, learning_rate: float) -> Any:
     "The private run, from its start or from its last state."
     from dpft import LoRA, fine_tune
-    from dpft.datasets import VOCABULARY
+    from dpft.data import VOCABULARY
     from dpft.models import load_model, load_tokenizer
     from dpft.texts import encode
     tokenizer = load_tokenizer(folder)
@@ -323,7 +323,7 @@ def llm(
     from dpft.book.pretrained import prepare_weights
     from dpft.card import claim
     from dpft.models import load_model, load_tokenizer
-    from dpft.sources import load_data
+    from dpft.book.tasks import load_data
     training: dict[str, Any] = {
         "steps": steps, "batch_size": batch_size, "epsilon": epsilon,
         "learning_rate": learning_rate}

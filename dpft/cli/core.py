@@ -205,7 +205,7 @@ def train(
     from dpft.ledger import Ledger
     from dpft.loop import UnsavedWarning, fine_tune
     from dpft.processes import Processes, start, stop
-    from dpft.sources import load_data
+    from dpft.book.tasks import load_data
 
     if settings["ledger"] is None:
         check_idle("without --ledger", who=who)
@@ -299,8 +299,8 @@ def check_reads(model: str, data: str, kind: str) -> None:
 
 def check_learnable(task: Any) -> None:
     "ValueError for a table without inputs, or whose labels are not classes."
-    from dpft.datasets import column_names
-    from dpft.schema import kinds_of
+    from dpft.data import column_names
+    from dpft.data import kinds_of
     names = column_names(task.train)
     if task.kind != "text" or not names:
         return
@@ -316,7 +316,7 @@ def check_learnable(task: Any) -> None:
 def check_written(model: Any, task: Any) -> None:
     """ValueError for a model that cannot generate the last column, whose texts may be
     meant as classes."""
-    from dpft.inputs import check_causal
+    from dpft.prepared import check_causal
     try:
         check_causal(model)
     except ValueError as error:
@@ -343,7 +343,7 @@ def pretrained(model: Any, task: Any, epochs: int) -> None:
     """Train on a task's public data; with several processes,
     the others receive the weights."""
     from dpft import models
-    from dpft.identity import check_disjoint_rows
+    from dpft.data import check_disjoint_rows
     from dpft.processes import Processes
     if task.public is None:
         raise ValueError(f"{task.name} has no public data of its own to pre-train on; "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..baselines import offered
 from ..composition import Then
-from ..datasets import Public
+from ..data import Public
 from ..forms import full
 from ..method import Context, Method, check_method
 from ..models import fresh_head

@@ -22,7 +22,7 @@ from ..attacks import (
     scaled_confidence, score_attack, standard_error)
 from ...baselines import Full, LoRA
 from ...bitfit import BiTFiT
-from ...datasets import TableData
+from ...data import TableData
 from ...frost.selection import DPFrost
 from ...guarantee import json_number
 from ...loop import Run, fine_tune
@@ -30,7 +30,7 @@ from ...method import Method
 from ...models import load_model, load_tokenizer
 from ...processes import own_device
 from ...rapft.perturbation import RapFT
-from ...sources import load_data
+from ..tasks import load_data
 from ...texts import EncodedData, encode
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-experiment

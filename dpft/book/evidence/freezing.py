@@ -23,13 +23,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ...datasets import Task
+from ...data import Task
 from ...engine import Engine
 from ...freezing.distortion import (
     ClipGroups, StatusChanges, clip_groups, freezing_effect,
     status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
-from ...identity import fingerprint
+from ..tasks import fingerprint
 from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
 from ...models import load_model

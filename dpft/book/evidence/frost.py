@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...baselines import Full, partitions
-from ...datasets import Task
+from ...data import Task
 from ...engine import Engine
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import LEARNING_RATES, RATIOS, DPFrost, paper_settings

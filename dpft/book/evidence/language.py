@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ...clipping import effective_noise_multiplier
-from ...datasets import Public, TableData, Task
+from ...data import Public, TableData, Task
 from ...engine import Engine
 from ...loop import Run
 from ...losses import example_losses, perplexity
@@ -41,7 +41,7 @@ from ...processes import own_device
 from ...rapft.mask import AS_PUBLISHED
 from ...rapft.relevance import relevance_map
 from ...registry import method_from
-from ...tasks import public_text
+from ..tasks import public_text
 from ...texts import EncodedData, encode
 from ..contenders import Contender, interleaved, live_peak, train_only
 from ..experiments import (

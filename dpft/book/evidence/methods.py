@@ -19,7 +19,7 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from ...datasets import Task
+from ...data import Task
 from ...engine import Engine
 from ...frost.selection import LEARNING_RATES
 from ...plan import entries
