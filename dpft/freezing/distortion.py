@@ -289,7 +289,7 @@ def freezing_effect(
             stays, sums["unbiased"], sums[when], batch_size or count,
             noise_multiplier * clip, generator, true).angles(kept))
     longer, still = (int((each > clip).sum()) for each in now_and_later(norms))
-    return FreezingEffect(*found, len(norms), longer, still)
+    return FreezingEffect(found[0], found[1], len(norms), longer, still)
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-groups-class
 @dataclass(frozen=True)
