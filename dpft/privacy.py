@@ -394,7 +394,7 @@ def epsilon(
     delta: float,            # in (0, 1)
     accountant: str = "prv", # "prv": tight; "rdp": the papers', and for filters
 ) -> float:                  # an upper value; 0 for an empty plan
-    "Epsilon of a plan under add/remove and Poisson sampling; @lem-composition, @sec-prv."
+    "Epsilon of a plan under add/remove and Poisson sampling; @lem-composition."
     check(accountant != "gdp",
           'accountant="gdp" underestimates epsilon; use "prv" or "rdp"')
     check(accountant in ("prv", "rdp"),

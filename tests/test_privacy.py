@@ -329,7 +329,7 @@ def test_rounding_after_many_steps_makes_no_epsilon_too_small():
     ([(8.0, 0.5, 1), (0.9, 0.001, 500)], 0.05)])
 def test_the_best_order_is_found_without_trying_all(plan, delta):
     every = min(privacy.rdp_total(mechanisms(plan), order) + privacy.rdp_conversion(order, delta) for order in rdp_orders())
-    assert epsilon(mechanisms(plan), delta, "rdp") == pytest.approx(every, rel=1e-12)
+    assert epsilon(mechanisms(plan), delta, "rdp") == pytest.approx(max(every, 0.0), rel=1e-12)
 
 
 def solved(**more):
