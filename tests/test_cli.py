@@ -66,8 +66,8 @@ def test_an_error_after_the_first_draw_says_what_the_ledger_has_charged(run, tmp
         raise RuntimeError("no room\nfor it")
     monkeypatch.setattr("dpft.loop.checkpoint_is_due", fails)
     status, _, err = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite")
-    assert status == 1 and err.endswith(f"dpft: RuntimeError: no room; {tmp_path / 'l.sqlite'} has charged this run; "
-                                        "with checkpoint= the same call continues it\n")
+    assert status == 1 and err.endswith(f"dpft: RuntimeError: no room; {tmp_path / 'l.sqlite'} has charged what this run "
+                                        "claimed; with checkpoint= the same call would continue it\n")
 
 
 def test_a_ledger_in_the_folder_that_is_published_is_refused_before_anything_is_spent(run, tmp_path):
