@@ -282,9 +282,10 @@ def fine_tune(
     except BaseException as error:
         engine.account.close()
         if given.ledger is not None and engine.charges and engine.account.begun:
-            way = "" if given.checkpoint else "with checkpoint= "
+            way = ("the same call continues it" if given.checkpoint else
+                   "with checkpoint= the same call would continue it")
             error.add_note(f"{getattr(given.ledger, 'path', given.ledger)} has charged "
-                           f"this run; {way}the same call continues it")
+                           f"what this run claimed; {way}")
         raise
 
 # %% ../nbs/1_start/07_loop.ipynb #loop-progress

@@ -440,7 +440,13 @@ def read_model(
                    description)
     values = {name: value for file in sorted(folder.glob("model*.safetensors"))
               for name, value in load_file(file).items()}
-    own = grown.state_dict(keep_vars=True)
+    own: dict[str, Any] = grown.state_dict(keep_vars=True)
+    if made and not values.keys() <= own.keys() and hasattr(grown, "from_pretrained"):
+        # of some families Transformers writes other names, which its loader knows
+        read, told = load_pretrained(
+            type(grown), folder, config=grown.config, ignore_mismatched_sizes=True,
+            dtype=next(iter(values.values())).dtype, output_loading_info=True)
+        values = values if any(told.values()) else read.state_dict()
     fit = {name for name in own.keys() & values.keys()
            if own[name].shape == values[name].shape}
     filled = {id(own[name]) for name in fit}

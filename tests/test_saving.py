@@ -184,7 +184,7 @@ def test_a_base_that_changed_since_it_was_loaded_is_saved_whole(bases, tmp_path)
         run.save(tmp_path, whole=False)
     run.save(tmp_path, whole=False, overwrite=True)                         # on the user's word, for whoever has that base
     assert not (tmp_path / "model.safetensors").exists()
-    with pytest.raises(ValueError, match="without a name"):
+    with pytest.raises(ValueError, match="cannot be loaded; pass the base"):
         dpft.load(tmp_path)
     assert same(dpft.load(tmp_path, model=copy.deepcopy(run.model)), run.model)
 

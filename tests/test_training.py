@@ -25,7 +25,6 @@ from dpft.data import TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
-from dpft.losses import perplexity
 from dpft.method import Method
 from dpft.plan import noise_spread, scaled_blocks
 from dpft.privacy import Request
@@ -704,36 +703,6 @@ def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
     assert drawn > 200 and peaks[1] <= peaks[0] + 16 * 256   # a draw's row numbers
 
 
-class Table(nn.Module):
-    "Nearly all of its memory is its parameters."
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(20_000, 64), nn.Linear(64, 3)
-
-    def forward(self, images):
-        return self.head(self.table(images.flatten(1).abs().long().clamp(max=9)).mean(1))
-
-
-def test_a_step_of_one_batch_holds_its_gradient_once():
-    """Beside the weights: the sum, which becomes the gradient, and no sum of zeros, no gradient of the step before.
-
-    Noise is made in pieces of less than two megabytes.
-    """
-    from dpft.book.contenders import LiveBytes
-
-    model = Table()
-    steps = iter(engine(model, data=toy(16), batch_size=16, steps=4))
-    size, peaks = sum(p.nbytes for p in model.parameters()), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    next(steps).take(optimizer)                            # which compares the gradients with the oracle's
-    with LiveBytes() as live:
-        for step in steps:
-            step.take(optimizer)
-            peaks.append(live.peak / size)
-    assert max(peaks) < 1.5 and peaks[-1] < peaks[0] + 0.1, peaks
-
-
 def test_sums_that_share_memory_are_added_apart():
     "Without privacy, autograd gives two parameters one tensor; a step of several batches must not add to it twice."
     class Both(nn.Module):
@@ -819,25 +788,6 @@ def test_an_example_with_all_its_views_moves_the_sum_by_no_more_than_the_bound()
     assert 0.45 < (whole - without).norm() <= 0.5 * (1 + 1e-4)
 
 
-def test_a_view_that_is_not_finite_takes_its_example_along():
-    class Burst(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(16, 3)
-
-        def forward(self, x):
-            flat = x.flatten(1)
-            return self.line(flat) / (flat[:, :1] < 50)                                       # one place of one picture bursts the loss
-
-    data = toy(8)
-    data.images[0, 0, 0, 0] = 100.0
-    e = engine(Burst(), data=data, batch_size=8, delta=0.01, augment=dpft.Augmentation(copies=16, crop=0))
-    found, batches, step = sums_of(e)
-    burst = batches[0][0][:16, 0, 0, 0] == 100
-    assert 0 < burst.sum() < 16
-    assert found.isfinite().all() and step.not_finite == 1 and step.examples == 8
-
-
 # ---- the average when what trains changes
 
 
@@ -881,17 +831,6 @@ def test_the_average_is_that_of_whole_models_whatever_trains_when(tmp_path, meth
 # ---- end of several views of one picture
 
 
-def test_a_ledger_tells_with_what_a_run_was_planned():
-    ledger = Ledger()
-    for seed in (0, None):
-        e = engine(ledger=ledger, seed=seed, clip=0.5, **NOISE)
-        next(iter(next(iter(e))), None)
-        plan = ledger.plan(e.account.run)
-        assert (plan["clip"], plan["clipping"], plan["unit"], plan["size"]) == (0.5, "flat", "example", 60)
-        assert ledger.seeded(e.account.run) == (seed == 0)
-        assert plan["delta"] == e.plan.delta and plan["epsilon"] == e.plan.epsilon() and plan["accountant"] == "rdp"
-
-
 def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -911,13 +850,6 @@ def test_the_loop_is_silent_without_progress(capsys):
     tune(steps=2, **NOISE)
     said = capsys.readouterr()
     assert said.out == said.err == ""
-
-
-def test_texts_to_go_on_with_are_scored_by_perplexity():
-    model, _, batch = zoo.build("gpt2-lm", rows=8)
-    data, _ = zoo.as_data({**batch, "labels": batch["input_ids"]})
-    run = tune(model, data, steps=1, batch_size=4, evaluate=data, **NOISE)
-    assert run.scores == {"perplexity": pytest.approx(perplexity(run.model, data))}
 
 
 class Unused(nn.Module):

@@ -10,7 +10,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -365,42 +364,6 @@ def test_a_search_starts_from_the_same_model_and_repeats_under_its_seed(digits):
     assert search(digits, score=lambda tuned: math.nan).best in [{"learning_rate": rate} for rate in (1e-4, 1e-1, 1e-2)]
 
 
-def token_rows(rows, seed, labels):
-    "Made-up tokens with the labels that are drawn for each."
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randint(5, 25, (6,), generator=generator) for _ in range(rows)]
-    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels(ids)} for ids in drawn]
-
-
-def small(head):
-    "A model of this head with random weights."
-    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if head == "GPT2LMHeadModel":
-        return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, n_positions=8, bos_token_id=0, eos_token_id=0))
-    outputs = {"BertForSequenceClassification": 1, "BertForTokenClassification": 2}[head]
-    return getattr(hf, head)(hf.BertConfig(**sizes, intermediate_size=8, num_labels=outputs))
-
-
-LABELS = {"BertForSequenceClassification": lambda ids: ids.float().mean() / 25, "GPT2LMHeadModel": torch.clone,
-          "BertForTokenClassification": lambda ids: ids % 2}
-
-
-def token_search(head, score, **changes):
-    arguments = {"trials": 2, "charge": "composition", "steps": 2, "batch_size": 20, "accountant": "rdp", "seed": 0, "progress": False}
-    return tune(small(head), token_rows(40, 0, LABELS[head]), BiTFiT(), {"learning_rate": [1e-3, 1e-2]}, score, 8.0,
-                **(arguments | changes))
-
-
-@pytest.mark.parametrize("head, score, message", [
-    ("BertForSequenceClassification", lambda rows: NoisyAccuracy(rows), "are not classes"),
-    ("BertForTokenClassification", lambda rows: NoisyAccuracy(rows), "answers for each token of a row"),
-    ("BertForTokenClassification", lambda rows: Public([], "elsewhere"), "there are no rows")])
-def test_a_score_that_the_task_does_not_have_is_refused_before_a_trial_is_paid_for(tmp_path, head, score, message):
-    with pytest.raises(ValueError, match=message):
-        token_search(head, score(token_rows(10, 1, LABELS[head])), ledger=tmp_path / "l.sqlite")
-    assert not Ledger(tmp_path / "l.sqlite").runs()
-
-
 def test_selection_draws_its_settings_uniformly_and_composition_tries_each_once():
     keystream = Keystream(7)
     order = tuning.trial_order(keystream, 8, Charge("selection", 400, 1.0, TrialLaw("poisson", 400.0)))
@@ -480,6 +443,7 @@ class Greedy(BiTFiT):
     ({"choices": {"method": [Greedy()]}}, "Greedy may spend"), ({"choices": {"method": [Chain(LoRA(), Greedy())]}}, "Chain may spend"),
     ({"choices": {"method": [Then(Full(), None, Greedy(), steps=1)]}}, "Then may spend"),
     ({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.01, "delta": 1e-9, "accountant": "rdp"}, "cannot be met"),
+    ({"score": Public([], "elsewhere")}, "there are no rows"),
     ({"batch_size": 301}, "batch_size=301"), ({"delta": 0.5}, "below 1/300"), ({"clip": -1.0}, "clip=-1"),
 ])
 def test_bad_searches_are_refused_before_anything_is_spent(digits, tmp_path, changes, message):
