@@ -347,8 +347,9 @@ class Step(Counted):
         own = {name: sums.pop(name) for name in divided}
         packs, scales, held = pack(sums, stds)
         counts = [] if engine.processes.alone else self.tally.counts
-        noisy, found = engine.release("train", self.t, packs | own, scales | stds,
-                                      [*counts, engine.told])
+        noisy, found = engine.release(
+            "train", self.t, packs | own, scales | {name: stds[name] for name in own},
+            [*counts, engine.told])
         shapes = {name: p.shape for name, p in engine.trains.items() if name in sums}
         write_gradients(engine.model, engine.trains,
                         noisy | unpack(noisy, held, shapes), engine.plan.batch_size)
