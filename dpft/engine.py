@@ -246,9 +246,6 @@ class Engine:
                 self.method.step(self.context, self.t)
             if changes:
                 self.refresh()
-                if self.newly and self.processes.divides:   # not compared yet
-                    self.checked = False
-                    self.check_start()
             elif first:
                 self._note()
             yield (step := Step(self))
