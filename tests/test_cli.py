@@ -202,13 +202,6 @@ def test_every_flag_has_help(run, command):
     assert options and all(option.__metadata__[0].help for option in options)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--lengths", "a"], "--lengths 'a'"), (["--width", "30"], "multiple of 32"), (["--rows", "0"], "at least 1")])
-def test_bench_refuses_what_it_cannot_measure(run, words, message):
-    status, _, err = run("bench", *words)
-    assert status == 1 and message in err
-
-
 def test_account_refuses_what_is_no_ledger(run, tmp_path):
     assert run("account", tmp_path / "none.sqlite")[2].startswith("dpft: there is no ledger")
     (tmp_path / "text").write_text("not a ledger")
