@@ -144,19 +144,6 @@ def test_a_layer_is_at_no_distance_from_where_it_ends(tiny_fashion, monkeypatch)
     assert max(found["4"].values()) < 1e-6 and all(0 <= value <= 1 for value in found["1"].values()) and max(found["1"].values()) > 1e-6
 
 
-def test_two_processes_may_make_the_same_folder(tmp_path):
-    def made(name, content):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text(content)
-        return tmp_path / name
-    experiments.put_in_place(made("model.1", "first"), tmp_path / "model")
-    experiments.put_in_place(made("model.2", "second"), tmp_path / "model")
-    assert (tmp_path / "model" / "weights").read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(OSError):
-        experiments.put_in_place(made("model.3", "third"), tmp_path / "nowhere" / "model")
-    assert (tmp_path / "model.3").exists()
-
-
 def test_a_task_of_texts_states_each_public_fact_once_and_keeps_its_own_list(monkeypatch):
     rows = TableData({"text": ["a good film"] * 4, "label": [0, 1, 0, 1]})
     task = Task("reviews", "text", rows, rows, classes=("no", "yes"), columns=("text", "label"), assumed_public=[VOCABULARY])

@@ -77,21 +77,6 @@ def test_figures_are_deterministic_files_and_tables_hold_every_cell(records, tmp
     assert all(line.count("|") == table[0].count("|") for line in table)
 
 
-def test_student_intervals_cover():
-    import torch
-    torch.manual_seed(0)
-    draws = torch.randn(4000, 3, dtype=torch.float64)
-    covered = [abs(centre) <= half for centre, half in (figures.interval(row) for row in draws.tolist())]
-    assert abs(sum(covered) / len(covered) - 0.95) < 0.018   # five standard errors
-
-
-def test_a_reader_that_dies_silently_is_named_by_its_status(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "fetch", lambda *asked: None)
-    monkeypatch.setattr(pretrained.subprocess, "run", lambda *words, **options: SimpleNamespace(returncode=-9, stderr=""))
-    with pytest.raises(ValueError, match=r"model.gguf could not be read \(status -9\)"):
-        pretrained.keep_smollm(tmp_path / "model.gguf", tmp_path / "kept")
-
-
 @pytest.mark.parametrize("right", [True, False])
 def test_a_wheel_whose_code_is_run_has_a_checksum(tmp_path, monkeypatch, right):
     import hashlib

@@ -1,7 +1,6 @@
 """Figures as pure functions of records: the same files twice, one look for a method, and what happens when records are missing."""
 
 import itertools
-import json
 import math
 import statistics
 
@@ -177,11 +176,6 @@ def test_a_mean_off_the_panel_is_an_arrow_with_its_number():
     plt.close(figure)
 
 
-def test_a_panel_shows_every_seed_of_a_mean_within_reach():
-    scores = [0.0] * 19 + [10.0]                       # far beyond the interval of their mean
-    assert figures.lead_limits([{"LoRA": scores}], reach=12)[1] > 10 > figures.lead_limits([{"LoRA": scores}], reach=9)[1] == 9
-
-
 def test_few_methods_have_their_names_at_their_lines(results):
     figure, axis = plt.subplots(figsize=(4, 3))
     axis.set(xlim=(0, 3), ylim=(0, 1))
@@ -249,13 +243,6 @@ def test_an_interval_is_students_for_any_number_of_seeds(count):
     centre, half = figures.interval(values)
     assert abs(centre - half - low) <= rounding and abs(centre + half - high) <= rounding
     assert figures.student(values) == (centre - half, centre + half)
-
-
-def test_an_interval_over_examples_is_wider_and_a_single_seed_has_only_that():
-    assert figures.interval([0.8]) == (0.8, 0.0)
-    assert figures.interval([0.8], 100)[1] == pytest.approx(1.96 * 0.04)
-    assert figures.interval([0.8, 0.9], 100)[1] > figures.interval([0.8, 0.9])[1] > 0
-    assert json.dumps(figures.by_method(grid("x", ("LoRA", "Full")), "accuracy")).startswith('{"Full"')
 
 
 def test_seeds_of_an_attack_are_pooled_and_settings_are_not():

@@ -27,13 +27,11 @@ from dpft.book.evidence.protocol import (
     off_the_rate,
     p_value,
     rate_differences,
-    rates_grid,
     size_gaps,
     size_steps,
     study_grid,
     study_of_size,
     study_verdict,
-    texts_grid,
     timed,
     tuning_grid,
     untrained,
@@ -145,7 +143,7 @@ def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, m
     assert len(runs) == len(study.clips) * len(study.ways) and name in EXPERIMENTS
     for run in runs:
         plain = {key: value for key, value in run.items() if key not in APART}
-        inspect.signature(fine_tune).bind(None, None, **arguments_of(plain))        # each setting is one of its arguments
+        inspect.signature(fine_tune).bind_partial(**arguments_of(plain))        # each setting is one of its arguments
         assert arguments_of(plain)["epsilon"] == float(study.epsilons[0]) and json.loads(json.dumps(run)) == run
         options = {name: "random" if value in PUBLIC else value for name, value in run["options"].items() if not isinstance(value, list)}
         assert method_from(run["method"], run["options"] | options) is not None
@@ -266,28 +264,6 @@ def test_a_study_is_held_against_the_untouched_model_where_its_records_lack_it(u
 
 
 RATES = {"BiTFiT": 0.03, "Full": 0.01}   # a multiple of either may be one of the other
-
-
-def test_rates_beside_the_tuned_ones_are_runs_of_the_study(monkeypatch):
-    study = [{"label": label, "method": label, "options": {"of": label}, "clip": 0.1, "learning_rate": rate, "target_epsilon": 2.0,
-              "steps": 60, "seed": seed}
-             for seed in range(2) for label, rate in (*RATES.items(), ("LoRA", 0.03))]
-    monkeypatch.setattr(protocol, "study_grid", lambda name, its: study if (name, its) == ("digits", STUDIES["digits"]) else [])
-    runs = list(rates_grid())
-    assert len(runs) == 2 * 2 * 4 and sorted(RATE_FACTORS) == pytest.approx([1 / 3, 3**-0.5, 3**0.5, 3])
-    for own in study:
-        tried = [run["learning_rate"] for run in runs if {**run, "learning_rate": own["learning_rate"]} == own]
-        wanted = [own["learning_rate"] * factor for factor in RATE_FACTORS] if own["label"] in RATES else []
-        assert tried == pytest.approx(wanted, rel=5e-3)
-
-
-def test_texts_are_written_by_the_first_run_of_each_method_at_the_first_budget(monkeypatch):
-    runs = [{"label": label, "target_epsilon": budget, "seed": seed, "beams": 0, "every": 20}
-            for label in ("LoRA", "Full") for budget in (8.0, 3.0, "inf") for seed in range(3)]
-    monkeypatch.setattr(protocol, "study_grid", lambda name, its: runs)
-    found = [(run["label"], run["target_epsilon"], run["seed"]) for run in texts_grid()]
-    assert found == [(label, budget, 0) for budget in ("inf", 8.0) for label in ("LoRA", "Full")]
-    assert all(run["beams"] > 0 for run in texts_grid())
 
 
 def test_the_choices_of_frost_run_again_with_seeds_that_no_run_had(monkeypatch):

@@ -170,8 +170,10 @@ def whole_way(name, label, study):
     return entry
 
 
-# `images` has the ways of `images-small`, and those of `frost-design` differ in one option of one method
-MADE = {**{name: study.ways for name, study in STUDIES.items() if name != "images"}, "frost-design": ("MGNA", "entries")}
+# the other studies have the ways of these, in other lengths, and those of `frost-design` differ in one option of one method
+MADE = {**{name: STUDIES[name].ways for name in ("digits", "images-head", "images-small", "text-head", "text-full", "language",
+                                                 "language-open", "language-small")}, "frost-design": ("MGNA", "entries"),
+        "text-short": ("LastLayer, then Full",)}
 
 
 @pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels])

@@ -100,7 +100,8 @@ def measure(
                 entry |= {"matrix_rate": rate, "share_of_rate": work / took / rate}
         yield entry
 
-def measure_numbers(numbers: int, repeats: int, device: torch.device) -> Iterator[Record]:
+def measure_numbers(
+    numbers: int, repeats: int, device: torch.device) -> Iterator[Record]:
     """One record for each operation on every entry of a sum:
     nanoseconds an entry, the median and its interval."""
     stream, total = Keystream(0), torch.zeros(numbers, device=device)
@@ -182,9 +183,11 @@ def plan(
         base: Shape = ("encoder", *(tiny if quick else (768, 12, 256, 64)))
         giant: Shape = ("llama", *(tiny if quick else (4096, 32, 1024, 4)))
         own, rounds = ("plain", "dpft"), 2 if quick else 15
-        return [*both("gpu", [base], ("plain", "opacus", "opacus-ghost", "dpft"), rounds),
+        peers = ("plain", "opacus", "opacus-ghost", "dpft")
+        return [*both("gpu", [base], peers, rounds),
                 *both("gpu", [base], own, rounds, precision="bf16"),
-                *both("gpu", [giant], own, rounds, ("biases",), precision="bf16 weights")]
+                *both("gpu", [giant], own, rounds, ("biases",),
+                      precision="bf16 weights")]
     names, rows_, rounds = tuple(CONTENDERS), 2 if quick else 4, 5 if quick else 7
     widths_ = (32, 64) if quick else (64, 128, 256)
     wide = 64 if quick else 384
@@ -373,8 +376,8 @@ def cost_figure(found: Iterable[Record]) -> Figure:
 
 def plain_of(found: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
     "The plain step's record of each shape."
-    return {shape_of(e): e for e in found if e["part"] != "absent" and e["who"] == "plain"
-            and not e["cannot"]}
+    return {shape_of(e): e for e in found
+            if e["part"] != "absent" and e["who"] == "plain" and not e["cannot"]}
 
 @style()
 def model_figure(found: Iterable[Record], who: str = "dpft") -> Figure:
@@ -445,7 +448,6 @@ class OverheadSizes:
 OVERHEAD_QUICK = OverheadSizes(layers=1, tokens=4, rows=2, batch=8, steps=1, repeats=2,
                                engines=1, frozen=(2, 32, 4))
 
-# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-models
 def small_encoder(layers: int, width: int, tokens: int) -> nn.Module:
     "RoBERTa's shape with two heads and a small vocabulary."
     return encoder(width, layers, tokens, words=100, attention_heads=2)
@@ -464,7 +466,6 @@ def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
                                            reduction="none")
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-# %% ../../nbs/6_appendices/107_bench.ipynb #overhead-steps
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     "The optimizer of all steps here."
     return torch.optim.AdamW(parameters, lr=1e-4)

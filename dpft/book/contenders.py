@@ -288,7 +288,8 @@ def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1,
     def step(batch: Batch) -> Sums:
         model.zero_grad()
         rows = torch.arange(batch_rows(batch)).chunk(parts)
-        for part in [batch] if parts == 1 else [select_rows(batch, its) for its in rows]:
+        cut = [batch] if parts == 1 else [select_rows(batch, its) for its in rows]
+        for part in cut:
             (loss(model, part).sum() / batch_rows(batch)).backward()
         optimizer.step()
         return {}

@@ -63,11 +63,11 @@ class Experiment:
     grid: Callable[[], Iterable[Settings]]   # JSON, one entry for each run
     measure: Callable[[Settings], Settings]  # what one run found; JSON
     needs: str                               # data, device and time
-    reduced: bool = False                    # whether the grid is smaller than the paper's
-    full: Callable[[], Iterable[Settings]] | None = None  # the paper's own, if it was run
+    reduced: bool = False  # whether the grid is smaller than the paper's
+    full: Callable[[], Iterable[Settings]] | None = None  # the paper's own, if it ran
     priority: Callable[[Settings], float] = lambda settings: 0.0   # the lowest first
     seconds: Callable[[Settings], float] = lambda settings: 60.0   # on one core
-    group: Callable[[Settings], str] = lambda settings: ""  # of runs that share something
+    group: Callable[[Settings], str] = lambda settings: ""  # of those that share
 
 def recorded(path: str | Path) -> list[Settings]:
     "All records of a file, none while there is no file."
@@ -95,7 +95,7 @@ def make_record(
     name: str,                               # of the experiment
     measure: Callable[[Settings], Settings],
     settings: Settings,
-    reduced: bool,                           # whether the run is smaller than the paper's
+    reduced: bool,  # whether the run is smaller than the paper's
 ) -> Settings:
     "Make one run; its record."
     made_with, began = provenance(), time.perf_counter()

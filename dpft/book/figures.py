@@ -430,7 +430,7 @@ def redraw(
     folder: Path,                    # one file for each figure
     ending: str = "svg",             # or pdf, png
 ) -> Iterator[str]:                  # a sentence on each figure
-    "Draw figures from the records under `DPFT_RESULTS`, and say what each uses or lacks."
+    "Draw figures from the records under `DPFT_RESULTS`; what each uses or lacks."
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
         if lacks := [part for part in drawing.needs if not records_of(part)]:

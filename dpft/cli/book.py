@@ -115,8 +115,8 @@ def run_named(
             data in (None, run["data"]) and method in (None, run["method"])))
         if not source.pending() and not source.there:
             raise ValueError(next(iter(source.waiting.values()), "")
-                             or f"{', '.join(names)}: no such runs; see the grid without "
-                                "--data and --method")
+                             or f"{', '.join(names)}: no such runs; see the grid "
+                                "without --data and --method")
         if plan:
             print("\n".join(plan_lines(source)))
             return
@@ -211,7 +211,8 @@ def trained_llm(folder: str, task: Any, output: Path, steps: int, batch_size: in
 @app.command()
 def llm(
     output: Annotated[Path, typer.Option(
-        help="Folder for the texts, the checkpoint and the trained model.")] = Path("llm"),
+        help="Folder for the texts, the checkpoint and the trained model."
+    )] = Path("llm"),
     steps: Annotated[int, typer.Option(help="Training steps.")] = 36,
     batch_size: Annotated[int, typer.Option(
         help="Expected number of training pairs in a batch.")] = 128,
@@ -308,8 +309,9 @@ def audit(
         help="Seed of the coins and the run. (default: the operating system's entropy)"
     )] = None,
     full: Annotated[bool, typer.Option(
-        "--full", help="Instead: audit every method in every way of running it, at full "
-                       "size; makes the records of dpft run audits --full.")] = False,
+        "--full", help="Instead: audit every method in every way of running it, at "
+                       "full size; makes the records of dpft run audits --full."
+    )] = False,
     output: Annotated[Path | None, typer.Option(
         help="With --full: folder for the records. (default: as for dpft run)")] = None,
     boundary: Annotated[bool, typer.Option(
@@ -416,7 +418,8 @@ def bench(
     overhead: Annotated[bool, typer.Option(
         "--overhead", help="Only the fixed time of private steps, by processor time on "
                            "one thread: steps, first steps and making the Engine over "
-                           "plain steps, calls, whole runs. Appends a record.")] = False,
+                           "plain steps, calls, whole runs. Appends a record."
+    )] = False,
     quick: Annotated[bool, typer.Option(
         "--quick", help="Use small models, to see that everything works.")] = False,
 ) -> None:

@@ -126,7 +126,8 @@ def measured(settings: Settings) -> Settings:
     "A run, with the partitions that it selected if its method selects."
     own = {name: value for name, value in settings.items() if name != "label"}
     return measured_run(own, lambda run, method: (
-        {"selection": method.selection.record()} if isinstance(method, DPFrost) else {}))
+        {"selection": method.selection.record()} if isinstance(method, DPFrost)
+        else {}))
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-experiments
 EXPERIMENTS = {

@@ -142,7 +142,7 @@ def pretrained_gpt2(
         tokenizer = train_tokenizer(texts, recipe)
         windows = packed_windows(texts, tokenizer, recipe.context)
         kept = max(1, len(windows) // 20)
-        model = blank_gpt2(recipe, tokenizer).to(own_device(None))
+        model: Any = blank_gpt2(recipe, tokenizer).to(own_device(None))
         pretrain(model, Public(_rows(windows, kept, len(windows)), text.source),
                  recipe.epochs, recipe.learning_rate, recipe.batch_size)
         facts = {"recipe": asdict(recipe), "source": text.source,
@@ -269,7 +269,8 @@ def taken(settings: Settings) -> Settings:
         own["noise_multiplier"] = papers_noise(settings)
     return own
 
-def scorer(settings: Settings, every: int) -> Callable[[nn.Module, Task], dict[str, float]]:
+def scorer(
+    settings: Settings, every: int) -> Callable[[nn.Module, Task], dict[str, float]]:
     "The scores on the test data, or on the rows that were held out for tuning."
     def score(model: nn.Module, task: Task) -> dict[str, float]:
         data, tokenizer = task.test or task.dev, load_tokenizer(study_model(settings))
@@ -285,10 +286,12 @@ def trained_entries(run: Run, method: Method) -> Settings:
 def language_run(settings: Settings) -> Settings:
     """One fine-tuning of a language model, with its perplexity and,
     if `beams` asks for texts, their scores."""
-    score, (model, task) = scorer(settings, settings["every"]), language_prepared(settings)
+    score = scorer(settings, settings["every"])
+    model, task = language_prepared(settings)
     if settings["method"] == UNTOUCHED:
         return {"metrics": score(model, task), "epsilon": 0.0, "trainable": 0}
-    return measured_run(taken(settings), trained_entries, score, lambda _: (model, task))
+    return measured_run(taken(settings), trained_entries, score,
+                        lambda _: (model, task))
 
 def language_measured(settings: Settings) -> Settings:
     "One run of a language study; on the test file also the untouched model's scores."
@@ -323,8 +326,8 @@ def papers_noise(settings: Settings) -> float:
     task = prepared_task(settings["data"], study_model(settings), None,
                          settings.get("held_out", 0), settings["max_length"])
     sigma = noise_multiplier(settings["target_epsilon"], settings["delta"],
-                             settings["batch_size"] / len(task.train), settings["steps"],
-                             accountant=settings["accountant"])
+                             settings["batch_size"] / len(task.train),
+                             settings["steps"], accountant=settings["accountant"])
     weak = settings["options"]["irrelevance"]
     shares = torch.tensor([weak, 1 - weak], dtype=torch.float64)
     return effective_noise_multiplier(shares**2, sigma * shares.sqrt())
@@ -343,7 +346,8 @@ E2E: Settings = {"data": "e2e", "max_length": 192, "physical_batch_size": 64,
                  "accountant": "rdp", "delta": 1e-5, "every": 5, "model": "tiny",
                  "steps": 24, "batch_size": 128}
 ALONE = {**E2E, "clipping": "automatic", "clip": 1.0}
-RAP = {**E2E, "clip": 1.0, "beams": 0}  # flat clipping to norm 1 as in the paper, no texts
+# flat clipping to norm 1 as in the paper, and no texts
+RAP = {**E2E, "clip": 1.0, "beams": 0}
 
 def method_entry(shared: Settings, base: str, target: float | str) -> Settings:
     "The entry of one method without Rap-FT."
@@ -436,7 +440,8 @@ def init_grid() -> list[Settings]:
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-experiments
 EXPERIMENTS = {
-    name: Experiment(question, grid, language_run, "E2E and the public text", reduced=True)
+    name: Experiment(question, grid, language_run, "E2E and the public text",
+                     reduced=True)
     for name, question, grid in (
         ("e2e-tuning", "Which learning rates are best on E2E?", tuning_grid),
         ("e2e-methods", "Table 4 of DP-BiTFiT: which method is best on E2E?",

@@ -251,9 +251,11 @@ EXPERIMENTS = {
     name: Experiment(question, grid, measured, needs, reduced=True)
     for name, question, grid, needs in (
         ("methods-tuning", "Which learning rates are best for the methods that "
-         "frost-tuning leaves out?", others_tuning, "frost-tuning's records; SST-2, MiniLM"),
+         "frost-tuning leaves out?", others_tuning,
+         "frost-tuning's records; SST-2, MiniLM"),
         ("methods-text", "How accurate are LoRA, adapters, norms, random partitions "
-         "and the largest weights on SST-2?", others_grid, "methods-tuning's records; SST-2, MiniLM"),
+         "and the largest weights on SST-2?", others_grid,
+         "methods-tuning's records; SST-2, MiniLM"),
         ("methods-headline", "Which of nine methods is best on SST-2 at epsilon 2?",
          headline_grid, "methods-tuning's records; SST-2, MiniLM"),
         ("methods-images", "Tables 5, 6 and 14: does BiTFiT gain from full fine-tuning "
@@ -262,6 +264,8 @@ EXPERIMENTS = {
          sensitivity_grid, "digits; 54 runs, 10 s each on a CPU"),
         ("compositions-parts", "At which learning rates are the parts of compositions "
          "best?", parts_grid, "digits; 42 runs, 10 s each on a CPU"),
-        ("compositions", "Which composition is best?", search_grid, "the records of compositions-parts; digits"),
+        ("compositions", "Which composition is best?", search_grid,
+         "the records of compositions-parts; digits"),
         ("compositions-confirmed", "Does the best composition beat its parts and the "
-         "papers' methods on three tasks?", confirmation_grid, "the records of compositions and methods-tuning; digits, CIFAR-10, SST-2"))}
+         "papers' methods on three tasks?", confirmation_grid,
+         "the records of compositions and methods-tuning; digits, CIFAR-10, SST-2"))}

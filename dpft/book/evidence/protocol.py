@@ -445,7 +445,8 @@ def shares_grid() -> list[Settings]:
 def again_grid() -> list[Settings]:
     "The variants of DP-FROST with thirteen seeds that they have not had."
     return [{**run, "seed": STUDIES["frost-design"].headline + seed}
-            for seed in range(13) for run in runs_of("frost-design") if run["seed"] == 0]
+            for seed in range(13) for run in runs_of("frost-design")
+            if run["seed"] == 0]
 
 def choices_grid() -> list[Settings]:
     "DP-FROST on sentences at 0.5 with one choice changed, its tuning unchanged."
@@ -521,8 +522,7 @@ def experiments_of(name: str, study: Study, question: str, needs: str,
 
 EXPERIMENTS = {
     each: its for name, study in STUDIES.items() for each, its in experiments_of(
-        name, study, *QUESTIONS[name], MEASURES.get(name, measured)).items()}
-EXPERIMENTS |= {
+        name, study, *QUESTIONS[name], MEASURES.get(name, measured)).items()} | {
     name: Experiment(question, grid, MEASURES.get(study, measured),
                      f"{study}'s records; {QUESTIONS[study][1]}")
     for name, (study, question, grid) in FURTHER.items()}
