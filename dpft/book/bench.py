@@ -40,7 +40,7 @@ from ..losses import example_losses
 from ..noise import Keystream, perturbed_on_grid
 from ..step import Lowered, add_noise
 from .contenders import (
-    CONTENDERS, MIB, WHOLE, Contender, Setting, WatchedLoss, encoder, enter,
+    CONTENDERS, MIB, Contender, Setting, WatchedLoss, encoder, enter,
     interleaved, library, matrix_rate, measure_memory, median_interval,
     opacus_hooks, operations, own_steps, plain_step, provenance, reason_of, seconds_of,
     train_only, weight_bytes)

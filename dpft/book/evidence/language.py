@@ -148,6 +148,9 @@ def pretrained_gpt2(
         facts = {"recipe": asdict(recipe), "source": text.source,
                  "tokens": int(windows.lengths.sum()),
                  "perplexity": round(perplexity(model, _rows(windows, 0, kept)), 2)}
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         made = folder.with_name(f"{folder.name}.{os.getpid()}")
         shutil.rmtree(made, ignore_errors=True)
         model.cpu().save_pretrained(made)
