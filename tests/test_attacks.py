@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft.book import attacks
+from dpft.book import attacks, evidence
 from dpft.book.attacks import MASK
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
@@ -264,7 +264,7 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     tokenizer.save_pretrained(tmp_path)
     table = TableData({"mr": [f"bar {row}" for row in range(40)], "ref": [f"Near {row}." for row in range(40)]})
     monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
-    settings = next(iter(attack_runs.attack_grid(False)))
+    settings = next(iter(attack_runs.attack_grid()))
     settings |= {"rows": 30, "canaries": 3, "candidates": 8, "samples": 2, "steps": 2, "batch_size": 8}
     monkeypatch.setattr(attack_runs, "extraction", lambda *given, **own: attacks.Extraction([], Rate(0, 0), Rate(0, 3)))
     entry = attack_runs.attack_entry({**settings, "target_epsilon": 8.0, "data": "pairs"}, lambda name: str(tmp_path))
@@ -282,7 +282,20 @@ def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch)
     monkeypatch.setattr(attack_runs, "load_data", lambda name, limit: Task(
         name, "image", TensorData(torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10), None,
         classes=tuple("0123456789")))
-    settings = next(own for own in attack_runs.attack_grid(False) if own["data"] == "digits")
+    settings = next(own for own in attack_runs.attack_grid() if own["data"] == "digits")
     settings |= {"rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
     entry = attack_runs.attack_entry(settings, lambda name: name)
     assert entry["plain"]["auc"] > 0.8 and entry["offline"]["auc"] > 0.8 and entry["allowed"]["auc"] == 1.0 and entry["epsilon"] == "inf"
+
+
+def test_every_entry_of_the_grid_is_known():
+    grid = list(evidence.EXPERIMENTS["attacks"].grid())
+    assert {own["method"] for own in grid} == set(attack_runs.LANGUAGE)
+    assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}
+
+
+def test_a_larger_model_is_told_the_same_rows_and_secrets():
+    grid = list(evidence.EXPERIMENTS["attacks-larger"].grid())
+    told = next(attack_runs.attack_grid())
+    assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
+    assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))

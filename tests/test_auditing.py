@@ -275,7 +275,7 @@ def test_the_command_refuses_a_false_claim(run, monkeypatch):
 def test_all_methods_by_one_command(run, monkeypatch, tmp_path):
     rarely = {"canaries": 60, "sample_rate": 0.25}   # what is sampled shows far less than it claims, so that none is accused by chance
     small_grid = [settings | rarely for settings in list(audit_grid(True))[:2]]
-    experiment = replace(EXPERIMENTS["audits"], grid=lambda full: small_grid)
+    experiment = replace(EXPERIMENTS["audits"], full=lambda: small_grid)
     monkeypatch.setitem(EXPERIMENTS, "audits", experiment)
     status, out, _ = run("audit", "--full", "--output", tmp_path)
     assert status == 0 and f"{len(list(audit_grid(True)))} audits" in out and "| Full | 8.00 |" in out and "| LastLayer | 8.00 |" in out

@@ -10,7 +10,6 @@ import torch
 from dpft.book import evidence, experiments
 from dpft.book.evidence import language
 from dpft.book.evidence.language import Recipe, completions, generation_scores
-from dpft.book.experiments import run_experiment
 from dpft.book.text_scores import SCORES, cider, meteor, nist, text_scores
 from dpft.data import Public, TableData, Task
 from dpft.losses import example_losses, perplexity
@@ -188,14 +187,13 @@ def test_perplexity_weighs_tokens_and_every_other_prompt_is_whole(folder):
     assert set(generation_scores(model, tokenizer, data, beams=1, max_length=48)) == {"perplexity", *ALL}
 
 
-def test_a_record_says_what_it_was_made_of_and_what_it_found(small_world, tmp_path):
+def test_a_record_says_what_it_was_made_of_and_what_it_found(small_world):
     grid = [small_world, {**small_world, "method": language.UNTOUCHED, "target_epsilon": 0.0}]
-    experiment = experiments.Experiment("?", lambda full: grid, language.language_run, "nothing")
-    one, none = run_experiment("tiny", experiment, tmp_path / "r.jsonl")
+    one, none = (experiments.make_record("tiny", language.language_run, settings, True) for settings in grid)
     assert 0 < one["epsilon"] <= 3 and none["epsilon"] == 0.0 and one["trainable"] == 192 and none["trainable"] == 0
     for entry in (one, none):
         assert set(entry["metrics"]) == {"perplexity", *ALL} and entry["reduced"] is True and entry["model"] == "micro"
-        assert {"versions", "device", "seconds", "peak_memory_mib", "source_hash"} <= set(entry)
+        assert {"versions", "device", "seconds"} <= set(entry)
     assert {"data_hash", "mechanisms", "delta", "accountant"} <= set(one)
     assert one["metrics"]["perplexity"] != none["metrics"]["perplexity"]
 
@@ -209,21 +207,12 @@ def test_the_papers_noise_is_larger_than_it_says(small_world):
 
 
 def test_public_relevance_by_name(small_world, folder):
-    options = {"relevance_data": "development pairs", "irrelevance": 0.7}
-    found = language.with_public(options, str(folder), 48)["relevance_data"]
-    assert isinstance(found, Public) and len(found) == 2 and options["relevance_data"] == "development pairs"
-    assert language.with_public({"relevance_data": "private"}, str(folder), 48) == {"relevance_data": "private"}
-
-
-def test_costs_of_a_step_and_of_a_relevance(small_world):
     language.development_pairs.cache_clear()
-    shared = {**small_world, "beams": 0, "physical_batch_size": 8, "rounds": 1}
-    step = language.cost_entry({**language.rap_entry(shared, "BiTFiT", 3.0, "tight", warmup_steps=1), "kind": "step"})
-    assert list(step["step_seconds"]) == list(step["step_mib"]) == ["Non-private", "DP-FT", "Rap-FT"]
-    batch = language.cost_entry({**shared, "kind": "relevance", "init": "top-k", "given": {"k": 2}})
-    for found in (*step.values(), *batch.values()):
-        assert all(value > 0 for value in found.values())
-    assert list(batch["batch_seconds"]) == list(batch["batch_mib"]) == ["gradient", "relevance"]
+    settings = {**small_world, "options": {"relevance_data": "development pairs", "irrelevance": 0.7}}
+    found = language.taken(settings)["options"]["relevance_data"]
+    assert isinstance(found, Public) and len(found) == 2 and settings["options"]["relevance_data"] == "development pairs"
+    private = {"relevance_data": "private"}
+    assert language.taken({**small_world, "options": private})["options"] == private
 
 
 @pytest.mark.parametrize("variant", language.VARIANTS)
@@ -246,26 +235,25 @@ def test_each_variant_runs_and_states_what_it_spends(variant, small_world, monke
 
 def test_as_published_is_as_published():
     from dpft.rapft.mask import AS_PUBLISHED
-    entry = language.rap_entry(language.rap_settings(False), "BiTFiT", 3.0, "as published")
+    entry = language.rap_entry(language.RAP, "BiTFiT", 3.0, "as published")
     assert AS_PUBLISHED.items() <= entry["options"].items() and entry["options"]["relevance_data"] == "paper"
     assert entry["options"]["method"] == ["BiTFiT", {"reinitialise": "random"}] and entry["accounting"] == "paper"
-    assert language.rap_entry(language.rap_settings(False), "BiTFiT", 3.0, "tight")["options"]["method"] == ["BiTFiT", {}]
+    assert language.rap_entry(language.RAP, "BiTFiT", 3.0, "tight")["options"]["method"] == ["BiTFiT", {}]
 
 
-LANGUAGE = ("e2e-methods", "rap-tables", "rap-beta", "rap-cost")
+LANGUAGE = ("e2e-methods", "rap-tables", "rap-beta")
 
 
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("name", LANGUAGE)
-def test_grids_are_json_without_repetitions_and_begin_with_what_tells_most(name, full):
-    grid = list(evidence.EXPERIMENTS[name].grid(full))
+def test_grids_are_json_without_repetitions_and_begin_with_what_tells_most(name):
+    grid = list(evidence.EXPERIMENTS[name].grid())
     assert len({json.dumps(settings, sort_keys=True) for settings in grid}) == len(grid) > 0
     assert all(json.loads(json.dumps(settings)) == settings for settings in grid)
     seeds = [settings["seed"] for settings in grid]
-    assert seeds == sorted(seeds) and set(seeds) == set(range({"rap-cost": 1, "rap-beta": 5}.get(name, 3)))
+    assert seeds == sorted(seeds) and set(seeds) == set(range({"rap-beta": 5}.get(name, 3)))
     for settings in grid:
         assert settings["target_epsilon"] in (0.0, 3.0, 5.0, 7.0, 8.0, "inf")
-        assert ("base" in settings) == name.startswith("rap") and settings["model"] == ("small" if full else "tiny")
+        assert ("base" in settings) == name.startswith("rap") and settings["model"] == "tiny"
     if name == "rap-tables":
         assert {settings["target_epsilon"] for settings in grid[:10]} <= {3.0, "inf"}
         assert {settings["base"] for settings in grid} == set(language.BASES)

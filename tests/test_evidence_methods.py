@@ -1,28 +1,25 @@
 """The grids of nine methods and their compositions, how they are scored and compared, and what a step of each costs."""
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpft import step
-from dpft.baselines import admitted
 from dpft.book import evidence
 from dpft.book.evidence import frost, methods
 from dpft.book.experiments import measured_run, write_records
 from dpft.book.figures import interval, label_of, paired
-from dpft.frost import DPFrost
 from dpft.registry import method_from
 
 DIGITS = {"data": "digits", "model": "vit-small", "steps": 3, "batch_size": 16, "clip": 0.1, "limit": 64, "accountant": "rdp",
           "target_epsilon": 8.0, "seed": 0}
 
 
-def grid(name, full=False):
-    return list(evidence.EXPERIMENTS[name].grid(full))
+def grid(name):
+    return list(evidence.EXPERIMENTS[name].grid())
 
 
 def only(settings, *without):
@@ -69,17 +66,16 @@ def test_pairs_are_of_one_seed_and_a_win_takes_two():
 # SST-2
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_all_nine_methods_have_the_same_runs(tuned_file, full):
+def test_all_nine_methods_have_the_same_runs(tuned_file):
     nine = {*frost.METHODS, *methods.OTHERS}
-    runs, rest = grid("frost-text", full) + grid("methods-text", full), grid("methods-headline", full)
+    runs, rest = grid("frost-text") + grid("methods-text"), grid("methods-headline")
     times = Counter((run["method"], run["target_epsilon"]) for run in runs)
     assert {method for method, _ in times} == nine and len({times[method, 2.0] for method in nine}) == 1
     assert all(times[method, "inf"] == 1 and times[method, 0.5] == times[method, 8.0] == times[method, 2.0] for method in nine)
     assert len({json.dumps(only(run, "method", "options", "learning_rate", "target_epsilon", "seed")) for run in runs}) == 1
     for method in nine:
         seeds = [run["seed"] for run in runs + rest if (run["method"], run["target_epsilon"]) == (method, 2.0)]
-        assert sorted(seeds) == list(range(20 if full else 10))
+        assert sorted(seeds) == list(range(10))
 
 
 def test_tuning_is_that_of_the_four_and_its_rates_are_used(tuned_file):
@@ -101,7 +97,6 @@ def test_images_complete_what_frost_vision_has(tuned_file):
     assert {json.dumps(only(run, *own), sort_keys=True) for run in vit} == {json.dumps(only(run, *own), sort_keys=True) for run in others}
     assert {run["label"] for run in runs if run["model"] == "cnn"} == {"LastLayer", "BiTFiT", "1/3+BiTFiT", "2/3+BiTFiT", "Full"}
     assert {(run["options"]["steps"], run["options"]["rate"]) for run in vit} == {(10, 5.0), (20, 5.0)}
-    assert {run["options"]["steps"] for run in grid("methods-images", True) if run["method"] == "Then"} == {50, 100}   # one epoch, two
 
 
 # Compositions
@@ -120,14 +115,14 @@ def test_every_composition_trains_within_its_budget(label):
 
 
 def test_the_search_takes_the_better_rate_of_each_part_and_its_best_mean_wins(tuned_file, tmp_path):
-    assert methods.part_rates(False) == dict.fromkeys(methods.PARTS, 1e-3)
+    assert methods.part_rates() == dict.fromkeys(methods.PARTS, 1e-3)
     assert {run["learning_rate"] for run in grid("compositions")} == {1e-3} and {run["held_out"] for run in grid("compositions")} == {300}
-    assert methods.winner(False) == "LastLayer, then BiTFiT"
+    assert methods.winner() == "LastLayer, then BiTFiT"
     fluke = {"label": "LoRA + BiTFiT", "learning_rate": 1e-3, "reduced": True}   # one seed does not make a mean
     write_records(tmp_path / "compositions.jsonl", [{**fluke, "metrics": {"accuracy": 0.15}}])
-    assert methods.winner(False) == "LastLayer, then BiTFiT"
+    assert methods.winner() == "LastLayer, then BiTFiT"
     write_records(tmp_path / "compositions.jsonl", [{**fluke, "metrics": {"accuracy": 0.9}}])
-    assert methods.winner(False) == "LoRA + BiTFiT" and methods.winner(True) == "LastLayer, then BiTFiT"
+    assert methods.winner() == "LoRA + BiTFiT"
     needed = {"compositions": "compositions-parts", "compositions-confirmed": "compositions", "methods-text": "methods-tuning"}
     for name, needs in needed.items():
         (tmp_path / f"{needs}.jsonl").unlink()
@@ -141,7 +136,7 @@ def test_search_and_confirmation_share_no_run_and_no_score(tuned_file):
 
 
 def test_each_rival_runs_beside_the_winner_on_each_task_once(tuned_file):
-    label = methods.winner(False)
+    label = methods.winner()
     runs = grid("compositions-confirmed") + [run for name in ("frost-text", "methods-text", "methods-headline", "frost-vision")
                                              for run in grid(name) if run["target_epsilon"] == 2.0]
     for task, model, seeds in (("digits", "vit-small", 10), ("cifar10", "vit-small", 5), ("sst2", "minilm", 5)):
@@ -157,32 +152,3 @@ def test_each_rival_runs_beside_the_winner_on_each_task_once(tuned_file):
 
 
 # Cost
-
-
-def test_costs_count_what_trains_and_what_a_step_makes(monkeypatch):
-    drawn, real = defaultdict(list), step.poisson_draw
-    def noted(size, rate, keystream, kind, *context):
-        rows = real(size, rate, keystream, kind, *context)
-        if context[0] == "train":   # and not for the check of the first batch
-            drawn[context].append(rows.tolist())
-        return rows
-    monkeypatch.setattr(step, "poisson_draw", noted)
-    parts = {"LastLayer": {}, "BiTFiT": {}, "Full": {}, "LoRA": {}, "LargestWeights": {"ratio": 0.1}}
-    named = [[name, name, options] for name, options in parts.items()] + [["both", "Chain", {"parts": [["LoRA", {}], ["BiTFiT", {}]]}]]
-    found = methods.cost_entry({**only(DIGITS, "limit"), "physical_batch_size": 8, "methods": named, "rounds": 1})
-    assert all(rows == each[0] for each in drawn.values() for rows in each)             # the same draws for all
-    assert sorted(len(each) for each in drawn.values()) == [len(named)] * 3
-    trains = {name: cost["trainable"] for name, cost in found["costs"].items()}
-    head = trains["LastLayer"]
-    assert trains["both"] == trains["LoRA"] + trains["BiTFiT"] - head and head == 64 * 10 + 10
-    assert trains["LargestWeights"] == admitted(0.1, trains["Full"] - head) + head
-    peaks = {name: cost["peak_mib"] for name, cost in found["costs"].items()}
-    assert 0 < peaks["LastLayer"] < peaks["BiTFiT"] < peaks["Full"]
-    assert all(0 < cost["step_seconds"] <= cost["slowest_seconds"] and cost["start_seconds"] > 0 for cost in found["costs"].values())
-
-
-def test_a_method_within_a_chain_within_a_method_is_built_from_its_record():
-    built = method_from("Then", {"first": ["Full", {}], "epochs": None, "steps": 2,
-                                 "second": ["Chain", {"parts": [["LoRA", {"rank": 2}], ["DPFrost", {"ratio": 0.5}]]}]})
-    lora, frosted = built.second.parts
-    assert lora.rank == 2 and isinstance(frosted, DPFrost) and frosted.ratio == 0.5

@@ -1,7 +1,6 @@
 """Figures as pure functions of records: the same files twice, one look for a method, and what happens when records are missing."""
 
 import itertools
-import json
 import math
 import statistics
 
@@ -15,8 +14,8 @@ from scipy import stats
 import dpft
 from dpft.book import drawings, figures
 from dpft.book.evidence import EXPERIMENTS, FIGURES
-from dpft.book.experiments import packed, source_hash, write_records
-from dpft.book.figures import COLOURS, MARKERS, Drawing, described, markdown_table, redraw, standing_on
+from dpft.book.experiments import packed, write_records
+from dpft.book.figures import COLOURS, MARKERS, Drawing, markdown_table, redraw, standing_on
 from dpft.method import Method
 
 
@@ -28,30 +27,6 @@ def entry(experiment, method, epsilon, seed, score=0.8, data="sst2", **more):
 
 def grid(experiment, methods=("Full", "BiTFiT"), budgets=(0.5, 8.0, "inf"), **more):
     return [entry(experiment, method, epsilon, seed, **more) for method in methods for epsilon in budgets for seed in range(3)]
-
-
-def branch(kind, kept, last, seed):
-    score = 0.8 + {("one", 0): 0.02, ("upper", 1): 0.01}.get((kind, kept[0]), 0.0)
-    return entry("lf-layers", "LayerFreeze", 1, seed, score, "fashion_mnist", steps=100, kind=kind, kept=kept, last=last)
-
-
-def relevance(variant, base, seed, target=3.0, score=0.0, **more):
-    own = entry("rap-tables", "RapFT", target, seed, base=base, variant=variant, **more)
-    return {**own, "metrics": {"perplexity": 70.0 + seed + score}}
-
-
-def selection():
-    names = ("bert.embeddings.word_embeddings", "bert.embeddings.LayerNorm", "bert.encoder.layer.0.attention.self.query",
-             "bert.encoder.layer.1.attention.self.query", "bert.encoder.layer.1.output.LayerNorm")
-    round_ = {"values": [1e-3, None, 2e-3, -1e-3, 5e-3], "std": [1e-4, None, 1e-4, 1e-4, 1e-4]}
-    return {"partitions": [{"name": name} for name in names], "chosen": [1, 4], "rounds": [round_]}
-
-
-def angles(step, frozen):
-    layer = {"strength": 0.1, "clipping": 0.2, "noise": 1.5, "total": 1.5}
-    return {"step": step, "frozen": frozen, "before": {"3": layer, "5": layer}, "after": {"3": layer, "5": layer},
-            "groups": {bound: {"clipped_angle": [0.1], "unclipped_angle": [None if frozen else 0.2]} for bound in ("5.0", "1.0", "10.0")},
-            "status": {bound: {"clipped_before": 8, "clipped_after": 3} for bound in ("5.0", "1.0", "10.0")}}
 
 
 def attack(epsilon, seed):
@@ -67,7 +42,7 @@ def cost(who, size, part="text", trains="biases"):
 
 RECORDS = {
     "quickstart": [{key: value for key, value in e.items() if key != "reduced"} for e in grid("quickstart", data="digits")],
-    "frost-text": grid("frost-text", ("Full", "DPFrost"), selection=selection()),
+    "frost-text": grid("frost-text", ("Full", "DPFrost")),
     "methods-text": grid("methods-text", ("LoRA", "LargestWeights")),
     "frost-vision": grid("frost-vision", ("Full", "DPFrost"), (2.0,), data="cifar10"),
     "methods-images": grid("methods-images", ("Then",), (2.0,), data="cifar10", label="1/3+BiTFiT"),
@@ -75,24 +50,11 @@ RECORDS = {
     "methods-cost": [{"experiment": "methods-cost", "method": "all", "reduced": True,
                       "costs": {label: {"step_seconds": 2.0, "peak_mib": 30.0} for label in ("Full", "LoRA", "BiTFiT")}}],
     "methods-headline": grid("methods-headline", budgets=(2.0,)),
-    "lf-pwcca": [entry("lf-pwcca", "Full", 1, seed, data="fashion_mnist", distances={
-        str(step): {"0": 0.1 / step, "2": 0.2 / step} for step in (1, 20, 3)}) for seed in range(2)],
-    "lf-angles": [entry("lf-angles", "LayerFreeze", 1, seed, after=5, batch_size=8, clip=clip,
-                        series=[angles(2, False), angles(8, True)]) for seed in range(2) for clip in (5.0, 1.0, 10.0)],
-    "lf-table1": [entry("lf-table1", "Full", 1, seed, 0.8, "fashion_mnist", steps=100, last=last) for seed in range(2) for last in (0, 20)],
-    "lf-layers": [branch(*run, seed) for seed in range(2) for run in (
-        ("all", [0, 1, 2, 3], 0), ("one", [0, 3], 70), ("one", [2, 3], 70),
-        ("upper", [1, 2, 3], 70), ("upper", [2, 3], 70), ("when", [2, 3], 20))],
-    "methods-rate": [entry("methods-rate", method, 2.0, seed, learning_rate=rate, data="digits")
-                     for method in ("Full", "BiTFiT") for seed in range(2) for rate in (0.01, 0.1)],
-    "rap-tables": [relevance(variant, base, seed, target, score) for base in ("LoRA", "BiTFiT") for seed in range(2)
-                   for variant, target, score in (("plain", 3.0, 0), ("tight", 3.0, 2), ("plain", "inf", 0), ("plain", 7.0, 0))],
-    "rap-beta": [relevance("tight", "LoRA", seed, options={"irrelevance": share}) for seed in range(2) for share in (0.9, 0.5)],
     "audits": [entry("audits", method, 8.0, 0, audited=3.0, claim=7.0, kind="separation", bounds={"separation": 4.0, "guesses": 1.0})
                for method in ("Full", "RapFT")],
     "attacks": [attack(epsilon, seed) for epsilon in (2.0, "inf") for seed in range(2)],
     "costs": [cost(who, size, part, trains) for who in ("plain", "dpft") for size in (16, 32) for trains in ("biases", "full")
-              for part in ("text", "images", "models", "depths", "batches")]}
+              for part in ("text", "images", "models", "depths")]}
 
 
 @pytest.fixture
@@ -118,7 +80,7 @@ def test_every_figure_is_drawn_and_the_svg_is_the_same_twice(results, tmp_path):
 
 @pytest.mark.parametrize("ending", ["pdf", "png"])
 def test_other_formats_are_the_same_twice(results, tmp_path, ending):
-    some = {name: FIGURES[name] for name in ("tradeoff-text", "pwcca")}
+    some = {name: FIGURES[name] for name in ("tradeoff-text", "audits")}
     for where in ("a", "b"):
         list(redraw(some, tmp_path / where, ending))
     for name in some:
@@ -132,7 +94,6 @@ def test_a_format_that_is_none_is_refused(results, tmp_path):
     with pytest.raises(ValueError, match="'jpg' is unknown"):
         figures.save_figure(plt.figure(), tmp_path / "a.jpg")
     plt.close("all")
-    assert not (tmp_path / "a").exists()
 
 
 def test_every_method_has_a_look_of_its_own():
@@ -145,7 +106,7 @@ def test_a_method_has_the_same_colour_in_every_figure(results):
     "In whatever figure a method has a place, its marker has the method's colour and shape."
     seen = {}
     for name in ("quickstart", "tradeoff-text", "tradeoff-images", "tradeoff-language", "price", "attacks"):
-        figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
+        figure = FIGURES[name].draw(standing_on(FIGURES[name]))
         for bars in (bars for axis in figure.axes for bars in axis.containers):
             label = bars.get_label().partition(" (")[0]
             kind = label if label in COLOURS else "Then"
@@ -156,18 +117,16 @@ def test_a_method_has_the_same_colour_in_every_figure(results):
 
 
 def test_figures_tell_the_numbers_of_seeds_and_axes_what_they_measure(results):
-    figure = FIGURES["tradeoff-text"].draw(standing_on(FIGURES["tradeoff-text"])[0])
+    figure = FIGURES["tradeoff-text"].draw(standing_on(FIGURES["tradeoff-text"]))
     names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
     assert {"LoRA (3)", "DPFrost (3)"} <= set(names) and not any(name.startswith("Full") for name in names)
     assert [axis.get_title().splitlines()[0] for axis in figure.axes] == ["ε = 0.5", "ε = 2", "ε = 8"]
     assert all(axis.get_title().splitlines()[1] == "Full: 81.0 %" for axis in figure.axes)
     assert figure.get_supxlabel() == "test accuracy less that of Full, in points"
-    figure = FIGURES["tradeoff-language"].draw(standing_on(FIGURES["tradeoff-language"])[0])
+    figure = FIGURES["tradeoff-language"].draw(standing_on(FIGURES["tradeoff-language"]))
     axis = figure.axes[0]
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0.5", "8", "∞"] and "perplexity" in axis.get_ylabel()
     assert {"Full (3)", "BiTFiT (3)"} <= {text.get_text() for text in axis.texts}
-    figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
-    assert sum("degrees" in axis.get_title() for axis in figure.axes) == 3 and "2 seeds" in figure.get_suptitle()
     plt.close("all")
 
 
@@ -217,21 +176,6 @@ def test_a_mean_off_the_panel_is_an_arrow_with_its_number():
     plt.close(figure)
 
 
-def test_a_panel_shows_every_seed_of_a_mean_within_reach():
-    scores = [0.0] * 19 + [10.0]                       # far beyond the interval of their mean
-    assert figures.lead_limits([{"LoRA": scores}], reach=12)[1] > 10 > figures.lead_limits([{"LoRA": scores}], reach=9)[1] == 9
-
-
-def test_a_partition_has_a_cell_by_its_name(results):
-    figure = FIGURES["selection"].draw(standing_on(FIGURES["selection"])[0])
-    outside, inside = figure.axes[:2]
-    assert [tick.get_text() for tick in outside.get_yticklabels()] == ["word", "norm"]
-    assert [tick.get_text() for tick in inside.get_yticklabels()] == ["query", "norm after feed-forward"]
-    assert [tick.get_text() for tick in inside.get_xticklabels()] == ["1", "2"] and "all 12 private runs" in inside.get_title()
-    assert sorted(text.get_text() for axis in (outside, inside) for text in axis.texts if text.get_text()) == ["●"]
-    plt.close("all")
-
-
 def test_few_methods_have_their_names_at_their_lines(results):
     figure, axis = plt.subplots(figsize=(4, 3))
     axis.set(xlim=(0, 3), ylim=(0, 1))
@@ -244,86 +188,19 @@ def test_few_methods_have_their_names_at_their_lines(results):
     plt.close("all")
 
 
-def drawn(name):
-    "Each axis's dots, one for each run, rounded, for a figure of `FIGURES`."
-    figure = FIGURES[name].draw(standing_on(FIGURES[name])[0])
-    plt.close(figure)
-    return figure, [[(round(float(x), 2), round(float(y), 3)) for dots in axis.collections for x, y in dots.get_offsets()]
-                    for axis in figure.axes]
-
-
-def test_layers_are_paired_with_the_plain_run_of_their_seed(results):
-    figure, (one, upper, when) = drawn("layers")
-    assert set(one) == {(0, 0.02), (1, 0)} and set(upper) == {(0, 0.01), (1, 0)} and set(when) == {(0, 0), (1, 0)}
-    labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
-    assert labels == [["1", "3"], ["1", "2"], ["20", "70"]]                         # the lower half, frozen, stands in both
-
-
-def test_the_half_of_a_network_of_eight_layers_is_the_one_that_its_runs_froze():
-    halves = [[6, 7]]                                                              # two groups of convolutions and the head
-    assert drawings._branch({"kind": "upper", "kept": [6, 7], "last": 42}, "when", halves) == 42
-    assert drawings._branch({"kind": "upper", "kept": [4, 5, 6, 7], "last": 42}, "when", halves) is None
-
-
-def test_layers_without_their_plain_run_are_left_out(results):
-    write_records(results / "lf-layers.jsonl", [branch("one", [1, 3], 70, 7)])
-    another = entry("lf-table1", "Full", 1, 7, 0.7, "fashion_mnist", steps=100, last=0)
-    write_records(results / "lf-table1.jsonl", [another])  # of another trunk
-    assert drawn("layers")[1][0] == [(0, 0.02)] * 2 + [(1, 0)] * 2
-
-
-def test_variants_are_paired_at_the_smallest_budget(results):
-    figure, (points,) = drawn("relevance")
-    assert sorted(points) == [(-0.2, 2), (-0.2, 2), (0.2, 2), (0.2, 2)]
-    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["tight"]
-
-
-def test_the_interval_of_paired_differences_is_students():
-    figure, axis = plt.subplots()
-    drawings.draw_paired(axis, ["1", "1", "1", "2"], [0.01, 0.02, 0.03, 0.5])
-    bars = [line.get_ydata() for line in axis.lines if len(set(line.get_xdata())) == 1 and len(line.get_ydata()) == 2]
-    ends = figures.student([0.01, 0.02, 0.03])
-    assert ends == pytest.approx((0.02 - 4.30 * 0.01 / 3**0.5, 0.02 + 4.30 * 0.01 / 3**0.5))
-    drawn_bars = [sorted(bar) for bar in bars if all(math.isfinite(end) for end in bar)]
-    assert drawn_bars == [pytest.approx(list(ends))]                                       # a single seed has no interval
-    plt.close(figure)
-
-
 def test_numbers_below_zero_have_a_minus_sign_and_code_keeps_its_hyphens():
     row = ["-1.5 ± 0.2", "0 behind, -2", "`dpft run --seed -1`", "2026-11-25", "lite-0", 1e-5, -3]
     assert markdown_table(["a-1"], [row]).splitlines()[-1] == (
         "| −1.5 ± 0.2 | 0 behind, −2 | `dpft run --seed -1` | 2026-11-25 | lite-0 | 1e-05 | −3 |")
 
 
-def test_shares_are_in_order_and_bounds_are_the_two_largest(results):
-    figure, (points,) = drawn("irrelevance")
-    assert sorted(x for x, _ in points) == [0.5, 0.5, 0.9, 0.9]
-    means = next(line for line in figure.axes[0].lines if line.get_marker() == "None")
-    assert list(means.get_xdata()) == [0.5, 0.9] and [text.get_text() for text in figure.axes[0].texts] == ["tight"]
-    figure, _ = drawn("assumptions")
-    assert {text.get_text() for text in figure.axes[0].texts} == {
-        f"C = {bound}, {kind}" for bound in (5, 10) for kind in ("clipped", "unclipped")}
-
-
-def test_freezing_is_drawn_as_a_change_of_the_same_batch(results):
-    assert drawings.change({"before": {"5": {"strength": 0.2, "noise": 1.5}}, "after": {"5": {"strength": 0.3, "noise": 1.4}}},
-                           "5", "strength") == pytest.approx(1.5)
-    figure = FIGURES["angles"].draw(standing_on(FIGURES["angles"])[0])
-    assert [text.get_text() for text in figure.axes[0].texts] == ["1 below head", "head"]
-    curves = [[line for line in axis.lines if len(line.get_xdata()) == 2 and set(line.get_xdata()) == {2, 8}] for axis in figure.axes]
-    assert all(len(its) == 2 for its in curves)
-    for axis, still in zip(curves, (1, 0, 0, 0), strict=True):                             # before and after are the same here
-        assert all(list(line.get_ydata()) == pytest.approx([still, still]) for line in axis)
-    plt.close("all")
-
-
 def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tmp_path):
-    (results / "lf-pwcca.jsonl").unlink()
-    (results / "methods-text.jsonl").unlink()
-    status, out, _ = run("figures", "pwcca", "tradeoff-text", "--output", tmp_path / "a", "--format", "png")
+    (results / "audits.jsonl").unlink()
+    status, out, _ = run("figures", "audits", "tradeoff-text", "--output", tmp_path / "a", "--format", "png")
     lines = out.splitlines()
-    assert status == 0 and lines[0] == "pwcca: skipped, because there are no records of lf-pwcca; dpft run lf-pwcca makes them."
-    assert "none yet of methods-text" in lines[1] and lines[2].startswith("1 figure in")
+    assert status == 0 and lines[0] == "audits: skipped, because there are no records of audits; dpft run audits makes them."
+    assert lines[1].startswith("tradeoff-text: test accuracy on SST-2 minus full fine-tuning's; 45 records, reduced, 3 seeds, CPU.")
+    assert lines[2].startswith("1 figure in")
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["tradeoff-text.png"]
 
 
@@ -341,56 +218,17 @@ def test_an_unknown_figure_is_refused_with_the_nearest(run, results, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_stale_records_are_counted(results, tmp_path):
-    fresh = [{**e, "source_hash": source_hash()} for e in RECORDS["lf-pwcca"]]
-    write_records(results / "lf-pwcca.jsonl", fresh)
-    (sentence,) = redraw({"pwcca": FIGURES["pwcca"]}, tmp_path)
-    assert "4 reduced records, 2 seeds, CPU; 2 of them by code that has changed since" in sentence
-    assert described(RECORDS["lf-pwcca"]).endswith("all by code that has changed since")
-
-
-def test_full_and_reduced_runs_are_never_in_one_picture(results):
-    some = Drawing("", figures.text_tradeoff, ("frost-text",), ("methods-text", "quickstart"))
-    write_records(results / "methods-text.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-text"]])
-    records, missing = standing_on(some)                                         # what it needs is not there in full: all reduced
-    assert missing == [] and {e.get("reduced") for e in records} == {True, None}
-    write_records(results / "frost-text.jsonl", [{**e, "reduced": False} for e in RECORDS["frost-text"]])
-    records, _ = standing_on(some)
-    assert {e.get("reduced") for e in records} == {False, None} and {"frost-text", "methods-text", "quickstart"} == {
-        e["experiment"] for e in records}
-
-
-def test_full_records_of_what_a_figure_only_takes_as_well_remove_none_that_it_needs(results):
-    more = {**RECORDS["frost-text"][0], "seed": 9}
-    del more["reduced"]                                                          # what it needs: reduced, and of no grid
-    write_records(results / "frost-text.jsonl", [more])
-    write_records(results / "methods-text.jsonl", [{**RECORDS["methods-text"][0], "reduced": False, "seed": 9}])
-    records, _ = standing_on(Drawing("", figures.text_tradeoff, ("frost-text",), ("methods-text",)))
-    assert len(records) == len(RECORDS["frost-text"]) + 1 + len(RECORDS["methods-text"])
-    assert {e.get("reduced") for e in records} == {True, None}
-
-
-def test_what_is_of_no_grid_leaves_the_choice_to_what_a_figure_takes_as_well(results):
-    some = Drawing("", figures.image_tradeoff, ("quickstart",), ("frost-vision", "methods-images"))
-    write_records(results / "frost-vision.jsonl", [{**e, "reduced": False} for e in RECORDS["frost-vision"]])
-    records, missing = standing_on(some)                                         # the other one has reduced records alone
-    assert missing == [] and {e.get("reduced") for e in records} == {True, None}
-    write_records(results / "methods-images.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-images"]])
-    records, missing = standing_on(some)
-    assert missing == [] and {e.get("reduced") for e in records} == {False, None}
-
-
 def test_only_the_data_that_a_figure_shows_counts(results):
     write_records(results / "compositions-confirmed.jsonl", [entry("compositions-confirmed", "LayerFreeze", 2.0, 0, data=data)
                                                              for data in ("digits", "cifar10", "sst2")])
     for name, data in (("tradeoff-text", {"sst2"}), ("tradeoff-images", {"digits", "cifar10"})):
-        assert {e["data"] for e in standing_on(FIGURES[name])[0]} == data
+        assert {e["data"] for e in standing_on(FIGURES[name])} == data
 
 
 def test_what_makes_the_records_is_a_command_that_puts_them_where_they_are_looked_for(run, monkeypatch):
     for drawing in FIGURES.values():
         for name in drawing.needs + drawing.also:
-            assert name in ("costs", "quickstart") or (name in EXPERIMENTS and figures.made_by(name) == f"dpft run {name}")
+            assert name in ("costs", "quickstart", "methods-cost") or (name in EXPERIMENTS and figures.made_by(name) == f"dpft run {name}")
     monkeypatch.setenv("DPFT_RESULTS", "some where")
     assert figures.made_by("costs") == "dpft bench --output 'some where'"
     assert figures.made_by("quickstart") == "dpft quickstart --output 'some where'"
@@ -407,13 +245,6 @@ def test_an_interval_is_students_for_any_number_of_seeds(count):
     assert figures.student(values) == (centre - half, centre + half)
 
 
-def test_an_interval_over_examples_is_wider_and_a_single_seed_has_only_that():
-    assert figures.interval([0.8]) == (0.8, 0.0)
-    assert figures.interval([0.8], 100)[1] == pytest.approx(1.96 * 0.04)
-    assert figures.interval([0.8, 0.9], 100)[1] > figures.interval([0.8, 0.9])[1] > 0
-    assert json.dumps(figures.by_method(grid("x", ("LoRA", "Full")), "accuracy")).startswith('{"Full"')
-
-
 def test_seeds_of_an_attack_are_pooled_and_settings_are_not():
     def at(method, epsilon, seed, auc, hits):
         return {"data": "e2e", "method": method, "target_epsilon": epsilon, "seed": seed, "allowed": {"auc": 0.8 + seed / 100},
@@ -428,3 +259,10 @@ def test_seeds_of_an_attack_are_pooled_and_settings_are_not():
     low, high = both["recall"]["interval"]
     assert low == pytest.approx(0.0321, abs=1e-3) and high == pytest.approx(0.3789, abs=1e-3)
     assert both["exposure"] == [0.0, 0.0, 1.0, 1.0] and records[0]["exposure"] == [0.0, 0.0]
+
+
+def test_full_and_reduced_runs_are_never_in_one_picture(results):
+    some = Drawing("", figures.text_tradeoff, ("frost-text",), ("methods-text",))
+    assert {e["reduced"] for e in standing_on(some)} == {True}
+    write_records(results / "methods-text.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-text"]])
+    assert {e["reduced"] for e in standing_on(some)} == {False}

@@ -12,7 +12,6 @@ from zoo import toy
 
 import dpft
 from dpft.auditing import Stopped, stopping
-from dpft.book import freezing_costs
 from dpft.composition import Chain, Then
 from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings
@@ -472,21 +471,3 @@ def test_they_freeze_after_the_epochs_of_the_appendix(name, budget, epoch):
 
 
 # ---- from the command line, and what it costs
-
-
-def test_the_cached_contender_is_warm_and_the_other_has_no_cache():
-    cached, plain = (freezing_costs.freezing_engine("tempered-cnn", LayerFreeze(after=0), 8, 8, 5, torch.device("cpu"), cache)
-                     for cache in (1.0, 0.0))
-    steps = freezing_costs.whole_steps(cached)
-    for _ in range(3):
-        steps.step(())
-    assert cached.features.hits >= 16 and plain.features is None
-
-
-def test_marks_of_freezing_are_judged_from_records():
-    def record(what, who, own):
-        return freezing_costs.freezing_record("tempered-cnn", what, who, own, [1.0, 1.0], 2048, 40)
-    found = [record("step", "all layers", [1.0, 1.0]), record("step", "frozen, cached", [0.3, 0.5]), record("run", "freezing", [1.1, 1.2])]
-    values = {name.partition(": ")[0]: (round(value, 2), bound, met) for name, value, bound, met in freezing_costs.judged_freezing(found)}
-    assert values == {"tempered-cnn": (29.3, 15.0, False), "tempered-cnn, step, frozen, cached": (0.4, 0.45, True),
-                      "tempered-cnn, run, freezing": (1.15, 1.0, False)}

@@ -1,5 +1,6 @@
 """The plan of the runs: equal tuning that grows with its records, runs that follow it, and the rules of verdicts."""
 
+import inspect
 import json
 from dataclasses import replace
 from math import log
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpft import fine_tune
 from dpft.book.evidence import EXPERIMENTS, protocol
 from dpft.book.evidence.language import APART, PUBLIC
 from dpft.book.evidence.protocol import (
@@ -22,24 +24,20 @@ from dpft.book.evidence.protocol import (
     entry,
     holm,
     judged,
-    multiple_of_rate,
     off_the_rate,
     p_value,
-    planned_hours,
     rate_differences,
-    rates_grid,
     size_gaps,
     size_steps,
     study_grid,
     study_of_size,
     study_verdict,
-    texts_grid,
     timed,
     tuning_grid,
     untrained,
     untuned,
 )
-from dpft.book.experiments import arguments_of, check_known, write_records
+from dpft.book.experiments import arguments_of, write_records
 from dpft.registry import method_from
 
 SMALL = Study({"data": "digits", "model": "mlp", "steps": 40, "batch_size": 64, "optimizer": "adamw"},
@@ -51,7 +49,7 @@ def tune(folder, best_rate, best_clip=1.0, study=SMALL, best_whole=None):
     which may be another in runs of full length."""
     made = []
     for _ in range(12):
-        new = [run for run in tuning_grid("small-tuning", study, False) if run not in made]
+        new = [run for run in tuning_grid("small-tuning", study) if run not in made]
         if not new:
             return made
         best = {10: best_rate, 40: best_whole}
@@ -64,7 +62,7 @@ def tune(folder, best_rate, best_clip=1.0, study=SMALL, best_whole=None):
 
 def test_tuning_is_equal_follows_its_records_and_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    first = list(tuning_grid("small-tuning", SMALL, False))
+    first = list(tuning_grid("small-tuning", SMALL))
     assert [(run["label"], run["clip"], run.get("clipping", "flat")) for run in first[:3]] == [
         ("A", 0.1, "flat"), ("A", 1.0, "flat"), ("A", 1.0, "automatic")] and len(first) == 6
     assert {run["steps"] for run in first} == {10} and {run["held_out"] for run in first} == {100}
@@ -72,7 +70,7 @@ def test_tuning_is_equal_follows_its_records_and_ends(tmp_path, monkeypatch):
     for label, budgets in (("A", 3), ("B", 1)):
         own = [run for run in made if run["label"] == label]
         assert len(own) == 7 + 3 * (budgets - 1) and {run["seed"] for run in own} == {protocol.TUNED_WITH}
-    runs = study_grid("small", SMALL, False)
+    runs = study_grid("small", SMALL)
     assert {run["learning_rate"] for run in runs} == {3e-2} and {run["clip"] for run in runs} == {1.0}
     counted = {(label, budget): sum((run["label"], run["target_epsilon"]) == (label, budget) for run in runs)
                for label in "AB" for budget in (2.0, 0.5, 8.0)}
@@ -83,7 +81,7 @@ def test_tuning_is_equal_follows_its_records_and_ends(tmp_path, monkeypatch):
 def test_a_best_rate_at_the_edge_extends_the_ladder(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     tune(tmp_path, 0.81)                                                         # two steps of 3 beyond the first five
-    assert {run["learning_rate"] for run in study_grid("small", SMALL, False)} == {0.81}
+    assert {run["learning_rate"] for run in study_grid("small", SMALL)} == {0.81}
 
 
 def test_a_refined_study_takes_the_rate_that_is_best_at_full_length(tmp_path, monkeypatch):
@@ -93,9 +91,8 @@ def test_a_refined_study_takes_the_rate_that_is_best_at_full_length(tmp_path, mo
     whole = [run for run in made if run["steps"] == 40]
     assert sorted({run["learning_rate"] for run in whole}) == [1.11e-3, 3.33e-3, 1e-2, 3e-2, 9e-2] and len(whole) == 2 * 5
     assert {run["held_out"] for run in whole} == {100} and {run["target_epsilon"] for run in whole} == {2.0}
-    runs = [run for run in study_grid("small", study, False) if run["target_epsilon"] == 2.0]
+    runs = [run for run in study_grid("small", study) if run["target_epsilon"] == 2.0]
     assert {run["learning_rate"] for run in runs} == {3.33e-3} and len(runs) == 10
-    assert planned_hours(study)[0] > planned_hours(SMALL)[0]
 
 
 def test_rates_at_the_other_budgets_can_be_tried_at_full_length(tmp_path, monkeypatch):
@@ -104,9 +101,8 @@ def test_rates_at_the_other_budgets_can_be_tried_at_full_length(tmp_path, monkey
     made = tune(tmp_path, 3e-2, study=study, best_whole=1e-2)
     elsewhere = [run for run in made if run["target_epsilon"] != 2.0]
     assert {run["steps"] for run in elsewhere} == {40} and len(elsewhere) == 3 * 2
-    runs = [run for run in study_grid("small", study, False) if run["target_epsilon"] == 0.5]
+    runs = [run for run in study_grid("small", study) if run["target_epsilon"] == 0.5]
     assert {(run["label"], run["learning_rate"]) for run in runs} == {("A", 1e-2)} and len(runs) == 3
-    assert planned_hours(study)[0] > planned_hours(replace(study, refined_elsewhere=False))[0]
 
 
 @pytest.mark.parametrize(("refined", "whole"), [(False, 0), (True, 3)])
@@ -117,12 +113,12 @@ def test_where_all_rates_are_tried_at_each_bound_the_middle_rate_decides_nothing
         folder = tmp_path / str(every_bound)
         folder.mkdir()
         monkeypatch.setenv("DPFT_RESULTS", str(folder))
-        while new := [run for run in tuning_grid("small-tuning", study, False) if run not in made]:
+        while new := [run for run in tuning_grid("small-tuning", study) if run not in made]:
             made += new
             write_records(folder / "small-tuning.jsonl", [
                 {**run, "reduced": True, "metrics": {"accuracy": best.get((run["clip"], run["learning_rate"]), 0) - ("clipping" in run)}}
                 for run in new])
-        assert {(run["clip"], run["learning_rate"]) for run in study_grid("small", study, False)
+        assert {(run["clip"], run["learning_rate"]) for run in study_grid("small", study)
                 if run["target_epsilon"] == 2.0} == {found}
         bounds = 3 if every_bound else 1
         assert sum(run["target_epsilon"] == 2.0 for run in made) == len(SMALL.ways) * (3 - bounds + bounds * (5 + whole))
@@ -131,7 +127,7 @@ def test_where_all_rates_are_tried_at_each_bound_the_middle_rate_decides_nothing
 def test_runs_wait_for_their_tuning(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     with pytest.raises(ValueError, match=r"dpft run small-tuning$"):
-        study_grid("small", SMALL, False)
+        study_grid("small", SMALL)
 
 
 def test_a_smaller_bound_of_sgd_comes_with_a_larger_rate():
@@ -143,11 +139,11 @@ def test_a_smaller_bound_of_sgd_comes_with_a_larger_rate():
 def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, monkeypatch):
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
     study, its = STUDIES[name], EXPERIMENTS[f"{name}-tuning"]
-    runs = list(its.grid(False))
+    runs = list(its.grid())
     assert len(runs) == len(study.clips) * len(study.ways) and name in EXPERIMENTS
     for run in runs:
         plain = {key: value for key, value in run.items() if key not in APART}
-        check_known(plain)
+        inspect.signature(fine_tune).bind_partial(**arguments_of(plain))        # each setting is one of its arguments
         assert arguments_of(plain)["epsilon"] == float(study.epsilons[0]) and json.loads(json.dumps(run)) == run
         options = {name: "random" if value in PUBLIC else value for name, value in run["options"].items() if not isinstance(value, list)}
         assert method_from(run["method"], run["options"] | options) is not None
@@ -270,33 +266,11 @@ def test_a_study_is_held_against_the_untouched_model_where_its_records_lack_it(u
 RATES = {"BiTFiT": 0.03, "Full": 0.01}   # a multiple of either may be one of the other
 
 
-def test_rates_beside_the_tuned_ones_are_runs_of_the_study(monkeypatch):
-    study = [{"label": label, "method": label, "options": {"of": label}, "clip": 0.1, "learning_rate": rate, "target_epsilon": 2.0,
-              "steps": 60, "seed": seed}
-             for seed in range(2) for label, rate in (*RATES.items(), ("LoRA", 0.03))]
-    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: study if (name, its) == ("digits", STUDIES["digits"]) else [])
-    runs = list(rates_grid(True))
-    assert len(runs) == 2 * 2 * 4 and sorted(RATE_FACTORS) == pytest.approx([1 / 3, 3**-0.5, 3**0.5, 3])
-    for own in study:
-        tried = [run["learning_rate"] for run in runs if {**run, "learning_rate": own["learning_rate"]} == own]
-        wanted = [own["learning_rate"] * factor for factor in RATE_FACTORS] if own["label"] in RATES else []
-        assert tried == pytest.approx(wanted, rel=5e-3)
-
-
-def test_texts_are_written_by_the_first_run_of_each_method_at_the_first_budget(monkeypatch):
-    runs = [{"label": label, "target_epsilon": budget, "seed": seed, "beams": 0, "every": 20}
-            for label in ("LoRA", "Full") for budget in (8.0, 3.0, "inf") for seed in range(3)]
-    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: runs)
-    found = [(run["label"], run["target_epsilon"], run["seed"]) for run in texts_grid(True)]
-    assert found == [(label, budget, 0) for budget in ("inf", 8.0) for label in ("LoRA", "Full")]
-    assert all(run["beams"] > 0 for run in texts_grid(True))
-
-
 def test_the_choices_of_frost_run_again_with_seeds_that_no_run_had(monkeypatch):
     study = STUDIES["frost-design"]
     runs = [{"label": label, "learning_rate": rate, "seed": seed} for seed in range(study.headline) for label, rate in RATES.items()]
-    monkeypatch.setattr(protocol, "study_grid", lambda name, its, full: runs if name == "frost-design" else [])
-    again = list(again_grid(True))
+    monkeypatch.setattr(protocol, "study_grid", lambda name, its: runs if name == "frost-design" else [])
+    again = list(again_grid())
     assert len(again) == 13 * len(RATES) and not {run["seed"] for run in again} & {run["seed"] for run in runs}
     assert {(run["label"], run["learning_rate"]) for run in again} == {*RATES.items()}
     assert len({(run["label"], run["seed"]) for run in again}) == len(again)
@@ -310,7 +284,7 @@ def test_what_is_lost_beside_the_rate_is_compared_by_seed_and_bound(tmp_path, mo
     slope = {"BiTFiT": 4.0, "Full": 1.0}
     write_records(tmp_path / "digits.jsonl", [run(label, rate, seed, 0.8) for label, rate in RATES.items() for seed in range(3)])
     write_records(tmp_path / "digits-rates.jsonl", [
-        run(label, multiple_of_rate(rate, factor), seed, accuracy, **other)
+        run(label, protocol.three_digits(rate * factor), seed, accuracy, **other)
         for label, rate in RATES.items() for factor in RATE_FACTORS for seed in ((2, 0, 1) if label == "Full" else (1, 2))
         for accuracy, other in ((0.8 - slope[label] * rate * factor, {}), (0.1, {"clip": 1.0}))])   # another bound, not compared
     for label, rate in RATES.items():

@@ -145,13 +145,13 @@ def promised(study, label):
 def whole_way(name, label, study):
     "One real run of the tuning and one of the study; the others get scores by their rates, so that the ladder ends."
     study = replace(study, ways={label: study.ways[label]})
-    both = experiments_of(name, study, protocol.MEASURES.get(name, measured), "?", "nothing")
+    both = experiments_of(name, study, "?", "nothing", protocol.MEASURES.get(name, measured))
     file, done = results_file(f"{name}-tuning"), []
     sign = -1 if study.shared["data"] == "e2e" else 1
     for round in range(9):
-        new = [run for run in both[f"{name}-tuning"].grid(True) if run not in done]
+        new = [run for run in both[f"{name}-tuning"].grid() if run not in done]
         if not round:
-            entry = make_record(f"{name}-tuning", both[f"{name}-tuning"].measure, new[-1], True)
+            entry = make_record(f"{name}-tuning", both[f"{name}-tuning"].measure, new[-1], False)
             assert entry["metrics"] and float(entry["epsilon"]) <= promised(study, label)
             assert bool(entry["mechanisms"]) == (promised(study, label) < float("inf"))
         if not new:
@@ -162,16 +162,18 @@ def whole_way(name, label, study):
         done += new
     else:
         raise AssertionError(f"the tuning of {label} does not end")
-    runs = list(both[name].grid(True))
+    runs = list(both[name].grid())
     assert len({run["seed"] for run in runs if run["target_epsilon"] == study.epsilons[0]}) == study.headline
-    entry = make_record(name, both[name].measure, runs[0], True)
+    entry = make_record(name, both[name].measure, runs[0], False)
     write_records(results_file(name), [with_scores(run, entry["metrics"][next(iter(with_scores(run, 0)["metrics"]))] + 1e-3 * run["seed"],
                                                    experiment=name) for run in runs])
     return entry
 
 
-# `images` has the ways of `images-small`, and those of `frost-design` differ in one option of one method
-MADE = {**{name: study.ways for name, study in STUDIES.items() if name != "images"}, "frost-design": ("MGNA", "entries")}
+# the other studies have the ways of these, in other lengths, and those of `frost-design` differ in one option of one method
+MADE = {**{name: STUDIES[name].ways for name in ("digits", "images-head", "images-small", "text-head", "text-full", "language",
+                                                 "language-open", "language-small")}, "frost-design": ("MGNA", "entries"),
+        "text-short": ("LastLayer, then Full",)}
 
 
 @pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels])
@@ -240,11 +242,11 @@ def test_records_of_a_study_come_to_a_verdict(name, world):
         its = replace(study, ways={label: study.ways[label]})
         sign = -1 if name == "language" else 1
         for _ in range(9):
-            there = protocol._scores(f"{name}-tuning", True)
-            new = [run for run in protocol.tuning_grid(f"{name}-tuning", its, True) if protocol._key(run) not in there]
+            there = protocol._scores(f"{name}-tuning")
+            new = [run for run in protocol.tuning_grid(f"{name}-tuning", its) if protocol._key(run) not in there]
             write_records(results_file(f"{name}-tuning"),
                           [with_scores(run, 5 - sign * abs(run["learning_rate"] / its.ways[label].rate - 1), experiment="") for run in new])
-        runs = [run for run in protocol.study_grid(name, its, True) if run["target_epsilon"] == study.epsilons[0]]
+        runs = [run for run in protocol.study_grid(name, its) if run["target_epsilon"] == study.epsilons[0]]
         more = [{**runs[0], "seed": seed} for seed in range(5)]
         write_records(results_file(name), [
             with_scores(run, 5 - sign * rank + 1e-3 * ((run["seed"] * (rank + 2)) % 5), experiment="") for run in more])

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'MARKERS', 'SERIES', 'STYLE', 'Records', 'EXAMPLES', 'NAMES', 'LEAST', 'Panels', 'ENDINGS', 'MINUS',
-           'style', 't_quantile', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log',
-           'counted', 'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired', 'less',
+           'style', 'interval', 'student', 'label_of', 'by_method', 'look', 'legend_beside', 'plain_log', 'counted',
+           'draw_tradeoff', 'names_at_lines', 'place_of_budget', 'budget_axis', 'tradeoff', 'paired', 'less',
            'paired_twice', 'leads', 'draw_leads', 'lead_limits', 'lead_figure', 'by_budget', 'text_tradeoff',
-           'image_tradeoff', 'language_tradeoff', 'check_ending', 'save_figure', 'Drawing', 'redraw', 'standing_on',
-           'described', 'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
+           'image_tradeoff', 'language_tradeoff', 'save_figure', 'Drawing', 'standing_on', 'redraw', 'described',
+           'made_by', 'scored', 'points', 'grouped', 'markdown_table', 'text_table']
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-imports
 import re
@@ -16,21 +16,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from math import inf, sqrt
 from pathlib import Path
 from shlex import quote
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .experiments import recorded, results_file, unpacked
-from .provenance import is_stale
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
-    from torch import Tensor
+from .experiments import Settings, records_of, results_file, unpacked
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-colours
 COLOURS = {
@@ -48,12 +48,9 @@ STYLE: dict[Any, Any] = {"font.size": 9, "axes.titlesize": 9, "axes.spines.top":
                          "axes.spines.right": False,
                          "legend.frameon": False, "legend.fontsize": 8}
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-style
 @contextmanager
 def style() -> Iterator[None]:
     "The style of all figures; also a decorator."
-    from matplotlib import rc_context
-
     with rc_context(STYLE):
         yield
 
@@ -62,14 +59,6 @@ Records = Iterable[dict[str, Any]]
 # in the file on which scores are computed
 EXAMPLES = {"sst2": 1821, "cifar10": 10_000, "digits": 360}
 
-@cache
-def t_quantile(number: int) -> float: # of values, two or more
-    "The 97.5 % quantile of Student's distribution for `number` values, to 2 decimals."
-    from scipy.special import stdtrit
-
-    return round(float(stdtrit(number - 1, 0.975)), 2)
-
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-interval-function
 def interval(
     values: list[float],  # one for each seed
     # accuracies on how many test examples; 0: no interval over examples
@@ -77,25 +66,25 @@ def interval(
 ) -> tuple[float, float]: # mean, and half the width of its 95 % confidence interval
     """Mean over seeds with Student's interval (0 for a single seed, which has none),
     over examples too if asked for; @lem-score-interval."""
+    from scipy.special import stdtrit
+
     centre, half = values[0], 0.0
     if len(values) > 1:
-        centre, half = mean(values), (
-            t_quantile(len(values)) * stdev(values) / sqrt(len(values)))
+        # the 97.5 % quantile of Student's distribution, to 2 decimals
+        quantile = round(float(stdtrit(len(values) - 1, 0.975)), 2)
+        centre, half = mean(values), quantile * stdev(values) / sqrt(len(values))
     return ((centre, sqrt(half**2 + 1.96**2 * centre * (1 - centre) / examples))
             if examples else (centre, half))
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-student
 def student(values: Iterable[float]) -> tuple[float, float]:
     "Both ends of the interval over seeds, in the form of seaborn's `errorbar=`."
     centre, half = interval([float(value) for value in values])
     return centre - half, centre + half
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-interval-label-of
 def label_of(entry: dict[str, Any]) -> str:
     "The label of a record in tables and figures."
     return str(entry.get("label", entry["method"]))
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-by-method
 def by_method(
     records: Records,
     metric: str,
@@ -111,25 +100,21 @@ def by_method(
     order = sorted(table, key=lambda label: [*COLOURS, label].index(label))
     return {label: dict(sorted(table[label].items())) for label in order}
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-interval-look
 def look(label: str) -> dict[str, Any]:
     "Colour and marker of a method, or of a composition by its name."
     kind = (label if label in COLOURS else "Then" if "then" in label or "/" in label
             else "Chain")
     return {"color": COLOURS[kind], "marker": MARKERS[kind]}
 
-def legend_beside(figure: "Figure") -> None:
+def legend_beside(figure: Figure) -> None:
     "One legend for all panels, at the right."
     handles = {label: handle for axis in figure.axes
                for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, title="method (seeds)",
                   loc="outside right center")
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-interval-plain-log
-def plain_log(axis: "Axis") -> None:
+def plain_log(axis: Axis) -> None:
     "Plain numbers along a logarithmic axis."
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -141,24 +126,23 @@ def counted(numbers: Iterable[int]) -> str:
 
 # %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff
 def draw_tradeoff(
-    axis: "Axes",
+    axis: Axes,
     records: Records,
     metric: str = "accuracy",
     examples: int = 0,  # of the test file; 0: intervals over seeds alone
     named: bool = False,  # names at the lines in place of a legend, for few methods
     scale: str = "linear",
 ) -> None:
-    """A metric over epsilon, or over the methods when there is one epsilon;
-    bars are 95 % intervals of the mean, numbers are seeds."""
+    "A metric over epsilon; bars are 95 % intervals of the mean, numbers are seeds."
     table = by_method(records, metric)
     budgets = sorted({epsilon for row in table.values() for epsilon in row})
-    alone, ends = len(budgets) == 1, {}
+    ends = {}
     for number, (label, row) in enumerate(table.items()):
         # so that bars do not overlap
         shift = 1.05 ** (number - (len(table) - 1) / 2)
-        points = [(number if alone else place_of_budget(e, budgets) * shift,
-                   *interval(values, examples)) for e, values in row.items()]
-        axis.errorbar(*zip(*points, strict=True), linestyle="none", markersize=4.5,
+        points = [(place_of_budget(e, budgets) * shift, *interval(values, examples))
+                  for e, values in row.items()]
+        axis.errorbar(*np.transpose(points), linestyle="none", markersize=4.5,
                       capsize=2, linewidth=1, **look(label),
                       label=f"{label} ({counted(map(len, row.values()))})")
         private = [point[:2] for e, point in zip(row, points, strict=True) if e < inf]
@@ -167,14 +151,12 @@ def draw_tradeoff(
                       linewidth=1.2)
             ends[f"{label} ({counted(map(len, row.values()))})"] = private[-1]
     axis.set(ylabel=metric.replace("_", " "), yscale=scale)
-    (budget_axis(axis, budgets) if not alone
-     else _method_axis(axis, axis.get_legend_handles_labels()[1]))
-    if named and not alone:
+    budget_axis(axis, budgets)
+    if named:
         names_at_lines(axis, ends)
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-names-at-lines
 def names_at_lines(
-    axis: "Axes",
+    axis: Axes,
     ends: Mapping[str, tuple[float, float]],  # name -> the last point of its line
     colours: Mapping[str, str] | None = None, # of the names; None: those of the methods
     apart: float = 11.0, # points from one name to the next, at least
@@ -190,13 +172,12 @@ def names_at_lines(
         axis.annotate(name, (right, ends[name][1]), (9, below - at[name]), va="center",
                       color=colour, textcoords="offset points", annotation_clip=False)
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-place-of-budget
 def place_of_budget(epsilon: float, budgets: Sequence[float]) -> float:
     "The position of a budget; without privacy, beyond the largest."
     return epsilon if epsilon < inf else 4 * max((e for e in budgets if e < inf),
                                                  default=1.0)
 
-def budget_axis(axis: "Axes", budgets: Sequence[float]) -> None:
+def budget_axis(axis: Axes, budgets: Sequence[float]) -> None:
     "A logarithmic axis of budgets, with a mark at each."
     axis.set(xscale="log",
              xlabel=r"privacy budget $\varepsilon$"
@@ -205,23 +186,14 @@ def budget_axis(axis: "Axes", budgets: Sequence[float]) -> None:
                     [f"{e:g}" if e < inf else "∞" for e in budgets])
     axis.minorticks_off()
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-method-axis
-def _method_axis(axis: "Axes", labels: Sequence[str]) -> None:
-    axis.set_xticks(range(len(labels)), labels, rotation=40, ha="right",
-                    rotation_mode="anchor")
-    axis.set_xlim(-0.6, len(labels) - 0.4)
-
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-tradeoff
 @style()
 def tradeoff(
     records: Records,
     metric: str = "accuracy",
     examples: int = 0,  # of the test file; 0: intervals over seeds alone
     scale: str = "linear",
-) -> "Figure":
+) -> Figure:
     "One metric over epsilon for each method."
-    from matplotlib import pyplot as plt
-
     records = list(records)
     few = len({label_of(entry) for entry in records}) <= 4
     figure, axis = plt.subplots(figsize=(6.2 if few else 7.0, 3.6),
@@ -250,7 +222,6 @@ def less(first: dict[int, float], second: dict[int, float]) -> list[float]:
     "First minus second, for each seed that both have."
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads-twice
 def paired_twice(
     records: Records,
     first: str,
@@ -259,7 +230,7 @@ def paired_twice(
 ) -> tuple[float, float, float]:
     """Mean difference over the seeds that both have, and half its 95 % interval over
     seeds, and over seeds and examples; ValueError with fewer than two such seeds."""
-    right: dict[str, dict[int, Tensor]] = {first: {}, second: {}}
+    right: dict[str, dict[int, Any]] = {first: {}, second: {}}
     for entry in records:
         if (label := label_of(entry)) in right:
             right[label][entry["seed"]] = unpacked(entry["answers"][metric]["right"])
@@ -273,7 +244,6 @@ def paired_twice(
     each = sum(found[1:], found[0]) / len(found)  # (N,) of the examples
     return centre, half, sqrt(half**2 + 1.96**2 * each.var().item() / len(each))
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-leads
 NAMES = {"digits": "handwritten digits", "cifar10": "CIFAR-10", "sst2": "SST-2",
          "fashion_mnist": "Fashion-MNIST", "mnist": "MNIST"}
 LEAST = 3  # seeds for a place in a figure of differences
@@ -286,9 +256,8 @@ def leads(records: Records, base: str, metric: str) -> dict[str, list[float]]:
     found = {label: paired(records, label, base, metric) for label in others}
     return {label: its for label, its in found.items() if len(its) >= LEAST}
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-draw-leads
 def draw_leads(
-    axis: "Axes",
+    axis: Axes,
     # method -> its name with its seeds, from the top down
     rows: Mapping[str, str],
     found: Mapping[str, Sequence[float]],  # method -> differences, one for each seed
@@ -315,7 +284,7 @@ def draw_leads(
     axis.tick_params("y", length=0)
     axis.spines["left"].set_visible(False)
 
-def _beyond(axis: "Axes", place: int, value: float, limits: tuple[float, float],
+def _beyond(axis: Axes, place: int, value: float, limits: tuple[float, float],
             colour: str) -> None:
     side = 1 if value > 0 else -1
     axis.annotate(f"{value:+.2g}".replace("-", "−"), (limits[side > 0], place),
@@ -323,7 +292,6 @@ def _beyond(axis: "Axes", place: int, value: float, limits: tuple[float, float],
                   va="center", ha="right" if side > 0 else "left",
                   arrowprops={"arrowstyle": "->", "color": colour})
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-limits
 def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
                 reach: float = inf) -> tuple[float, float]:
     """The least and the greatest end of the intervals, and seed, of methods whose means
@@ -336,7 +304,6 @@ def lead_limits(found: Iterable[Mapping[str, Sequence[float]]],
     room = 0.05 * (max(ends) - min(ends)) or 1.0
     return max(min(ends) - room, -reach), min(max(ends) + room, reach)
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-lead-figure
 Panels = Mapping[str, Sequence[dict[str, Any]]]  # title -> records
 @style()
 def lead_figure(
@@ -344,10 +311,9 @@ def lead_figure(
     metric: str = "accuracy",
     base: str = "Full",
     reach: float = inf,    # points
-) -> "Figure":
+) -> Figure:
     """Methods less `base`, in points, a panel for each group of records
     in which three seeds have both."""
-    from matplotlib import pyplot as plt
     found = {title: {label: [100 * d for d in its]
                      for label, its in leads(own, base, metric).items()}
              for title, own in panels.items()}
@@ -378,7 +344,6 @@ def _lead_rows(found: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, 
                f"{counted(len(own[label]) for own in found.values() if label in own)})"
         for label in order}
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-by-budget
 def by_budget(records: Records) -> dict[str, list[dict[str, Any]]]:
     "Records of private runs under the name of their budget."
     found: dict[float, list[dict[str, Any]]] = defaultdict(list)
@@ -387,12 +352,11 @@ def by_budget(records: Records) -> dict[str, list[dict[str, Any]]]:
             found[float(entry["target_epsilon"])].append(entry)
     return {f"ε = {epsilon:g}": found[epsilon] for epsilon in sorted(found)}
 
-def text_tradeoff(records: Records, base: str = "Full") -> "Figure":
+def text_tradeoff(records: Records, base: str = "Full") -> Figure:
     "Differences of all methods on SST-2 from one, a panel for each budget."
     return lead_figure(by_budget(records), "test_accuracy", base, reach=13)
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-image-tradeoff
-def image_tradeoff(records: Records) -> "Figure":
+def image_tradeoff(records: Records) -> Figure:
     """Differences of all methods on images from full fine-tuning, a panel for each
     data set and model, at their common budget."""
     panels: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -409,8 +373,7 @@ def image_tradeoff(records: Records) -> "Figure":
             entry for entry in own if float(entry["target_epsilon"]) == budget]
     return lead_figure(shown, reach=8)
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-tradeoff-images-language-tradeoff
-def language_tradeoff(records: Records) -> "Figure":
+def language_tradeoff(records: Records) -> Figure:
     """Perplexity on E2E over epsilon, on a logarithmic axis;
     dashed, the model as pre-training left it."""
     known = list(records)
@@ -433,22 +396,16 @@ def language_tradeoff(records: Records) -> "Figure":
 ENDINGS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 
-def check_ending(ending: str) -> None:
-    "ValueError for a format that figures are not written in."
-    if ending not in ENDINGS:
-        raise ValueError(f"figure format {ending!r} is unknown; choose "
-                         f"{', '.join(ENDINGS)}")
-
 def save_figure(
-    figure: "Figure",
+    figure: Figure,
     path: str | Path,  # its ending says the format: svg and pdf are vectors, png is not
 ) -> None:
     """Write a figure so that the same records give the same file, byte for byte;
     ValueError for another format."""
-    from matplotlib import rc_context
-
     ending = Path(path).suffix[1:]
-    check_ending(ending)
+    if ending not in ENDINGS:
+        raise ValueError(f"figure format {ending!r} is unknown; choose "
+                         f"{', '.join(ENDINGS)}")
     with rc_context({"svg.hashsalt": "dpft", "svg.fonttype": "none"}):
         figure.savefig(path, metadata=ENDINGS[ending], dpi=150)
 
@@ -457,79 +414,47 @@ def save_figure(
 class Drawing:
     "A figure of the book, and the records that it uses."
     shows: str
-    draw: Callable[[Records], "Figure"]
+    draw: Callable[[Records], Figure]
     # names of experiments; left out while one of them has no records
     needs: tuple[str, ...]
     also: tuple[str, ...] = ()  # drawn too where there are records
     data: tuple[str, ...] = ()  # only records on these data sets; empty: on any
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-redraw
+def standing_on(drawing: Drawing) -> list[Settings]:
+    "The records of a figure."
+    return [entry for entry in records_of(*drawing.needs, *drawing.also)
+            if not drawing.data or entry.get("data") in drawing.data]
+
 def redraw(
     drawings: dict[str, Drawing],
     folder: Path,                    # one file for each figure
     ending: str = "svg",             # or pdf, png
 ) -> Iterator[str]:                  # a sentence on each figure
-    """Draw figures from the records under `DPFT_RESULTS`, and say which records each
-    uses or lacks."""
-    from matplotlib import pyplot as plt
-
-    check_ending(ending)
+    "Draw figures from the records under `DPFT_RESULTS`; what each uses or lacks."
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawing in drawings.items():
-        records, missing = standing_on(drawing)
-        if lacks := [part for part in drawing.needs if part in missing]:
+        if lacks := [part for part in drawing.needs if not records_of(part)]:
             yield (f"{name}: skipped, because there are no records of "
                    f"{' and '.join(lacks)}; {made_by(lacks[0])} makes them.")
             continue
+        records = standing_on(drawing)
         figure = drawing.draw(records)
         save_figure(figure, folder / f"{name}.{ending}")
         plt.close(figure)
-        yield (f"{name}: {drawing.shows}; {described(records)}"
-               + "".join(f"; none yet of {part}" for part in missing) + ".")
+        yield f"{name}: {drawing.shows}; {described(records)}."
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-standing-on
-def standing_on(
-    drawing: Drawing,
-) -> tuple[
-    list[dict[str, Any]], list[str],
-]: # records, and the names of which there are none
-    """The records of a figure: full ones if its needed experiments have some (or the
-    optional ones, if only those have a grid); else the reduced ones."""
-    found = {name: [entry for entry in recorded(results_file(name)) if not drawing.data
-                    or entry.get("data") in drawing.data]
-             for name in (*drawing.needs, *drawing.also)}
-    marks = {name: {entry.get("reduced") for entry in its} # None: of no grid
-             for name, its in found.items()}
-    graded = [marks[name] for name in drawing.needs if marks[name] - {None}] or [
-        marks[name] for name in drawing.also if marks[name] - {None}]
-    full = bool(graded) and all(False in its for its in graded)
-    found = {name: [entry for entry in its if entry.get("reduced") in (None, not full)]
-             for name, its in found.items()}
-    return ([entry for its in found.values() for entry in its],
-            [name for name, its in found.items() if not its])
-
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-redraw-described
-def described(records: Sequence[dict[str, Any]]) -> str:
-    """The number of records, whether reduced, their devices and numbers of seeds,
-    and how many were made by other code."""
-    devices = ", ".join(sorted({entry["device"]
-                                for entry in records if "device" in entry}))
+def described(records: Sequence[Settings]) -> str:
+    "The number of records, whether reduced, the number of seeds, and the devices."
+    devices = sorted({entry["device"].replace(" 1 threads", " 1 thread")
+                      for entry in records if "device" in entry})
     seeds = len({entry["seed"] for entry in records if entry.get("seed") is not None})
-    devices = devices.replace(" 1 threads", " 1 thread")
-    stale, reduced = (sum(map(is_stale, records)),
-                      sum(bool(entry.get("reduced")) for entry in records))
-    some = 0 < reduced < len(records)
-    which = "all" if stale in (0, len(records)) else f"{stale} of them"
-    of_them = (f"{which} by code that has changed since" if stale
-               else "all by the code as it is now")
-    return (f"{len(records)} "
-            f"{'reduced ' * (reduced > 0 and not some)}"
-            f"record{'s' * (len(records) != 1)}, "
-            + f"{reduced} of them reduced, " * some
+    reduced = sum(bool(entry.get("reduced")) for entry in records)
+    which = "" if not reduced else ", reduced" if reduced == len(records) else (
+        f", {reduced} of them reduced")
+    return (f"{len(records)} record{'s' * (len(records) != 1)}{which}, "
             + f"{seeds} seed{'s' * (seeds != 1)}, " * (seeds > 0)
-            + f"{devices or 'device unknown'}; {of_them}")
+            + (", ".join(devices) or "device unknown"))
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-made-by
 def made_by(experiment: str) -> str:
     "The command that makes the records of an experiment, where figures look for them."
     command = {"costs": "bench", "quickstart": "quickstart"}.get(experiment)
@@ -563,7 +488,6 @@ def points(
     return (f"{scale * centre:+.{digits}f} ± {scale * half:.{digits}f}"
             if len(differences) > 1 else f"({scale * centre:+.{digits}f})")
 
-# %% ../../nbs/6_appendices/97_figures.ipynb #figures-cells-grouped
 def grouped(
     records: Records,
     key: Callable[[dict[str, Any]], Any],

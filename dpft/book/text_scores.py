@@ -21,7 +21,6 @@ def words(text: str) -> list[str]:
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
     return str(Tokenizer13a()(text)).lower().split()
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-bleu
 def bleu(texts: Sequence[str], references: Corpus) -> float:  # 0 to 100
     "BLEU of all texts together, by sacrebleu."
     import sacrebleu
@@ -37,7 +36,6 @@ def rouge_l(texts: Sequence[str], references: Corpus) -> float:  # 0 to 100
              for text, its in zip(texts, references, strict=True)]
     return 100 * sum(found) / len(found)
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-nist
 def nist(texts: Sequence[str], references: Corpus) -> float:  # 0 upwards
     "NIST of all texts together, by nltk."
     from nltk.translate.nist_score import corpus_nist
@@ -46,7 +44,6 @@ def nist(texts: Sequence[str], references: Corpus) -> float:  # 0 upwards
     known = [[words(text) for text in its] for its in references]
     return float(corpus_nist(known, said, longest)) if longest else 0.0
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-meteor
 class NoSynonyms:
     "In place of WordNet: no word has a synonym."
 
@@ -63,7 +60,6 @@ def meteor(texts: Sequence[str], references: Corpus) -> float:  # 0 to 100
              for text, its in zip(texts, references, strict=True)]
     return 100 * float(sum(found)) / len(found)
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-cider
 def grams(tokens: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
     "How often each n-gram occurs."
     return Counter(zip(*(tokens[start:] for start in range(size)), strict=False))
@@ -83,7 +79,6 @@ def alike(
                  for gram, value in second.items())
     return shared / math.prod(lengths) if all(lengths) else 0.0
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-cider-whole
 def cider(texts: Sequence[str], references: Corpus) -> float:  # 0 to 10
     "The mean CIDEr-D of texts; 0 if there is one prompt, where all weights are 0."
     said = [words(text) for text in texts]
@@ -100,7 +95,6 @@ def cider(texts: Sequence[str], references: Corpus) -> float:  # 0 to 10
                          for one in its) / len(its)
     return 10 * total / 4 / len(said)
 
-# %% ../../nbs/6_appendices/100_text_scores.ipynb #text-scores-all
 SCORES = {
     "bleu": bleu, "rouge_l": rouge_l, "nist": nist, "meteor": meteor, "cider": cider}
 

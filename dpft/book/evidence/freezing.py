@@ -4,23 +4,19 @@
 
 # %% auto #0
 __all__ = ['State', 'SHARED', 'Row', 'ROWS', 'REDUCED', 'MORE_SEEDS', 'FROZEN', 'CLIPS', 'EACH', 'TABLE', 'EXPERIMENTS', 'Kept',
-           'walk', 'state_of', 'fresh', 'glorot', 'trunk', 'keep_state', 'branch', 'spent', 'paper_row', 'row_ends',
-           'row_settings', 'row_grid', 'five_seeds', 'table_grid', 'table_entry', 'layer_grid', 'layer_entry',
-           'similarity_grid', 'similarity_entry', 'angle_grid', 'angle_entry', 'start_grid', 'start_entry',
-           'glorot_grid', 'wide_grid', 'same_trunk', 'believed']
+           'walk', 'state_of', 'fresh', 'glorot', 'trunk', 'branch', 'paper_row', 'row_settings', 'row_grid',
+           'five_seeds', 'table_grid', 'glorot_grid', 'wide_grid', 'start_grid', 'one_budget', 'layer_grid',
+           'similarity_grid', 'angle_grid', 'spent', 'table_entry', 'layer_entry', 'start_entry', 'similarity_entry',
+           'angle_entry', 'same_trunk', 'believed']
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-imports
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...data import Task
@@ -36,9 +32,8 @@ from ...models import load_model
 from ...norms import Partition
 from ...privacy import SampledGaussian, epsilon
 from ...processes import own_device
-from ..experiments import Experiment, Settings, kept_in, prepared_task
+from ..experiments import Experiment, Settings, prepared_task
 from ..similarity import activations, pwcca
-from ..provenance import source_hash
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk
 class Kept(Method):
@@ -52,41 +47,34 @@ class Kept(Method):
         named = dict(context.model.named_parameters())
         context.train_only(named[name] for name in self.names)
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-walk
 def walk(
     model: nn.Module,              # trained in place
     task: Task,
-    names: Iterable[str],          # of the parameters that train
+    names: Iterable[str] | None,   # of the parameters that train; None: all
     settings: Settings,
     steps: int,
     seed: int,
-    state: Path | None = None,     # a folder from which it continues
 ) -> Iterator[int]:                # steps done so far
     "Plain DP-SGD with a constant learning rate, one step at a time."
     batch_size, on_cpu = settings["batch_size"], device_of(model).type == "cpu"
+    names = [name for name, _ in model.named_parameters()] if names is None else names
     engine = Engine(model, None, Kept(names), task.train,
                     noise_multiplier=settings["noise_multiplier"], delta=1e-5,
                     steps=steps, batch_size=batch_size,
                     clip=settings["clip"], accountant="rdp", seed=seed,
                     # a Poisson draw seldom has twice as many rows
-                    physical_batch_size=128 if on_cpu else 2 * batch_size,
-                    checkpoint=state)
+                    physical_batch_size=128 if on_cpu else 2 * batch_size)
     optimizer = torch.optim.SGD(engine.parameters(), settings["learning_rate"])
-    engine.resume(optimizer)
     for step in engine:
         step.take(optimizer)
         yield engine.t
-        if state is not None and engine.t % 25 == 0:
-            engine.save(optimizer)
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-state
 State = dict[str, Tensor]   # weights by name
 
-
 def state_of(model: nn.Module) -> State:
     "A copy of the weights, in the memory of the CPU."
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
-
 
 def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
     "The model with the initial weights of a seed, on a GPU if there is one; the data."
@@ -99,7 +87,6 @@ def fresh(settings: Settings, seed: int) -> tuple[nn.Module, Task]:
         glorot(model, seed)
     return model.to(own_device(None)), task
 
-
 def glorot(model: nn.Module, seed: int) -> None:
     "Normal weights by Glorot's rule and biases of zero, in all layers."
     generator = torch.Generator().manual_seed(seed)
@@ -109,10 +96,8 @@ def glorot(model: nn.Module, seed: int) -> None:
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-trunk
 SHARED = ("data", "model", "start", "limit", "noise_multiplier", "batch_size",
           "clip", "learning_rate")
-
 
 def trunk(
     settings: Settings,
@@ -123,39 +108,13 @@ def trunk(
     shared = {name: settings[name] for name in SHARED if name in settings}
     return _trunk(json.dumps(shared), tuple(sorted(set(stops))), seed)
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-trunk-kept
 @cache
 def _trunk(settings: str, stops: tuple[int, ...], seed: int) -> dict[int, State]:
-    own, folder = json.loads(settings), _trunk_folder(settings, stops, seed)
-    known = {} if folder is None else {int(file.stem): load_file(str(file))
-                                       for file in folder.glob("*.safetensors")}
-    if missing := set(stops) - set(known):
-        model, task = fresh(own, seed)
-        names = [name for name, _ in model.named_parameters()]
-        for t in walk(model, task, names, own, stops[-1], seed,
-                      None if folder is None else folder / "state"):
-            if t in missing:
-                known[t] = state_of(model)
-                if folder is not None:
-                    keep_state(folder / f"{t}.safetensors", known[t])
-    return {t: known[t] for t in stops}
+    own = json.loads(settings)
+    model, task = fresh(own, seed)
+    return {t: state_of(model) for t in walk(model, task, None, own, stops[-1], seed)
+            if t in stops}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-trunk-folder
-def _trunk_folder(settings: str, stops: tuple[int, ...], seed: int) -> Path | None:
-    "The folder for the states of a trunk; None if nothing is kept."
-    kept, code = kept_in(), source_hash("dpft.book.evidence.freezing")
-    name = hashlib.sha256(repr((settings, stops, seed, code)).encode()).hexdigest()[:16]
-    return None if kept is None else kept.parent / "trunks" / name
-
-
-def keep_state(file: Path, state: State) -> None:
-    "Write weights, atomically."
-    part = Path(f"{file}.{os.getpid()}")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in state.items()}, str(part))
-    part.replace(file)
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk-branch
 def branch(
     settings: Settings,
     state: State,           # of the trunk
@@ -173,17 +132,9 @@ def branch(
         pass
     return model
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-spent
-def spent(settings: Settings, steps: int, size: int) -> float:
-    "RDP epsilon of `steps` steps at delta 1e-5, as in the paper."
-    rate = settings["batch_size"] / size
-    train = SampledGaussian(settings["noise_multiplier"], rate, steps)
-    return epsilon([train], 1e-5, "rdp")
-
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table
 # settings; epsilon -> steps; epsilon -> steps after the paper's t_f
 Row = tuple[Settings, dict[int, int], dict[int, int]]
-
 
 def paper_row(data: str, *targets: int) -> Row:
     "The paper's settings for a data set at these budgets."
@@ -192,7 +143,6 @@ def paper_row(data: str, *targets: int) -> Row:
             {target: steps for target, (_, steps, _, _) in cells.items()},
             {target: steps - after for target, (_, steps, _, after) in cells.items()})
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-rows
 ROWS = {"mnist": paper_row("mnist", 1, 2, 3),
         "fashion_mnist": paper_row("fashion_mnist", 1, 2, 3),
         "fashion_mnist at 3": paper_row("fashion_mnist", 3),
@@ -200,14 +150,9 @@ ROWS = {"mnist": paper_row("mnist", 1, 2, 3),
         "cifar10 at 7": paper_row("cifar10", 7)}
 REDUCED = {"mnist": (1,), "fashion_mnist": (1, 2),  # row -> budgets
            "fashion_mnist at 3": (3,)}
+MORE_SEEDS = range(5, 20)  # of the reduced row, at all three budgets
+FROZEN = {own["model"]: count for own, _, count, _ in PAPER.values()}  # name -> layers
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-ends
-def row_ends(row: str, full: bool) -> dict[int, int]:
-    "Epsilon -> steps of the cells of a row."
-    steps = ROWS[row][1]
-    return steps if full else {target: steps[target] for target in REDUCED[row]}
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-row-settings
 def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     "Settings of a row of Table 1, and the states of its trunk that are kept."
     own, _, tails = ROWS[row]
@@ -218,12 +163,8 @@ def row_settings(row: str, full: bool, ends: dict[int, int]) -> Settings:
     between = {end // 4, *range(end // 12, end, end // 12)}
     return {**own, **smaller, "row": row, "stops": sorted(stops | between)}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-grid
-MORE_SEEDS = range(5, 20)  # of the reduced row, at all three budgets
-
-def row_grid(
-    row: str, full: bool, ends: dict[int, int], seeds: range,
-) -> Iterator[Settings]:
+def row_grid(row: str, full: bool, ends: dict[int, int],
+             seeds: Iterable[int] = range(5)) -> Iterator[Settings]:
     "Without freezing, frozen for the last 20 steps, and as in Appendix D."
     for seed in seeds:
         for target, steps in ends.items():
@@ -235,25 +176,79 @@ def row_grid(
 def five_seeds(full: bool) -> Iterator[Settings]:
     "All rows of Table 1 with their first seeds."
     for row in ROWS if full else REDUCED:
+        steps = ROWS[row][1]
+        ends = steps if full else {target: steps[target] for target in REDUCED[row]}
         if not full or row != "fashion_mnist at 3":
-            yield from row_grid(row, full, row_ends(row, full), range(5))
+            yield from row_grid(row, full, ends)
 
-def table_grid(full: bool) -> Iterator[Settings]:
-    "Table 1, with the further seeds of its reduced row."
-    yield from five_seeds(full)
-    if not full:
-        yield from row_grid("fashion_mnist", full, ROWS["fashion_mnist"][1], MORE_SEEDS)
+def table_grid() -> Iterator[Settings]:
+    "Table 1 with the small network, with the further seeds of one row."
+    yield from five_seeds(False)
+    yield from row_grid("fashion_mnist", False, ROWS["fashion_mnist"][1], MORE_SEEDS)
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-frozen
-FROZEN = {own["model"]: count for own, _, count, _ in PAPER.values()}  # name -> layers
+def glorot_grid(full: bool) -> list[Settings]:
+    "Table 1 from Glorot's weights."
+    return [{**settings, "start": "glorot"} for settings in five_seeds(full)]
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-table-table-entry
+def wide_grid() -> list[Settings]:
+    "A Wide-ResNet on CIFAR-10, never frozen, and frozen for the last six steps."
+    own = {"data": "cifar10", "model": "wrn-16-4", "row": "wide", "clip": 1.0,
+           "noise_multiplier": 0.82, "batch_size": 512, "learning_rate": 2.0,
+           "steps": 60, "stops": [54, 60], "target_epsilon": 2}
+    return [{**own, "last": last, "seed": seed,
+             "method": "LayerFreeze" if last else "Full"}
+            for seed in range(5) for last in (0, 6)]
+
+def start_grid() -> list[Settings]:
+    "The first steps on CIFAR-10 from PyTorch's weights and from Glorot's."
+    return [{**ROWS["cifar10"][0], "start": start, "steps": 100, "method": "Full",
+             "seed": seed} for seed in range(5) for start in ("torch", "glorot")]
+
+def one_budget() -> tuple[Settings, int, int]:
+    "Fashion-MNIST at epsilon 1: settings, steps, and steps after the paper's t_f."
+    _, steps, tails = ROWS["fashion_mnist"]
+    return row_settings("fashion_mnist", False, {1: steps[1]}), steps[1], tails[1]
+
+def layer_grid() -> Iterator[Settings]:
+    "Figure 1, left, and Figure 6: which layers still train, how many, and since when."
+    settings, steps, tail = one_budget()
+    count = len(layers(load_model(settings["model"])))
+    half = list(range(FROZEN[settings["model"]], count))
+    cells = [("all", list(range(count)), 0)]
+    cells += [("one", [layer, count - 1], tail) for layer in range(count - 1)]
+    cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
+    cells += [("when", half, last) for last in (LAST_STEPS, steps - steps // 4)]
+    for seed in range(5):
+        for kind, kept, last in cells:
+            yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept,
+                   "method": "LayerFreeze", "target_epsilon": 1, "seed": seed}
+
+def similarity_grid() -> list[Settings]:
+    "Figure 1, right: the distance of each layer from its final state."
+    return [{**one_budget()[0], "method": "Full", "target_epsilon": 1, "seed": seed}
+            for seed in range(5)]
+
+CLIPS = (1.0, 5.0, 10.0)
+
+def angle_grid() -> list[Settings]:
+    "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
+    return [{"data": "cifar10", "model": "tempered-cnn-5", "noise_multiplier": 1.0,
+             "clip": clip, "learning_rate": 1.0 / clip, "batch_size": 256, "steps": 160,
+             "after": 100, "every": 40, "limit": 10_000, "method": "LayerFreeze",
+             "seed": seed} for seed in range(5) for clip in CLIPS]
+
+# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-measure
+def spent(settings: Settings, steps: int, size: int) -> float:
+    "RDP epsilon of `steps` steps at delta 1e-5, as in the paper."
+    rate = settings["batch_size"] / size
+    train = SampledGaussian(settings["noise_multiplier"], rate, steps)
+    return epsilon([train], 1e-5, "rdp")
+
 def table_entry(settings: Settings) -> Settings:
     "Accuracy at the end, with freezing for the last steps or without."
     count = len(layers(load_model(settings["model"])))
     kept = range(FROZEN[settings["model"]], count)
     return _ended(settings, kept, 1000 + settings["seed"])
-
 
 def _ended(settings: Settings, kept: Iterable[int], seed: int) -> Settings:
     "The end of a branch, or of the trunk if the branch has no steps."
@@ -266,45 +261,23 @@ def _ended(settings: Settings, kept: Iterable[int], seed: int) -> Settings:
         model.load_state_dict(states[steps])
     return _scored(settings, model, task, steps)
 
-
 def _scored(settings: Settings, model: nn.Module, task: Task, steps: int) -> Settings:
     return {"metrics": {"accuracy": accuracy(model, task.dev, batch_size=500)},
             "epsilon": spent(settings, steps, len(task.train)),
             "delta": 1e-5, "accountant": "rdp", "data_hash": fingerprint(task.train)}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layers
-def layer_grid(full: bool) -> Iterator[Settings]:
-    "Figure 1, left, and Figure 6: which layers still train, how many, and since when."
-    row, target = ("cifar10 at 7", 7) if full else ("fashion_mnist", 1)
-    settings = row_settings(row, full, {target: ROWS[row][1][target]})
-    steps, tail = max(settings["stops"]), ROWS[row][2][target]
-    count = len(layers(load_model(settings["model"])))
-    half = list(range(FROZEN[settings["model"]], count))
-    cells = [("all", list(range(count)), 0)]
-    cells += [("one", [layer, count - 1], tail) for layer in range(count - 1)]
-    cells += [("upper", list(range(first, count)), tail) for first in range(1, count)]
-    cells += [("when", half, last) for last in (LAST_STEPS, steps - steps // 4)]
-    for seed in range(5):
-        for kind, kept, last in cells:
-            yield {**settings, "steps": steps, "last": last, "kind": kind, "kept": kept,
-                   "method": "LayerFreeze", "target_epsilon": target, "seed": seed}
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-layer-entry
 def layer_entry(settings: Settings) -> Settings:
     "Accuracy when only these layers train in the last steps; for none, the trunk's."
     return _ended(settings, settings["kept"], 2000 + settings["seed"])
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-similarity
-def similarity_grid(full: bool) -> Iterator[Settings]:
-    "Figure 1, right: the distance of each layer from its final state."
-    reduced = (("fashion_mnist", 1),)
-    rows = (("cifar10 at 7", 7), ("fashion_mnist", 3)) if full else reduced
-    for row, target in rows:
-        for seed in range(5):
-            yield {**row_settings(row, full, {target: ROWS[row][1][target]}),
-                   "method": "Full", "target_epsilon": target, "seed": seed}
+def start_entry(settings: Settings) -> Settings:
+    "Accuracy after these steps."
+    steps, seed = settings["steps"], settings["seed"]
+    model, task = fresh(settings, seed)
+    for _ in walk(model, task, None, settings, steps, seed):
+        pass
+    return _scored(settings, model, task, steps)
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-similarity-entry
 def similarity_entry(settings: Settings) -> Settings:
     "PWCCA distance of each layer at each stop from the same layer at the end."
     model, task = fresh(settings, 0)
@@ -322,31 +295,14 @@ def similarity_entry(settings: Settings) -> Settings:
     model.load_state_dict(states[end])
     return {**_scored(settings, model, task, end), "distances": distances}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles
-CLIPS = (1.0, 5.0, 10.0)
-
-def angle_grid(full: bool) -> Iterator[Settings]:
-    "Figures 3 to 5, 7 and 8: signals and angles before and after freezing."
-    own = ({"batch_size": 512, "steps": 5500, "after": 5000, "every": 250} if full else
-           {"batch_size": 256, "steps": 160, "after": 100, "every": 40,
-            "limit": 10_000})
-    for seed in range(5):
-        for clip in CLIPS:
-            yield {"data": "cifar10", "model": "tempered-cnn-5",
-                   "noise_multiplier": 1.0, "clip": clip,
-                   "learning_rate": 1.0 / clip, **own,
-                   "method": "LayerFreeze", "seed": seed}
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles-angle-entry
 def angle_entry(settings: Settings) -> Settings:
     "The effect of clipping and noise on the remaining layers when the others freeze."
     model, task = fresh(settings, settings["seed"])
     found, after, seed = layers(model), settings["after"], settings["seed"]
     kept = found[lower_half(len(found)):]
     upper = {id(p) for layer in kept for p in layer.parameters}
-    everything = [name for name, _ in model.named_parameters()]
     stays = [name for name, p in model.named_parameters() if id(p) in upper]
-    walks = ((everything, 0, after, seed),
+    walks = ((None, 0, after, seed),
              (stays, after, settings["steps"] - after, 3000 + seed))
     series = [_look(settings, model, task, kept, before + t)
               for names, before, steps, own in walks
@@ -355,7 +311,6 @@ def angle_entry(settings: Settings) -> Settings:
     return {**_scored(settings, model, task, settings["steps"]), "series": series,
             "aligned_with": "the full gradient"}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-angles-clips
 def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition],
           t: int) -> Settings:
     "The signals of one random batch, and which of its examples are clipped."
@@ -380,13 +335,11 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
             "groups": {str(clip): _of_groups(groups[clip]) for clip in CLIPS},
             "status": {str(clip): _of_status(status[clip]) for clip in CLIPS}}
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-records
 def _of_groups(found: ClipGroups) -> dict[str, Any]:
     return {"clipped": found.clipped, "unclipped": found.unclipped,
             "clipped_angle": _plain(found.clipped_angle),
             "unclipped_angle": _plain(found.unclipped_angle),
             "gain": _plain(found.gain)}
-
 
 def _of_status(found: StatusChanges) -> dict[str, Any]:
     return {"clipped_before": found.clipped_before,
@@ -394,55 +347,17 @@ def _of_status(found: StatusChanges) -> dict[str, Any]:
             "turned_clipped": _plain(found.turned_clipped),
             "turned_unclipped": _plain(found.turned_unclipped)}
 
-
 def _plain(values: Tensor) -> list[float | None]:
     return [None if value.isnan() else round(value.item(), 6) for value in values]
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-start
-def start_grid(full: bool) -> Iterator[Settings]:
-    "The first steps on CIFAR-10 from PyTorch's weights and from Glorot's."
-    for seed in range(5):
-        for start in ("torch", "glorot"):
-            yield {**ROWS["cifar10"][0], "start": start, "steps": 100,
-                   "method": "Full", "seed": seed}
-
-
-def start_entry(settings: Settings) -> Settings:
-    "Accuracy after these steps."
-    steps, seed = settings["steps"], settings["seed"]
-    model, task = fresh(settings, seed)
-    names = [name for name, _ in model.named_parameters()]
-    for _ in walk(model, task, names, settings, steps, seed):
-        pass
-    return _scored(settings, model, task, steps)
-
-
-def glorot_grid(full: bool) -> Iterator[Settings]:
-    "Table 1 from Glorot's weights."
-    for settings in five_seeds(full):
-        yield {**settings, "start": "glorot"}
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-wide
-def wide_grid(full: bool) -> Iterator[Settings]:
-    "A Wide-ResNet on CIFAR-10, never frozen, and frozen for the last six steps."
-    own = {"data": "cifar10", "model": "wrn-16-4", "row": "wide", "clip": 1.0,
-           "noise_multiplier": 0.82, "batch_size": 512, "learning_rate": 2.0,
-           "steps": 60, "stops": [54, 60], "target_epsilon": 2}
-    for seed in range(5):
-        for last in (0, 6):
-            yield {**own, "last": last, "seed": seed,
-                   "method": "LayerFreeze" if last else "Full"}
-
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-believed
+# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-experiments
 def same_trunk(settings: Settings) -> str:
     "Runs that branch off one trunk."
     return " ".join(str(settings[name]) for name in ("row", "start", "seed")
                     if name in settings)
 
-
 # seconds for a step of 2,048 images
 EACH = {"wrn-16-4": 160.0, "tempered-cnn-8": 6.0, "tempered-cnn": 0.4}
-
 
 def believed(settings: Settings) -> float:
     "Expected seconds on one core; the trunk is counted with the run without freezing."
@@ -450,30 +365,28 @@ def believed(settings: Settings) -> float:
     each = EACH.get(settings["model"], 3.2)
     return 30 + each * settings["batch_size"] / 2048 * steps
 
-# %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-experiments
 TABLE = Experiment("Table 1: does freezing the lower half late in training help?",
                    table_grid, table_entry,
-                   "Fashion-MNIST, CIFAR-10, and MNIST from the hub; about 6 h on a "
-                   "GPU",
-                   ("mnist",), group=same_trunk, seconds=believed,
+                   "Fashion-MNIST, CIFAR-10, and MNIST from the hub", reduced=True,
+                   full=partial(five_seeds, True), group=same_trunk, seconds=believed,
                    priority=lambda settings: float(settings["seed"]))
 EXPERIMENTS = {
     "lf-table1": TABLE,
-    "lf-glorot": replace(TABLE, grid=glorot_grid,
+    "lf-glorot": replace(TABLE, grid=partial(glorot_grid, False),
+                         full=partial(glorot_grid, True),
                          question="Table 1: does it help from Glorot's weights?"),
-    "lf-wide": replace(TABLE, grid=wide_grid, single=True,
+    "lf-wide": replace(TABLE, grid=wide_grid, full=None, reduced=False,
                        question="Table 1: does it help a Wide-ResNet in a short run?",
                        needs="CIFAR-10; about an hour a seed on one core"),
     "lf-start": Experiment("How large should the initial weights be?",
                            start_grid, start_entry,
-                           "CIFAR-10; about 3 minutes a run on one core", single=True),
+                           "CIFAR-10; about 3 minutes a run on one core"),
     "lf-layers": Experiment("Figures 1 and 6: which layers to freeze, how many, and "
-                            "when?", layer_grid, layer_entry,
-                            "CIFAR-10; about 8 h on a GPU", group=same_trunk),
+                            "when?", layer_grid, layer_entry, "Fashion-MNIST",
+                            reduced=True, group=same_trunk),
     "lf-pwcca": Experiment("Figure 1, right: which layer converges first?",
-                           similarity_grid, similarity_entry,
-                           "Fashion-MNIST and CIFAR-10; about 3 h on a GPU",
-                           group=same_trunk),
+                           similarity_grid, similarity_entry, "Fashion-MNIST",
+                           reduced=True, group=same_trunk),
     "lf-angles": Experiment("Figures 3, 4, 5, 7 and 8: how does freezing change "
                             "signals and angles?", angle_grid, angle_entry,
-                            "CIFAR-10; about 1 h on a GPU")}
+                            "CIFAR-10", reduced=True)}

@@ -7,11 +7,11 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Found', 'FROST', 'PAID', 'IMAGE_WAY
            'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS', 'SHORT_WAYS',
            'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE', 'PUBLISHED',
            'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'CHOICES', 'QUESTIONS', 'MEASURES',
-           'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'AGAINST', 'Way', 'Study', 'options_at', 'entry',
-           'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid',
-           'weight', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'experiments_of',
-           'alike_grid', 'multiple_of_rate', 'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'choices_grid',
-           'planned_hours', 'holm', 'p_value', 'Comparison', 'compared', 'sides', 'judged', 'missing_of', 'counted',
+           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'AGAINST', 'Way', 'Study', 'options_at',
+           'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid',
+           'study_grid', 'weight', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size',
+           'runs_of', 'alike_grid', 'rates_grid', 'texts_grid', 'shares_grid', 'again_grid', 'choices_grid',
+           'experiments_of', 'holm', 'p_value', 'Comparison', 'compared', 'sides', 'judged', 'missing_of', 'counted',
            'timed', 'untuned', 'untrained', 'scored_by', 'ahead', 'no_better', 'study_verdict', 'size_gaps',
            'size_steps', 'off_the_rate', 'rate_differences']
 
@@ -28,10 +28,10 @@ from ...rapft.mask import AS_PUBLISHED
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import less, paired
 from ..pretrained import measured
-from .frost import digits_run
+from .frost import DIGITS as ON_DIGITS
 from .frost import measured as digits_measured
 from .language import (
-    BASES, RATES, language_measured, language_settings, rap_entry)
+    BASES, E2E, RATES, language_measured, rap_entry)
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study
 CLIPS: dict[str, Settings] = {"0.1": {"clip": 0.1}, "1": {"clip": 1.0},
@@ -72,7 +72,6 @@ class Study:
     # what the untouched model scores, where records do not say
     untouched: float | None = None
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-options
 def options_at(way: Way, steps: int, seed: int) -> Settings:
     """The options of a way in a run of so many steps;
     a share is at least one step, and leaves one."""
@@ -80,7 +79,6 @@ def options_at(way: Way, steps: int, seed: int) -> Settings:
            for name, share in way.shares.items()}
     return {**way.options, **own, **({"seed": seed} if way.seeded else {})}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-entry
 def entry(
     study: Study, label: str, clip: str, rate: float, epsilon: Budget, seed: int,
 ) -> Settings:
@@ -105,7 +103,7 @@ def short(study: Study) -> Study:
     return held_out(replace(study, shared={
         **study.shared, "steps": max(1, study.shared["steps"] // 4)}))
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-elsewhere
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
 def elsewhere_too(study: Study, label: str) -> bool:
     "Whether a method runs at the other budgets too."
     return not study.elsewhere or label in study.elsewhere
@@ -114,21 +112,20 @@ def length_elsewhere(study: Study) -> Study:
     "In which length the rates at the other budgets are tried."
     return held_out(study) if study.refined_elsewhere else short(study)
 
-def tuning_grid(name: str, study: Study, full: bool) -> Iterator[Settings]:
+def tuning_grid(name: str, study: Study) -> Iterator[Settings]:
     "All tuning runs that can be named by now."
     for label in study.ways:
-        yield from _ladder(name, study, label, full)[0]
+        yield from _ladder(name, study, label)[0]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-ladder
 Found = dict[Budget, tuple[str, float]]  # epsilon -> clip and rate
 
 def _ladder(
-    name: str, study: Study, label: str, full: bool,
+    name: str, study: Study, label: str,
 ) -> tuple[list[Settings], Found]:
     """The tuning runs of a method, and what they found at the budgets
     at which all are there."""
     way, first = study.ways[label], study.epsilons[0]
-    brief, scores = short(study), _scores(name, full)
+    brief, scores = short(study), _scores(name)
     def at(clip: str, rate: float, epsilon: Budget, its: Study = brief) -> Settings:
         return entry(its, label, clip, rate, epsilon, TUNED_WITH)
     clips = {clip: at(clip, way.rate, first) for clip in study.clips}
@@ -156,7 +153,6 @@ def _ladder(
             found[epsilon] = clip, max(near, key=lambda its: scores[_key(near[its])])
     return runs, found
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-climb
 def _climb(
     at: Callable[..., Settings],  # the run at a rate, of the study in some length
     middle: float,                # of the five rates
@@ -174,7 +170,6 @@ def _climb(
         powers = range(-1, 2)
     return runs, best
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-peak
 def _peak(
     at: Callable[[float], Settings],           # the run at a rate
     rates: list[float],                        # ascending, a factor of 3 apart
@@ -192,31 +187,30 @@ def _peak(
         rates = sorted([*rates, best * 3 if best == rates[-1] else best / 3])
     return runs, best
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-scores
 def _key(run: Settings) -> tuple[Any, ...]:
     return tuple(run.get(name) for name in (
         "label", "clip", "clipping", "learning_rate", "target_epsilon", "steps"))
 
-def _scores(name: str, full: bool) -> dict[tuple[Any, ...], float]:
+def _scores(name: str) -> dict[tuple[Any, ...], float]:
     "What tuning runs scored: accuracy, or perplexity with a minus; more is better."
     return {_key(run): run["metrics"].get(
                 "accuracy", -run["metrics"].get("perplexity", 0.0))
-            for run in recorded(results_file(name)) if run["reduced"] != full}
+            for run in recorded(results_file(name))}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-grid
-def study_grid(name: str, study: Study, full: bool) -> list[Settings]:
+def study_grid(name: str, study: Study) -> list[Settings]:
     "The runs of a study, at what tuning found; ValueError while nothing is tuned."
     runs = []
     for label in study.ways:
         for epsilon, (clip, rate) in _ladder(
-                f"{name}-tuning", study, label, full)[1].items():
+                f"{name}-tuning", study, label)[1].items():
             count = study.headline if epsilon == study.epsilons[0] else study.seeds
             runs += [entry(study, label, clip, rate, epsilon, seed)
                      for seed in range(count)]
     if not runs:
         raise ValueError(
             f"{results_file(f'{name}-tuning')} holds no complete tuning of any method; "
-            f"make it first: dpft run {name}-tuning{' --full' if full else ''}")
+            f"make it first: dpft run {name}-tuning")
     return runs
 
 def weight(study: Study, settings: Settings) -> float:
@@ -255,8 +249,6 @@ CONTROL = {"RapFT, random mask": Way(
 PHASED = {"LastLayer, then Full": Way(  # the winner of @sec-compositions
     "Then", {"first": ["LastLayer", {}], "epochs": None, "second": ["Full", {}],
              "rate": 0.03}, 1e-2, 100.0, {"steps": 1 / 3})}
-
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-text-ways
 TEXT_WAYS = {
     "LastLayer": Way("LastLayer", {}, 1e-2, 3000.0),
     "BiTFiT": Way("BiTFiT", {}, 5e-3, 220.0),
@@ -279,8 +271,6 @@ LANGUAGE_WAYS = {
     "Full": Way("Full", {}, 2e-4, 2.0),
     "RapFT": Way("RapFT", {"method": ["LoRA", LORA], **PAID}, 2e-3, 2.5,
                  {"warmup_steps": 0.2})}
-
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shared
 PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 64,
                       "steps": 100, "batch_size": 512, "optimizer": "adamw",
                       "accountant": "prv", "physical_batch_size": 64}
@@ -305,7 +295,7 @@ FACTS: Settings = {"data": "e2e", "model": "smollm2", "max_length": 128, "steps"
                    "delta": 1e-5, "physical_batch_size": 8, "every": 20, "beams": 0}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-design
-DIGITS = {name: value for name, value in digits_run().items()
+DIGITS = {name: value for name, value in ON_DIGITS.items()
           if name not in ("clip", "learning_rate")}
 
 def design(own: str = "DPFrost", **changed: Any) -> Way:
@@ -321,7 +311,6 @@ DESIGN_WAYS = {
     "four selections": design(reselect=4),
     **{f"looks at {rate:g}": design(sample_rate=rate) for rate in (1, 0.2, 0.1, 0.05)}}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-digits
 def first_everything(share: float) -> Way:
     "Everything for a share of the steps, then the biases."
     options = {"first": ["Full", {}], "epochs": None, "second": ["BiTFiT", {}],
@@ -338,9 +327,7 @@ DIGIT_WAYS = {
     "1/3 Full, then BiTFiT": first_everything(1 / 3),
     "2/3 Full, then BiTFiT": first_everything(2 / 3)}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-small-language
-SMALL_LANGUAGE = {**language_settings(False), "optimizer": "adamw", "accountant": "prv",
-                  "beams": 0}
+SMALL_LANGUAGE = {**E2E, "optimizer": "adamw", "accountant": "prv", "beams": 0}
 PUBLISHED: Settings = {"relevance_data": "development pairs", **AS_PUBLISHED}
 RAP_VARIANTS: dict[str, tuple[str, Settings]] = {  # as `rap_entry` has them
     "as published": ("as published", {}),
@@ -361,7 +348,7 @@ SMALL_WAYS = {
     **{f"{base}, Rap-FT {variant}": around(base, variant)
        for base in BASES for variant in RAP_VARIANTS}}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-sizes
+# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 GROWING = ("least", "tiny", "mini")  # recipes of a GPT-2, the smallest first
 
 def study_of_size(recipe: str) -> str:
@@ -374,7 +361,6 @@ def at_size(recipe: str, speed: float) -> Study:
     return Study({**SMALL_LANGUAGE, "model": recipe}, ways, 500, (3.0,), fixed=15,
                  refined=True)
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-studies
 STUDIES = {
     "frost-design": Study(
         DIGITS, DESIGN_WAYS, 300, (2.0,), headline=10, fixed=5, untouched=0.61),
@@ -415,23 +401,16 @@ STUDIES = {
     "language-least": at_size("least", 300.0),
     "language-mini": at_size("mini", 25.0)}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments-of
-def experiments_of(
-    name: str, study: Study, measure: Any, question: str, needs: str,
-) -> dict[str, Experiment]:
-    "A study and its tuning; both have one grid, for two cores as for others."
-    def made(question: str, grid: Any, needs: str) -> Experiment:
-        return Experiment(question, grid, measure, needs, single=True,
-                          priority=partial(weight, study),
-                          seconds=partial(believed, study))
-    return {
-        f"{name}-tuning": made(f"{question} Tuning runs.",
-                               partial(tuning_grid, f"{name}-tuning", study), needs),
-        name: made(question, partial(study_grid, name, study),
-                   f"{name}-tuning's records; {needs}")}
-
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-alike
-def alike_grid(full: bool) -> Iterator[Settings]:
+RATE_FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
+CHOICES = ("MGN", "MG", "MGNA, one round", "MGNA, order 2", "entries",
+           "four selections")
+
+def runs_of(name: str) -> list[Settings]:
+    "The runs of a study."
+    return study_grid(name, STUDIES[name])
+
+def alike_grid() -> Iterator[Settings]:
     """Rap-FT, its control and the biases at one rate and two bounds,
     where `images-small` has no such run."""
     study = STUDIES["images-small"]
@@ -444,60 +423,38 @@ def alike_grid(full: bool) -> Iterator[Settings]:
                 if (_key(run), seed) not in there:
                     yield run
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-beside
-RATE_FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
-
-def multiple_of_rate(rate: float, factor: float) -> float:
-    "Rounded, as it is run."
-    return three_digits(rate * factor)
-
-def rates_grid(full: bool) -> Iterator[Settings]:
+def rates_grid() -> list[Settings]:
     "The biases and everything on digits, at rates beside what tuning found for each."
-    for run in study_grid("digits", STUDIES["digits"], full):
-        if run["label"] in ("BiTFiT", "Full") and run["target_epsilon"] == 2.0:
-            for factor in RATE_FACTORS:
-                rate = multiple_of_rate(run["learning_rate"], factor)
-                yield {**run, "learning_rate": rate}
+    return [{**run, "learning_rate": three_digits(run["learning_rate"] * factor)}
+            for run in runs_of("digits") for factor in RATE_FACTORS
+            if run["label"] in ("BiTFiT", "Full") and run["target_epsilon"] == 2.0]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-texts
-def texts_grid(full: bool) -> Iterator[Settings]:
+def texts_grid() -> list[Settings]:
     "The first seed of each method, with a text for every fifth of the test prompts."
-    for study in ("language-open", "language"):
-        first = STUDIES[study].epsilons[0], 0
-        for run in study_grid(study, STUDIES[study], full):
-            if (run["target_epsilon"], run["seed"]) == first:
-                yield {**run, "beams": 1, "every": 5}
+    return [{**run, "beams": 1, "every": 5}
+            for name in ("language-open", "language") for run in runs_of(name)
+            if (run["target_epsilon"], run["seed"]) == (STUDIES[name].epsilons[0], 0)]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-shares
-def shares_grid(full: bool) -> Iterator[Settings]:
+def shares_grid() -> list[Settings]:
     "Two shares of irrelevant entries, noise as in the paper, at equal true ε."
     shared = {**FACTS, "steps": 6, "clip": 1.0}
-    for seed in range(5):
-        for share in (0.6, 0.9):
-            run = rap_entry(shared, "LoRA", 3.0, "paper's noise", irrelevance=share)
-            yield {**run, "label": f"{share:g}", "learning_rate": 6e-3, "seed": seed}
+    return [{**rap_entry(shared, "LoRA", 3.0, "paper's noise", irrelevance=share),
+             "label": f"{share:g}", "learning_rate": 6e-3, "seed": seed}
+            for seed in range(5) for share in (0.6, 0.9)]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-again
-def again_grid(full: bool) -> Iterator[Settings]:
+def again_grid() -> list[Settings]:
     "The variants of DP-FROST with thirteen seeds that they have not had."
-    study = STUDIES["frost-design"]
-    runs = [run for run in study_grid("frost-design", study, full) if run["seed"] == 0]
-    for seed in range(13):
-        yield from ({**run, "seed": study.headline + seed} for run in runs)
+    return [{**run, "seed": STUDIES["frost-design"].headline + seed}
+            for seed in range(13) for run in runs_of("frost-design")
+            if run["seed"] == 0]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-choices
-CHOICES = ("MGN", "MG", "MGNA, one round", "MGNA, order 2", "entries",
-           "four selections")
-
-def choices_grid(full: bool) -> Iterator[Settings]:
+def choices_grid() -> list[Settings]:
     "DP-FROST on sentences at 0.5 with one choice changed, its tuning unchanged."
-    for run in study_grid("text-short", STUDIES["text-short"], full):
-        if (run["label"], run["target_epsilon"]) == ("DPFrost", 0.5):
-            for label in CHOICES:
-                way = DESIGN_WAYS[label]
-                looks = run["options"]["sample_rate"]
-                yield {**run, "label": label, "method": way.method,
-                       "options": {**way.options, "sample_rate": looks}}
+    return [{**run, "label": label, "method": DESIGN_WAYS[label].method,
+             "options": {**DESIGN_WAYS[label].options,
+                         "sample_rate": run["options"]["sample_rate"]}}
+            for run in runs_of("text-short") for label in CHOICES
+            if (run["label"], run["target_epsilon"]) == ("DPFrost", 0.5)]
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-experiments
 QUESTIONS = {
@@ -531,58 +488,44 @@ QUESTIONS = {
                        "E2E, the public text"),
     "language-mini": ("How far is BiTFiT behind full fine-tuning on a larger model?",
                       "E2E, the public text")}
-
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-measures
 MEASURES = {**{name: language_measured for name in STUDIES
                 if name.startswith("language")},
             "frost-design": digits_measured, "digits": digits_measured}
-EXPERIMENTS = {
-    each: its for name, study in STUDIES.items()
-    for each, its in experiments_of(
-        name, study, MEASURES.get(name, measured), *QUESTIONS[name]).items()}
-EXPERIMENTS["images-small-alike"] = Experiment(
-    "Is Rap-FT's gain on images-small due to the mask, the blocks or the tuning?",
-    alike_grid, measured,
-    "images-small's records; CIFAR-10, EfficientNet-Lite0", single=True,
-    seconds=partial(believed, STUDIES["images-small"]))
-EXPERIMENTS["digits-rates"] = Experiment(
-    "How much accuracy does a wrong learning rate cost?", rates_grid, digits_measured,
-    "digits' records; digits, a transformer pre-trained on printed digits",
-    single=True, priority=partial(weight, STUDIES["digits"]),
-    seconds=partial(believed, STUDIES["digits"]))
-EXPERIMENTS["language-texts"] = Experiment(
-    "What do the texts of a privately trained SmolLM2 score?", texts_grid,
-    language_measured,
-    "language-tuning's and language-open-tuning's records; E2E, SmolLM2",
-    single=True, seconds=partial(believed, STUDIES["language"]))
-EXPERIMENTS["rap-beta-larger"] = Experiment(
-    "Figure 5 of Rap-FT on a larger model: what share should count as weakly "
-    "significant?", shares_grid, language_measured, "E2E, SmolLM2", single=True,
-    seconds=lambda run: 500.0)
-EXPERIMENTS["frost-design-again"] = Experiment(
-    "Which of DP-FROST's choices matter, by other seeds?", again_grid, digits_measured,
-    "frost-design-tuning's records; digits, a transformer pre-trained on printed "
-    "digits", single=True, seconds=partial(believed, STUDIES["frost-design"]))
-EXPERIMENTS["frost-design-text"] = Experiment(
-    "Which of DP-FROST's choices matter on SST-2?", choices_grid, measured,
-    "text-short-tuning's records; SST-2, MiniLM", single=True,
-    seconds=lambda run: 270.0)
+FURTHER: dict[str, tuple[str, str, Any]] = {  # of which study, and which runs
+    "images-small-alike": (
+        "images-small", "Is Rap-FT's gain on images-small due to the mask, the blocks "
+        "or the tuning?", alike_grid),
+    "digits-rates": (
+        "digits", "How much accuracy does a wrong learning rate cost?", rates_grid),
+    "language-texts": (
+        "language", "What do the texts of a privately trained SmolLM2 score?",
+        texts_grid),
+    "rap-beta-larger": (
+        "language", "Figure 5 of Rap-FT on a larger model: what share should count as "
+        "weakly significant?", shares_grid),
+    "frost-design-again": (
+        "frost-design", "Which of DP-FROST's choices matter, by other seeds?",
+        again_grid),
+    "frost-design-text": (
+        "text-short", "Which of DP-FROST's choices matter on SST-2?", choices_grid)}
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-cost
-def planned_hours(study: Study) -> tuple[float, float]:  # of tuning, of the runs
-    "Hours on one core."
-    tuning = runs = 0.0
-    for label, way in study.ways.items():
-        more = (len(study.epsilons) - 1) * elsewhere_too(study, label)
-        whole = believed(study, entry(study, label, "1", way.rate, 2.0, 0))
-        brief = believed(study, entry(short(study), label, "1", way.rate, 2.0, 0))
-        clips, rates = len(study.clips), brief * 4 + whole * 3 * study.refined
-        near = believed(study, entry(
-            length_elsewhere(study), label, "1", way.rate, 2.0, 0))
-        tuning += brief * clips + 3 * near * more
-        tuning += rates * (clips if study.every_bound else 1)
-        runs += whole * (study.headline + study.seeds * more)
-    return tuning / 3600, runs / 3600
+def experiments_of(name: str, study: Study, question: str, needs: str,
+                   measure: Any = measured) -> dict[str, Experiment]:
+    "A study and its tuning."
+    made = partial(Experiment, measure=measure, priority=partial(weight, study),
+                   seconds=partial(believed, study))
+    return {f"{name}-tuning": made(f"{question} Tuning runs.",
+                                   partial(tuning_grid, f"{name}-tuning", study),
+                                   needs=needs),
+            name: made(question, partial(study_grid, name, study),
+                       needs=f"{name}-tuning's records; {needs}")}
+
+EXPERIMENTS = {
+    each: its for name, study in STUDIES.items() for each, its in experiments_of(
+        name, study, *QUESTIONS[name], MEASURES.get(name, measured)).items()} | {
+    name: Experiment(question, grid, MEASURES.get(study, measured),
+                     f"{study}'s records; {QUESTIONS[study][1]}")
+    for name, (study, question, grid) in FURTHER.items()}
 
 # %% ../../../nbs/3_found/32_protocol.ipynb #protocol-holm
 def holm(
@@ -622,7 +565,6 @@ def compared(differences: list[float], margin: float = 0.0) -> Comparison | None
     return Comparison(sum(differences) / len(differences), p_value(differences, margin),
                       len(differences))
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-judged
 Verdict = tuple[str, str]  # and what it stands on
 
 def sides(known: list[Comparison], margin: float) -> tuple[int, int]:
@@ -728,7 +670,6 @@ def untrained(scores: dict[str, list[float]], untouched: float) -> str:
     low = [name for name, its in scores.items() if sum(its) / len(its) <= untouched]
     return f"no better than untouched: {', '.join(low)}" if low else ""
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study-verdict
 def scored_by(records: list[Settings]) -> tuple[str, int]:
     "The score that runs are compared by, and 1 where more of it is better, else -1."
     known = records[0]["metrics"] if records else {}
@@ -753,13 +694,11 @@ def no_better(
     known = {way: its for way, its in scores.items() if its}
     return untrained(known, max(before)) if before else ""
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-study-verdict-one
 def study_verdict(
     name: str,            # of the study
     study: Study,
     claimed: str,         # the way that is claimed to be ahead, or level
     others: list[str],
-    full: bool = True,    # which grid's records
     margin: float = 0.0,  # stated with the claim
     untestable: str = "",
     epsilon: Budget | None = None,  # None: the study's first
@@ -767,8 +706,8 @@ def study_verdict(
     """The verdict on one way against others, from a study's records; whether they
     were tuned is judged at the first budget."""
     def at(file: str, budget: Budget) -> list[Settings]:
-        return [run for run in recorded(results_file(file)) if run["reduced"] != full
-                and run["target_epsilon"] == budget]
+        return [run for run in recorded(results_file(file))
+                if run["target_epsilon"] == budget]
     first = study.epsilons[0]
     records, tried = at(name, epsilon or first), at(f"{name}-tuning", first)
     lacks = untuned(tried, [claimed, *others], *scored_by(tried))
@@ -794,7 +733,6 @@ def size_steps() -> list[list[float]]:
     gaps = [size_gaps(recipe) for recipe in GROWING]
     return [less(*pair) for pair in pairwise(gaps)]
 
-# %% ../../../nbs/3_found/32_protocol.ipynb #protocol-off-the-rate
 def off_the_rate(label: str, factor: float) -> dict[int, float]:
     """Accuracy on digits at the rate that tuning found less that at a multiple of it,
     by seed."""
@@ -803,7 +741,7 @@ def off_the_rate(label: str, factor: float) -> dict[int, float]:
     lost = {}
     for run in recorded(results_file("digits-rates")):
         if its := found.get(run["seed"]):
-            rate = multiple_of_rate(its["learning_rate"], factor)
+            rate = three_digits(its["learning_rate"] * factor)
             if _key(run) == _key({**its, "learning_rate": rate}):
                 lost[run["seed"]] = (its["metrics"]["accuracy"]
                                      - run["metrics"]["accuracy"])
