@@ -34,8 +34,9 @@ from .texts import collate_for
 __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
            'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'description_of', 'check_saved', 'load_pretrained',
            'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'positions', 'FrozenBatchNorm',
-           'frozen_weight', 'frozen_class', 'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm',
-           'mixing_layers', 'validate', 'set_modes', 'Modes', 'pretrain']
+           'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class',
+           'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes',
+           'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -358,10 +359,22 @@ def _normalising(model: nn.Module) -> Iterator[tuple[str, _NormBase]]:
         if module.track_running_stats or not isinstance(module, _InstanceNorm):
             yield name, module
 
+class FrozenBatchNorm1d(FrozenBatchNorm, nn.BatchNorm1d):
+    "Frozen normalisation of vectors and sequences."
+
+class FrozenBatchNorm2d(FrozenBatchNorm, nn.BatchNorm2d):
+    "Frozen normalisation of images."
+
+class FrozenBatchNorm3d(FrozenBatchNorm, nn.BatchNorm3d):
+    "Frozen normalisation of volumes."
+
 @cache
 def frozen_class(kind: Any) -> Any:
     "The frozen class for a class of layers; a `forward` of its own stays."
-    return type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
+    known: dict[Any, Any] = {nn.BatchNorm1d: FrozenBatchNorm1d,
+                             nn.BatchNorm2d: FrozenBatchNorm2d,
+                             nn.BatchNorm3d: FrozenBatchNorm3d}
+    return known.get(kind) or type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
 
 def freeze_batchnorm(
     model: nn.Module,

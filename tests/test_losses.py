@@ -23,6 +23,7 @@ from dpft.losses import (
     example_losses,
     logits,
     measure_for,
+    perplexity,
     r2,
     summed_losses,
     task_of,
@@ -30,27 +31,15 @@ from dpft.losses import (
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
              max_position_embeddings=24, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-
 BART = dict(vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
             encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=24, pad_token_id=0, bos_token_id=1, eos_token_id=2,
             decoder_start_token_id=2, dropout=0.0)
-
-
 T5 = dict(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0,
           dropout_rate=0.0)
-
-
 GPT = dict(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=24, pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
            attn_pdrop=0.0)
-
-
 LLAMA = {name: value for name, value in SMALL.items() if not name.endswith("prob")} | {"num_key_value_heads": 1}
-
-
 WHISPER = BART | dict(num_mel_bins=4, max_source_positions=8, max_target_positions=24)
-
-
 ROWS, TOKENS = 5, 7
 
 
@@ -80,16 +69,10 @@ def pixels(size=8, **labels):
 
 
 VIT = {name: value for name, value in SMALL.items() if name not in ("vocab_size", "max_position_embeddings", "pad_token_id")}
-
-
+VIT |= dict(image_size=8, patch_size=4, num_labels=3)
 CLASSES, SETS = tensor([0, 2, 1, 1, 0]), tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 0]])
-
-
 REALS = torch.linspace(-1, 2, 5, dtype=torch.float64)
-
-
 SPANS = {"start_positions": tensor([1, 0, 2, 3, 0]), "end_positions": tensor([3, 2, 2, 9, 6])}  # 9 lies beyond the text
-
 
 CASES = {  # model, batch, task
     "classes": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=CLASSES),
@@ -222,6 +205,16 @@ def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
         measure_for(model, list(zip(x, labels, strict=True)))
 
 
+def test_one_score_a_row_is_no_choice_among_classes():
+    model, data = nn.Linear(2, 1), [(torch.zeros(2), 0), (torch.ones(2), 1)]
+    with pytest.raises(ValueError, match="pass loss_fn="):
+        example_losses(model, (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
+    with pytest.raises(ValueError, match="there is no standard score for Linear"):
+        measure_for(model, data)
+    with pytest.raises(ValueError, match="are not classes"):
+        accuracy(model, data)
+
+
 @pytest.mark.parametrize("parts", [1, 3, 4])
 def test_of_items_without_names_only_pairs_say_their_labels(parts):
     model = made(hf.BertForTokenClassification, hf.BertConfig, **SMALL, num_labels=3)
@@ -239,6 +232,9 @@ def test_missing_or_impossible_labels_are_one_sentence():
         example_losses(model, text(labels=CLASSES + 1))
     with pytest.raises(ValueError, match="no 'start_positions'"):
         example_losses(CASES["answers"][0](), text(labels=CLASSES))
+
+
+# ---- scores
 
 
 def rows_of(batch):
@@ -273,6 +269,12 @@ def test_accuracy_is_a_share_of_the_counted_tokens(case):
     assert accuracy(model, rows_of(batch)) == pytest.approx((said == labels)[counted].double().mean().item(), abs=1e-12)
 
 
+def test_numbers_have_no_accuracy():
+    make, batch, _ = CASES["a regression"]
+    with pytest.raises(ValueError, match="are not classes; score them with r2"):
+        accuracy(make(), rows_of(batch))
+
+
 class Says(nn.Module):
     """Answers with what it is given."""
 
@@ -303,6 +305,12 @@ def test_r2_is_scikit_learns(size, outputs, seed):
     assert r2(model, [(row, row) for row in labels]) == pytest.approx(1)
 
 
+def test_an_exact_match_is_right_in_every_part():
+    model = Says()
+    said, labels = tensor([[2.0, -1, 3], [1, 1, 1], [-1, -1, -1]]), tensor([[1.0, 0, 1], [1, 0, 1], [0, -100, 0]])
+    assert exact_match(model, list(zip(said, labels, strict=True))) == pytest.approx(2 / 3)
+
+
 def test_an_exact_match_leaves_out_rows_without_a_counted_label():
     said, labels = tensor([[2.0, -1], [1, 1], [-1, 1]]), tensor([[1.0, 0], [-100, -100], [1, -100]])
     assert exact_match(Says(), list(zip(said, labels, strict=True))) == 1 / 2
@@ -318,3 +326,27 @@ def test_an_exact_match_leaves_out_rows_without_a_counted_label():
     ends = {"start_positions": [1, 1, 4, -100, 9], "end_positions": [2, 3, 2, -100, 9]}       # right, wrong, half, and two not counted
     rows = [{"x": torch.zeros(1), **{name: torch.tensor(values[row]) for name, values in ends.items()}} for row in range(5)]
     assert exact_match(Spans(), rows) == pytest.approx(2 / 3)
+
+
+def test_perplexity_without_a_counted_token_is_refused():
+    make, batch, _ = CASES["causal"]
+    with pytest.raises(ValueError, match=r"all labels of the data are -100.*; give labels to some tokens"):
+        perplexity(make(), rows_of(batch | {"labels": torch.full_like(batch["labels"], -100)}))
+
+
+def words_and_tags(rows, seed):
+    ids = numbers(rows, 8, seed=seed)
+    return {"input_ids": ids, "labels": ids % 3}
+
+
+def test_a_tagger_learns_its_own_tags_by_the_default_loss():
+    "The tag is a function of the word, so a table learns it; the loss of the next word's tag could not exceed the largest share of a tag."
+    torch.manual_seed(0)
+    model = hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_labels=3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for step in range(150):
+        optimizer.zero_grad()
+        default_loss(model)(model, words_and_tags(64, step)).mean().backward()
+        optimizer.step()
+    test = words_and_tags(100, 1000)
+    assert accuracy(model, [{name: values[row] for name, values in test.items()} for row in range(100)]) >= 0.95
