@@ -199,7 +199,7 @@ def test_missing_records_are_one_sentence_and_the_rest_is_drawn(run, results, tm
     status, out, _ = run("figures", "audits", "tradeoff-text", "--output", tmp_path / "a", "--format", "png")
     lines = out.splitlines()
     assert status == 0 and lines[0] == "audits: skipped, because there are no records of audits; dpft run audits makes them."
-    assert lines[1].startswith("tradeoff-text: test accuracy on SST-2 minus full fine-tuning's; 45 records, reduced, 3 seeds, CPU.")
+    assert lines[1].startswith("tradeoff-text: test accuracy on SST-2 minus full fine-tuning's; 42 records, reduced, 3 seeds, CPU.")
     assert lines[2].startswith("1 figure in")
     assert [file.name for file in (tmp_path / "a").iterdir()] == ["tradeoff-text.png"]
 
