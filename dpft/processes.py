@@ -271,16 +271,16 @@ class Divided(Processes):
     @contextmanager
     def whole(self, model: nn.Module, loss_fn: LossFunction | None = None,
               ) -> Iterator[None]:
+        own = dict(model.named_parameters())
         self._gathered(True)
         whole = dict(model.named_parameters())
         try:
+            if any(whole[name].dtype != own[name].dtype for name in own):
+                raise ValueError("fully_shard(mp_policy=...) gathers parameters in "
+                                 "another type; leave it out and set precision=")
             yield
         finally:
             self._gathered(False)
-        own = dict(model.named_parameters())
-        if any(whole[name].dtype != own[name].dtype for name in own):
-            raise ValueError("fully_shard(mp_policy=...) computes in another precision "
-                             "than was checked; leave it out and set precision=")
         if loss_fn is not None:
             self._share(known(model, loss_fn), whole, own)
 
