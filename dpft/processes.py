@@ -294,8 +294,8 @@ class Divided(Processes):
                 if not fast:
                     raise ValueError(
                         f"{name}: no fast rule gives its per-example gradients, and "
-                        "the slow ways need the whole model; freeze it, or pass the whole "
-                        "model to every process")
+                        "the slow ways need the whole model; freeze it, or pass the "
+                        "whole model to every process")
                 found.ways[own[name]] = None
                 found.forms[own[name]] = found.forms.get(own[name], set()) | forms
 
@@ -306,8 +306,8 @@ class Divided(Processes):
                              f"{WHOLE}")
         if not checked:
             raise ValueError("a model that fully_shard has divided trains privately "
-                             "and after a check, which finds how its layers compute; leave "
-                             "out epsilon=inf and check=False, or " + WHOLE)
+                             "and after a check, which finds how its layers compute; "
+                             "leave out epsilon=inf and check=False, or " + WHOLE)
 
     def in_step(self, loss_fn: LossFunction) -> LossFunction:
         return Layered(loss_fn)
