@@ -271,16 +271,16 @@ class Divided(Processes):
     @contextmanager
     def whole(self, model: nn.Module, loss_fn: LossFunction | None = None,
               ) -> Iterator[None]:
+        own = dict(model.named_parameters())
         self._gathered(True)
         whole = dict(model.named_parameters())
         try:
+            if any(whole[name].dtype != own[name].dtype for name in own):
+                raise ValueError("fully_shard(mp_policy=...) gathers parameters in "
+                                 "another type; leave it out and set precision=")
             yield
         finally:
             self._gathered(False)
-        own = dict(model.named_parameters())
-        if any(whole[name].dtype != own[name].dtype for name in own):
-            raise ValueError("fully_shard(mp_policy=...) computes in another precision "
-                             "than was checked; leave it out and set precision=")
         if loss_fn is not None:
             self._share(known(model, loss_fn), whole, own)
 
@@ -293,9 +293,9 @@ class Divided(Processes):
             for name, (fast, forms) in theirs.items():
                 if not fast:
                     raise ValueError(
-                        f"{name}: no fast rule gives its per-example gradients, and the "
-                        "slow ways need the whole model; freeze it, or pass the whole "
-                        "model to every process")
+                        f"{name}: no fast rule gives its per-example gradients, and "
+                        "the slow ways need the whole model; freeze it, or pass the "
+                        "whole model to every process")
                 found.ways[own[name]] = None
                 found.forms[own[name]] = found.forms.get(own[name], set()) | forms
 
@@ -305,9 +305,9 @@ class Divided(Processes):
                              f"({requests[0].name}), which needs the whole model; "
                              f"{WHOLE}")
         if not checked:
-            raise ValueError("a model that fully_shard has divided trains privately and "
-                             "after a check, which finds how its layers compute; leave "
-                             "out epsilon=inf and check=False, or " + WHOLE)
+            raise ValueError("a model that fully_shard has divided trains privately "
+                             "and after a check, which finds how its layers compute; "
+                             "leave out epsilon=inf and check=False, or " + WHOLE)
 
     def in_step(self, loss_fn: LossFunction) -> LossFunction:
         return Layered(loss_fn)
@@ -320,7 +320,8 @@ class Divided(Processes):
             with engine.random_state("idle", engine.t):
                 batch = engine.draws.read(engine.population.data, torch.tensor([0]),
                                           engine.population.collate_fn)
-                gradients(engine.model, engine.losses.of_view, batch, None, engine.hooks)
+                gradients(engine.model, engine.losses.of_view, batch,
+                          hooks=engine.hooks)
 
     def scattered(self, total: Tensor, like: Any, std: Tensor | float,
                   with_noise: Callable[..., Tensor], *context: str | int) -> Any:
@@ -351,8 +352,9 @@ class Divided(Processes):
                         for name, one in value.items()}
             if isinstance(value, tuple):
                 return tuple(own(one, like) for one in value)
-            fits = isinstance(value, Tensor) and like is not None
-            return shard_of(value, like) if fits and value.shape == like.shape else value
+            fits = (isinstance(value, Tensor) and like is not None
+                    and value.shape == like.shape)
+            return shard_of(value, like) if fits else value
         return own(state, None)
 
 def processes_of(model: nn.Module) -> Processes:
