@@ -51,7 +51,8 @@ def arguments_of(engine: Engine) -> Arguments:
         "shown": shown, "seed": None, "output_dir": ".", "max_steps": plan.steps,
         "logging_steps": 1, "num_train_epochs": plan.steps * plan.sample_rate,
         "per_device_train_batch_size": plan.batch_size,
-        "eval_strategy": "steps" if scores else "no", "eval_steps": given.evaluate_every,
+        "eval_strategy": "steps" if scores else "no",
+        "eval_steps": given.evaluate_every,
         "save_strategy": "steps" if given.checkpoint else "no",
         "metric_for_best_model": "accuracy", "greater_is_better": True})
 

@@ -234,7 +234,8 @@ def fine_tune(
 
                 # What is recorded, shown, scored and saved.
                 history.append({
-                    "step": engine.t, "learning_rate": updates.schedule.get_last_lr()[0],
+                    "step": engine.t,
+                    "learning_rate": updates.schedule.get_last_lr()[0],
                     **({"loss": step.loss, "not_finite": step.not_finite,
                         "clipped": step.clipped} if given.show_loss else {})})
                 epsilon_now = progress.show(history[-1])

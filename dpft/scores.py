@@ -299,6 +299,6 @@ class Scores:
         return Guarantee([SampledGaussian(sigma, 1.0, count, "score")
                           for sigma, count in times.items()],
                          target_delta=plan.delta, accountant=plan.accountant,
-                         unit=" or ".join(dict.fromkeys(one.protects for one in scores)),
+                         unit=" or ".join({one.protects: 0 for one in scores}),
                          assumed_public=[*dict.fromkeys(facts)], secure_mode=True,
                          reproducible=self.engine.keystream.reproducible)

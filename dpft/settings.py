@@ -48,7 +48,7 @@ class Settings:
     learning_rate: float = setting(1e-3, "learning rate", "loop")
     schedule: Any = setting(
         "constant",
-        "rate schedule: a name of Transformers' get_scheduler, or optimizer -> scheduler",
+        "a schedule of Transformers' get_scheduler, or optimizer -> LRScheduler",
         "loop")
     warmup: float = setting(
         0, "learning-rate warm-up in steps; below 1: a share of the run", "loop")

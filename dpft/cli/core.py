@@ -130,8 +130,8 @@ HELP = {"columns": "columns to read, separated by commas: the texts, then the la
                    "None: found by name and type",
         "learning_rate": "learning rate; None: depends on the method",
         "optimizer": "optimizer: 'adamw', 'adam' or 'sgd'",
-        "schedule": "learning-rate schedule: 'constant', 'linear', 'cosine', or another "
-                    "of Transformers",
+        "schedule": "learning-rate schedule: 'constant', 'linear', 'cosine', or "
+                    "another of Transformers",
         "unit": "column that identifies each row's person, whose rows are then "
                 "protected together; None: each row by itself",
         "check": "check the first batch before a charge; otherwise the card says so",
