@@ -321,10 +321,11 @@ def matching_layers(
             name in own for own in of.values())]
     if not found:
         known = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in layers})
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer of the {missing or 'name'} "
-            f"outside its head; {option} can be "
-            f"{', '.join(known) or 'nothing: choose BiTFiT(), LastLayer() or Full()'}")
+        nothing = ("nothing: it has no linear layers there; choose BiTFiT(), "
+                   "LastLayer() or Full()")
+        raise ValueError(f"{type(model).__name__} has no linear layer of the "
+                         f"{missing or 'name'} outside its head; {option} can be "
+                         f"{', '.join(known) or nothing}")
     return {name: layers[name] for name in found}
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-drawn
