@@ -364,7 +364,8 @@ def _keys(data: Any, names: Sequence[str], form: str = "") -> list[tuple[str, by
             masks = (column(data, "attention_mask") if "attention_mask"
                      in column_names(data) else [1] * len(data))
             return [_key(np.asarray(row)[np.asarray(mask) > 0 if np.ndim(mask) else
-                                         ...], "tokens") for row, mask in zip(columns[0], masks, strict=True)]
+                                         ...], "tokens")
+                    for row, mask in zip(columns[0], masks, strict=True)]
         return [_key(row if len(row) > 1 else row[0], form)
                 for row in zip(*columns, strict=True)]
     items = (data[row] for row in range(len(data)))
@@ -445,7 +446,8 @@ def check_missing(
     for name, values in parts.items():
         if count := sum(map(_has_gap, values)):
             raise ValueError(f"{name}: {count} of {len(data)} rows have a missing "
-                             "value (NaN or None) and would count nothing; fill or drop them")
+                             "value (NaN or None) and would count nothing; fill or "
+                             "drop them")
 
 def _has_gap(value: Any) -> bool:
     "Whether a value is missing, or has a missing number in it."
@@ -806,7 +808,7 @@ def read_tags(
     name: str = "tags",       # of the column
     classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
     stated: Sequence[str] | None = None,         # names that the numbers stand for
-) -> tuple[list[list[int]], Labels]: # a class number, or -100, of each word; all of them
+) -> tuple[list[list[int]], Labels]: # a class number, or -100, of each word; all
     "The tags of each row as class numbers."
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in values]
     if odd := [row for row, tags in enumerate(rows)
@@ -820,8 +822,8 @@ def read_tags(
                                if isinstance(tag, str) else tag != -100 and not
                                0 <= tag < (len(known) or 2**62)) for tag in tags):
             raise ValueError(f"a tag of row {row} in column {name!r} is missing or "
-                             f"none of the {len(known) or 'known'} classes; correct it, or "
-                             "give the right classes")
+                             f"none of the {len(known) or 'known'} classes; correct it, "
+                             "or give the right classes")
     counted = counted and any(isinstance(tag, str) for tag in flat)
     found = read_labels(flat, name, None if counted else classes, stated)
     if counted and len(found.classes) > len(known):
