@@ -351,7 +351,8 @@ def _compared(data: Any) -> dict[str, str]:
 def _keys(data: Any, names: Sequence[str], form: str = "") -> list[tuple[str, bytes]]:
     "What is compared of each row, and its hash."
     if isinstance(data, TensorData):
-        levels = (part.double() / data.scale * 65535 for part in data.images.split(1024))
+        levels = (part.double() / data.scale * 65535
+                  for part in data.images.split(1024))
         return [_key(row.numpy(), "pictures") for part in levels
                 for row in part.round().to(torch.int32)]
     if own_part(data, "fields") is not None:     # tokens end to end
@@ -362,8 +363,9 @@ def _keys(data: Any, names: Sequence[str], form: str = "") -> list[tuple[str, by
         if names == ["input_ids"]:
             masks = (column(data, "attention_mask") if "attention_mask"
                      in column_names(data) else [1] * len(data))
-            return [_key(np.asarray(row)[np.asarray(mask) > 0 if np.ndim(mask) else ...],
-                         "tokens") for row, mask in zip(columns[0], masks, strict=True)]
+            return [_key(np.asarray(row)[np.asarray(mask) > 0 if np.ndim(mask) else
+                                         ...], "tokens")
+                    for row, mask in zip(columns[0], masks, strict=True)]
         return [_key(row if len(row) > 1 else row[0], form)
                 for row in zip(*columns, strict=True)]
     items = (data[row] for row in range(len(data)))
@@ -437,14 +439,15 @@ def check_missing(
     elif isinstance(data, TensorData):
         parts = {"images": data.images, "labels": data.labels}
     elif has_batch_protocol(data) or made_on_the_fly(data):
-        return                       # made when they are read, and nothing is read twice
+        return                       # made when they are read, and only once
     else:
         names = column_names(data) if names is None else names
         parts = {f"column {name!r}": undecoded(data)[name][:] for name in names}
     for name, values in parts.items():
         if count := sum(map(_has_gap, values)):
-            raise ValueError(f"{name}: {count} of {len(data)} rows have a missing value "
-                             "(NaN or None) and would count nothing; fill or drop them")
+            raise ValueError(f"{name}: {count} of {len(data)} rows have a missing "
+                             "value (NaN or None) and would count nothing; fill or "
+                             "drop them")
 
 def _has_gap(value: Any) -> bool:
     "Whether a value is missing, or has a missing number in it."
@@ -472,8 +475,10 @@ TENSORS = ("input_ids", "pixel_values", "input_features", "input_values",
 BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids",
           "decoder_attention_mask", "bbox", "pixel_mask", "start_positions",
           "end_positions", "next_sentence_label", "global_attention_mask")
-PEOPLE = "user|person|patient|author|writer|speaker|customer|client|participant|owner|who"
-ASIDE = re.compile(rf"(?i)^(.*[_-])?(id|idx|index|guid|uuid|uid|e?mail|{PEOPLE})$|^name$"
+PEOPLE = ("user|person|patient|author|writer|speaker|customer|client|participant|"
+          "owner|who")
+ASIDE = re.compile(rf"(?i)^(.*[_-])?(id|idx|index|guid|uuid|uid|e?mail|{PEOPLE})$"
+                   r"|^name$"
                    rf"|^({PEOPLE})[_-]?(id|name|no|nr|number|code)$|^(ids|key|hash|)$")
 
 def names_a_row(
@@ -803,7 +808,7 @@ def read_tags(
     name: str = "tags",       # of the column
     classes: int | Sequence[str] | None = None,  # how many, or names; None: unknown
     stated: Sequence[str] | None = None,         # names that the numbers stand for
-) -> tuple[list[list[int]], Labels]: # a class number, or -100, of each word; all of them
+) -> tuple[list[list[int]], Labels]: # a class number, or -100, of each word; all
     "The tags of each row as class numbers."
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in values]
     if odd := [row for row, tags in enumerate(rows)
@@ -816,14 +821,14 @@ def read_tags(
         if any(tag is None or (known and not counted and tag not in known
                                if isinstance(tag, str) else tag != -100 and not
                                0 <= tag < (len(known) or 2**62)) for tag in tags):
-            raise ValueError(f"a tag of row {row} in column {name!r} is missing or none "
-                             f"of the {len(known) or 'known'} classes; correct it, or "
-                             "give the right classes")
+            raise ValueError(f"a tag of row {row} in column {name!r} is missing or "
+                             f"none of the {len(known) or 'known'} classes; correct it, "
+                             "or give the right classes")
     counted = counted and any(isinstance(tag, str) for tag in flat)
     found = read_labels(flat, name, None if counted else classes, stated)
     if counted and len(found.classes) > len(known):
-        raise ValueError(f"column {name!r} has {len(found.classes)} tags, and the model "
-                         f"{len(known)} classes; load it with more (num_labels)")
+        raise ValueError(f"column {name!r} has {len(found.classes)} tags, and the "
+                         f"model {len(known)} classes; load it with more (num_labels)")
     if len(found.classes) > 1000 and found.derived:
         raise ValueError(f"column {name!r} holds too many tags, or tokens to be found; "
                          "load the model with the head that is meant")

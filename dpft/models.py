@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -215,7 +215,7 @@ def _load_transformers(
     if getattr(model.config, "pad_token_id", None) is None:
         ends = getattr(model.config, "eos_token_id", None)
         model.config.pad_token_id = ends[0] if isinstance(ends, list) else ends
-    if gguf_file is not None:    # its weights are plain now, and a saved copy must say so
+    if gguf_file is not None:    # its weights are plain now
         model.config._name_or_path = f"{name}/{gguf_file}"
         for owner, mark in ((model.config, "quantization_config"),
                             (model, "hf_quantizer"), (model, "quantization_method")):
@@ -374,7 +374,8 @@ def frozen_class(kind: Any) -> Any:
     known: dict[Any, Any] = {nn.BatchNorm1d: FrozenBatchNorm1d,
                              nn.BatchNorm2d: FrozenBatchNorm2d,
                              nn.BatchNorm3d: FrozenBatchNorm3d}
-    return known.get(kind) or type(f"Frozen{kind.__name__}", (FrozenBatchNorm, kind), {})
+    return known.get(kind) or type(f"Frozen{kind.__name__}",
+                                   (FrozenBatchNorm, kind), {})
 
 def freeze_batchnorm(
     model: nn.Module,
@@ -390,7 +391,7 @@ def freeze_batchnorm(
             warnings.warn(
                 f"{called} has measured nothing yet; to train from scratch use "
                 "dpft.models.replace_batchnorm(model)", stacklevel=2)
-        module.__class__ = frozen_class(type(module))
+        module.__class__ = frozen_class(cast(Any, type(module)))
     return model
 
 def frozen_statistics(

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 
 from .data import (
     VOCABULARY, Schema, Task, TensorData, as_dataset, as_task, check_labels,
-    check_missing, class_names, column, column_names, has_batch_protocol, kinds_of, made_on_the_fly,
-    read_schema, stack_images, unit_for)
+    check_missing, class_names, column, column_names, has_batch_protocol, kinds_of,
+    made_on_the_fly, read_schema, stack_images, unit_for)
 from .losses import Collate, device_of, logits, to_device, unwrapped
 from .losses import SINGLE, problem_of
 from .losses import task_of as head_of
@@ -110,7 +110,7 @@ class Prepared:
             return encode_tags(data, self.tokenizer, schema.columns, self.most, classes)
         names = {name: name for name in schema.columns if name in column_names(data)}
         if schema.label and not self.own_loss and "labels" not in names and (
-                self.collate is None or schema.label != "label"):  # collators rename that
+                self.collate is None or schema.label != "label"):  # which they rename
             names[schema.label] = "labels"
         if schema.kind == "tokens" and self.collate is None:
             return token_rows(data, names, pad_id, classes)
@@ -204,7 +204,7 @@ def prepare(
             raise ValueError("there are no texts, pictures or tokens in the columns "
                              f"{listed} that a named model could read; make a column "
                              "of one of these, or give a model of your own")
-        if schema.kind == "image" and named:                 # their shape is the model's
+        if schema.kind == "image" and named:         # their shape is the model's
             data = stack_images(data, schema, task.classes or None)
         recipe = _recipe(model, task, data)
         model = load_model(**recipe)
@@ -250,7 +250,7 @@ def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | N
         if found.kind in ("text", "causal", "tagging", "image"):
             return found
         kind = found.kind
-    except ValueError:                  # nobody need guess what a loss of one's own reads
+    except ValueError:           # nobody need guess what a loss of one's own reads
         kind = "items"
     stacked = [name for name in rest if kinds[name] in ("number", "other")]
     return Schema(kind, tuple(stacked), None, named,
@@ -295,7 +295,8 @@ def _list_facts(ready: Prepared, task: Task) -> None:
     facts = [VOCABULARY] if "input_ids" in fields else []
     pictures = ready.pictures
     if pictures and ready.schema.kind != "image" and not task.assumed_public and (
-            (pictures["scale"], *pictures["mean"], *pictures["std"]) != (1.0, 0.0, 1.0)):
+            (pictures["scale"], *pictures["mean"], *pictures["std"])
+            != (1.0, 0.0, 1.0)):
         facts.append(SCALING)
     ready.assumed_public = [*dict.fromkeys([*ready.assumed_public, *facts])]
 

@@ -72,7 +72,8 @@ def _csv(path: Path, unit: str | None) -> Any:
     table = table.rename_columns([name.strip() for name in table.column_names])
     if unit in table.column_names:
         number = table.column_names.index(unit)
-        table = table.set_column(number, unit, compute.utf8_trim_whitespace(table[unit]))
+        names = compute.utf8_trim_whitespace(table[unit])
+        table = table.set_column(number, unit, names)
     return table
 
 def _json(path: Path) -> Any:
@@ -182,7 +183,7 @@ def task_of(
     if task.classes and not task.assumed_public:
         task.assumed_public = ["the classes"]
     schema = read_schema(task.train, task.columns, unit, classed=bool(task.classes))
-    if task.kind == "image" and schema.kind != "image":   # tensors, which no command reads
+    if task.kind == "image" and schema.kind != "image":   # tensors
         task.kind = "text"
     if schema.kind == "image":
         only = dev is test

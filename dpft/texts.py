@@ -52,7 +52,8 @@ class EncodedData:
         rows = torch.where(rows < 0, rows + len(self), rows)
         own = self.lengths[rows]
         position = torch.arange(int(own.max()))
-        places = (self.starts[rows, None] + position).clamp(max=int(self.starts[-1]) - 1)
+        places = self.starts[rows, None] + position
+        places = places.clamp(max=int(self.starts[-1]) - 1)
         real = position < own[:, None]
         batch = {name: torch.where(real, values[places].long(),
                                    fill_of(name, self.pad_id))
@@ -113,7 +114,8 @@ def encode(
         return flat_tokens(fields, None, pad_id, data)
     if not 1 <= len(texts) <= 2:
         raise ValueError(f"columns={list(columns)} name {len(texts) or 'no'} text"
-                         f"{'s' * bool(texts)}; give the text columns, then the label's")
+                         f"{'s' * bool(texts)}; give the text columns, then the "
+                         "label's")
     stated = class_names(data, last)
     labels = read_labels(column(data, last), last, classes, stated).values
     encoded = tokenizer(*(_texts(data, name) for name in texts), truncation=True,
@@ -301,7 +303,8 @@ def token_rows(
             return selected
         spans.append(slice(int(places[0]), int(places[-1]) + 1))
     if not all(row.shape == mask.shape and row.dtype.kind in "iub"
-               for rows in fields.values() for row, mask in zip(rows, masks, strict=True)):
+               for rows in fields.values()
+               for row, mask in zip(rows, masks, strict=True)):
         return selected
     cut = {name: [row[span] for row, span in zip(rows, spans, strict=True)]
            for name, rows in fields.items()}

@@ -197,7 +197,8 @@ def _absorb(digest: Any, value: Any) -> None:
         head, body = f"array {value.dtype.str} {value.shape}", value.tobytes()
     elif isinstance(value, (str, bytes)):
         head = type(value).__name__
-        body = value if isinstance(value, bytes) else value.encode(errors="surrogatepass")
+        body = (value if isinstance(value, bytes)
+                else value.encode(errors="surrogatepass"))
     else:
         head, body = type(value).__name__, repr(value).encode()
     digest.update(f"{head} {len(body)};".encode())
