@@ -350,21 +350,24 @@ class Ledger:
         return self.runs() if run is None else [run] if isinstance(run, str) else run
 
     def planned(
-        self, run: Runs = None, # None: all
+        self,
+        run: Runs = None, # None: all
     ) -> list[SampledGaussian]:
         "The mechanisms of the plans of some runs; None: of all."
         return [m for one in self._asked(run)
                 for m in planned_mechanisms(self.plan(one), one)]
 
     def spent(
-        self, run: Runs = None, # None: all
+        self,
+        run: Runs = None, # None: all
     ) -> list[SampledGaussian]:
         "What some runs have claimed so far."
         return [replace(m, steps=steps) for one in self._asked(run)
                 for m in self.planned(one) if (steps := self.claims(one, m.name))]
 
     def charged(
-        self, run: Runs = None, # None: all
+        self,
+        run: Runs = None, # None: all
     ) -> list[SampledGaussian]:
         "Finished runs as claimed, others as planned: what they may have cost at most."
         return [m for one in self._asked(run)
@@ -460,7 +463,8 @@ class Ledger:
         return bool(self.budgets()) and self.budgets()[-1]["early"]
 
     def share(
-        self, run: Runs = None, # None: all
+        self,
+        run: Runs = None, # None: all
     ) -> float:
         "The share of the budget that some runs take; 1 is the whole."
         if (budget := self.budget) is None:
