@@ -253,7 +253,7 @@ class Then(Several):
         self.first, self.epochs, self.second = first, epochs, second
         self.steps, self.rate = steps, rate
         self.parts = [first, second]
-        self._second = False                         # whether the second phase has begun
+        self._second = False                        # whether the second phase has begun
         self._boundary: dict[str, Any] | None = None # for checkpoints of the second
 
     def lengths(self, context: Context) -> list[int]:

@@ -348,23 +348,23 @@ class Engine:
 
     # for the method
 
-    def whole_draw(self, rate: float, name: str) -> Iterator[Batch]:
+    def _whole_draw(self, rate: float, name: str) -> Iterator[Batch]:
         "A draw that is not sliced, for a method that has called `forfeit`."
         for batch in self.draws.draw(rate, name, whole=True):
             self._set_modes()
             yield batch
 
-    def batches_of(self, data: Any) -> Iterator[Batch]:
+    def _batches_of(self, data: Any) -> Iterator[Batch]:
         "Any data in physical batches, in order."
         collate = self._collate(data)
         for rows in torch.arange(len(data)).split(self.population.most):
             yield self.draws.read(data, rows, collate)
 
-    def groups(self, batch: Batch) -> Groups | None:
+    def _groups(self, batch: Batch) -> Groups | None:
         "The rows of each unit; None: each is a unit."
         return None if self.population.units is None else self.draws.take(batch)
 
-    def draw_for(self, rate: float, name: str, number: int) -> Iterator[Batch]:
+    def _draw_for(self, rate: float, name: str, number: int) -> Iterator[Batch]:
         "A method's draw; no batches where its release was stored by a killed run."
         if number < len(self.account.released(name)):
             return iter(())
@@ -372,8 +372,8 @@ class Engine:
         self.claimed = self.account.claim(name, number)
         return self.batches(name, self.claimed, rate)
 
-    def release_for(self, request: int, number: int, total: Tensor,
-                    sensitivity: float) -> Tensor:
+    def _release_for(self, request: int, number: int, total: Tensor,
+                     sensitivity: float) -> Tensor:
         "What `Context.release` does, with the noise that the plan gives the request."
         if self.population.units is not None and self.draws.open:
             raise ValueError(f"the unit of privacy is {self.unit!r}, but the method "

@@ -233,13 +233,13 @@ class Context:
             request, done = requests[number], self._released.get(number, 0)
             if request.sample_rate == sample_rate and done < request.steps:
                 self._open = number
-                return self.engine.draw_for(sample_rate, request.name, done)
+                return self.engine._draw_for(sample_rate, request.name, done)
         raise ValueError(f"no request with sample_rate={sample_rate} is left; "
                          "ask for it in requests(context)")
 
     def groups(self, batch: Batch) -> Groups | None:
         "The rows of each unit, for `gradients(..., groups)`; None: each is a unit."
-        return self.needs().groups(batch)
+        return self.needs()._groups(batch)
 
     def release(
         self,
@@ -266,7 +266,7 @@ class Context:
             total = torch.zeros_like(total)
         done = self._released.get(number, 0)
         self._open, self._released[number] = None, done + 1
-        return engine.release_for(number, done, total, sensitivity)
+        return engine._release_for(number, done, total, sensitivity)
 
     def noise_multiplier(
         self,
@@ -304,7 +304,7 @@ class Context:
             raise TypeError("public_batches takes Public(data, source): say where the "
                             "data comes from")
         self.note_public(data)
-        return self.engine.batches_of(data)
+        return self.engine._batches_of(data)
 
     def forfeit(self, what: str) -> None:
         """In requests(context): this access is uncharged, and the run has no privacy
@@ -324,7 +324,7 @@ class Context:
             raise ValueError("draw_unpaid reads private data without a charge; call "
                              "context.forfeit(what) in requests(context), which leaves "
                              "the run without a privacy guarantee")
-        return self.needs().whole_draw(sample_rate, name)
+        return self.needs()._whole_draw(sample_rate, name)
 
     # several processes, phases and parts
 

@@ -34,7 +34,7 @@ def checked(
             (table == table[:1]).all()):
         raise ValueError(
             f"{name} has shape {tuple(table.shape)}: give a row of finite numbers for "
-            "each example, (N, d), not the same for all; activations(…) pools positions")
+            "each example, (N, d), not the same for all; activations(…) pools them")
     return table
 
 # %% ../../nbs/2_methods/23_freezing_similarity.ipynb #similarity-basis

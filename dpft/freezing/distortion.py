@@ -207,7 +207,7 @@ def signals(
     """The signals of a batch for what trains now, from one pass; `.angles(layers)` are
     those by which clipping and noise turn the step.
 
-    A diagnostic on private data, never part of a private run; @def-signals, @lem-sphere.
+    A diagnostic on private data, never of a private run; @def-signals, @lem-sphere.
     """
     def weigh(norms: Tensor) -> dict[str, Tensor]:
         return {"unbiased": torch.ones_like(norms[:, 0]),

@@ -52,7 +52,7 @@ def block_lists(root: nn.Module) -> list[str]:
         return found if compound or hasattr(root, "config") else []
     configs = [getattr(module, "config", None) for module in root.modules()]
     if any(getattr(config, "is_encoder_decoder", False) for config in configs):
-        return found          # an encoder comes before its decoder; towers have no order
+        return found        # an encoder comes before its decoder; towers have no order
     if any(configs):
         raise ValueError(f"it has {len(found)} stacks of blocks side by side: "
                          f"{', '.join(found)}")
