@@ -822,7 +822,7 @@ def read_tags(
                                if isinstance(tag, str) else tag != -100 and not
                                0 <= tag < (len(known) or 2**62)) for tag in tags):
             raise ValueError(f"a tag of row {row} in column {name!r} is missing or "
-                             f"none of the {len(known) or 'known'} classes; correct it, "
+                             f"none of {len(known) or 'known'} classes; correct it, "
                              "or give the right classes")
     counted = counted and any(isinstance(tag, str) for tag in flat)
     found = read_labels(flat, name, None if counted else classes, stated)
