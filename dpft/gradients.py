@@ -47,7 +47,8 @@ def _agree(found: Gradients, name: str, rows: Sequence[int], own: Sequence[Tenso
     some = found.one(name).only(torch.tensor(rows))
     try:
         norms = some.squares().double().clamp(min=0).sqrt()
-        dense, wanted = torch.cat([rows for _, rows in some.chunks()]), torch.stack([*own])
+        dense = torch.cat([rows for _, rows in some.chunks()])
+        wanted = torch.stack([*own])
         if dense.shape != wanted.shape:
             return False
         dense, wanted = by_example(dense).double(), by_example(wanted).double()

@@ -579,5 +579,6 @@ class Layout:
             alike = not any(isinstance(x, Tensor) for x in own) and len({*own}) == 1
             found[names[0]] = own[0] if alike or len(own) == 1 else torch.cat([
                 torch.as_tensor(x, dtype=torch.float64, device=device)
-                .expand(self.shapes[name]).flatten() for x, name in zip(own, names, strict=True)])
+                .expand(self.shapes[name]).flatten()
+                for x, name in zip(own, names, strict=True)])
         return found

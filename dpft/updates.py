@@ -71,8 +71,8 @@ class MaskedEntries:
         with torch.no_grad():
             for name, before in self.masked.items():
                 parameter = self.engine.trains[name]
-                trains = shard_of(torch.as_tensor(self.engine.spread[id(parameter)]) > 0,
-                                  parameter)
+                spread = torch.as_tensor(self.engine.spread[id(parameter)])
+                trains = shard_of(spread > 0, parameter)
                 parameter.copy_(torch.where(trains, parameter, before))
         if any(bool(p.grad.any() & (p == before).all()) for p, before in self.new
                if p.grad is not None):
