@@ -179,7 +179,8 @@ def fine_tune(
     rows = train.train if isinstance(train, Task) else train
     given = replace(given, unit=unit, evaluate=check_apart(given.evaluate, rows, unit))
     ready = prepare(model, train, given.tokenizer, given.columns, unit,
-                    collate_fn=given.collate_fn, loss_fn=given.loss_fn)
+                    collate_fn=given.collate_fn, loss_fn=given.loss_fn,
+                    label=given.label)
     ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
     public = [*ready.assumed_public, f"{START} ({ready.origin})"]
     engine = Engine(ready.model, given.loss_fn, method, ready.train,

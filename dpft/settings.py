@@ -67,6 +67,9 @@ class Settings:
     columns: Any = setting(
         None, "text columns, then the label's; None: found by name and type",
         "loop", fixed=False)
+    label: str | None = setting(
+        None, "column of the label; None: the last of columns=, or found by name",
+        "loop", fixed=False)
     unit: Any = setting(
         None, "column of each row's person, or one name a row; None: as the data say",
         fixed=False)

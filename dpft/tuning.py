@@ -328,7 +328,7 @@ def tune(
                        else grid[place])
             given = {**settings, **setting}
             if not done and not callable(score):   # refused while nothing is spent
-                reads = ("tokenizer", "columns", "collate_fn", "loss_fn")
+                reads = ("tokenizer", "columns", "collate_fn", "loss_fn", "label")
                 scorable(score, prepare(model, train, unit=unit, **{
                     name: given.get(name) for name in reads}))
             own = copy.deepcopy(given.pop("method", method))

@@ -151,13 +151,14 @@ def load_data(
     root: str | Path | None = None,  # folder of the local files; None: DPFT_DATA
     limit: int | None = None,        # keep so many training rows, drawn by a fixed seed
     source: str | None = None,       # "hub": download, whatever files there are
-    columns: Sequence[str] | None = None,  # as for `dpft.load_data`, with the next two
+    columns: Sequence[str] | None = None,  # as for `dpft.load_data`, with what follows
     unit: str | None = None,
     classes: int | Sequence[str] | None = None,
+    label: str | None = None,
 ) -> Task:
     "A benchmark from its files, or any other data set as `dpft.load_data` finds it."
     if str(name) not in LOCAL or source == "hub" or Path(name).exists():
-        return tasks.load_data(name, limit, columns, unit, classes)
+        return tasks.load_data(name, limit, columns, unit, classes, label)
     return tasks.limited(replace(LOCAL[str(name)](root), unit=unit), limit)
 
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #book-tasks-fingerprint

@@ -125,7 +125,7 @@ TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
     "checkpoint": str | None, "output": str | None, "check": bool}
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
-SET_HERE = ("columns", "learning_rate")
+SET_HERE = ("columns", "label", "learning_rate")
 HELP = {"columns": "columns to read, separated by commas: the texts, then the label; "
                    "None: found by name and type",
         "learning_rate": "learning rate; None: depends on the method",
@@ -228,7 +228,7 @@ def train(
         raise ValueError(f"--classes {classes!r}: name two or more with commas, or "
                          "give their number")
     task = load_data(data, root, limit=limit, columns=columns, unit=settings["unit"],
-                     classes=known)
+                     classes=known, label=settings.pop("label"))
     check_learnable(task)
     made, tokenizer = prepared_model(model, task, device)
     if pretrain:
