@@ -158,12 +158,12 @@ def assumptions(guarantee: Guarantee) -> str:
     lists = {
         "Assumed to be public:": guarantee.assumed_public or [
             "nothing beyond the method itself"],
-        "Assumed about the arithmetic:": [
-            "an example whose gradient is not finite counts as exactly zero",
-            *ARITHMETIC.get(guarantee.secure_mode, [])] if private else [],
+        "Assumed about the arithmetic:": ARITHMETIC.get(
+            guarantee.secure_mode, []) if private else [],
         "Accesses to private data that were not charged:": [
             *(guarantee.uncharged or ["none that the run knows of"]),
-            "choices made by people who saw the data are never charged"],
+            "choices made by people who saw the data are never charged, nor is it "
+            "that the data were accepted: labels that fit, no value or unit missing"],
         "Checked during the run:": guarantee.checked,
         "Not checked:": guarantee.not_checked or (
             ["anything: no example was compared with itself in another batch"]
@@ -192,6 +192,8 @@ def card(guarantee: Guarantee) -> str:
         ("unit", guarantee.unit), ("adjacency", guarantee.adjacency),
         ("sampling", "Poisson"), ("accountant", guarantee.accountant),
         ("clipping", guarantee.clipping + clip if bounded else "none"),
+        *([("a gradient that is not finite", "counts as exactly zero")] if private
+          else []),
         ("method", guarantee.method), ("run", guarantee.run),
         *((m.name, mechanism_text(m)) for m in guarantee.mechanisms),
         *((f"{m.name}, as planned", mechanism_text(m)) for m in guarantee.planned

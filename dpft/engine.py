@@ -27,7 +27,6 @@ from .forms import Groups
 from .gradients import reuse_memory, share_known
 from .guarantee import Guarantee, promised
 from .hooks import Hooks
-from .prepared import checked_rows
 from .ledger import Ledger, PlanSpent
 from .losses import chosen_loss
 from .method import Context, Method, noted
@@ -38,6 +37,7 @@ from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
+from .prepared import checked_rows
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of, shards
 from .sampling import Population, Share, random_state

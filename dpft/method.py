@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .data import Public
+from .data import check_disjoint_rows
 from .forms import Groups
 from .gradients import gradients as gradients
 from .gradients import per_example_norms as per_example_norms
-from .data import check_disjoint_rows
 from .models import fresh_head, head_parameters
 from .norms import Block
 from .norms import Partition as Partition

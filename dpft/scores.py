@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from .data import (
     Public, as_dataset, bare, column, has_batch_protocol, is_missing, unit_for)
+from .data import check_disjoint_rows
 from .engine import Engine
 from .guarantee import Guarantee
-from .data import check_disjoint_rows
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
 from .prepared import Prepared
+from .prepared import SCORED, concerning
 from .privacy import SampledGaussian, noise_multiplier
 from .registry import plain_asked
 from .sampling import check_exact, check_kinds, one_spelling
-from .prepared import SCORED, concerning
 
 # %% auto #0
 __all__ = ['people_of', 'NoisyAccuracy', 'one_name', 'apart', 'check_apart', 'right_answers', 'noisy_accuracy', 'scored',

@@ -55,8 +55,8 @@ def waits_of(model, method, knobs):
     model, loss, batch = MODELS[model]()
     model = model.to(simulated.NAME)
     data, collate = as_data(batch)
-    settings = {"batch_size": 16, "physical_batch_size": 8, "steps": STEPS, "seed": 0, "clip": 0.5, "epsilon": 8.0, "accountant": "rdp",
-                **knobs}
+    settings = {"batch_size": 16, "physical_batch_size": 8, "steps": STEPS, "seed": 0, "clip": 0.5, "epsilon": 8.0, "delta": 0.01,
+                "accountant": "rdp", **knobs}
     waits, steps = simulated.WAITS, []
     with waits.listed():
         settings = dpft.Settings(loss_fn=loss, collate_fn=collate, **settings)

@@ -277,25 +277,20 @@ def test_a_file_without_a_part_to_score_is_trained_on_and_the_run_says_what_it_r
 
 
 def test_a_pretrained_network_with_batch_normalisation_is_frozen_by_an_option(run, tmp_path):
-    import numpy as np
     import torch
-    from PIL import Image
     from transformers import ResNetConfig, ResNetForImageClassification
 
     torch.manual_seed(0)
-    model = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"))
+    model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, embedding_size=4, hidden_sizes=[4], depths=[1],
+                                                      layer_type="basic"))
     with torch.no_grad():
-        model.train()(torch.randn(8, 3, 8, 8))
+        model.train()(torch.randn(8, 1, 8, 8))
     model.save_pretrained(tmp_path / "model")
-    for number in range(24):
-        folder = tmp_path / "pictures" / "train" / f"class{number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((8, 8, 3), 10 * number, np.uint8)).save(folder / f"{number}.png")
-    words = ["train", "--data", tmp_path / "pictures", "--model", tmp_path / "model", *FEW]
+    words = ["train", "--data", "digits", "--limit", "24", "--model", tmp_path / "model", *FEW]
     status, _, err = run(*words)
     assert status == 1 and err.splitlines()[-1].count("freeze_batchnorm(model)")
     status, out, err = run(*words, "--freeze-batchnorm")
-    assert status == 0 and "reads: image; label: label" in err and "statistics" in out, err
+    assert status == 0 and "statistics" in out, err
 
 
 @pytest.fixture

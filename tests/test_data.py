@@ -24,6 +24,7 @@ from dpft.data import (
     read_labels,
     read_schema,
 )
+from dpft.ledger import Ledger
 from dpft.models import load_model
 from dpft.prepared import prepare
 from dpft.sampling import Units, gather, units_of
@@ -376,7 +377,8 @@ def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_cha
         return dpft.Engine(model, None, dpft.LastLayer(), train, epsilon=8.0, accountant="rdp", **given)
     with pytest.raises(ValueError, match=r"^the label of row 8 is "):
         run(bad)
-    assert not any(tmp_path.iterdir())
+    with Ledger(tmp_path / "book.sqlite") as ledger:
+        assert ledger.runs() == []
     run(good)
 
 
@@ -603,7 +605,7 @@ def test_missing_texts_and_labels_are_counted(rows, said, tokenizer):
 def test_a_report_says_what_a_row_counts_that_is_not_finite():
     run = dpft.fine_tune(Graph(), TensorDataset(torch.rand(8, 2), torch.arange(8) % 2), dpft.Full(), noise_multiplier=1.0, delta=1e-2,
                          steps=1, batch_size=4, progress=False, accountant="rdp")
-    assert "gradient is not finite counts as exactly zero" in run.report()
+    assert "| a gradient that is not finite | counts as exactly zero |" in run.report()
 
 
 # ---- files

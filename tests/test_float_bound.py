@@ -242,3 +242,11 @@ def test_a_bound_whose_squares_fall_out_of_float32_is_refused_before_anything_is
     with pytest.raises(ValueError, match="multiply the loss and clip by the same number"):
         engine(clip=1e-25)
     assert engine(clip=1e-12).plan.clip == 1e-12
+
+
+
+@pytest.mark.parametrize("factor", [1.003, 1.0019])
+def test_factors_that_half_precision_would_shorten_are_measured_in_full(factor):
+    "Every entry is a number that bfloat16 rounds down, so products in bfloat16 are all too small."
+    use = Outer(torch.full((2, 1, 3, 512), factor), torch.full((2, 1, 3, 512), factor), torch.Size([512, 512]))
+    assert (exactly(use) <= norms_of(use) * (1 + SLACK)).all()

@@ -146,7 +146,8 @@ def test_every_run_of_a_study_can_be_made_and_is_an_experiment(name, tmp_path, m
         inspect.signature(fine_tune).bind_partial(**arguments_of(plain))        # each setting is one of its arguments
         assert arguments_of(plain)["epsilon"] == float(study.epsilons[0]) and json.loads(json.dumps(run)) == run
         options = {name: "random" if value in PUBLIC else value for name, value in run["options"].items() if not isinstance(value, list)}
-        assert method_from(run["method"], run["options"] | options) is not None
+        if run["method"] != "Compacter":                    # written in the how-to of a method of one's own
+            assert method_from(run["method"], run["options"] | options) is not None
         later = {key: value for key, value in run.items() if key != "held_out"}
         assert its.seconds(run) > 0 and its.priority(run) < EXPERIMENTS[name].priority(later)
 

@@ -176,7 +176,8 @@ MADE = {**{name: STUDIES[name].ways for name in ("digits", "images-head", "image
         "text-short": ("LastLayer, then Full",)}
 
 
-@pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels])
+@pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels
+                                         if label != "Compacter"])
 def test_a_way_goes_from_its_tuning_to_its_runs(name, label, world):
     study = small(name)
     entry = whole_way(name, label, study)

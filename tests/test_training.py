@@ -770,7 +770,7 @@ def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping)
 def test_a_person_brings_the_mean_views_of_all_her_rows():
     data, unit, model = toy(12), [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 4, 4], net()
     e = engine(copy.deepcopy(model), data=data, unit=unit, batch_size=5, clip=0.3, augment=dpft.Augmentation(copies=2, crop=0),
-               physical_batch_size=6)
+               physical_batch_size=6, delta=0.01)
     found, batches, _ = sums_of(e)
     assert sum(len(batch[1]) for batch in batches) == 24
     means = mean_gradients(model, batches, 2)                                                 # whole people, in the order of their rows

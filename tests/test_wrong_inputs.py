@@ -154,7 +154,7 @@ OTHERS = [  # other commands
     (["plan", "--epsilon", "2", "--data", "sst2", "--model", "cnn"], "--model cnn reads pictures and sst2 holds texts"),
     (["plan", "--epsilon", "2", "--data", "digits", "--model", "minilm", "--trainable", "9"], "--model minilm classifies texts"),
     (["plan", "--epsilon", "2", "--size", "100"], "--trainable"), (["audit", "--method", "nothing"], "nothing"),
-    (["bench", "--rows", "0"], "at least 1"), (["run", "nothing"], "nothing"),]
+    (["run", "nothing"], "nothing"),]
 
 
 @pytest.mark.parametrize("words,said", OTHERS, ids=[" ".join(words) for words, _ in OTHERS])

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..curve import DELTAS, PrivacyCurve
-from ..guarantee import Guarantee
 from ..data import shared_rows
+from ..guarantee import Guarantee
 from ..losses import example_losses, summed_losses, to_device
 from ..lower_bounds import Rate
 from ..oracle import LossFunction, evaluating

@@ -32,17 +32,17 @@ from ..baselines import Full, LastLayer
 from ..bitfit import BiTFiT
 from ..data import VOCABULARY, Public, Task
 from ..guarantee import json_number
-from .tasks import fingerprint
 from ..loop import Run, fine_tune
 from ..losses import answers, evaluation_batches, evaluation_order
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
 from ..processes import own_device
 from ..registry import method_from
-from .tasks import load_data
 from ..tasks import font_digits
 from ..texts import encode
 from .provenance import provenance, read_records, results_file, write_records
+from .tasks import fingerprint
+from .tasks import load_data
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-record-outcome
 Settings = dict[str, Any]

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from ..data import Task, TensorData
 from ..guarantee import file_digest
-from .tasks import fingerprint
 from ..losses import evaluation_batches, evaluation_order, logits
 from ..models import load_pretrained, mean_pooled_classifier, minilm_folder
 from ..processes import own_device
-from .tasks import load_data
 from .experiments import (
     Settings, cache_folder, measured_run, prepared_task, put_in_place, split)
+from .tasks import fingerprint
+from .tasks import load_data
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-wheels
 @dataclass(frozen=True)

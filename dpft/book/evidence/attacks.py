@@ -17,10 +17,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..attacks import (
-    MASK, Membership, allowed, allowed_exposure, exposure, extraction, fair_coins,
-    lira, losses, made_names, membership_inference, one_of, reconstruction,
-    scaled_confidence, score_attack, standard_error)
 from ...baselines import Full, LoRA
 from ...bitfit import BiTFiT
 from ...data import TableData
@@ -31,9 +27,13 @@ from ...method import Method
 from ...models import load_model, load_tokenizer
 from ...processes import own_device
 from ...rapft.perturbation import RapFT
-from ..tasks import load_data
 from ...texts import EncodedData, encode
+from ..attacks import (
+    MASK, Membership, allowed, allowed_exposure, exposure, extraction, fair_coins,
+    lira, losses, made_names, membership_inference, one_of, reconstruction,
+    scaled_confidence, score_attack, standard_error)
 from ..experiments import Settings
+from ..tasks import load_data
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-experiment
 # method, learning rate with noise, and without privacy

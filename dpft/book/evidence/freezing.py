@@ -25,7 +25,6 @@ from ...freezing.distortion import (
     ClipGroups, StatusChanges, clip_groups, freezing_effect,
     status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
-from ..tasks import fingerprint
 from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
 from ...models import load_model
@@ -34,6 +33,7 @@ from ...privacy import SampledGaussian, epsilon
 from ...processes import own_device
 from ..experiments import Experiment, Settings, prepared_task
 from ..similarity import activations, pwcca
+from ..tasks import fingerprint
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-walk
 class Kept(Method):

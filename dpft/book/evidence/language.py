@@ -34,11 +34,11 @@ from ...oracle import evaluating
 from ...privacy import noise_multiplier
 from ...processes import own_device
 from ...rapft.mask import AS_PUBLISHED
-from ..tasks import public_text
 from ...texts import EncodedData, encode
 from ..experiments import (
     Experiment, Settings, cache_folder, measured_run, prepared_task, put_in_place)
 from ..pretrained import smollm2
+from ..tasks import public_text
 from ..text_scores import text_scores
 
 # %% ../../../nbs/6_appendices/106_language_runs.ipynb #language-recipe
