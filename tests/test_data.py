@@ -368,7 +368,7 @@ def labelled_in_some_form(form, labels):
 @pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
 def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_charged(tmp_path, tokenizer, form, loop):
     """A step that meets one has been charged, and corrected data are no longer the data of the charge."""
-    model, given = small_bert(), dict(steps=2, batch_size=4, ledger=tmp_path / "book.sqlite")
+    model, given = small_bert(), dict(steps=2, batch_size=4, delta=0.01, ledger=tmp_path / "book.sqlite")
     bad, good = (labelled_in_some_form(form, [0, 1] * 4 + [last]) for last in (2, 1))
     def run(data):
         if loop == "fine_tune":
