@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from .data import check_complete, column, has_batch_protocol, unit_for
 from .oracle import batch_rows
@@ -70,6 +71,9 @@ def gather(
     "One batch of these rows, in a single gather if the data set can."
     if collate is None and has_batch_protocol(data):
         return data.batch(indices)
+    if collate is None and type(data) is TensorDataset:
+        rows = torch.as_tensor(indices)
+        return tuple(values[rows] for values in data.tensors)
     items = [data[int(index)] for index in indices]
     batch = (collate or collate_for(data))(items)
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -299,7 +303,7 @@ class Population:
         self.unit = self.units.name if self.units else "example" # what one is called
         self.most = settings.physical_batch_size or 64  # rows in memory at once
         self.copies = self.augment.copies if self.augment else 1 # views of a picture
-        whole = has_batch_protocol(data)
+        whole = has_batch_protocol(data) or type(data) is TensorDataset
         self.collate_fn = settings.collate_fn or (None if whole else collate_for(data))
         # of rows; a unit is as long as its longest
         self.lengths = getattr(data, "lengths", None)
