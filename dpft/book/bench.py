@@ -624,9 +624,9 @@ def measure_frozen(sizes: OverheadSizes) -> Measured:
     them = {"full": private(Full(), 0.0), "without features":
             private(LayerFreeze(after=1), 0.0), "with features":
             private(LayerFreeze(after=1), 1.0)}
-    for who in them.values():      # until stored rows are no longer compared
+    for contender in them.values():   # until stored rows are no longer compared
         for _ in range(2 + ENOUGH // sizes.rows):
-            who.step(batch)
+            contender.step(batch)
     seconds = interleaved(them, batch, min(5, sizes.repeats), clock=time.process_time)
     shape = f"encoder, {layers} × {width}, lower half frozen"
     for who in [who for who in them if who != "full"]:
