@@ -108,7 +108,7 @@ class Settings:
     checkpoint: Any = setting(
         None, "checkpoint folder, to continue an interrupted run", fixed=False)
     checkpoint_every: int | None = setting(
-        None, "steps between checkpoints; None: ten per run", "loop", fixed=False)
+        None, "steps between checkpoints; None: one for a small model, else a minute", "loop", fixed=False)
     output: Any = setting(
         None, "folder to save the finished run in", "loop", fixed=False)
     overwrite: bool = setting(
