@@ -108,7 +108,8 @@ class Settings:
     checkpoint: Any = setting(
         None, "checkpoint folder, to continue an interrupted run", fixed=False)
     checkpoint_every: int | None = setting(
-        None, "steps between checkpoints; None: one for a small model, else a minute", "loop", fixed=False)
+        None, "steps between checkpoints; None: one for a small model, else about a "
+        "minute", "loop", fixed=False)
     output: Any = setting(
         None, "folder to save the finished run in", "loop", fixed=False)
     overwrite: bool = setting(
