@@ -233,22 +233,25 @@ class Outer(Contribution):
         with short_factors(self.short):
             return torch.bmm(left.mT, right, out=out).view(self.size, *self.shape)
 
-    def weighted(self, factors: Tensor) -> Tensor:
+    def scaled(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        "Both sides, the smaller of them multiplied by each example's factor (B,)."
         left, right, scale = self.left, self.right, factors[:, None, None, None]
-        small = left.numel() <= right.numel()
-        left, right = (left * scale, right) if small else (left, right * scale)
+        if left.numel() <= right.numel():
+            return full(left * scale), full(right)
+        return full(left), full(right * scale)
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        left, right = self.scaled(factors)
         with short_factors(self.short):
-            return summed_products(full(left), full(right)).reshape(self.shape)
+            return summed_products(left, right).reshape(self.shape)
 
     def add_weighted(self, total: Tensor, factors: Tensor) -> None:
         if self.left.shape[1] > 1 or total.dtype != factors.dtype:
             return super().add_weighted(total, factors)
-        left, right, scale = self.left, self.right, factors[:, None, None, None]
-        small = left.numel() <= right.numel()
-        left, right = (left * scale, right) if small else (left, right * scale)
+        left, right = self.scaled(factors)
         with short_factors(self.short):
             total.view(left.shape[-1], -1).addmm_(
-                full(left).flatten(0, 2).mT, full(right).flatten(0, 2))
+                left.flatten(0, 2).mT, right.flatten(0, 2))
 
     def inner(self, other: Contribution) -> Tensor:
         if not isinstance(other, Outer):

@@ -71,7 +71,7 @@ CREATE UNIQUE INDEX once ON ledger (kind, run, mechanism, step, content);
 PRAGMA application_id = {_MARK[0]};
 PRAGMA user_version = {_MARK[1]}"""
 PUBLISHED = ("mechanisms", "delta", "epsilon", "accountant", "size", "divisor",
-             "bounds", "method", "clip", "clipping", "unit", "secure_mode")
+             "method", "clip", "clipping", "unit", "secure_mode")
 Runs = str | Sequence[str] | None # one, some or, with None, all runs of a ledger
 
 

@@ -282,14 +282,8 @@ class Stack:
         factors = factors.to(self.first.device, self.first.dtype)
         factors = factors.repeat(len(self.names))
         use = self.use.map(lambda x: silence(x, factors)) if silent else self.use
-        left, right = use.left, use.right
-        scale = factors[:, None, None, None]
-        if left.numel() <= right.numel():
-            left = left * scale
-        else:
-            right = right * scale
-        left, right = (full(x).view(len(self.names), -1, x.shape[-1])
-                       for x in (left, right))
+        left, right = (x.view(len(self.names), -1, x.shape[-1])
+                       for x in use.scaled(factors))
         with short_factors(use.short):
             found = torch.bmm(left.mT, right)                        # (n, p, d)
         totals = [sums[name] for name in self.names]

@@ -88,3 +88,24 @@ def tuned_file(tmp_path, monkeypatch):
             {"method": label, "label": label, "learning_rate": rate, "options": {"ratio": 0.25} if label == "DPFrost" else {},
              "reduced": reduced, "metrics": {"accuracy": 0.1 * label.startswith("LastLayer, then BiTFiT") - abs(rate - 1e-3)}}
             for label in labels for rate in (1e-2, 1e-3) for reduced in (True, False)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    "One that knows the letters, and that files may replace by their own."
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    raw.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )

@@ -3,44 +3,19 @@
 
 import pytest
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from dpft.data import TableData, TensorData
+from dpft.data import TableData
 from dpft.noise import Keystream
 from dpft.sampling import Augmentation, chosen_views, gather, physical_batches, poisson_draw
 from dpft.texts import collate_for
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = [("[CLS]", 2), ("[SEP]", 3)]
-    raw.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
-
-
-def images(size=7, channels=3, side=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (size, channels, side, side), generator=generator, dtype=torch.uint8)
-    return TensorData(pixels, torch.arange(size) % 3, 255.0, [0.1] * channels, [0.5] * channels)
-
-
 def test_gather_takes_either_way_to_the_same_batch(tokenizer):
-    data = images()
+    data = zoo.images()
     plain = [data[row] for row in range(7)]
     for rows in ([3, 1, 1], tensor([3, 1, 1])):
         assert all(torch.equal(a, b) for a, b in zip(gather(data, rows), gather(plain, rows)))

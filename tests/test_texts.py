@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 import torch
+import zoo
 from datasets import ClassLabel, Dataset, Features, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,34 +16,8 @@ from dpft.tasks import digits, font_digits, load_data
 from dpft.texts import EncodedData, collate_for, encode
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"]
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = [("[CLS]", 2), ("[SEP]", 3)]
-    raw.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
-
-
-def images(size=7, channels=3, side=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (size, channels, side, side), generator=generator, dtype=torch.uint8)
-    return TensorData(pixels, torch.arange(size) % 3, 255.0, [0.1] * channels, [0.5] * channels)
-
-
 def test_tensor_data_batch_is_its_items():
-    data = images()
+    data = zoo.images()
     x, y = data.batch([5, 0, 5])
     for row, index in enumerate([5, 0, 5]):
         image, label = data[index]
@@ -57,7 +32,7 @@ def test_tensor_data_batch_is_its_items():
 
 
 def test_public_passes_through():
-    data = images()
+    data = zoo.images()
     public = Public(data, "nowhere")
     assert len(public) == 7 and public.source == "nowhere" and torch.equal(public.batch([1])[0], data.batch([1])[0])
     assert torch.equal(public[2][0], data[2][0]) and fingerprint(public) == fingerprint(data)
@@ -239,7 +214,7 @@ def test_shared_rows_are_those_in_both(first, second):
     first, second = sorted(first), sorted(second, reverse=True)
     expected = [place for place, row in enumerate(first) if row in second]
     texts = [f"text {row}" for row in range(12)]
-    pictures = images(12)
+    pictures = zoo.images(12)
     pairs = [(TableData({"sentence": [f" {texts[row]}\n" for row in first], "label": [0] * len(first)}),
               TableData({"sentence": [texts[row] for row in second], "label": [1] * len(second)})),
              (flipped(pictures.subset(first)), pictures.subset(second)),
@@ -256,11 +231,11 @@ def test_shared_rows_are_those_in_both(first, second):
 
 
 def test_a_picture_is_known_under_another_scale_and_normalisation():
-    stored = images()
+    stored = zoo.images()
     floats = TensorData(stored.images.float() / 255, stored.labels)
     assert shared_rows(floats, stored) == list(range(7))
     brighter = TensorData(stored.images, stored.labels, 128.0)
-    assert shared_rows(brighter, stored) == [] and shared_rows(images(seed=1), stored) == []
+    assert shared_rows(brighter, stored) == [] and shared_rows(zoo.images(seed=1), stored) == []
 
 
 def test_encoded_texts_compare_with_encoded_texts_only(tokenizer):
@@ -271,7 +246,7 @@ def test_encoded_texts_compare_with_encoded_texts_only(tokenizer):
     with pytest.raises(ValueError, match=r"cannot be compared with .* before they are tokenised"):
         shared_rows(table, second)
     with pytest.raises(ValueError, match="pictures cannot be compared with numbers"):
-        shared_rows(images(), as_items(images()))
+        shared_rows(zoo.images(), as_items(zoo.images()))
     assert shared_rows(TableData({"text": [], "label": []}), table) == [] == shared_rows(table, first.__class__({"input_ids": tensor([])},
                                                                                                            tensor([], dtype=int)))
 

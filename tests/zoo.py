@@ -191,3 +191,10 @@ class Items(torch.utils.data.Dataset):
 
     def __getitem__(self, row):
         return self.rows[row]
+
+
+def images(size=7, channels=3, side=4, seed=0):
+    "Labelled pictures of random bytes."
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (size, channels, side, side), generator=generator, dtype=torch.uint8)
+    return TensorData(pixels, torch.arange(size) % 3, 255.0, [0.1] * channels, [0.5] * channels)

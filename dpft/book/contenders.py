@@ -7,8 +7,8 @@ __all__ = ['MODELS', 'CLIP', 'RATE', 'Sums', 'Make', 'CONTENDERS', 'WHOLE', 'TOL
            'bert', 'gpt2', 'llama', 'convolutions', 'tanh_convolutions', 'train_only', 'random_batch', 'Setting',
            'WatchedLoss', 'Contender', 'collected', 'sgd', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp',
            'plain_step', 'OneBatch', 'own_steps', 'dpft_step', 'library', 'wanted_sum', 'relative_error', 'reason_of',
-           'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'live_peak', 'CudaBytes', 'Memory',
-           'weight_bytes', 'forget', 'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
+           'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory', 'weight_bytes',
+           'forget', 'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
 
 # %% ../../nbs/3_found/38_contenders.ipynb #contenders-imports
 import copy
@@ -487,12 +487,6 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, freed)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-def live_peak(work: Callable[[], Any]) -> float:
-    "MiB allocated by operators, at their highest during the call."
-    with LiveBytes() as alive:
-        work()
-    return alive.peak / 2**20
 
 class CudaBytes:
     "The same counts from the GPU's allocator, including workspaces."

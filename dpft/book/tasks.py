@@ -50,6 +50,10 @@ def _table(path: Path) -> TableData:
 
     return TableData(read_table(path).to_pydict())
 
+def _tables(root: str | Path | None, name: str) -> list[TableData]:
+    return [_table(_file(root, f"{name}_{part}.parquet"))
+            for part in ("train", "dev", "test")]
+
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #tasks-sheet
 def _sheet(path: Path, side: int = 32, columns: int = 100) -> Tensor:
     "A picture of small images in rows of `columns`, as (N, 3, side, side) uint8."
@@ -62,9 +66,7 @@ def _sheet(path: Path, side: int = 32, columns: int = 100) -> Tensor:
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #tasks-texts
 def sst2(root: str | Path | None) -> Task:
     "Stanford sentiment: 67,349 phrases of film reviews, negative or positive; @sst2."
-    parts = ("train", "dev", "test")
-    files = (_file(root, f"sst2_{part}.parquet") for part in parts)
-    train, dev, test = map(_table, files)
+    train, dev, test = _tables(root, "sst2")
     return Task("sst2", "text", train, dev, test, classes=("negative", "positive"),
                 columns=("sentence", "label"), source="SST-2 (GLUE)",
                 assumed_public=["the two classes", VOCABULARY])
@@ -72,9 +74,7 @@ def sst2(root: str | Path | None) -> Task:
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #tasks-e2e
 def e2e(root: str | Path | None) -> Task:
     "Restaurant facts to a sentence: 42,061 training pairs; @e2e."
-    parts = ("train", "dev", "test")
-    files = (_file(root, f"e2e_nlg_{part}.parquet") for part in parts)
-    train, dev, test = map(_table, files)
+    train, dev, test = _tables(root, "e2e_nlg")
     return Task("e2e", "causal", train, dev, test, columns=("mr", "ref"),
                 source="E2E NLG challenge", assumed_public=[VOCABULARY])
 
