@@ -10,7 +10,7 @@ __all__ = ['READINGS', 'LIMIT', 'ROUNDINGS', 'SIGNS', 'HALVES', 'Coupled', 'Repo
 
 # %% ../nbs/5_notes/112_checks.ipynb #checks-imports
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -305,7 +305,7 @@ LIMIT, ROUNDINGS = 1e-6, 30  # in float64; in float32 at least the same, or 30 u
 SIGNS = (1.0, -0.7, 0.4)  # so that no two differences cancel
 HALVES = {torch.bfloat16, torch.float16}
 
-def _norm(values: Sequence[Tensor]) -> Tensor:
+def _norm(values: Iterable[Tensor]) -> Tensor:
     return torch.stack([x.double().square().sum().cpu() for x in values]).sum().sqrt()
 
 def _single(model: nn.Module) -> torch.dtype:
@@ -328,7 +328,7 @@ class Weighted:
         "Relative difference of losses or gradients; infinite where one is not finite."
         losses = (self.losses - other.losses).abs().max() / (
             self.losses.abs().max().clamp(min=1e-30))
-        gradients = _norm([x - y for x, y in zip(self.total, other.total, strict=True)])
+        gradients = _norm(x - y for x, y in zip(self.total, other.total, strict=True))
         return torch.stack([losses, gradients]).nan_to_num(torch.inf).max().item()
 
 class Passes:
@@ -403,8 +403,10 @@ class Passes:
                               "require a gradient")
             weights = (torch.tensor(SIGNS[:len(norms)])
                        / norms.clamp(min=0.01 * norms.max()))
-        total = [sum(w * g.double() for w, g in zip(weights.tolist(), one, strict=True))
-                 for one in zip(*found, strict=True)]
+        first, *others = weights.tolist()
+        total = torch._foreach_mul([g.double() for g in found[0]], first)
+        for weight, one in zip(others, found[1:], strict=True):
+            torch._foreach_add_(total, [g.double() for g in one], alpha=weight)
         return Weighted(torch.cat(losses), weights, total)
 
     def batch(self, batch: Batch, places: Sequence[int], weights: Tensor) -> Weighted:

@@ -45,19 +45,22 @@ def _agree(found: Gradients, name: str, rows: Sequence[int], own: Sequence[Tenso
     biases have no gradient but rounding.
     """
     some = found.one(name).only(torch.tensor(rows))
+    near, norm = tolerance(found.parameters[name]), torch.linalg.vector_norm
     try:
         norms = some.squares().double().clamp(min=0).sqrt()
-        dense = torch.cat([rows for _, rows in some.chunks()])
-        wanted = torch.stack([*own])
-        if dense.shape != wanted.shape:
-            return False
-        dense, wanted = by_example(dense).double(), by_example(wanted).double()
-        apart = (dense - wanted).norm(dim=1)
+        for part, dense in some.chunks():   # few at once of a large parameter
+            wanted = torch.stack([*own[part]])
+            if dense.shape != wanted.shape:
+                return False
+            dense, wanted = full(by_example(dense)), full(by_example(wanted))
+            apart = norm(dense - wanted, dim=1, dtype=torch.float64)
+            sizes = norm(wanted, dim=1, dtype=torch.float64)
+            close = near * (sizes + 0.01 * overall)
+            if not ((apart <= close) & ((norms[part] - sizes).abs() <= close)).all():
+                return False
     except RuntimeError:   # of another shape than the parameter
         return False
-    sizes = wanted.norm(dim=1)
-    close = tolerance(found.parameters[name]) * (sizes + 0.01 * overall)
-    return bool(((apart <= close) & ((norms - sizes).abs() <= close)).all())
+    return True
 
 # %% ../nbs/5_notes/120_primitives.ipynb #primitives-known
 SlowWay = Callable[[nn.Module, LossFunction, Batch], dict[str, Tensor]]
