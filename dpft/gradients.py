@@ -235,8 +235,8 @@ def _mapping_works(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    parameters: Sequence[nn.Parameter]) -> bool:
     "Whether `mapped_gradients` agrees with the oracle, without dropout."
     with evaluating(model), only_training(model, parameters):
-        wanted = per_example_gradients(model, loss_fn, batch)
         try:
+            wanted = per_example_gradients(model, loss_fn, batch)
             with torch.no_grad(), _FixedShapes():
                 loss_fn(model, batch)
             found = mapped_gradients(model, loss_fn, batch)
