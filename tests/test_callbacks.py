@@ -396,7 +396,8 @@ class Slows(TrainerCallback):
                 group["lr"] = 0.0
 
 
-def test_what_callbacks_did_is_named_where_they_saw_what_is_not_charged(seen=dict(show_loss=True)):
+def test_what_callbacks_did_is_named_where_they_saw_what_is_not_charged():
+    seen = {"show_loss": True}
     said = "what callbacks did that saw what is named here"
     assert said in tuned(callbacks=[Slows()], **seen).guarantee.uncharged
     assert said not in tuned(callbacks=[Slows()]).guarantee.uncharged and said not in tuned(**seen).guarantee.uncharged

@@ -213,6 +213,8 @@ def train(
 ) -> None:
     ("Fine-tune a model privately and print its guarantee; "
      "torchrun spreads the run over processes.")
+    if settings["progress"]:
+        print("loading the libraries and the data", file=sys.stderr, flush=True)
     from dpft import models
     from dpft.ledger import Ledger
     from dpft.loop import UnsavedWarning, fine_tune
