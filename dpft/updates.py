@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpft.engine import Engine
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'make_optimizer', 'checked', 'MaskedEntries', 'make_schedule', 'Average', 'Updates']
+__all__ = ['OPTIMIZERS', 'make_optimizer', 'MaskedEntries', 'make_schedule', 'Average', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -34,33 +34,29 @@ def make_optimizer(
     model: nn.Module | None = None,  # an instance may hold no parameter outside it
 ) -> torch.optim.Optimizer:
     "An optimizer over the trainable parameters."
-    if isinstance(optimizer, torch.optim.Optimizer):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        inside = {id(p) for p in model.parameters()} if model is not None else held
-        if missing := sum(id(p) not in held for p in parameters):
-            raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
-                             "parameters that train; pass its class instead")
-        if foreign := len(held - inside):
-            raise ValueError(f"the optimizer holds {foreign} parameters outside the "
-                             "model, whose gradients are not clipped; make them part "
-                             "of the model, or leave them out")
-        return checked(optimizer)
-    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
-    if not callable(make):
-        raise ValueError(f"optimizer={optimizer!r}: choose one of "
-                         f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
-    # AdamW's own default is not zero
-    decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
-    made = make(list(parameters), lr=learning_rate,
-                **{"weight_decay": weight_decay} if decays else {})
-    return checked(made)
-
-def checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    "ValueError for an optimizer that cannot use a noisy gradient."
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ValueError(f"{type(optimizer).__name__} needs more than one dense "
-                         "gradient a step; choose another, such as adamw")
-    return optimizer
+    made = optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+        if not callable(make):
+            raise ValueError(f"optimizer={optimizer!r}: choose one of "
+                             f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
+        # AdamW's own default is not zero
+        decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
+        made = make(list(parameters), lr=learning_rate,
+                    **{"weight_decay": weight_decay} if decays else {})
+    if isinstance(made, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(f"{type(made).__name__} needs more than one dense gradient a "
+                         "step; choose another, such as adamw")
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    inside = {id(p) for p in model.parameters()} if model is not None else held
+    if missing := sum(id(p) not in held for p in parameters):
+        raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
+                         "parameters that train; pass its class instead")
+    if foreign := len(held - inside):
+        raise ValueError(f"the optimizer holds {foreign} parameters outside the model, "
+                         "whose gradients are not clipped; make them part of the "
+                         "model, or leave them out")
+    return made
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-kept
 class MaskedEntries:
