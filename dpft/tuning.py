@@ -5,8 +5,10 @@
 # %% ../nbs/1_start/11_tuning.ipynb #tuning-imports
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import itertools
 import math
 import sys
@@ -48,20 +50,18 @@ HELD = ("model", "train", "evaluate", "evaluate_every", "ledger", "checkpoint",
         "checkpoint_every", "output", "overwrite", "callbacks", "seed", "progress")
 
 def check_setting(
-    name: str, # of an argument of `fine_tune`
+    name: str,  # of an argument of `fine_tune`
 ) -> None:
     "Refuse what a trial may not vary."
-    known = list(inspect.signature(fine_tune).parameters)
-    if name not in known:
-        free = (one for one in known if one not in PRICED + HELD)
+    free = [one for one in inspect.signature(fine_tune).parameters
+            if one not in PRICED + HELD]
+    if name in PRICED + HELD:
+        raise ValueError(f"{name!r} cannot differ between trials, because it "
+                         + ("changes what they cost; see dpft plan" if name in PRICED
+                            else "belongs to the search; see what tune itself takes"))
+    if name not in free:
         raise ValueError(f"{name!r} is not a setting of fine_tune; "
                          f"{did_you_mean(name, free)}")
-    if name in PRICED:
-        raise ValueError(f"{name!r} changes what a trial costs, so trials cannot vary "
-                         "it; dpft plan helps to choose it and spends nothing")
-    if name in HELD:
-        raise ValueError(f"{name!r} belongs to the search, not to a trial; see what "
-                         "tune itself takes, or leave it out")
 
 
 def settings_grid(
@@ -70,17 +70,15 @@ def settings_grid(
 ) -> list[dict[str, Any]]:
     "Every combination to try."
     if isinstance(choices, Mapping):
-        for name, values in choices.items():
-            if isinstance(values, str) or not isinstance(values, Sequence):
-                raise ValueError(f"choices of {name!r} must be a list of values, not "
-                                 f"{values!r}")
-        grid = [dict(zip(choices, values, strict=True))
-                for values in itertools.product(*choices.values())]
-    else:
-        grid = [dict(setting) for setting in choices]
+        if any(isinstance(values, str) or not isinstance(values, Sequence)
+               for values in choices.values()):
+            raise ValueError("choices must be lists of values, such as "
+                             "{'learning_rate': [1e-3, 1e-2]}")
+        choices = [dict(zip(choices, values, strict=True))
+                   for values in itertools.product(*choices.values())]
+    grid = [dict(setting) for setting in choices]
     if not grid or not all(grid):
-        raise ValueError("there is nothing to try; give choices such as "
-                         "{'learning_rate': [1e-3, 1e-2]}")
+        raise ValueError("there is nothing to try in the choices")
     for name in {name for setting in grid for name in setting}:
         check_setting(name)
     return grid
@@ -242,15 +240,8 @@ def tune(
     trials: int = 16,                # at most, or expected under selection
     charge: str = "cheapest",        # "cheapest", "composition", "selection" or "none"
     law: str = "poisson",            # of the number of trials under selection
-    delta: float | None = None,      # None: 1 / (2 N)
-    epochs: float = 3,               # of each trial
-    steps: int | None = None,        # of each trial, instead of epochs
-    batch_size: int | None = None,   # None: 1,024, or an eighth of a small data set
-    accountant: str = "prv",         # "prv" or "rdp"
-    unit: Any = None,  # column that names the person, or each row's; None: a row
-    unit_cap: int | None = None,     # most rows that a unit brings to a draw
-    public_size: int | None = None,  # number of units
-    ledger: Ledger | str | Path | None = None,
+    *,
+    ledger: Ledger | str | Path | None = None,   # of all trials
     seed: int | None = None,         # None: the operating system's entropy
     progress: bool = True,
     **settings: Any,                 # of every trial, as for `fine_tune`
@@ -268,18 +259,16 @@ def tune(
         raise ValueError("a function that proposes settings makes trials depend "
                          "on each other; use charge='composition'")
     for name in settings:
-        if name in PRICED + HELD:
-            raise ValueError(f"{name!r} cannot be given to every trial; see what "
-                             "tune itself takes, or leave it out")
-        check_setting(name)
-    unit = unit_for(train, unit)
+        if name not in PRICED or name == "noise_multiplier":
+            check_setting(name)
+    asked = Settings(**{name: value for name, value in settings.items()
+                        if name in (*PRICED, "clip")})
+    unit = unit_for(train, asked.unit)
     rows = as_dataset(train.train if isinstance(train, Task) else train)
     score = check_apart(score, rows, unit)
-    size = public_size or len(units_of(rows, unit, unit_cap) or rows)
-    asked = Settings(epochs=epochs, steps=steps, batch_size=batch_size,
-                     clip=settings.get("clip", Settings.clip))
+    size = asked.public_size or len(units_of(rows, unit, asked.unit_cap) or rows)
     batch_size, count = sizes_of(asked, size)
-    delta = usual_delta(size) if delta is None else delta
+    delta = usual_delta(size) if asked.delta is None else asked.delta
     check_sizes(size, batch_size, count, delta, asked.clip)
     for one in [method, *(each["method"] for each in grid if "method" in each)]:
         if isinstance(model, nn.Module):
@@ -293,21 +282,21 @@ def tune(
     # How the search is paid for: the noise of a trial, and of a score.
     different = trials if proposer else min(trials, len(grid))
     common: dict[str, Any] = {
-        "delta": delta, "steps": count, "batch_size": batch_size, "unit": unit,
-        "accountant": accountant, "unit_cap": unit_cap, "public_size": size,
+        **settings, "delta": delta, "steps": count, "batch_size": batch_size,
+        "unit": unit, "public_size": size,
         "ledger": ledger if isinstance(ledger, Ledger) else Ledger(ledger)}
     paid, both, rate = Charge("none", different, 0.0, None), None, batch_size / size
     sigma = score.noise_multiplier if isinstance(score, NoisyAccuracy) else None
     if epsilon < math.inf:
         paid = settle(epsilon, delta, rate, count, trials, different, charge, law,
-                      accountant)
+                      asked.accountant)
         planned = SampledGaussian(paid.noise_multiplier, rate, count)
-        both = price(planned, delta, trials, law, accountant, different)
+        both = price(planned, delta, trials, law, asked.accountant, different)
         common["noise_multiplier"] = paid.noise_multiplier
         if isinstance(score, NoisyAccuracy) and sigma is None:
             way = "composition" if paid.way == "none" else paid.way
             sigma = trial_noise(epsilon, delta, 1.0, 1, paid.trials, way, law,
-                                accountant)
+                                asked.accountant)
     else:
         common["epsilon"] = epsilon
     if isinstance(score, NoisyAccuracy) and sigma is None:
@@ -323,17 +312,18 @@ def tune(
     done, each, best, heard = list[Trial](), list[Guarantee](), None, list[Any]()
     for number, place in enumerate(tqdm(order, disable=hidden or not progress,
                                         unit="trial")):
-        with warnings.catch_warnings(record=hidden) as said:
+        with (warnings.catch_warnings(record=hidden) as said,
+              contextlib.redirect_stderr(io.StringIO() if hidden else sys.stderr)):
             setting = (settings_grid([proposer(list(done))])[0] if proposer
                        else grid[place])
-            given = {**settings, **setting}
+            given = {**common, **setting}
             if not done and not callable(score):   # refused while nothing is spent
                 reads = ("tokenizer", "columns", "collate_fn", "loss_fn", "label")
                 scorable(score, prepare(model, train, unit=unit, **{
                     name: given.get(name) for name in reads}))
             own = copy.deepcopy(given.pop("method", method))
             fresh = model if isinstance(model, str) else copy.deepcopy(model)
-            run = fine_tune(fresh, train, own, progress=False, **common, **given,
+            run = fine_tune(fresh, train, own, progress=False, **given,
                             seed=(keystream.seed("trial", number)
                                   if keystream.reproducible else None))
             if run.guarantee.unpaid:

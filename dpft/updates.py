@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpft.engine import Engine
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'make_optimizer', 'MaskedEntries', 'Schedule', 'make_schedule', 'Average', 'Updates']
+__all__ = ['OPTIMIZERS', 'make_optimizer', 'MaskedEntries', 'make_schedule', 'Average', 'Updates']
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -34,25 +34,29 @@ def make_optimizer(
     model: nn.Module | None = None,  # an instance may hold no parameter outside it
 ) -> torch.optim.Optimizer:
     "An optimizer over the trainable parameters."
-    if isinstance(optimizer, torch.optim.Optimizer):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        inside = {id(p) for p in model.parameters()} if model is not None else held
-        if missing := sum(id(p) not in held for p in parameters):
-            raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
-                             "parameters that train; pass its class instead")
-        if foreign := len(held - inside):
-            raise ValueError(f"the optimizer holds {foreign} parameters outside the "
-                             "model, whose gradients are not clipped; make them part "
-                             "of the model, or leave them out")
-        return optimizer
-    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
-    if not callable(make):
-        raise ValueError(f"optimizer={optimizer!r}: choose one of "
-                         f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
-    # AdamW's own default is not zero
-    decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
-    return make(list(parameters), lr=learning_rate,
-                **{"weight_decay": weight_decay} if decays else {})
+    made = optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+        if not callable(make):
+            raise ValueError(f"optimizer={optimizer!r}: choose one of "
+                             f"{', '.join(OPTIMIZERS)}, or pass a class or an instance")
+        # AdamW's own default is not zero
+        decays = weight_decay or "weight_decay" in inspect.signature(make).parameters
+        made = make(list(parameters), lr=learning_rate,
+                    **{"weight_decay": weight_decay} if decays else {})
+    if isinstance(made, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(f"{type(made).__name__} needs more than one dense gradient a "
+                         "step; choose another, such as adamw")
+    held = {id(p) for group in made.param_groups for p in group["params"]}
+    inside = {id(p) for p in model.parameters()} if model is not None else held
+    if missing := sum(id(p) not in held for p in parameters):
+        raise ValueError(f"the optimizer lacks {missing} of the {len(parameters)} "
+                         "parameters that train; pass its class instead")
+    if foreign := len(held - inside):
+        raise ValueError(f"the optimizer holds {foreign} parameters outside the model, "
+                         "whose gradients are not clipped; make them part of the "
+                         "model, or leave them out")
+    return made
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-kept
 class MaskedEntries:
@@ -81,72 +85,30 @@ class MaskedEntries:
                              "model, or anew over engine.parameters() when they change")
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-schedules
-class Schedule:
-    "A scheduler of torch, and on top of it the factor that a method wants."
-
-    def __init__(
-        self,
-        made: LRScheduler,
-        factor: Callable[[int], float] = lambda t: 1.0,  # of step t
-    ):
-        self.made, self.factor, self.t = made, factor, 0
-        self.plain = [group["lr"] for group in self.groups]
-        self._set(factor(0))
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        "Those of the optimizer."
-        return self.made.optimizer.param_groups
-
-    def _set(self, factor: float) -> None:
-        for group, rate in zip(self.groups, self.plain, strict=True):
-            group["lr"] = rate * factor
-
-    def step(self) -> None:
-        "Set the next step's rates."
-        self._set(1.0)
-        self.made.step()
-        self.t += 1
-        self.plain = [group["lr"] for group in self.groups]
-        self._set(self.factor(self.t))
-
-    def get_last_lr(self) -> list[float]:
-        "The rates as they are now."
-        return [float(group["lr"]) for group in self.groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        "For a checkpoint."
-        return {"t": self.t, "plain": self.plain, "made": self.made.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Go on from a checkpoint."
-        self.t, self.plain = state["t"], state["plain"]
-        self.made.load_state_dict(state["made"])
-        self._set(self.factor(self.t))
-
-
 def make_schedule(
     optimizer: torch.optim.Optimizer,
     schedule: Any,      # a name for `get_scheduler`, or optimizer -> LRScheduler
     steps: int,         # of the whole run
     warmup: float = 0,  # steps, or a share of them if below 1, in which the rate rises
-    factor: Callable[[int], float] = lambda t: 1.0,  # of step t: what the method wants
-) -> Schedule:
+) -> LRScheduler:
     "The learning rate over the run."
-    if not callable(schedule):
-        from transformers import get_scheduler
-        rising = round(warmup * steps if warmup < 1 else warmup)
-        if not rising:
-            return Schedule(get_scheduler(schedule, optimizer, 0, steps), factor)
-        name = "constant_with_warmup" if schedule == "constant" else schedule
-        made = get_scheduler(name, optimizer, rising + 1, steps + 1)
-        with warnings.catch_warnings(action="ignore"):  # no step before the first
-            made.step()  # whose rate is 0, and a private step is charged
-        return Schedule(made, factor)
-    if warmup:
-        raise ValueError(f"warmup={warmup:g} with a scheduler of one's own; put the "
-                         "warm-up into the scheduler")
-    return Schedule(schedule(optimizer), factor)
+    if callable(schedule):
+        if warmup:
+            raise ValueError(f"warmup={warmup:g} with a scheduler of one's own; put "
+                             "the warm-up into the scheduler")
+        return schedule(optimizer)
+    from transformers import get_scheduler
+    rising = round(warmup * steps if warmup < 1 else warmup)
+    if rising > steps:
+        raise ValueError(f"warmup={warmup:g} is longer than the run of {steps} steps; "
+                         "give fewer, or a share below 1")
+    if not rising:
+        return get_scheduler(schedule, optimizer, 0, steps)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    made = get_scheduler(name, optimizer, rising + 1, steps + 1)
+    with warnings.catch_warnings(action="ignore"):  # no step before the first
+        made.step()  # whose rate is 0, and a private step is charged
+    return made
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-average
 class Average:
@@ -157,50 +119,57 @@ class Average:
     forgotten; @de2022.
     """
 
-    def __init__(self, decay: float, model: nn.Module):
-        self.decay, self.model, self.updates = decay, model, 0
+    def __init__(
+        self,
+        decay: float | None,  # None: no average, and nothing is done
+        model: nn.Module,
+    ):
+        self.decay, self.updates = decay, 0
+        self.named = dict(model.named_parameters())
         self.values: dict[str, Tensor] = {}
 
     def follow(self) -> None:
         "Add what begins to train, with its present value: before it is updated."
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and name not in self.values:
+        for name, parameter in self.named.items():
+            if self.decay and parameter.requires_grad and name not in self.values:
                 self.values[name] = parameter.detach().clone()
 
     def update(self) -> None:
         "Include the present values."
-        kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        kept = min(self.decay or 0, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        for name, parameter in self.model.named_parameters():
-            if name in self.values:
-                self.values[name].lerp_(parameter.detach(), 1 - kept)
+        for name, value in self.values.items():
+            value.lerp_(self.named[name].detach(), 1 - kept)
 
     @torch.no_grad()
     def put(self) -> None:
         "Copy the averages into the model."
-        for name, parameter in self.model.named_parameters():
-            if name in self.values:
-                parameter.copy_(self.values[name])
+        for name, value in self.values.items():
+            self.named[name].copy_(value)
+
+    def state(self) -> tuple[int, dict[str, Tensor]]:
+        "For a checkpoint."
+        return self.updates, self.values
 
     def restore(self, updates: int, values: dict[str, Tensor]) -> None:
-        "Go on from a checkpoint, which has `updates` and `values`."
-        named, self.updates = dict(self.model.named_parameters()), updates
-        self.values = {name: value.to(named[name].device)
+        "Go on from a checkpoint."
+        self.updates = updates
+        self.values = {name: value.to(self.named[name].device)
                        for name, value in values.items()}
 
 # %% ../nbs/5_notes/80_updates.ipynb #updates-take-up
 class Updates:
     "What moves the weights, once a step's gradient is private."
+    rate = 0.0   # of the last update
 
     def __init__(self, engine: Engine):
         given, method, self.engine = engine.settings, engine.method, engine
         every = [*engine.model.parameters()] if method.changes else engine.parameters()
         self.optimizer = make_optimizer(given.optimizer, every, given.learning_rate,
                                         given.weight_decay, engine.model)
-        self.schedule = make_schedule(
-            self.optimizer, given.schedule, engine.plan.steps, given.warmup,
-            lambda t: method.rate_factor(engine.context, t))
-        self.average = Average(given.average, engine.model) if given.average else None
+        self.schedule = make_schedule(self.optimizer, given.schedule,
+                                      engine.plan.steps, given.warmup)
+        self.average = Average(given.average, engine.model)
 
     def begin(self) -> None:
         "Take over what trains in the step that begins."
@@ -212,29 +181,17 @@ class Updates:
         for parameter in [p for p in self.optimizer.state if id(p) not in keeps]:
             del self.optimizer.state[parameter]
         access.new_phase = False
-        if self.average is not None:
-            self.average.follow()
+        self.average.follow()
 
     def make(self) -> None:
-        "One update of the weights, and the rate of the next."
+        "One update of the weights, at the schedule's rate times the method's factor."
+        groups, engine = self.optimizer.param_groups, self.engine
+        rates = [group["lr"] for group in groups]
+        factor = engine.method.rate_factor(engine.context, engine.t)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * factor
+        self.rate = float(groups[0]["lr"])
         self.optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
         self.schedule.step()
-
-    def end(self) -> None:
-        "The average of the weights goes on."
-        if self.average is not None:
-            self.average.update()
-
-    def finish(self) -> None:
-        "The average in the place of the last weights, where one is kept."
-        if self.average is not None:
-            self.average.put()
-
-    def state(self) -> Any:
-        "The average, for a checkpoint."
-        return self.average and (self.average.updates, self.average.values)
-
-    def restore(self, state: Any) -> None:
-        "Go on from a checkpoint."
-        if self.average is not None:
-            self.average.restore(*state)

@@ -9,9 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import dpft
-from dpft.settings import Settings
+from dpft.settings import ELSEWHERE, OURS, Settings
 
 
 def test_what_a_run_must_go_on_with_is_what_changes_a_step_and_no_place():
@@ -24,6 +25,33 @@ def test_what_a_run_must_go_on_with_is_what_changes_a_step_and_no_place():
 def test_numbers_of_numpy_are_plain_numbers():
     made = Settings(clip=np.float64(0.5), steps=np.int64(3), dropout=np.bool_(False))
     assert (type(made.clip), type(made.steps), made.dropout) == (float, int, False)
+
+
+def test_help_says_what_every_setting_means():
+    for function, readers in ((dpft.fine_tune, ("engine", "loop")), (dpft.Engine.__init__, ("engine",))):
+        for one in fields(Settings):
+            said = f"{one.name}={one.default!r}: {one.metadata['help']}" in function.__doc__
+            assert said == (one.metadata["of"] in readers), one.name
+    assert all(f"{name}: " in dpft.fine_tune.__doc__ for name in ("model", "train", "method"))
+
+
+def test_only_public_names_are_listed():
+    assert {*dir(dpft)} == {*dpft.__all__, "__version__"}
+
+
+@pytest.mark.parametrize("name, said", [
+    ("lr", "here it is learning_rate="), ("max_grad_norm", "here it is clip="), ("save_steps", "here it is checkpoint_every="),
+    ("gradient_checkpointing", "call model.gradient_checkpointing_enable"), ("train_dataset", "here it is train="),
+    ("per_device_train_batch_size", "physical_batch_size= the number of rows"), ("epsilom", "did you mean epsilon"), ("xyzzy", "'xyzzy'")])
+def test_a_name_from_elsewhere_is_answered_with_ours(name, said):
+    with pytest.raises(TypeError, match="got an unexpected keyword argument") as refused:
+        dpft.fine_tune(None, None, dpft.Full(), **{name: 1})
+    assert said in str(refused.value)
+
+
+def test_the_table_of_names_holds_none_of_ours():
+    known = {one.name for one in fields(Settings)}
+    assert not known & ELSEWHERE.keys() and OURS.keys() <= known | {"model", "train"}
 
 
 FIRST = "    epsilon: float | None = setting("

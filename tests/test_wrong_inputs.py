@@ -188,7 +188,7 @@ CALLS = [
     (dict(train=[]), "empty|no rows|has 0|at least one"), (dict(train=Stream()), "IterableDataset|stream"),
     (dict(unit=["a"] * 39), "39"), (dict(loss_fn=lambda model, batch: torch.tensor(1.0)), "one loss|per example|losses"),
     (dict(model=nn.BatchNorm1d(3)), "BatchNorm"), (dict(steps=2, unknown=1), "unexpected keyword argument 'unknown'"),
-    (dict(epsilom=2), "did you mean epsilon"), (dict(lr=1e-3), r"'lr'; did you mean learning_rate\?"),
+    (dict(epsilom=2), "did you mean epsilon"), (dict(lr=1e-3), "'lr'; here it is learning_rate="),
     (dict(callbacks="tensorboard"), "callbacks='tensorboard'"),
     (dict(evaluate_every=3), "without evaluate="),
     (dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)), "the optimizer lacks"),
