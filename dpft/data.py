@@ -22,10 +22,10 @@ from torch.utils.data import TensorDataset
 # %% auto #0
 __all__ = ['LABELS', 'TEXTS', 'TAGS', 'PAIRS', 'WRITTEN', 'TENSORS', 'BESIDE', 'PEOPLE', 'Roles', 'VOCABULARY', 'MARK',
            'row_numbers', 'TensorData', 'TableData', 'take', 'as_dataset', 'check_names', 'bare', 'has_batch_protocol',
-           'own_part', 'made_on_the_fly', 'column_names', 'column', 'Public', 'shared_rows', 'check_disjoint_rows',
-           'is_missing', 'check_complete', 'check_missing', 'is_chat', 'kind_of', 'kinds_of', 'Schema', 'read_schema',
-           'repeats', 'class_list', 'class_names', 'check_labels', 'Labels', 'read_labels', 'read_tags', 'stack_images',
-           'Task', 'as_task', 'classes_of', 'kind_of_task', 'protecting', 'mark_of', 'unit_for']
+           'made_on_the_fly', 'column_names', 'column', 'Public', 'shared_rows', 'check_disjoint_rows', 'is_missing',
+           'check_complete', 'check_missing', 'is_chat', 'kind_of', 'kinds_of', 'Schema', 'read_schema', 'class_list',
+           'class_names', 'check_labels', 'Labels', 'read_labels', 'read_tags', 'stack_images', 'Task', 'as_task',
+           'classes_of', 'kind_of_task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_data.ipynb #data-tensordata
 def row_numbers(
@@ -82,6 +82,11 @@ class TensorData:
                        table=self.table and take(self.table, rows.tolist()))
         kept.privacy_unit = self.privacy_unit
         return kept
+
+    def content(self) -> list[Any]:
+        "What identifies this data set, for a record."
+        numbers = [self.scale, list(self.mean), list(self.std)]
+        return ["images", self.images, self.labels, *numbers]
 
 # %% ../nbs/5_notes/65_data.ipynb #data-tabledata
 class TableData:
@@ -192,14 +197,6 @@ def has_batch_protocol(
     batch = getattr(bare(data), "batch", None)    # `datasets` has another
     return callable(batch) and next(iter(signature(batch).parameters), "") == "indices"
 
-def own_part(
-    data: Any,  # a data set, public or not
-    name: str,  # as "table", what its tokens were made of
-) -> Any:       # None in a data set that is not of this package
-    "An attribute of one of dpft's own forms of data."
-    ours = type(bare(data)).__module__.startswith("dpft.")
-    return getattr(bare(data), name, None) if ours else None
-
 def made_on_the_fly(
     data: Any,  # a data set
 ) -> bool:
@@ -223,7 +220,7 @@ def column(
     name: str,
 ) -> list[Any]:
     "A column as a list; a missing one is refused with those that exist."
-    table = own_part(data, "table")
+    table = getattr(bare(data), "table", None)     # what tokens were made of
     data = data if table is None else table
     if name not in (names := column_names(data)):
         raise ValueError(f"no column {name!r}; the data has {_listed(names)}")
@@ -297,7 +294,7 @@ def _contents(data: Any, names: Sequence[str]) -> tuple[str, Sequence[Any]]:
     if isinstance(data, TensorData):
         return "pictures", [row for part in data.images.split(1024)
                             for row in (part.double() / data.scale * 65535).round()]
-    if own_part(data, "fields") is not None:     # tokens end to end
+    if hasattr(data, "fields"):                  # tokens end to end
         return "tokens", data.fields["input_ids"].split(data.lengths.tolist())
     if names == ["input_ids"]:
         ids, masked = column(data, "input_ids"), "attention_mask" in column_names(data)
@@ -393,7 +390,8 @@ def check_missing(
 def _has_gap(value: Any) -> bool:
     "Whether a value is missing, or has a missing number in it."
     if isinstance(value, (Tensor, np.ndarray)):
-        return bool((value != value).any())
+        different: Any = value != value
+        return bool(different.any())
     if isinstance(value, (list, tuple)):
         if value and isinstance(value[0], (int, str)):
             return None in value
@@ -447,7 +445,9 @@ def kinds_of(
     "The kind of each column, by its first value that is not missing."
     names, found = column_names(data), dict[str, str]()
     for row in range(min(len(data), 1000)):
-        for name, value in data[row].items():
+        item = data[row]
+        for name in names:
+            value = item.get(name)
             empty = is_missing(value) or (isinstance(value, list) and not value)
             if name not in found and not empty:
                 found[name] = kind_of(value)
@@ -489,8 +489,8 @@ def read_schema(
     takes: Sequence[str] = (),             # the arguments of the model's `forward`
 ) -> Schema:
     "The roles of a data set's columns; refuses ambiguous ones in one sentence."
-    names, hints = column_names(data), []
-    known = (*names, *column_names(own_part(data, "table") or ()))
+    names, hints = column_names(data), list[str]()
+    known = (*names, *column_names(getattr(data, "table", None) or ()))
     column_of_unit = unit if isinstance(unit, str) and unit != "example" else None
     if column_of_unit and column_of_unit not in known:
         raise ValueError(f"unit={unit!r}: no column {unit!r}; the data has "
@@ -510,19 +510,12 @@ def read_schema(
         hints.append(f"column {label!r} is a text to be written; if it names classes, "
                      f"say label={label!r}")
     if unit is None:
-        hints += [f"column {name!r} repeats, and each row is protected by itself; to "
-                  f"protect whom it names, say unit={name!r}" for name in unused
-                  if PEOPLE.match(name) and repeats(column(data, name))]
+        for name in filter(PEOPLE.match, unused):
+            values = [*map(str, column(data, name))]
+            if len(values) / 50 < len({*values}) < len(values):  # more than categories
+                hints.append(f"column {name!r} repeats, and each row is protected by "
+                             f"itself; to protect whom it names, say unit={name!r}")
     return Schema(kind, tuple(reads), label, column_of_unit, unused, tuple(hints))
-
-def repeats(
-    values: Sequence[Any],  # of one column
-) -> bool:
-    "Whether values stand in several rows, but not in as many as a category's."
-    try:
-        return len(values) / 50 < len({*values}) < len(values)
-    except TypeError:           # of lists
-        return False
 
 Roles = tuple[str, Sequence[str], str | None]   # task, what is read, the label
 
@@ -567,7 +560,7 @@ def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
              and (name in ("tokens", "words") or not texts)]
     if words and tags and free[tags] in ("words", "other"):
         return "tagging", words[:1], tags
-    written = next((names for names in WRITTEN if {*names} <= {*inputs}), chats)
+    written = [*next((names for names in WRITTEN if {*names} <= {*inputs}), chats)]
     if written and label is None and (written != chats or len(chats) == 1):
         return "causal", written[:-1], written[-1]
     sole = label or (numbers[0] if len(numbers) == 1 else None)
@@ -587,9 +580,9 @@ def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
                          "it 'label' if it holds the names of classes, or name the "
                          "texts, and then the label or what is to be written, with "
                          "columns=")
-    pairs = [*PAIRS, *((name,) for name in TEXTS)]
+    pairs: list[Sequence[str]] = [*PAIRS, *((name,) for name in TEXTS)]
     reads = texts if len(texts) == 1 else next(
-        (names for names in pairs if {*names} <= {*texts}), ())
+        (names for names in pairs if {*names} <= {*texts}), [])
     if not reads:
         raise ValueError(f"cannot tell which of {_listed(texts)} are texts to read; "
                          "name them and then the label with columns=")
@@ -738,7 +731,7 @@ def read_tags(
     rows = [row.tolist() if hasattr(row, "tolist") else row or [] for row in values]
     flat = [tag for tags in rows for tag in tags if tag != -100]
     known, counted = class_list(classes)
-    names, most = {*known} if known and not counted else None, len(known) or 2**62
+    names, most = {*known} if not counted else set[str](), len(known) or 2**62
     if odd := [row for row, tags in enumerate(rows) for tag in tags if tag is None or (
             bool(names) and tag not in names if isinstance(tag, str) else
             tag != -100 and not 0 <= tag < most)]:
@@ -815,14 +808,7 @@ class Task:
     @property
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
-        if self.kind != "image":
-            return None
-        try:
-            return tuple(self.train[0][0].shape)
-        except (AttributeError, IndexError, KeyError, TypeError):
-            raise ValueError("the items are not pictures with labels; give texts as a "
-                             "table, such as {'text': [...], 'label': [...]}, and "
-                             "pictures as tensors") from None
+        return tuple(self.train[0][0].shape) if self.kind == "image" else None
 
     def assuming(self, fact: str) -> Task:
         "The same task with one more public fact, if it is a new one."
@@ -898,11 +884,11 @@ MARK = "A run on these rows protects whom this column says: (.+)"  # in a descri
 
 def protecting(
     data: Any,         # a data set
-    unit: str | None,  # its column
+    unit: str,         # its column
 ) -> Any:              # the same rows; what holds no mark is returned as it is
     "Data that name the unit that a run on them protects."
-    tensors = own_part(data, "table") is None and not hasattr(data, "column_names")
-    if mark_of(data) == unit or tensors:
+    named = hasattr(data, "column_names") or getattr(data, "table", None) is not None
+    if mark_of(data) == unit or not named:
         return data
     if hasattr(data, "info"):    # of `datasets`: each choice of rows has a copy of it
         marked = data.select(range(len(data)))

@@ -10,8 +10,7 @@ __all__ = ['LEAST', 'ENOUGH', 'Reached', 'random_state', 'splits', 'Store', 'bla
 import os
 import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,9 @@ class Store:
         folder: str | Path | None = None,  # None: in memory
     ):
         self.room, self.folder = room, folder
-        self.close: Callable[[], object] = lambda: None
-        try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(f"cache_folder={folder} cannot be a folder, because a "
-                             "file is in its place; name another") from error
+        self.file: Any = None
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clear()
 
     def clear(self) -> None:
@@ -106,36 +101,36 @@ class Store:
         self.rows: dict[Hashable, Any] = {}
         self.bytes = 0
         if self.folder is not None:
-            self.close()
+            if self.file is not None:
+                self.file.close()
             self.file = tempfile.TemporaryFile(  # noqa: SIM115
                 dir=self.folder, buffering=0)
-            self.close = weakref.finalize(self, self.file.close)
 
     def put(self, key: Hashable, row: Tensor) -> None:
         "Admit a row on the CPU if there is room."
         if key in self.rows or self.bytes + row.nbytes > self.room:
             return
         place: Any = row.clone()
-        if self.folder is not None:
-            place, data = (self.bytes, row.dtype, row.shape), place.view(-1)
+        if self.file is not None:
+            data = place.view(-1).view(torch.uint8).numpy()
+            place = (self.bytes, row.dtype, row.shape)
             try:
-                written = os.pwrite(self.file.fileno(),
-                                    data.view(torch.uint8).numpy(), self.bytes)
+                written = self.file.write(data)
             except OSError:
                 written = 0
-            if written < row.nbytes:   # the disk is full
+            if written < row.nbytes:       # the disk is full
                 self.room = self.bytes
                 return
         self.rows[key] = place
         self.bytes += row.nbytes
 
     def get(self, key: Hashable) -> Tensor | None:
-        "A row, if it is there."
+        "The row of a key, on the CPU; None if it isn't stored."
         place = self.rows.get(key)
-        if self.folder is None or place is None:
+        if self.file is None or place is None:
             return place
-        start, dtype, shape = place
-        data = os.pread(self.file.fileno(), shape.numel() * dtype.itemsize, start)
+        first, dtype, shape = place
+        data = os.pread(self.file.fileno(), dtype.itemsize * shape.numel(), first)
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 # %% ../nbs/5_notes/76_features.ipynb #features-tools

@@ -184,33 +184,34 @@ def prepare(
     "Load a named model, read the data's columns, tokenise them, check the labels."
     # What the columns are, and which facts are taken for public.
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    by_name, unit = isinstance(model, str), unit_for(train, unit)
+    unit = unit_for(train, unit)
     task = train if isinstance(train, Task) else None
     data = as_dataset(task.train if task else train)
     if task and columns is None and not label:
         columns = task.columns
     named = bool(column_names(data)) and not has_batch_protocol(data)
-    kind, names, facts = "image", (), list[str]()
+    kind, names, facts = "image", tuple[str, ...](), list[str]()
     if not named:                                            # tensors, as they are
         schema = Schema("items", unit=unit if isinstance(unit, str) else None)
         if isinstance(data, EncodedData):
             kind = "causal" if data.labels is None else "text"
     else:
         classed = bool(classes or (task and task.classes)) or (
-            model == "minilm" if by_name else head_of(model) == "classification")
+            model == "minilm" if isinstance(model, str)
+            else head_of(model) == "classification")
         schema = _schema(model, data, columns, unit, label, classed, collate_fn,
                          loss_fn)
-        if task is None and (collate_fn is None or by_name):
+        if task is None and (collate_fn is None or isinstance(model, str)):
             kind = kind_of_task(data, schema)
             names, facts = classes_of(
                 data, schema, classes or class_names(data, schema.label or "")
-                or (None if by_name else own_classes(model)))
+                or (None if isinstance(model, str) else own_classes(model)))
     if task is not None:
         kind, names, facts = task.kind, task.classes, [*task.assumed_public]
 
     # A model that is given by name is made for these data.
     recipe = None
-    if by_name:
+    if isinstance(model, str):
         if schema.kind == "items" and named and collate_fn is None:
             raise ValueError("there are no texts, pictures or tokens in the columns "
                              f"{', '.join(column_names(data))} that a named model "
@@ -245,8 +246,7 @@ def prepare(
             "input_ids" in (*fields, *schema.columns)):
         facts.append(VOCABULARY)
     pictures = ready.pictures if schema.kind != "image" and not facts else None
-    if pictures and (1.0, 0.0, 1.0) != (pictures["scale"], *pictures["mean"],
-                                        *pictures["std"]):
+    if pictures and [*pictures.values()][1:] != [1.0, [0.0], [1.0]]:
         facts.append(SCALING)
     ready.assumed_public = [*dict.fromkeys(facts)]
     _check_classes(ready)

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import (
-    Public, Task, TensorData, as_dataset, as_task, check_names, class_list,
-    read_labels, read_schema, stack_images, take)
+    Public, Task, TensorData, as_dataset, as_task, check_names, read_labels,
+    read_schema, stack_images, take)
 from .registry import did_you_mean
 
 # %% auto #0

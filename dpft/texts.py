@@ -5,6 +5,7 @@
 # %% ../nbs/5_notes/68_texts.ipynb #texts-imports
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ def encode(
     # "text": one label each; "causal", "seq2seq": the completion is predicted
     kind: str = "text",
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
-) -> EncodedData | Selected:
+) -> Any:                 # EncodedData; "seq2seq": Selected
     "Tokenise a data set once; refuses missing columns, empty texts and bad labels."
     data, (*texts, last) = as_dataset(data), columns
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
@@ -109,6 +110,9 @@ def encode(
                             truncation=True, max_length=max_length,
                             return_attention_mask=False)
         return flat_tokens(encoded, labels.values, pad_id, data)
+    if kind == "seq2seq" and not texts:
+        raise ValueError("an encoder-decoder reads one text and writes another; name "
+                         "both, prompt and completion, with columns=")
     if not texts and any(map(is_chat, column(data, last))):
         rows = _chat_rows(column(data, last), tokenizer, max_length)
     else:
@@ -231,13 +235,17 @@ def _message(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chat_row(messages: list[dict[str, Any]], tokenizer: Any) -> Row:
     "Tokens of a conversation; a part that no `generation` marks is what a turn adds."
-    write = tokenizer.apply_chat_template
-    if "generation %}" in tokenizer.get_chat_template():
-        found = write(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return found["input_ids"], [*map(bool, found["assistant_masks"])]
-    whole, spans = write(messages, tokenize=False), []
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    write, template = tokenizer.apply_chat_template, tokenizer.get_chat_template()
+    whole, spans = write(messages, tokenize=False), list[tuple[int, int]]()
+    marked = re.search(r"{%-?\s*generation", template)
+    if marked:  # apply_chat_template's own mask fails where a mark begins with a blank
+        parts: Any = render_jinja_template([messages], None, None, template, True,
+                                           **tokenizer.special_tokens_map)
+        (whole,), (spans,) = parts
     for turn, said in enumerate(messages):
-        if said["role"] != "assistant":
+        if marked or said["role"] != "assistant":
             continue
         asked = write(messages[:turn], tokenize=False,
                       add_generation_prompt=True) if turn else ""

@@ -228,8 +228,6 @@ def test_missing_or_impossible_labels_are_one_sentence():
     model = CASES["classes"][0]()
     with pytest.raises(ValueError, match="no 'labels'"):
         example_losses(model, text())
-    with pytest.raises(ValueError, match="the label in row 1 of a batch is outside the 3 classes"):
-        example_losses(model, text(labels=CLASSES + 1))
     with pytest.raises(ValueError, match="no 'start_positions'"):
         example_losses(CASES["answers"][0](), text(labels=CLASSES))
 
@@ -332,21 +330,3 @@ def test_perplexity_without_a_counted_token_is_refused():
     make, batch, _ = CASES["causal"]
     with pytest.raises(ValueError, match=r"all labels of the data are -100.*; give labels to some tokens"):
         perplexity(make(), rows_of(batch | {"labels": torch.full_like(batch["labels"], -100)}))
-
-
-def words_and_tags(rows, seed):
-    ids = numbers(rows, 8, seed=seed)
-    return {"input_ids": ids, "labels": ids % 3}
-
-
-def test_a_tagger_learns_its_own_tags_by_the_default_loss():
-    "The tag is a function of the word, so a table learns it; the loss of the next word's tag could not exceed the largest share of a tag."
-    torch.manual_seed(0)
-    model = hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_labels=3))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for step in range(150):
-        optimizer.zero_grad()
-        default_loss(model)(model, words_and_tags(64, step)).mean().backward()
-        optimizer.step()
-    test = words_and_tags(100, 1000)
-    assert accuracy(model, [{name: values[row] for name, values in test.items()} for row in range(100)]) >= 0.95

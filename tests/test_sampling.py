@@ -73,7 +73,6 @@ def test_every_view_is_a_window_and_depends_on_its_row_and_the_key_alone(copies,
     assert views.shape == (len(rows) * copies, channels, 4, 5) and repeated.tolist() == labels.repeat_interleave(copies).tolist()
     for i, image in enumerate(images):
         known = seen(image, crop, flip)
-        assert len({tuple(window.flatten().tolist()) for window in known}) <= augment.variants
         assert all(any(torch.equal(view, window) for window in known) for view in views[i * copies : (i + 1) * copies])
         alone, _ = augment((images[i : i + 1], labels[i : i + 1]), rows[i : i + 1], b"key")
         assert torch.equal(alone, views[i * copies : (i + 1) * copies])
