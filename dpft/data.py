@@ -28,10 +28,7 @@ __all__ = ['LABELS', 'TEXTS', 'TAGS', 'PAIRS', 'WRITTEN', 'TENSORS', 'BESIDE', '
            'classes_of', 'kind_of_task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_data.ipynb #data-tensordata
-def row_numbers(
-    rows: Tensor | Sequence[int],  # numbers, or a truth value for each row
-    size: int,                     # of the data set
-) -> Tensor:
+def row_numbers(rows: Tensor | Sequence[int], size: int) -> Tensor:
     "Numbers of rows, also of those that a mask names; IndexError beyond the last."
     found = torch.as_tensor(rows)
     return torch.arange(size)[found if found.dtype is torch.bool else found.long()]
@@ -122,10 +119,7 @@ class TableData:
         kept.privacy_unit = self.privacy_unit
         return kept
 
-def take(
-    data: Any,                # a data set with a way to choose rows
-    rows: Sequence[int],
-) -> Any:
+def take(data: Any, rows: Sequence[int]) -> Any:
     "These rows of a data set, in this order."
     return (data.subset(rows) if hasattr(data, "subset")
             else data.select(row_numbers(rows, len(data)).tolist()))
@@ -182,32 +176,24 @@ def _from_items(items: Sequence[Any]) -> Any:
     return TableData({name: [item[name] for item in items] for name in names})
 
 # %% ../nbs/5_notes/65_data.ipynb #data-columns
-def bare(
-    data: Any,  # a data set, public or not
-) -> Any:       # it, without the mark
+def bare(data: Any) -> Any:  # it, without the mark
     "The data itself, however often it was marked as public."
     while isinstance(data, Public):
         data = data.data
     return data
 
-def has_batch_protocol(
-    data: Any,  # a data set, public or not
-) -> bool:
+def has_batch_protocol(data: Any) -> bool:
     "Whether `data.batch(indices)` gives the batch of these rows."
     batch = getattr(bare(data), "batch", None)    # `datasets` has another
     return callable(batch) and next(iter(signature(batch).parameters), "") == "indices"
 
-def made_on_the_fly(
-    data: Any,  # a data set
-) -> bool:
+def made_on_the_fly(data: Any) -> bool:
     "Whether a data set has no columns, or computes them by a transform."
     form = getattr(data, "format", None)
     custom = isinstance(form, dict) and form.get("type") == "custom"
     return custom or not hasattr(data, "column_names")
 
-def column_names(
-    data: Any,  # a data set
-) -> tuple[str, ...]:
+def column_names(data: Any) -> tuple[str, ...]:
     "The names in a data set's items; empty if they are tuples or tensors."
     if not made_on_the_fly(data):
         shown = getattr(data, "format", None)  # `set_format` may leave some out
@@ -341,9 +327,7 @@ def check_disjoint_rows(
             "that dpft.data.shared_rows(public, private) lists")
 
 # %% ../nbs/5_notes/65_data.ipynb #data-missing
-def is_missing(
-    value: Any,  # of one row
-) -> bool:
+def is_missing(value: Any) -> bool:
     "Whether a value is missing: None, NaN, NaT, NA, a blank text, or these in text."
     if isinstance(value, str):
         return not value.strip() or value in ("nan", "NaN", "None", "NaT", "<NA>")
@@ -362,10 +346,7 @@ def check_complete(
         raise ValueError(f"{len(empty)} of {len(values)} rows have no {what}, "
                          f"the first is row {empty[0]}; {way_out}")
 
-def check_missing(
-    data: Any,                             # a data set
-    names: Sequence[str] | None = None,    # of the columns that are read; None: all
-) -> None:
+def check_missing(data: Any, names: Sequence[str] | None = None) -> None:
     "Refuse stored values that are NaN or None, by column and number of rows."
     data = bare(as_dataset(data))
     if isinstance(data, TensorDataset):
@@ -417,18 +398,14 @@ PEOPLE = re.compile(
     r"writer|speaker|customer|client|participant|owner|e?mail)"
     r"([\W_]?(id|name|no|nr|number|code))?$")   # a column that says whose a row is
 
-def is_chat(
-    value: Any,  # of a row
-) -> bool:
+def is_chat(value: Any) -> bool:
     "Whether a value is a list of messages, in Transformers' form or in ShareGPT's."
     return isinstance(value, (list, tuple)) and bool(value) and all(
         isinstance(said, dict) and ({"role", "content"} <= said.keys()
                                     or {"from", "value"} <= said.keys())
         for said in value)
 
-def kind_of(
-    value: Any,  # of a row
-) -> str:
+def kind_of(value: Any) -> str:
     "The kind of a value: text, chat, words, number, picture or other."
     if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
         value = value.tolist()
@@ -439,9 +416,7 @@ def kind_of(
             "number" if isinstance(value, (int, float, np.number)) else
             "picture" if stored or hasattr(value, "getbands") else "other")
 
-def kinds_of(
-    data: Any,  # a data set
-) -> dict[str, str]:
+def kinds_of(data: Any) -> dict[str, str]:
     "The kind of each column, by its first value that is not missing."
     names, found = column_names(data), dict[str, str]()
     for row in range(min(len(data), 1000)):
@@ -510,7 +485,7 @@ def read_schema(
         hints.append(f"column {label!r} is a text to be written; if it names classes, "
                      f"say label={label!r}")
     if unit is None:
-        for name in filter(PEOPLE.match, unused):
+        for name in () if made_on_the_fly(data) else filter(PEOPLE.match, unused):
             values = [*map(str, column(data, name))]
             if len(values) / 50 < len({*values}) < len(values):  # more than categories
                 hints.append(f"column {name!r} repeats, and each row is protected by "
@@ -604,19 +579,13 @@ def class_list(
         raise ValueError(f"classes= has {repeated!r} twice; name each class once")
     return known, counted
 
-def class_names(
-    data: Any,   # a data set
-    label: str,  # its column of labels
-) -> tuple[str, ...] | None:
+def class_names(data: Any, label: str) -> tuple[str, ...] | None:
     "The names of the classes that a `datasets.Dataset` states, if it states any."
     found = (getattr(data, "features", None) or {}).get(label)
     names = getattr(getattr(found, "feature", found), "names", None)  # of each word
     return tuple(names or ()) or None
 
-def check_labels(
-    labels: Any,            # (N,) class numbers
-    classes: int | Sequence[str] | None = None,  # how many, or their names; None: any
-) -> None:
+def check_labels(labels: Any, classes: int | Sequence[str] | None = None) -> None:
     "Refuse labels that are not class numbers; the error names the first row."
     numbers = torch.as_tensor(labels)
     count = 2**62 if classes is None else len(class_list(classes)[0])
@@ -858,10 +827,7 @@ def classes_of(
             else ", ".join(names))
     return names, [f"the classes {said}"] if names and labels.derived else []
 
-def kind_of_task(
-    data: Any,       # a data set whose items have names
-    schema: Schema,  # of it
-) -> str:            # a key of `dpft.models.AUTOS`
+def kind_of_task(data: Any, schema: Schema) -> str:  # a key of `dpft.models.AUTOS`
     "The kind of head that a data set needs, for a model that is given by name."
     if schema.kind in ("text", "tagging", "causal", "image"):
         return schema.kind
@@ -899,9 +865,7 @@ def protecting(
     marked.privacy_unit = unit
     return marked
 
-def mark_of(
-    data: Any,     # a data set
-) -> str | None:   # a column; ValueError where parts name several
+def mark_of(data: Any) -> str | None:  # a column; ValueError where parts name several
     "The unit that a data set, or the data set behind a choice of rows, names."
     held, info = getattr(bare(data), "__dict__", {}), getattr(bare(data), "info", None)
     parts = held.get("datasets", ())    # of a `ConcatDataset` or a `StackDataset`

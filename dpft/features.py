@@ -383,35 +383,22 @@ class Features:
         self.split = None
 
     def holds(self, batch: Batch) -> bool:
-        "Whether losses at other weights are the same, with fewer operations."
-        from torch.utils.flop_counter import FlopCounterMode
+        "Whether the split changes nothing at other weights, with fewer operations."
         before, entry = random_state(), self.below(batch)
-        drawn = not all(map(torch.equal, before, random_state()))
-        if (entry is None or drawn or not entry.is_floating_point()
+        if (entry is None or not all(map(torch.equal, before, random_state()))
+                or not entry.is_floating_point()
                 or entry.shape[:1] != (batch_rows(batch),)):
             return False
-        losses, operations = [], []
-        with jittered(self.trains):
-            try:
-                for loss in (lambda: self.loss_fn(self.model, batch),
-                             lambda: self.above(batch, entry)):
-                    torch.manual_seed(0)
-                    with FlopCounterMode(display=False) as counter:
-                        losses.append(loss().detach())
-                    operations.append(counter.get_total_flops())
-                again = self.below(batch)
-            except Exception:  # zeros may offend anything
-                return False
-        rounding = torch.finfo(entry.dtype).eps ** 0.5
-        return (operations[1] <= (1 - LEAST) * operations[0] and again is not None
-                and same(again, entry, rounding)
-                and torch.allclose(losses[1], losses[0], rounding, rounding,
-                                   equal_nan=True))
+        try:
+            return self.agrees(batch, entry, None, False) and self.saves
+        except Exception:  # zeros may offend anything
+            return False
 
     def agrees(self, batch: Batch, answer: Tensor, mask: Tensor | None,
                by_token: bool) -> bool:
         "Whether losses, gradients and the features are those of the full pass."
-        entries, outcomes = [], []
+        from torch.utils.flop_counter import FlopCounterMode
+        entries, outcomes, operations = [], [], []
         def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
             entries.append(next(iter((*args, *kwargs.values()))).detach().clone())
         rounding = torch.finfo(answer.dtype).eps ** 0.5
@@ -420,13 +407,16 @@ class Features:
                 note, prepend=True, with_kwargs=True)
             for loss in self.loss_fn, lambda *given: self.above(batch, answer):
                 torch.manual_seed(0)
-                losses = loss(self.model, batch)
-                hook.remove()
-                gradients = torch.autograd.grad(
-                    losses.sum(), [p for p in self.trains if p.requires_grad],
-                    allow_unused=True) if losses.requires_grad else ()
+                with FlopCounterMode(display=False) as counter:
+                    losses = loss(self.model, batch)
+                    operations.append(counter.get_total_flops())
+                    hook.remove()
+                    gradients = torch.autograd.grad(
+                        losses.sum(), [p for p in self.trains if p.requires_grad],
+                        allow_unused=True) if losses.requires_grad else ()
                 outcomes.append((losses.detach(), torch.cat([
                     g.flatten() for g in gradients if g is not None] or [losses[:0]])))
+        self.saves = operations[1] <= (1 - LEAST) * operations[0]
         (full, wanted), (short, found) = outcomes
         if not (torch.allclose(short, full, rounding, rounding, equal_nan=True)
                 and same(found[None], wanted[None], 10 * rounding)):

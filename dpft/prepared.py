@@ -157,9 +157,7 @@ def save_scaling(
 SCORED = "the data to score"
 
 @contextmanager
-def concerning(
-    part: str,  # of the data
-) -> Iterator[None]:
+def concerning(part: str) -> Iterator[None]:
     "Whatever ValueError is raised within says which part of the data it concerns."
     try:
         yield
@@ -416,9 +414,7 @@ def _check_tokens(model: nn.Module, data: Any) -> None:
         raise ValueError(f"row {row} has a token beyond the {count} that the model has "
                          "embeddings for; pass the model's own tokenizer=")
 
-def check_causal(
-    model: nn.Module,  # with the head of a language model
-) -> None:
+def check_causal(model: nn.Module) -> None:
     "ValueError for a model that uses the tokens that it predicts."
     padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
     tokens = [token for token in range(3) if token != padding][:2]

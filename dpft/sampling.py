@@ -120,16 +120,11 @@ def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
     return next((kind for kind, types in known.items() if isinstance(name, types)),
                 type(name).__name__)
 
-def one_spelling(
-    name: Hashable,  # of a unit
-) -> Hashable:
+def one_spelling(name: Hashable) -> Hashable:
     "A name with one blank between words and no others, if it is a text."
     return " ".join(name.split()) if isinstance(name, str) else name
 
-def check_kinds(
-    values: Sequence[Hashable],  # the unit of each row
-    name: str,                   # of the column, for the error
-) -> None:
+def check_kinds(values: Sequence[Hashable], name: str) -> None:
     "Refuse unit names of several kinds, by which one person may count as two."
     try:
         # by types too, for True equals 1
@@ -149,10 +144,7 @@ def check_kinds(
             f"unit {name!r} holds texts that differ by blanks only, so a person may be "
             "two units; write each name in one way, without blanks around it")
 
-def check_exact(
-    values: Sequence[Hashable],  # the unit of each row
-    name: str,                   # of the column, for the error
-) -> None:
+def check_exact(values: Sequence[Hashable], name: str) -> None:
     "Refuse floats that are fractions, or so large that two names may be one number."
     parts = (part for value in dict.fromkeys(values)
              for part in (value if isinstance(value, tuple) else [value]))

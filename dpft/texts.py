@@ -60,20 +60,13 @@ class EncodedData:
         batch["attention_mask"] = real.long()
         return batch if self.labels is None else {**batch, "labels": self.labels[rows]}
 
-def fill_of(
-    name: str,    # of a field
-    pad_id: int,
-) -> int:
+def fill_of(name: str, pad_id: int) -> int:
     "The padding value of a field: the padding token, -100 for labels, else 0."
     ids = name in ("input_ids", "decoder_input_ids")
     return pad_id if ids else -100 if name in LABELS else 0
 
-def flat_tokens(
-    encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
-    labels: Tensor | None,
-    pad_id: int,
-    table: Any,
-) -> EncodedData:
+def flat_tokens(encoded: Mapping[str, Sequence[Any]], labels: Tensor | None,
+                pad_id: int, table: Any) -> EncodedData:
     "Rows of tokens end to end; refuses rows without any."
     lengths = torch.tensor([len(row) for row in encoded["input_ids"]], dtype=torch.long)
     check_complete([int(size) or None for size in lengths] or [None], "token",
@@ -148,10 +141,7 @@ def _prompts(data: Any, names: Sequence[str]) -> list[str]:
     return _texts([" ".join(text for text in row if not is_missing(text))
                    for row in rows], " + ".join(names))
 
-def first_token(
-    tokenizer: Any,
-    *names: str,    # such as "pad_token_id"
-) -> int | None:
+def first_token(tokenizer: Any, *names: str) -> int | None:
     "The first of these special tokens that the tokenizer has."
     known = (getattr(tokenizer, name, None) for name in names)
     return next((number for number in known if number is not None), None)

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn, tensor
 
 from dpft.gradients import clipped_sum, per_example_gradients
@@ -24,7 +22,6 @@ from dpft.losses import (
     logits,
     measure_for,
     perplexity,
-    r2,
     summed_losses,
     task_of,
 )
@@ -280,27 +277,6 @@ class Says(nn.Module):
 
     def forward(self, x):
         return x
-
-
-class SaysForSequenceClassification(Says):
-    """Answers with numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = hf.PretrainedConfig(problem_type="regression")
-
-
-@given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))
-@settings(max_examples=20)
-def test_r2_is_scikit_learns(size, outputs, seed):
-    from sklearn.metrics import r2_score
-
-    torch.manual_seed(seed)
-    said, labels = torch.randn(2, size, outputs, dtype=torch.float64)
-    model = SaysForSequenceClassification()
-    found = r2(model, list(zip(said, labels, strict=True)), batch_size=2)
-    assert found == pytest.approx(r2_score(labels.numpy(), said.numpy()), rel=1e-9, abs=1e-9)
-    assert r2(model, [(row, row) for row in labels]) == pytest.approx(1)
 
 
 def test_an_exact_match_is_right_in_every_part():
