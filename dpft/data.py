@@ -270,10 +270,9 @@ def _compared(data: Any) -> list[str]:
     if has_batch_protocol(data):
         return []
     kinds = kinds_of(data)
-    texts = [name for name in kinds if kinds[name] in ("text", "chat", "words")
-             and name not in LABELS and not PEOPLE.match(name)]
-    return texts or (["input_ids"] if "input_ids" in kinds else [
-        name for name in kinds if name not in LABELS and not PEOPLE.match(name)])
+    own = [name for name in kinds if name not in LABELS and not PEOPLE.match(name)]
+    texts = [name for name in own if kinds[name] in ("text", "chat", "words")]
+    return texts or (["input_ids"] if "input_ids" in own else own or [*kinds])
 
 def _contents(data: Any, names: Sequence[str]) -> tuple[str, Sequence[Any]]:
     "What is compared of each row, and what one calls it."
@@ -535,8 +534,9 @@ def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
              and (name in ("tokens", "words") or not texts)]
     if words and tags and free[tags] in ("words", "other"):
         return "tagging", words[:1], tags
-    written = [*next((names for names in WRITTEN if {*names} <= {*inputs}), chats)]
-    if written and label is None and (written != chats or len(chats) == 1):
+    known = [names for names in WRITTEN if {*names} <= {*inputs}]
+    written = [*known[0]] if known else chats
+    if written and label is None and (known or len(chats) == 1):
         return "causal", written[:-1], written[-1]
     sole = label or (numbers[0] if len(numbers) == 1 else None)
     if pictures:
