@@ -556,12 +556,12 @@ def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
                          "texts, and then the label or what is to be written, with "
                          "columns=")
     pairs: list[Sequence[str]] = [*PAIRS, *((name,) for name in TEXTS)]
-    reads = texts if len(texts) == 1 else next(
-        (names for names in pairs if {*names} <= {*texts}), [])
-    if not reads:
+    found = [texts] if len(texts) == 1 else [
+        names for names in pairs if {*names} <= {*texts}]
+    if not found:
         raise ValueError(f"cannot tell which of {_listed(texts)} are texts to read; "
                          "name them and then the label with columns=")
-    return "text", reads, sole
+    return "text", found[0], sole
 
 # %% ../nbs/5_notes/65_data.ipynb #data-classes
 def class_list(
