@@ -150,7 +150,7 @@ def as_dataset(
         raise ValueError(
             f"this {type(data).__name__} has no rows by number, so no example has a "
             "known probability of being drawn; give the data set inside a DataLoader, "
-            "or keep the rows in memory, as datasets.Dataset.from_list(list(data)) does")
+            "or keep the rows in memory: datasets.Dataset.from_list(list(data))")
     shown = getattr(data, "format", None)
     if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
         return data.with_format(None, columns=shown["columns"])  # rows as they are
@@ -469,10 +469,11 @@ def read_schema(
     if column_of_unit and column_of_unit not in known:
         raise ValueError(f"unit={unit!r}: no column {unit!r}; the data has "
                          f"{_listed(names)}; name the one that says whose a row is")
-    if lost := [name for name in (*(columns or ()), label) if name and name not in known]:
+    asked = [*(columns or ()), *([label] if label else [])]
+    if lost := [name for name in asked if name not in known]:
         raise ValueError(f"no column {lost[0]!r}; the data has {_listed(names)}; "
                          "name texts and label with columns=")
-    if column_of_unit and column_of_unit in (*(columns or ()), label):
+    if column_of_unit in asked:
         raise ValueError(f"column {unit!r} names the unit of privacy, so the model "
                          "must not read it; leave it out of columns=")
     kinds = kinds_of(data)

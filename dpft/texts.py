@@ -332,6 +332,6 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
         return pad_sequence(tensors, batch_first=True, padding_value=fill)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"{name} of the items, {type(values[0]).__name__}s, cannot be stacked: only "
+            f"{name} of the items, {type(values[0]).__name__}s, cannot be stacked: "
             "numbers of one size are, and sequences are padded; tokenise texts with "
             "dpft.texts.encode, drop the column, or pass collate_fn=") from None
