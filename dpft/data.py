@@ -17,24 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 # %% auto #0
-__all__ = ['LABELS', 'TAGS', 'PAIRS', 'TEXT_PAIRS', 'TENSORS', 'BESIDE', 'PEOPLE', 'ASIDE', 'Roles', 'VOCABULARY', 'MARK',
+__all__ = ['LABELS', 'TEXTS', 'TAGS', 'PAIRS', 'WRITTEN', 'TENSORS', 'BESIDE', 'PEOPLE', 'Roles', 'VOCABULARY', 'MARK',
            'row_numbers', 'TensorData', 'TableData', 'take', 'as_dataset', 'check_names', 'bare', 'has_batch_protocol',
-           'own_part', 'made_on_the_fly', 'column_names', 'undecoded', 'column', 'Public', 'shared_rows',
-           'check_disjoint_rows', 'is_missing', 'check_complete', 'check_missing', 'names_a_row', 'is_chat', 'kind_of',
-           'kinds_of', 'Schema', 'read_schema', 'class_list', 'class_names', 'check_labels', 'Labels', 'read_labels',
-           'read_tags', 'stack_images', 'Task', 'as_task', 'kind_of_task', 'protecting', 'mark_of', 'unit_for']
+           'made_on_the_fly', 'column_names', 'column', 'Public', 'shared_rows', 'check_disjoint_rows', 'is_missing',
+           'check_complete', 'check_missing', 'is_chat', 'kind_of', 'kinds_of', 'Schema', 'read_schema', 'class_list',
+           'class_names', 'check_labels', 'Labels', 'read_labels', 'read_tags', 'stack_images', 'Task', 'as_task',
+           'classes_of', 'kind_of_task', 'protecting', 'mark_of', 'unit_for']
 
 # %% ../nbs/5_notes/65_data.ipynb #data-tensordata
-def row_numbers(
-    rows: Tensor | Sequence[int],  # numbers, or a truth value for each row
-    size: int,                     # of the data set
-) -> Tensor:
-    "Numbers of rows, also of those that a mask names; IndexError for a short mask."
+def row_numbers(rows: Tensor | Sequence[int], size: int) -> Tensor:
+    "Numbers of rows, also of those that a mask names; IndexError beyond the last."
     found = torch.as_tensor(rows)
-    return torch.arange(size)[found] if found.dtype is torch.bool else found.long()
+    return torch.arange(size)[found if found.dtype is torch.bool else found.long()]
 
 @dataclass(eq=False, repr=False)
 class TensorData:
@@ -54,7 +51,6 @@ class TensorData:
                              "labels; give one label for each image")
         if not self.labels.is_floating_point():
             self.labels = self.labels.long()
-        self.mean, self.std = tuple(self.mean), tuple(self.std)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -96,16 +92,13 @@ class TableData:
     privacy_unit: str | None = None  # the column of whom a run on it protects
 
     def __init__(self, columns: dict[str, Any]):  # the values of each column
-        for name, values in columns.items():
-            if isinstance(values, str) or not hasattr(values, "__len__"):
-                raise ValueError(f"{name!r} is no list; give a value for each row")
-        sizes = {name: len(values) for name, values in columns.items()}
+        # a series is read by its labels, which need not be the row's number
+        self.columns = {str(name): values.tolist() if hasattr(values, "iloc")
+                        else values for name, values in columns.items()}
+        self.column_names = list(self.columns)
+        sizes = {name: len(values) for name, values in self.columns.items()}
         if len(set(sizes.values())) != 1:
             raise ValueError(f"columns must be of one length, not {sizes}")
-        # a series is read by its labels, which need not be the row's number
-        self.columns = {name: values.tolist() if hasattr(values, "iloc") else values
-                        for name, values in columns.items()}
-        self.column_names = list(columns)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -126,10 +119,7 @@ class TableData:
         kept.privacy_unit = self.privacy_unit
         return kept
 
-def take(
-    data: Any,                # a data set with a way to choose rows
-    rows: Sequence[int],
-) -> Any:
+def take(data: Any, rows: Sequence[int]) -> Any:
     "These rows of a data set, in this order."
     return (data.subset(rows) if hasattr(data, "subset")
             else data.select(row_numbers(rows, len(data)).tolist()))
@@ -139,41 +129,28 @@ def as_dataset(
     data: Any,  # in any accepted form
 ) -> Any:       # with a length and items; a table where the items have names
     "A data set that can be sampled; any other object is refused in one sentence."
-    if isinstance(data, dict) and hasattr(data.get("train"), "column_names"):
-        data = data["train"]                       # the splits of `load_dataset`
-    if isinstance(data, dict):
-        parts = [*data.values()]
-        if parts and all(hasattr(part, "column_names") or hasattr(part, "columns")
-                         for part in parts):
-            raise ValueError(f"the data holds the splits {', '.join(data)}; give one "
-                             "of them to train on, and another to score on")
-        return TableData(data)
+    if isinstance(data, dict):                     # columns, or `load_dataset`'s splits
+        part = data.get("train")
+        return part if hasattr(part, "column_names") else TableData(data)
     if hasattr(data, "iloc"):                      # of pandas; its index is no column
-        if not hasattr(data, "columns"):
-            return data.tolist()
-        check_names([str(name) for name in data.columns])
-        return TableData({str(name): data[name] for name in data.columns})
+        check_names([*map(str, data.columns)])
+        return TableData({name: data[name] for name in data.columns})
     if hasattr(data, "to_pydict"):                 # of Arrow
-        check_names(list(data.schema.names))
+        check_names(data.schema.names)
         return TableData(data.to_pydict())
     if isinstance(data, (list, tuple)):
         return _from_items(data)
-    kind = type(data).__name__
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
-    if hasattr(data, "dataset") and not hasattr(data, "__getitem__"):
-        raise ValueError(f"this {kind} makes its own batches, and privacy needs "
-                         "Poisson draws; give the data set inside it, .dataset")
-    if hasattr(data, "train") and hasattr(data, "dev"):
+    if isinstance(data, Task):
         raise ValueError("a Task is several data sets; give one of them, such as "
                          "task.train, task.dev or task.test")
-    if isinstance(data, IterableDataset) or not (
-            hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise ValueError(
-            f"this {kind} has no length or no rows by number, so no example has a "
-            "known probability of being drawn; keep it in memory, as "
-            "datasets.Dataset.from_list(list(data)) does, or load it without streaming")
+            f"this {type(data).__name__} has no rows by number, so no example has a "
+            "known probability of being drawn; give the data set inside a DataLoader, "
+            "or keep the rows in memory: datasets.Dataset.from_list(list(data))")
     shown = getattr(data, "format", None)
     if isinstance(shown, dict) and shown.get("type") in ("pandas", "arrow", "polars"):
         return data.with_format(None, columns=shown["columns"])  # rows as they are
@@ -181,65 +158,42 @@ def as_dataset(
 
 def check_names(names: Sequence[str]) -> None:
     "Refuse a table with two columns of one name."
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+    if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two columns are named {repeated[0]!r}; rename one of them")
 
 def _from_items(items: Sequence[Any]) -> Any:
     "A list of dictionaries as a table; any other list as it is."
-    if len(items) == 2 and all(isinstance(part, (Tensor, np.ndarray))
-                               for part in items):
+    if len(items) == 2 and all(isinstance(x, (Tensor, np.ndarray)) for x in items):
         raise ValueError("two arrays are not a data set of examples; "
                          "give torch.utils.data.TensorDataset(inputs, labels)")
     if not items or not all(isinstance(item, dict) for item in items):
         return items
     names = items[0].keys()
     for row, item in enumerate(items):
-        if item.keys() != names:
-            name = sorted(item.keys() ^ names, key=str)[0]
-            raise ValueError(f"rows 0 and {row} differ: only one of them has {name!r}; "
-                             "give every row the same names")
+        if other := item.keys() ^ names:
+            raise ValueError(f"rows 0 and {row} differ: only one of them has "
+                             f"{min(other)!r}; give every row the same names")
     return TableData({name: [item[name] for item in items] for name in names})
 
 # %% ../nbs/5_notes/65_data.ipynb #data-columns
-def bare(
-    data: Any,  # a data set, public or not
-) -> Any:       # it, without the mark
+def bare(data: Any) -> Any:  # it, without the mark
     "The data itself, however often it was marked as public."
     while isinstance(data, Public):
         data = data.data
     return data
 
-def has_batch_protocol(
-    data: Any,  # a data set, public or not
-) -> bool:
+def has_batch_protocol(data: Any) -> bool:
     "Whether `data.batch(indices)` gives the batch of these rows."
-    if not callable(batch := getattr(bare(data), "batch", None)):
-        return False
-    try:
-        return next(iter(signature(batch).parameters), "") == "indices"
-    except (TypeError, ValueError):  # a function without a signature
-        return False
+    batch = getattr(bare(data), "batch", None)    # `datasets` has another
+    return callable(batch) and next(iter(signature(batch).parameters), "") == "indices"
 
-def own_part(
-    data: Any,  # a data set, public or not
-    name: str,  # as "table", what its tokens were made of
-) -> Any:       # None in a data set that is not of this package
-    "An attribute of one of dpft's own forms of data."
-    ours = any(kind.__module__.partition(".")[0] == "dpft"
-               for kind in type(bare(data)).__mro__)
-    return getattr(bare(data), name, None) if ours else None
-
-def made_on_the_fly(
-    data: Any,  # a data set
-) -> bool:
+def made_on_the_fly(data: Any) -> bool:
     "Whether a data set has no columns, or computes them by a transform."
     form = getattr(data, "format", None)
     custom = isinstance(form, dict) and form.get("type") == "custom"
     return custom or not hasattr(data, "column_names")
 
-def column_names(
-    data: Any,  # a data set
-) -> tuple[str, ...]:
+def column_names(data: Any) -> tuple[str, ...]:
     "The names in a data set's items; empty if they are tuples or tensors."
     if not made_on_the_fly(data):
         shown = getattr(data, "format", None)  # `set_format` may leave some out
@@ -247,33 +201,24 @@ def column_names(
     first = data[0] if len(data) else None
     return tuple(first) if isinstance(first, Mapping) else ()
 
-def undecoded(
-    data: Any,  # a data set
-) -> Any:       # the same rows, with pictures as files where it opens them by itself
-    "The same rows, with pictures left undecoded where `datasets` would decode them."
-    features, shown = getattr(data, "features", None) or {}, getattr(data, "format", 0)
-    plain = isinstance(shown, dict) and shown.get("type") is None
-    for name, kind in features.items() if plain else ():
-        if type(kind).__name__ == "Image" and kind.decode:
-            data = data.cast_column(name, type(kind)(decode=False))
-    return data
-
 def column(
     data: Any,   # a data set, or one that was made of a table
     name: str,
 ) -> list[Any]:
     "A column as a list; a missing one is refused with those that exist."
-    table = own_part(data, "table")
+    table = getattr(bare(data), "table", None)     # what tokens were made of
     data = data if table is None else table
     if name not in (names := column_names(data)):
-        raise ValueError(f"no column {name!r}; the data has "
-                         + (", ".join(map(repr, names)) or "items without names"))
+        raise ValueError(f"no column {name!r}; the data has {_listed(names)}")
     values = ([data[row].get(name) for row in range(len(data))]
               if made_on_the_fly(data) else data[name][:])   # whole, not row by row
     if isinstance(values, Tensor):
         return values.tolist() if values.ndim == 1 else list(values)
     return [value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             for value in values]
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "items without names"
 
 # %% ../nbs/5_notes/65_data.ipynb #data-public
 class Public:
@@ -310,85 +255,62 @@ def shared_rows(
     if not len(public) or not len(private):
         return []
     one, other = _compared(public), _compared(private)
-    texts = [{name for name, kind in names.items() if kind in ("text", "chat", "words")}
-             for names in (one, other)]
-    if texts[0] and texts[1]:
-        if max(map(len, texts)) > 1:    # else whatever the one text is called
-            texts = [texts[0] & texts[1]] * 2 if (
-                texts[0] <= texts[1] or texts[1] <= texts[0]) else [set()] * 2
-        if not texts[0]:
-            raise ValueError("the texts have different names, "
-                             f"{_listed(sorted(one.keys() - other.keys()))} and "
-                             f"{_listed(sorted(other.keys() - one.keys()))}; give the "
-                             "columns of both sets the same names")
-        first, second = (_keys(data, sorted(names), "texts") for data, names
-                         in zip((public, private), texts, strict=True))
-    else:
-        both = "input_ids" if {"input_ids"} <= one.keys() & other.keys() else None
-        names = [both] if both else sorted(one.keys() & other.keys())
-        if one and other and not names:
-            raise ValueError(f"{_listed(sorted(one))} cannot be compared with "
-                             f"{_listed(sorted(other))}; give both sets in one form, "
-                             "texts before they are tokenised")
-        first, second = _keys(public, names), _keys(private, names)
-    forms = [sorted({form for form, _ in rows}) for rows in (first, second)]
-    if forms[0] != forms[1] or bool(one) != bool(other):
-        raise ValueError(f"{' and '.join(forms[0])} cannot be compared with "
-                         f"{' and '.join(forms[1])}; give both sets in one form, "
-                         "texts before they are tokenised")
-    known = set(second)
-    return [row for row, found in enumerate(first) if found in known]
+    if len(one) > 1 or len(other) > 1:             # a single column may be renamed
+        one = other = [name for name in one if name in other]
+    (form, rows), (form_2, rows_2) = _contents(public, one), _contents(private, other)
+    if form != form_2:
+        raise ValueError(f"{form} cannot be compared with {form_2}; give both sets in "
+                         "one form and with the same columns, texts before they are "
+                         "tokenised")
+    known = {*map(_key, rows_2)}
+    return [number for number, row in enumerate(rows) if _key(row) in known]
 
-def _compared(data: Any) -> dict[str, str]:
-    "The kind of each column that may identify a row: no label, no id."
+def _compared(data: Any) -> list[str]:
+    "The columns that tell rows apart: the texts, else the tokens, else no label or id."
     if has_batch_protocol(data):
-        return {"input_ids": "tokens"} if own_part(data, "fields") else {}
+        return []
     kinds = kinds_of(data)
-    own = {name: kind for name, kind in kinds.items()
-           if name not in LABELS and not names_a_row(name)}
-    return own or kinds
+    own = [name for name in kinds if name not in LABELS and not PEOPLE.match(name)]
+    texts = [name for name in own if kinds[name] in ("text", "chat", "words")]
+    return texts or (["input_ids"] if "input_ids" in own else own or [*kinds])
 
-def _keys(data: Any, names: Sequence[str], form: str = "") -> list[tuple[str, bytes]]:
-    "What is compared of each row, and its hash."
+def _contents(data: Any, names: Sequence[str]) -> tuple[str, Sequence[Any]]:
+    "What is compared of each row, and what one calls it."
     if isinstance(data, TensorData):
-        levels = (part.double() / data.scale * 65535
-                  for part in data.images.split(1024))
-        return [_key(row.numpy(), "pictures") for part in levels
-                for row in part.round().to(torch.int32)]
-    if own_part(data, "fields") is not None:     # tokens end to end
-        tokens = data.fields["input_ids"].split(data.lengths.tolist())
-        return [_key(row, "tokens") for row in tokens]
+        return "pictures", [row for part in data.images.split(1024)
+                            for row in (part.double() / data.scale * 65535).round()]
+    if hasattr(data, "fields"):                  # tokens end to end
+        return "tokens", data.fields["input_ids"].split(data.lengths.tolist())
+    if names == ["input_ids"]:
+        ids, masked = column(data, "input_ids"), "attention_mask" in column_names(data)
+        masks = column(data, "attention_mask") if masked else map(np.ones_like, ids)
+        return "tokens", [np.asarray(row)[np.asarray(mask) > 0]
+                          for row, mask in zip(ids, masks, strict=True)]
     if names:
-        columns = [column(data, name) for name in names]
-        if names == ["input_ids"]:
-            masks = (column(data, "attention_mask") if "attention_mask"
-                     in column_names(data) else [1] * len(data))
-            return [_key(np.asarray(row)[np.asarray(mask) > 0 if np.ndim(mask) else
-                                         ...], "tokens")
-                    for row, mask in zip(columns[0], masks, strict=True)]
-        return [_key(row if len(row) > 1 else row[0], form)
-                for row in zip(*columns, strict=True)]
+        rows = zip(*(column(data, name) for name in names), strict=True)
+        kinds = sorted({kinds_of(data)[name] for name in names})
+        return f"columns of {' and '.join(kinds)}", list(rows)
+    if column_names(data):
+        return f"columns {_listed(column_names(data))}", []
     items = (data[row] for row in range(len(data)))
-    return [_key(item[0] if isinstance(item, (tuple, list)) else item, form)
-            for item in items]
+    return "numbers", [item[0] if isinstance(item, (tuple, list)) else item
+                       for item in items]
 
-def _key(value: Any, form: str = "") -> tuple[str, bytes]:
-    "How a value is compared, and its hash: texts by their words, others by numbers."
-    if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
-        value = _opened(value)
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().float()
+def _key(value: Any) -> Any:
+    "A value by its content: texts by their words, all else by its numbers."
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, Mapping):
+        return _key(_opened(value) if "bytes" in value else [*value.values()])
+    if isinstance(value, (list, tuple)) and any(
+            isinstance(one, (str, list, tuple, Mapping, Tensor, np.ndarray))
+            for one in value):
+        return tuple(map(_key, value))
     try:
-        array = np.asarray(value, dtype=np.float32)
-        form = form or "numbers"
-        content = repr(array.shape).encode() + array.tobytes()
+        numbers = np.asarray(value, dtype=np.float32)
     except (TypeError, ValueError):
-        strip = value.strip() if isinstance(value, str) else [
-            part.strip() if isinstance(part, str) else part for part in value
-        ] if isinstance(value, (list, tuple)) else value
-        form = form or ("texts" if isinstance(value, str) else "values")
-        content = repr(strip).encode(errors="surrogatepass")
-    return form, hashlib.blake2b(content, digest_size=16).digest()
+        return repr(value)
+    return numbers.shape, hashlib.blake2b(numbers.tobytes(), digest_size=16).digest()
 
 def check_disjoint_rows(
     public: Any,           # said to be public, or otherwise apart from the private data
@@ -404,16 +326,12 @@ def check_disjoint_rows(
             "that dpft.data.shared_rows(public, private) lists")
 
 # %% ../nbs/5_notes/65_data.ipynb #data-missing
-def is_missing(
-    value: Any,  # of one row
-) -> bool:
+def is_missing(value: Any) -> bool:
     "Whether a value is missing: None, NaN, NaT, NA, a blank text, or these in text."
-    if value is None:
-        return True
     if isinstance(value, str):
         return not value.strip() or value in ("nan", "NaN", "None", "NaT", "<NA>")
     try:
-        return bool(value != value)  # of NaN and NaT alone
+        return value is None or bool(value != value)  # of NaN and NaT alone
     except (TypeError, ValueError, RuntimeError):
         return type(value).__name__ == "NAType"
 
@@ -427,10 +345,7 @@ def check_complete(
         raise ValueError(f"{len(empty)} of {len(values)} rows have no {what}, "
                          f"the first is row {empty[0]}; {way_out}")
 
-def check_missing(
-    data: Any,                             # a data set
-    names: Sequence[str] | None = None,    # of the columns that are read; None: all
-) -> None:
+def check_missing(data: Any, names: Sequence[str] | None = None) -> None:
     "Refuse stored values that are NaN or None, by column and number of rows."
     data = bare(as_dataset(data))
     if isinstance(data, TensorDataset):
@@ -441,94 +356,78 @@ def check_missing(
     elif has_batch_protocol(data) or made_on_the_fly(data):
         return                       # made when they are read, and only once
     else:
+        if hasattr(data, "with_format"):     # of `datasets`: pictures stay files
+            data = data.with_format("arrow", columns=column_names(data))
         names = column_names(data) if names is None else names
-        parts = {f"column {name!r}": undecoded(data)[name][:] for name in names}
+        parts = {f"column {name!r}": data[name][:] for name in names}
     for name, values in parts.items():
-        if count := sum(map(_has_gap, values)):
+        rows = values.to_pylist() if hasattr(values, "to_pylist") else values
+        if count := sum(map(_has_gap, rows)):
             raise ValueError(f"{name}: {count} of {len(data)} rows have a missing "
                              "value (NaN or None) and would count nothing; fill or "
                              "drop them")
 
 def _has_gap(value: Any) -> bool:
     "Whether a value is missing, or has a missing number in it."
-    if isinstance(value, Tensor):
-        return bool(value.isnan().any())
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind == "f" and bool(np.isnan(value).any())
+    if isinstance(value, (Tensor, np.ndarray)):
+        different: Any = value != value
+        return bool(different.any())
     if isinstance(value, (list, tuple)):
-        whole = not value or isinstance(value[0], (int, str))
-        return any(one is None for one in value) or (
-            not whole and any(map(_has_gap, value)))
+        if value and isinstance(value[0], (int, str)):
+            return None in value
+        return any(map(_has_gap, value))
     return not isinstance(value, (int, str, dict)) and is_missing(value)
 
 # %% ../nbs/5_notes/65_data.ipynb #data-names
 LABELS = ("label", "labels", "label_ids", "class", "target", "fine_label")
-TAGS = ("ner_tags", "ner", "pos_tags", "pos", "chunk_tags", "tags")  # one for each word
-PAIRS = (("mr", "ref"), ("meaning_representation", "human_reference"),
-         ("prompt", "completion"))  # what is given, and what is to be written
-TEXT_PAIRS = (
-    ("question", "sentence"), ("question", "context"), ("question", "passage"),
-    ("question1", "question2"), ("premise", "hypothesis"), ("sentence1", "sentence2"),
-    ("text", "text_pair"), ("text1", "text2"), ("query", "passage"))
+TEXTS = ("text", "sentence", "review", "content")   # read where there are several
+TAGS = ("ner_tags", "pos_tags", "chunk_tags", "tags")  # one for each word
+PAIRS = (("question", "sentence"), ("question1", "question2"), ("question", "context"),
+         ("premise", "hypothesis"), ("sentence1", "sentence2"), ("text", "text_pair"))
+WRITTEN = (("mr", "ref"), ("meaning_representation", "human_reference"),
+           ("prompt", "completion"), ("instruction", "input", "output"),
+           ("instruction", "output"))   # what is given, and last what is to be written
 TENSORS = ("input_ids", "pixel_values", "input_features", "input_values",
            "inputs_embeds")
 BESIDE = ("attention_mask", "token_type_ids", "position_ids", "decoder_input_ids",
           "decoder_attention_mask", "bbox", "pixel_mask", "start_positions",
           "end_positions", "next_sentence_label", "global_attention_mask")
-PEOPLE = ("user|person|patient|author|writer|speaker|customer|client|participant|"
-          "owner|who")
-ASIDE = re.compile(rf"(?i)^(.*[_-])?(id|idx|index|guid|uuid|uid|e?mail|{PEOPLE})$"
-                   r"|^name$"
-                   rf"|^({PEOPLE})[_-]?(id|name|no|nr|number|code)$|^(ids|key|hash|)$")
+PEOPLE = re.compile(
+    r"(?i)(.*[\W_])?(id|idx|index|uuid|guid)$|name$|.*(user|person|patient|author|"
+    r"writer|speaker|customer|client|participant|owner|e?mail)"
+    r"([\W_]?(id|name|no|nr|number|code))?$")   # a column that says whose a row is
 
-def names_a_row(
-    name: str,  # of a column
-) -> bool:
-    "Whether a column's name says that it identifies a row or a person."
-    return bool(ASIDE.match(name))
-
-def is_chat(
-    value: Any,  # of a row
-) -> bool:
-    "Whether a value is a list of messages, each with a role and a content."
+def is_chat(value: Any) -> bool:
+    "Whether a value is a list of messages, in Transformers' form or in ShareGPT's."
     return isinstance(value, (list, tuple)) and bool(value) and all(
-        isinstance(said, dict) and {"role", "content"} <= set(said) for said in value)
+        isinstance(said, dict) and ({"role", "content"} <= said.keys()
+                                    or {"from", "value"} <= said.keys())
+        for said in value)
 
-def kind_of(
-    value: Any,  # of a row
-) -> str:
+def kind_of(value: Any) -> str:
     "The kind of a value: text, chat, words, number, picture or other."
-    if isinstance(value, str):
-        return "text"
-    if is_chat(value):
-        return "chat"
     if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
         value = value.tolist()
-    if isinstance(value, (list, tuple)) and value:
-        return "words" if all(isinstance(one, str) for one in value) else "other"
-    if isinstance(value, (int, float, np.number)):
-        return "number"
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], str):
+        return "words"
     stored = isinstance(value, dict) and "bytes" in value
-    return "picture" if stored or hasattr(value, "getbands") else "other"
+    return ("text" if isinstance(value, str) else "chat" if is_chat(value) else
+            "number" if isinstance(value, (int, float, np.number)) else
+            "picture" if stored or hasattr(value, "getbands") else "other")
 
-def kinds_of(
-    data: Any,  # a data set
-) -> dict[str, str]:
+def kinds_of(data: Any) -> dict[str, str]:
     "The kind of each column, by its first value that is not missing."
-    names, found, data = column_names(data), dict[str, str](), undecoded(data)
+    names, found = column_names(data), dict[str, str]()
     for row in range(min(len(data), 1000)):
         item = data[row]
         for name in names:
             value = item.get(name)
-            gap = is_missing(value) or (isinstance(value, list) and not value)
-            if name not in found and not gap:
+            empty = is_missing(value) or (isinstance(value, list) and not value)
+            if name not in found and not empty:
                 found[name] = kind_of(value)
         if len(found) == len(names):
             break
     return {name: found.get(name, "other") for name in names}
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "items without names"
 
 # %% ../nbs/5_notes/65_data.ipynb #data-schema
 @dataclass(frozen=True)
@@ -539,6 +438,7 @@ class Schema:
     label: str | None = None      # what it learns to give; "causal": to write
     unit: str | None = None       # the column that names the unit of privacy
     unused: tuple[str, ...] = ()  # what nobody sees
+    hints: tuple[str, ...] = ()   # what may not have been meant, a line each
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -563,25 +463,34 @@ def read_schema(
     takes: Sequence[str] = (),             # the arguments of the model's `forward`
 ) -> Schema:
     "The roles of a data set's columns; refuses ambiguous ones in one sentence."
-    names = column_names(data)
-    if isinstance(columns, str):
-        raise ValueError(f"columns={columns!r}: give a list of names, such as "
-                         "['text', 'label']")
-    given = [*(columns or ())]
-    unit = unit if isinstance(unit, str) and unit != "example" else None
-    known = (*names, *column_names(own_part(data, "table") or ()))
-    for name in (*given, *filter(None, [unit, label])):
-        if name not in known:
-            raise ValueError(f"no column {name!r}; the data has {_listed(names)}; "
-                             "name texts and label with columns=")
-    if unit and unit in (*given, label):
+    names, hints = column_names(data), list[str]()
+    known = (*names, *column_names(getattr(data, "table", None) or ()))
+    column_of_unit = unit if isinstance(unit, str) and unit != "example" else None
+    if column_of_unit and column_of_unit not in known:
+        raise ValueError(f"unit={unit!r}: no column {unit!r}; the data has "
+                         f"{_listed(names)}; name the one that says whose a row is")
+    asked = [*(columns or ()), *([label] if label else [])]
+    if lost := [name for name in asked if name not in known]:
+        raise ValueError(f"no column {lost[0]!r}; the data has {_listed(names)}; "
+                         "name texts and label with columns=")
+    if column_of_unit in asked:
         raise ValueError(f"column {unit!r} names the unit of privacy, so the model "
                          "must not read it; leave it out of columns=")
     kinds = kinds_of(data)
-    kind, reads, label = (_given(kinds, given, label, classed) if given
-                          else _guessed(kinds, unit, label, takes))
-    unused = (name for name in names if name not in (*reads, label, unit))
-    return Schema(kind, tuple(reads), label, unit, tuple(unused))
+    kind, reads, label = (_given(kinds, [*columns], label, classed) if columns
+                          else _guessed(kinds, column_of_unit, label, takes))
+    unused = tuple(name for name in names
+                   if name not in (*reads, label, column_of_unit))
+    if columns and kind == "causal" and reads and (*columns,) not in WRITTEN:
+        hints.append(f"column {label!r} is a text to be written; if it names classes, "
+                     f"say label={label!r}")
+    if unit is None:
+        for name in () if made_on_the_fly(data) else filter(PEOPLE.match, unused):
+            values = [*map(str, column(data, name))]
+            if len(values) / 50 < len({*values}) < len(values):  # more than categories
+                hints.append(f"column {name!r} repeats, and each row is protected by "
+                             f"itself; to protect whom it names, say unit={name!r}")
+    return Schema(kind, tuple(reads), label, column_of_unit, unused, tuple(hints))
 
 Roles = tuple[str, Sequence[str], str | None]   # task, what is read, the label
 
@@ -590,71 +499,70 @@ def _given(kinds: dict[str, str], columns: list[str], label: str | None,
     "Task, texts and label of the given columns."
     if label is None and columns[-1] in (*TENSORS, *BESIDE):
         return "tokens", columns, None
-    classed = classed or label is not None
-    reads, last = ([name for name in columns if name != label], label) if label else (
-        columns[:-1], columns[-1])
+    classed = classed or label is not None or columns[-1] in LABELS
+    last = label or columns[-1]
+    reads = [name for name in columns if name != last]
+    of = [kinds.get(name, "other") for name in reads]
     if any(name in TENSORS for name in reads):
         return "tokens", reads, last
-    if any(kinds.get(name) == "picture" for name in reads):
+    if "picture" in of:
         return "image", reads, last
-    if [kinds.get(name) for name in reads] == ["words"] and (
-            kinds.get(last) in ("words", "other")):
+    if of == ["words"] and kinds.get(last) in ("words", "other"):
         return "tagging", reads, last
-    if kinds.get(last) == "chat" or (
-            kinds.get(last) == "text" and not classed and last not in LABELS):
+    if kinds.get(last) == "chat" or (kinds.get(last) == "text" and not classed):
         return "causal", reads, last
     if not reads:
         raise ValueError(f"columns={columns} name no text to read; "
                          "name the texts and then the label")
-    texts = all(kinds.get(name) in ("text", "other") for name in reads)
-    return "text" if texts and kinds.get(reads[0]) == "text" else "items", reads, last
+    return "text" if of[0] == "text" and {*of} <= {"text", "other"} else "items", (
+        reads), last
 
 def _guessed(kinds: dict[str, str], unit: str | None, label: str | None,
              takes: Sequence[str]) -> Roles:
-    "Task, texts and label by names and types."
-    free = {name: kind for name, kind in kinds.items()
-            if name != unit and not names_a_row(name)}
+    "Task, texts and label by the model's arguments, a few names, and types."
+    free = {name: kind for name, kind in kinds.items() if name != unit
+            and (name in takes or name == label or not PEOPLE.match(name))}
     label = label or next((name for name in LABELS if name in free), None)
     inputs = {name: kind for name, kind in free.items() if name != label}
-    of_kind = {kind: [name for name in inputs if inputs[name] == kind]
-               for kind in ("text", "words", "chat", "picture", "number")}
-    texts, numbers = of_kind["text"], of_kind["number"]
+    texts, words, chats, pictures, numbers = (
+        [name for name in inputs if inputs[name] == kind]
+        for kind in ("text", "words", "chat", "picture", "number"))
     if any(name in TENSORS for name in inputs):
         return "tokens", [name for name in inputs
                           if name in (*TENSORS, *BESIDE, *takes)], label
     tags = label or next((name for name in TAGS if name in free), None)
-    words = [name for name in of_kind["words"] if name not in (*TAGS, tags)
-             and (not texts or name in ("tokens", "words"))]
+    words = [name for name in words if name not in (*TAGS, tags)
+             and (name in ("tokens", "words") or not texts)]
     if words and tags and free[tags] in ("words", "other"):
         return "tagging", words[:1], tags
-    pair = next((pair for pair in PAIRS if set(pair) <= set(inputs)), None)
-    written = [pair[1]] if pair else of_kind["chat"]
-    if written:
-        if len(written) > 1 or label is not None:   # which may mark bad examples
-            raise ValueError(f"cannot tell which of {_listed([*written, label or ''])} "
-                             "is to be learned; name it, after the prompt if there is "
-                             "one, with columns=")
-        return "causal", pair[:1] if pair else (), written[0]
+    known = [names for names in WRITTEN if {*names} <= {*inputs}]
+    written = [*known[0]] if known else chats
+    if written and label is None and (known or len(chats) == 1):
+        return "causal", written[:-1], written[-1]
     sole = label or (numbers[0] if len(numbers) == 1 else None)
-    if of_kind["picture"]:
-        return "image", of_kind["picture"][:1], sole
-    if not texts:
+    if pictures:
+        return "image", pictures[:1], sole
+    if not texts and not written:
         reads = [name for name in inputs if name in takes] or [*inputs]
         if kinds and not reads:
             raise ValueError(f"no column of {_listed([*kinds])} is left to read; name "
                              "the texts and then the label with columns=")
         return "items", reads, label
-    if sole is None and not numbers and len(texts) == len(inputs) == 1:
+    if sole is None and not numbers and len(inputs) == 1:
         return "causal", (), texts[0]
-    if sole is None:
-        raise ValueError(f"cannot tell which of {_listed(numbers or texts)} is the "
-                         "label; call it 'label' if it holds the names of classes, or "
-                         "name the texts and then the label with columns=")
-    pair = next((pair for pair in TEXT_PAIRS if set(pair) <= set(texts)), None)
-    if pair is None and len(texts) > 1:
+    if sole is None or written:
+        unclear = [*written, *filter(None, [label])] or numbers or texts
+        raise ValueError(f"cannot tell which of {_listed(unclear)} is the label; call "
+                         "it 'label' if it holds the names of classes, or name the "
+                         "texts, and then the label or what is to be written, with "
+                         "columns=")
+    pairs: list[Sequence[str]] = [*PAIRS, *((name,) for name in TEXTS)]
+    found = [texts] if len(texts) == 1 else [
+        names for names in pairs if {*names} <= {*texts}]
+    if not found:
         raise ValueError(f"cannot tell which of {_listed(texts)} are texts to read; "
                          "name them and then the label with columns=")
-    return "text", pair or texts, sole
+    return "text", found[0], sole
 
 # %% ../nbs/5_notes/65_data.ipynb #data-classes
 def class_list(
@@ -662,42 +570,32 @@ def class_list(
 ) -> tuple[list[str], bool]:              # their names, or numbers; whether counted
     "The classes that were given; refuses what has no order, and a repeated name."
     counted = isinstance(classes, (int, np.integer)) and not isinstance(classes, bool)
-    count = int(classes) if counted else 0  # type: ignore[arg-type]
-    ordered = isinstance(classes, (list, tuple, range, np.ndarray))
-    if classes is not None and not ordered and count < 1:
+    given: Any = range(int(classes)) if counted else classes  # type: ignore[arg-type]
+    if classes is not None and (not isinstance(
+            given, (list, tuple, range, np.ndarray)) or not len(given)):
         raise ValueError(f"classes={classes!r}: give how many there are, or the list "
                          "of their names")
-    given: Any = range(count) if counted else classes
     known = [] if given is None else [*map(str, given)]
     if repeated := next((name for name in known if known.count(name) > 1), None):
         raise ValueError(f"classes= has {repeated!r} twice; name each class once")
     return known, counted
 
-def class_names(
-    data: Any,   # a data set
-    label: str,  # its column of labels
-) -> tuple[str, ...] | None:
+def class_names(data: Any, label: str) -> tuple[str, ...] | None:
     "The names of the classes that a `datasets.Dataset` states, if it states any."
     found = (getattr(data, "features", None) or {}).get(label)
     names = getattr(getattr(found, "feature", found), "names", None)  # of each word
     return tuple(names or ()) or None
 
-def check_labels(
-    labels: Any,            # (N,) class numbers
-    classes: int | Sequence[str] | None = None,  # how many, or their names; None: any
-) -> None:
+def check_labels(labels: Any, classes: int | Sequence[str] | None = None) -> None:
     "Refuse labels that are not class numbers; the error names the first row."
-    count = None if classes is None else len(class_list(classes)[0])
-    for row, value in enumerate(labels.tolist() if hasattr(labels, "tolist")
-                                else labels):
-        if not isinstance(value, (int, np.integer)) or value < 0:
-            raise ValueError(f"the label of row {row} is not a class number; "
-                             "drop such rows, map the labels to 0, 1, 2, ..., or give "
-                             "their names as classes=")
-        if count is not None and value >= count:
-            raise ValueError(f"the label of row {row} is outside the {count} classes, "
-                             f"which are numbered 0 to {count - 1}; begin at 0, drop "
-                             "such rows, or give the right number of classes")
+    numbers = torch.as_tensor(labels)
+    count = 2**62 if classes is None else len(class_list(classes)[0])
+    odd = ((numbers < 0) | (numbers >= count)).nonzero()
+    if len(odd):
+        known = "" if classes is None else f" outside the {count} classes, or"
+        raise ValueError(f"the label of row {int(odd[0])} is{known} no class number; "
+                         "classes are numbered from 0; drop such rows, map the labels "
+                         "to 0, 1, 2, ..., or give the right number of classes")
 
 # %% ../nbs/5_notes/65_data.ipynb #data-read-labels
 @dataclass(frozen=True)
@@ -725,36 +623,43 @@ def read_labels(
     whole = all(isinstance(value, (int, np.integer)) for value in values)
     if stated and known and not counted and [*stated] != known and whole:
         values = [stated[value] for value in values]      # another order of the names
-    named = {*known} if not counted else set()
-    if whole and named and {str(value) for value in values} <= named:
-        values = [str(value) for value in values]         # such as stars from 1 to 5
-    strings = {isinstance(value, str) for value in values}
-    if strings == {True, False}:
-        raise ValueError(f"column {name!r} holds neither class numbers nor class names "
-                         "alone, but both; write all of them in one way")
-    if strings == {True}:
+    elif whole and known and not counted and {*map(str, values)} <= {*known}:
+        values = [*map(str, values)]                      # such as stars from 1 to 5
+    if all(isinstance(value, str) for value in values):
         return _named(values, name, known, counted)
-    if len(known) > 1 and all(isinstance(value, (float, np.floating))
-                              and value.is_integer() for value in values):
-        values, whole = [*map(int, values)], True         # as beside a gap in a frame
-    if len(known) == 1 or not whole:
-        return Labels(_fractions(values, name, known), (), False)
-    numbers = [int(value) for value in values]
-    check_labels(numbers, known or None)
-    most = max([*numbers, 1])
-    if not known and most > 1000 + len(numbers):
+    try:
+        numbers = [float(value) for value in values if not isinstance(value, str)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) < len(values):
+        raise ValueError(f"column {name!r} holds neither class numbers nor class "
+                         "names alone; map the labels to 0, 1, 2, ...")
+    found, outputs = torch.tensor(numbers), len(known)
+    rounded = bool((found == found.round()).all())
+    if not found.isfinite().all():
+        row = int((~found.isfinite()).nonzero()[0])
+        raise ValueError(f"the label of row {row} in column {name!r} is not finite; "
+                         "drop such rows")
+    if outputs == 1 or not (known or rounded):
+        return Labels(found, (), False)
+    if not whole and not (known and rounded):      # whole as beside a gap in a frame
+        kind = "fractions" if known else "whole numbers stored as floats"
+        raise ValueError(f"column {name!r} holds {kind}; make them integers for "
+                         "classes, or give a model with one output for a regression")
+    found = torch.tensor([*map(int, values)])
+    check_labels(found, known or None)
+    most = max(int(found.max()), 1)
+    if not known and most > 1000 + len(found):
         raise ValueError(f"column {name!r} holds numbers that are too large for class "
                          "numbers; make them floats for a regression")
-    return Labels(torch.tensor(numbers), tuple(known or map(str, range(most + 1))),
-                  not known)
+    return Labels(found, tuple(known or map(str, range(most + 1))), not known)
 
 def _named(values: Sequence[str], name: str, known: list[str], counted: bool) -> Labels:
     "Class names as class numbers; where classes are counted, the data name them."
     own = sorted({*values}, key=lambda text: (
         (0, int(text), text) if text.isdecimal() else (1, 0, text)))
     names = own if counted or not known else known
-    if not known and len(own) > 10 and (
-            sum(values.count(text) == 1 for text in own) > len(own) / 2):
+    if not known and len(own) > 10 and len(own) > len(values) / 2:
         raise ValueError(f"column {name!r} holds {len(own)} different texts, most of "
                          "them in one row, and class names are published; give the "
                          "list of classes, or name prompt and completion with columns=")
@@ -786,23 +691,6 @@ def _several(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
                          "label of each word, give the words as a column of lists")
     return found
 
-def _fractions(values: Sequence[Any], name: str, known: Sequence[str]) -> Tensor:
-    "The labels of a regression; whole numbers are refused where classes may be meant."
-    try:
-        found = torch.tensor([float(value) for value in values])
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"column {name!r} holds neither class numbers nor class "
-                         "names; map the labels to 0, 1, 2, ...") from None
-    if not found.isfinite().all():
-        row = int((~found.isfinite()).nonzero()[0])
-        raise ValueError(f"the label of row {row} in column {name!r} is not finite; "
-                         "drop such rows")
-    if len(known) != 1 and (known or bool((found == found.round()).all())):
-        kind = "fractions" if known else "whole numbers stored as floats"
-        raise ValueError(f"column {name!r} holds {kind}; make them integers for "
-                         "classes, or give a model with one output for a regression")
-    return found
-
 def read_tags(
     values: Sequence[Any],    # (N,) lists of one column
     name: str = "tags",       # of the column
@@ -810,28 +698,20 @@ def read_tags(
     stated: Sequence[str] | None = None,         # names that the numbers stand for
 ) -> tuple[list[list[int]], Labels]: # a class number, or -100, of each word; all
     "The tags of each row as class numbers."
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in values]
-    if odd := [row for row, tags in enumerate(rows)
-               if not isinstance(tags, (list, tuple))]:
-        raise ValueError(f"row {odd[0]} of column {name!r} is not a list with a tag "
-                         "for each word; correct such rows or leave them out")
+    rows = [row.tolist() if hasattr(row, "tolist") else row or [] for row in values]
     flat = [tag for tags in rows for tag in tags if tag != -100]
     known, counted = class_list(classes)
-    for row, tags in enumerate(rows):
-        if any(tag is None or (known and not counted and tag not in known
-                               if isinstance(tag, str) else tag != -100 and not
-                               0 <= tag < (len(known) or 2**62)) for tag in tags):
-            raise ValueError(f"a tag of row {row} in column {name!r} is missing or "
-                             f"none of {len(known) or 'known'} classes; correct it, "
-                             "or give the right classes")
-    counted = counted and any(isinstance(tag, str) for tag in flat)
-    found = read_labels(flat, name, None if counted else classes, stated)
+    names, most = {*known} if not counted else set[str](), len(known) or 2**62
+    if odd := [row for row, tags in enumerate(rows) for tag in tags if tag is None or (
+            bool(names) and tag not in names if isinstance(tag, str) else
+            tag != -100 and not 0 <= tag < most)]:
+        raise ValueError(f"a tag of row {odd[0]} in column {name!r} is missing or none "
+                         "of the classes; correct it, or give the right classes")
+    named = counted and any(isinstance(tag, str) for tag in flat)
+    found = read_labels(flat, name, None if named else classes, stated)
     if counted and len(found.classes) > len(known):
         raise ValueError(f"column {name!r} has {len(found.classes)} tags, and the "
                          f"model {len(known)} classes; load it with more (num_labels)")
-    if len(found.classes) > 1000 and found.derived:
-        raise ValueError(f"column {name!r} holds too many tags, or tokens to be found; "
-                         "load the model with the head that is meant")
     numbers = iter(found.values.tolist())
     return [[-100 if tag == -100 else next(numbers) for tag in tags]
             for tags in rows], found
@@ -844,14 +724,14 @@ def stack_images(
 ) -> TensorData:
     "The decoded pictures of a data set as one tensor, each channel mapped to [-1, 1]."
     name, label = schema.reads[0], schema.label or "label"
-    stored = column(undecoded(data), name)
+    stored = column(data, name)
     check_complete(stored, f"picture in column {name!r}", "drop them")
     pictures = [np.asarray(_opened(picture)) for picture in stored]
-    for row, picture in enumerate(pictures):
-        if picture.shape != pictures[0].shape:
-            raise ValueError(f"the picture of row {row} has another size or number of "
-                             "channels than that of row 0; resize them first, as the "
-                             "model's image processor does")
+    if other := [row for row, one in enumerate(pictures)
+                 if one.shape != pictures[0].shape]:
+        raise ValueError(f"the picture of row {other[0]} has another size or number of "
+                         "channels than that of row 0; resize them first, as the "
+                         "model's image processor does")
     pixels = torch.from_numpy(np.stack(pictures))
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     labels = read_labels(column(data, label), label, classes, class_names(data, label))
@@ -869,8 +749,7 @@ def _opened(picture: Any) -> Any:
     if picture.mode.startswith(("I", "F")):
         raise ValueError(f"a picture has mode {picture.mode!r}, in which nothing says "
                          "what level is white; convert it to L or RGB")
-    return picture if picture.mode in ("L", "RGB") else picture.convert(
-        "L" if picture.mode in ("1", "LA") else "RGB")
+    return picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB")
 
 # %% ../nbs/5_notes/65_data.ipynb #data-task
 VOCABULARY = "the tokenizer's vocabulary"  # a public fact of every tokenised text
@@ -892,22 +771,14 @@ class Task:
     unit: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.unit = None if isinstance(self.unit, str) and self.unit == "example" else (
-            self.unit)
         if isinstance(self.unit, str):
+            self.unit = None if self.unit == "example" else self.unit
             self.train = protecting(as_dataset(self.train), self.unit)
 
     @property
     def image_shape(self) -> tuple[int, ...] | None:
         "(C, H, W) of an image task."
-        if self.kind != "image":
-            return None
-        try:
-            return tuple(self.train[0][0].shape)
-        except (AttributeError, IndexError, KeyError, TypeError):
-            raise ValueError("the items are not pictures with labels; give texts as a "
-                             "table, such as {'text': [...], 'label': [...]}, and "
-                             "pictures as tensors") from None
+        return tuple(self.train[0][0].shape) if self.kind == "image" else None
 
     def assuming(self, fact: str) -> Task:
         "The same task with one more public fact, if it is a new one."
@@ -924,40 +795,40 @@ def as_task(
     columns: Sequence[str] | None = None,  # texts, then label; None: by name and type
     unit: Any = None,                      # the unit's column, or each row's unit
     classes: int | Sequence[str] | None = None,  # of the model; None: as the labels say
-    # whether the last of `columns` names classes; None: where `classes` are given
-    classed: bool | None = None,
     label: str | None = None,              # the label's column; None: by name and type
-    takes: Sequence[str] = (),             # the arguments of the model's `forward`
     **more: Any,                           # parts of a `Task`: name, dev, test, source
 ) -> Task:
     "A data set in any form as a task."
     data = as_dataset(data)
-    classed = bool(classes) if classed is None else classed
-    schema = read_schema(data, columns, unit, label, classed, takes)
-    kind = kind_of_task(data, schema)
-    names: tuple[str, ...] = ()
-    facts: list[str] = []
-    if schema.kind in ("text", "tagging", "image") and schema.label is None:
-        raise ValueError(f"cannot tell which of {_listed(column_names(data))} is the "
-                         "label; name it last in columns=")
-    if schema.label and kind in ("text", "tagging", "image") and len(data):
-        values, stated = column(data, schema.label), class_names(data, schema.label)
-        if kind == "tagging":
-            labels = read_tags(values, schema.label, classes or stated, stated)[1]
-        else:
-            labels = read_labels(values, schema.label, classes or stated, stated)
-        names = labels.classes
-        numbered = [*names] == [str(number) for number in range(len(names))]
-        said = f"0 to {len(names) - 1}" if numbered else ", ".join(names)
-        facts = [f"the classes {said}"] if names and labels.derived else []
-    return Task(**{"name": "data", "dev": None, **more}, kind=kind, train=data,
-                classes=names, columns=schema.columns, assumed_public=facts,
-                unit=schema.unit or unit)
+    schema = read_schema(data, columns, unit, label, bool(classes))
+    names, facts = classes_of(data, schema, classes)
+    return Task(**{"name": "data", "dev": None, **more},
+                kind=kind_of_task(data, schema), train=data, classes=names,
+                columns=schema.columns, assumed_public=facts, unit=schema.unit or unit)
 
-def kind_of_task(
+def classes_of(
     data: Any,       # a data set whose items have names
     schema: Schema,  # of it
-) -> str:            # a key of `dpft.models.AUTOS`
+    classes: int | Sequence[str] | None = None,  # None: as the data set says
+) -> tuple[tuple[str, ...], list[str]]:  # their names; what is taken for public
+    "The classes of a data set; those of the labels themselves are a public fact."
+    kind, label = kind_of_task(data, schema), schema.label
+    if label is None and schema.kind in ("text", "tagging", "image"):
+        raise ValueError(f"cannot tell which of {_listed(column_names(data))} is the "
+                         "label; name it last in columns=")
+    if not label or not len(data) or kind not in ("text", "tagging", "image") or (
+            schema.kind == "items"):
+        return (), []
+    values, stated = column(data, label), class_names(data, label)
+    labels = (read_tags(values, label, classes or stated, stated)[1]
+              if kind == "tagging" else
+              read_labels(values, label, classes or stated, stated))
+    names = labels.classes
+    said = (f"0 to {len(names) - 1}" if [*names] == [*map(str, range(len(names)))]
+            else ", ".join(names))
+    return names, [f"the classes {said}"] if names and labels.derived else []
+
+def kind_of_task(data: Any, schema: Schema) -> str:  # a key of `dpft.models.AUTOS`
     "The kind of head that a data set needs, for a model that is given by name."
     if schema.kind in ("text", "tagging", "causal", "image"):
         return schema.kind
@@ -966,11 +837,10 @@ def kind_of_task(
     if schema.label is None or not len(data):
         return "causal"
     rows = [data[row] for row in range(min(len(data), 100))]
-    labels = [torch.as_tensor(row[schema.label]) for row in rows]
-    if not labels[0].ndim:
+    pairs = [(torch.as_tensor(row.get("input_ids", ())),
+              torch.as_tensor(row[schema.label])) for row in rows]
+    if not pairs[0][1].ndim:
         return "text"
-    tokens = [torch.as_tensor(row.get("input_ids", ())) for row in rows]
-    pairs = [*zip(tokens, labels, strict=True)]
     if any(own.shape != said.shape for own, said in pairs):
         return "seq2seq"
     copied = all(bool(((own == said) | (said == -100)).all()) for own, said in pairs)
@@ -980,34 +850,31 @@ def kind_of_task(
 MARK = "A run on these rows protects whom this column says: (.+)"  # in a description
 
 def protecting(
-    data: Any,  # a data set
-    unit: str,  # its column
-) -> Any:       # the same rows; what holds no mark is returned as it is
+    data: Any,         # a data set
+    unit: str,         # its column
+) -> Any:              # the same rows; what holds no mark is returned as it is
     "Data that name the unit that a run on them protects."
-    alone = own_part(data, "table") is None
-    if mark_of(data) == unit or (alone and not hasattr(data, "column_names")):
+    named = hasattr(data, "column_names") or getattr(data, "table", None) is not None
+    if mark_of(data) == unit or not named:
         return data
     if hasattr(data, "info"):    # of `datasets`: each choice of rows has a copy of it
         marked = data.select(range(len(data)))
-        said = re.sub(MARK, "", marked.info.description or "", flags=re.M).strip()
+        said = re.sub(MARK, "", marked.info.description or "").strip()
         marked.info.description = f"{said}\n{MARK.replace('(.+)', unit)}".strip()
         return marked
     marked = copy(data)
     marked.privacy_unit = unit
     return marked
 
-def mark_of(
-    data: Any,     # a data set
-) -> str | None:   # a column; ValueError where parts name several
+def mark_of(data: Any) -> str | None:  # a column; ValueError where parts name several
     "The unit that a data set, or the data set behind a choice of rows, names."
-    rows = bare(data)
-    held, info = getattr(rows, "__dict__", {}), getattr(rows, "info", None)
-    said = re.findall(MARK, getattr(info, "description", None) or "", re.M)
+    held, info = getattr(bare(data), "__dict__", {}), getattr(bare(data), "info", None)
     parts = held.get("datasets", ())    # of a `ConcatDataset` or a `StackDataset`
     inner = [held.get("table"), held.get("dataset"),
              *(parts.values() if isinstance(parts, dict) else parts)]
-    found = {held.get("privacy_unit"), *said} - {None} or {
-        mark_of(one) for one in inner if one is not None} - {None}
+    own = {held.get("privacy_unit"),
+           *re.findall(MARK, getattr(info, "description", None) or "")} - {None}
+    found = own or {mark_of(one) for one in inner if one is not None} - {None}
     if len(found) > 1:
         raise ValueError("the data were put together of rows that name different "
                          "units; load all of them with one unit=")
@@ -1020,9 +887,10 @@ def unit_for(
     "The privacy unit of a run; ValueError if the data name another than requested."
     rows, own = (data.train, data.unit) if isinstance(data, Task) else (data, None)
     own = mark_of(rows) if own is None else own
-    same = unit is None or unit is own or (isinstance(unit, str) and unit == own)
-    if own is None or same:
-        return unit if own is None else own
-    said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
-    raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
-                     "says another; leave out one of them")
+    if own is None or unit is own or (isinstance(unit, str) and unit == own):
+        return unit
+    if unit is not None:
+        said = f"column {own!r}" if isinstance(own, str) else "names, one a row"
+        raise ValueError(f"the data were loaded to protect whom {said} says, and unit= "
+                         "says another; leave out one of them")
+    return own

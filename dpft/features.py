@@ -10,8 +10,7 @@ __all__ = ['LEAST', 'ENOUGH', 'Reached', 'random_state', 'splits', 'Store', 'bla
 import os
 import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,9 @@ class Store:
         folder: str | Path | None = None,  # None: in memory
     ):
         self.room, self.folder = room, folder
-        self.close: Callable[[], object] = lambda: None
-        try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(f"cache_folder={folder} cannot be a folder, because a "
-                             "file is in its place; name another") from error
+        self.file: Any = None
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         self.clear()
 
     def clear(self) -> None:
@@ -106,36 +101,36 @@ class Store:
         self.rows: dict[Hashable, Any] = {}
         self.bytes = 0
         if self.folder is not None:
-            self.close()
+            if self.file is not None:
+                self.file.close()
             self.file = tempfile.TemporaryFile(  # noqa: SIM115
                 dir=self.folder, buffering=0)
-            self.close = weakref.finalize(self, self.file.close)
 
     def put(self, key: Hashable, row: Tensor) -> None:
         "Admit a row on the CPU if there is room."
         if key in self.rows or self.bytes + row.nbytes > self.room:
             return
         place: Any = row.clone()
-        if self.folder is not None:
-            place, data = (self.bytes, row.dtype, row.shape), place.view(-1)
+        if self.file is not None:
+            data = place.view(-1).view(torch.uint8).numpy()
+            place = (self.bytes, row.dtype, row.shape)
             try:
-                written = os.pwrite(self.file.fileno(),
-                                    data.view(torch.uint8).numpy(), self.bytes)
+                written = self.file.write(data)
             except OSError:
                 written = 0
-            if written < row.nbytes:   # the disk is full
+            if written < row.nbytes:       # the disk is full
                 self.room = self.bytes
                 return
         self.rows[key] = place
         self.bytes += row.nbytes
 
     def get(self, key: Hashable) -> Tensor | None:
-        "A row, if it is there."
+        "The row of a key, on the CPU; None if it isn't stored."
         place = self.rows.get(key)
-        if self.folder is None or place is None:
+        if self.file is None or place is None:
             return place
-        start, dtype, shape = place
-        data = os.pread(self.file.fileno(), shape.numel() * dtype.itemsize, start)
+        first, dtype, shape = place
+        data = os.pread(self.file.fileno(), dtype.itemsize * shape.numel(), first)
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 # %% ../nbs/5_notes/76_features.ipynb #features-tools
@@ -388,35 +383,22 @@ class Features:
         self.split = None
 
     def holds(self, batch: Batch) -> bool:
-        "Whether losses at other weights are the same, with fewer operations."
-        from torch.utils.flop_counter import FlopCounterMode
+        "Whether the split changes nothing at other weights, with fewer operations."
         before, entry = random_state(), self.below(batch)
-        drawn = not all(map(torch.equal, before, random_state()))
-        if (entry is None or drawn or not entry.is_floating_point()
+        if (entry is None or not all(map(torch.equal, before, random_state()))
+                or not entry.is_floating_point()
                 or entry.shape[:1] != (batch_rows(batch),)):
             return False
-        losses, operations = [], []
-        with jittered(self.trains):
-            try:
-                for loss in (lambda: self.loss_fn(self.model, batch),
-                             lambda: self.above(batch, entry)):
-                    torch.manual_seed(0)
-                    with FlopCounterMode(display=False) as counter:
-                        losses.append(loss().detach())
-                    operations.append(counter.get_total_flops())
-                again = self.below(batch)
-            except Exception:  # zeros may offend anything
-                return False
-        rounding = torch.finfo(entry.dtype).eps ** 0.5
-        return (operations[1] <= (1 - LEAST) * operations[0] and again is not None
-                and same(again, entry, rounding)
-                and torch.allclose(losses[1], losses[0], rounding, rounding,
-                                   equal_nan=True))
+        try:
+            return self.agrees(batch, entry, None, False) and self.saves
+        except Exception:  # zeros may offend anything
+            return False
 
     def agrees(self, batch: Batch, answer: Tensor, mask: Tensor | None,
                by_token: bool) -> bool:
         "Whether losses, gradients and the features are those of the full pass."
-        entries, outcomes = [], []
+        from torch.utils.flop_counter import FlopCounterMode
+        entries, outcomes, operations = [], [], []
         def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
             entries.append(next(iter((*args, *kwargs.values()))).detach().clone())
         rounding = torch.finfo(answer.dtype).eps ** 0.5
@@ -425,13 +407,16 @@ class Features:
                 note, prepend=True, with_kwargs=True)
             for loss in self.loss_fn, lambda *given: self.above(batch, answer):
                 torch.manual_seed(0)
-                losses = loss(self.model, batch)
-                hook.remove()
-                gradients = torch.autograd.grad(
-                    losses.sum(), [p for p in self.trains if p.requires_grad],
-                    allow_unused=True) if losses.requires_grad else ()
+                with FlopCounterMode(display=False) as counter:
+                    losses = loss(self.model, batch)
+                    operations.append(counter.get_total_flops())
+                    hook.remove()
+                    gradients = torch.autograd.grad(
+                        losses.sum(), [p for p in self.trains if p.requires_grad],
+                        allow_unused=True) if losses.requires_grad else ()
                 outcomes.append((losses.detach(), torch.cat([
                     g.flatten() for g in gradients if g is not None] or [losses[:0]])))
+        self.saves = operations[1] <= (1 - LEAST) * operations[0]
         (full, wanted), (short, found) = outcomes
         if not (torch.allclose(short, full, rounding, rounding, equal_nan=True)
                 and same(found[None], wanted[None], 10 * rounding)):

@@ -194,7 +194,7 @@ def fine_tune(
     given = replace(given, unit=unit, evaluate=check_apart(given.evaluate, rows, unit))
     ready = prepare(model, train, given.tokenizer, given.columns, unit,
                     collate_fn=given.collate_fn, loss_fn=given.loss_fn,
-                    label=given.label)
+                    label=given.label, max_length=given.max_length)
     ready.recipe = ready.recipe or getattr(ready.model, "_recipe", None)
     progress.reads(ready)
     public = [*ready.assumed_public, f"{START} ({ready.origin})"]

@@ -22,10 +22,10 @@ from .sampling import gather
 # %% auto #0
 __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL', 'NUMBERS', 'TOKENS', 'LOSSES', 'Collate',
            'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
-           'labels_of', 'unknown', 'class_losses', 'several_losses', 'square_losses', 'problem_of', 'label_losses',
-           'aligned', 'token_losses', 'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'default_loss',
-           'chosen_loss', 'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of',
-           'evaluation_batches', 'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
+           'labels_of', 'unknown', 'problem_of', 'label_losses', 'aligned', 'token_losses', 'mean_token_losses',
+           'summed_losses', 'spans', 'span_losses', 'default_loss', 'chosen_loss', 'example_losses', 'to_device',
+           'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches', 'answers', 'accuracy', 'exact_match',
+           'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -153,49 +153,9 @@ def unknown(model: nn.Module, scores: Tensor, labels: Tensor) -> ValueError:
         f"which loss is meant; {ASK}")
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-class
-def class_losses(
-    scores: Tensor,  # (B, classes)
-    labels: Tensor,  # (B,), -100 where a row does not count
-) -> Tensor:         # (B,)
-    "Cross entropy of each row; ValueError for a label outside the classes."
-    _check_classes(labels, scores.shape[1])
-    targets = labels.long()
-    return F.cross_entropy(full(scores), targets, ignore_index=-100, reduction="none")
-
-def _check_classes(labels: Tensor, classes: int) -> None:
-    "Refuse labels outside the classes, except inside vmap, which hides values."
-    try:
-        outside = (labels != -100) & ((labels < 0) | (labels >= classes))
-        wrong = torch.arange(len(labels), device=labels.device)[outside][:1].tolist()
-    except RuntimeError:
-        return
-    if wrong:
-        raise ValueError(f"the label in row {wrong[0]} of a batch is outside the "
-                         f"{classes} classes of the model; correct it or load a model "
-                         "with more")
-
-def several_losses(
-    scores: Tensor,  # (B, labels)
-    labels: Tensor,  # (B, labels), 1 or 0, -100 where one does not count
-) -> Tensor:         # (B,)
-    "Binary cross entropy, the mean over each row's own counted labels."
-    counted = labels != -100
-    targets = labels.to(full(scores)).where(counted, 0)
-    each = F.binary_cross_entropy_with_logits(full(scores), targets, reduction="none")
-    return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
-
-def square_losses(
-    scores: Tensor,  # (B, numbers)
-    labels: Tensor,  # (B, numbers), or (B,) for one
-) -> Tensor:         # (B,)
-    "Squared error, the mean over each row's own numbers."
-    targets = labels.to(full(scores)).view_as(scores)
-    return (full(scores) - targets).square().mean(1)
-
 SINGLE = "single_label_classification"
 SEVERAL = "multi_label_classification"
 NUMBERS = "regression"
-
 
 def problem_of(
     model: nn.Module,
@@ -218,19 +178,22 @@ def label_losses(
 ) -> Tensor:           # (B,)
     "The loss of examples with one label each: a class, a set of labels, or numbers."
     labels = labels_of(batch)  # first, for it says what a batch lacks
-    scores = logits(model, batch)
+    scores = full(logits(model, batch))
     problem = problem_of(model, scores, labels)
     if problem == SINGLE and scores.ndim == 2 and labels.numel() == len(scores):
-        return class_losses(scores, labels.view(-1))
+        return F.cross_entropy(scores, labels.view(-1).long(), ignore_index=-100,
+                               reduction="none")
     if problem == SEVERAL and labels.shape == scores.shape:
-        return several_losses(scores, labels)
+        counted = labels != -100
+        each = F.binary_cross_entropy_with_logits(
+            scores, labels.to(scores).where(counted, 0), reduction="none")
+        return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
     if problem == NUMBERS and labels.numel() == scores.numel():
-        return square_losses(scores, labels)
+        return (scores - labels.to(scores).view_as(scores)).square().mean(1)
     raise unknown(model, scores, labels)
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-tokens
 TOKENS = ("tagging", "masked", "causal", "seq2seq")
-
 
 def aligned(
     model: nn.Module,
@@ -271,45 +234,36 @@ def summed_losses(
 
 def spans(
     model: nn.Module,
-    batch: Any,                       # with start_positions and end_positions
-) -> list[tuple[Tensor, Tensor]]:     # start and end: scores (B, T), positions (B,)
-    "Scores and positions of both ends of the answer; a position of T is not counted."
-    output, found = answer(model, batch), []
-    for end in ("start", "end"):
-        if f"{end}_positions" not in batch:
-            raise ValueError(f"the batch has no '{end}_positions', which question "
+    batch: Any,                # with start_positions and end_positions
+) -> tuple[Tensor, Tensor]:    # scores (B, 2, T) of both ends, positions (B, 2)
+    "Scores and positions of the answer's ends; one beyond the text isn't counted."
+    output, places = answer(model, batch), []
+    for name in ("start_positions", "end_positions"):
+        if name not in batch:
+            raise ValueError(f"the batch has no {name!r}, which question "
                              f"answering learns from; add them, or {ASK}")
-        scores = getattr(output, f"{end}_logits")
-        places = batch[f"{end}_positions"].view(-1)
-        length = scores.shape[1]
-        found.append((scores, places.where(places != -100, length).clamp(0, length)))
-    return found
+        places.append(batch[name].view(-1))
+    scores = torch.stack([output.start_logits, output.end_logits], 1)
+    found = torch.stack(places, 1)
+    return scores, found.where(found < scores.shape[2], -100)
 
 def span_losses(
     model: nn.Module,
     batch: Any,        # a dictionary with start_positions and end_positions
 ) -> Tensor:           # (B,)
     "The mean of the cross entropies of start and end."
-    def one(scores: Tensor, places: Tensor) -> Tensor:
-        length = scores.shape[1]
-        return F.cross_entropy(
-            full(scores), places, ignore_index=length, reduction="none")
-    return torch.stack([one(*end) for end in spans(model, batch)]).mean(0)
+    return token_losses(*spans(model, batch))[0] / 2
 
 # %% ../nbs/5_notes/72_losses.ipynb #losses-default
 LOSSES: dict[str | None, Callable[[nn.Module, Any], Tensor]] = {
     "classification": label_losses, "choice": label_losses, None: label_losses,
-    "tagging": mean_token_losses, "masked": mean_token_losses,
-    "causal": mean_token_losses, "seq2seq": mean_token_losses,
-    "question answering": span_losses,
-}
+    **dict.fromkeys(TOKENS, mean_token_losses), "question answering": span_losses}
 
 def default_loss(
     model: nn.Module,
 ) -> Callable[[nn.Module, Any], Tensor]:  # loss_fn(model, batch) -> (B,)
     "The loss of the model's task, one number for each example."
     return LOSSES[task_of(model)]
-
 
 def chosen_loss(
     model: nn.Module,
@@ -323,7 +277,6 @@ def chosen_loss(
                         f"{ASK}, such as lambda model, batch: F.cross_entropy("
                         "model(batch[0]), batch[1], reduction='none')")
     return given or default_loss(model)
-
 
 def example_losses(
     model: nn.Module,
@@ -357,7 +310,6 @@ def copied_from(values: Tensor) -> Tensor | None:
     return origin if values._version == before else None
 
 Collate = Callable[[list[Any]], Any]
-
 
 def evaluation_order(data: Any) -> Tensor:  # (N,) rows
     "The order in which `evaluation_batches` takes examples; its argsort inverts it."
@@ -424,15 +376,13 @@ def exact_match(
     right = count = 0
     for batch in evaluation_batches(model, data, collate, batch_size):
         if task_of(model) == "question answering":
-            ends = spans(model, batch)
-            agrees = torch.stack([scores.argmax(1) == places
-                                  for scores, places in ends], 1)
-            counted = torch.stack([places < scores.shape[1]
-                                   for scores, places in ends], 1)
+            scores, labels = spans(model, batch)
+            said = scores.argmax(-1)
         else:
             scores, labels = logits(model, batch), labels_of(batch)
-            agrees, counted = (scores > 0) == (labels > 0.5), labels != -100
-        right += int(((agrees | ~counted).all(1) & counted.any(1)).sum())
+            said = (scores > 0).to(labels)
+        counted = labels != -100
+        right += int((((said == labels) | ~counted).all(1) & counted.any(1)).sum())
         count += int(counted.any(1).sum())
     return right / max(count, 1)
 
@@ -443,15 +393,14 @@ def r2(
     collate: Collate | None = None,
     batch_size: int = 256,
 ) -> float:                            # at most 1; 0 for the mean of the labels
-    "Coefficient of determination, averaged over outputs; constant ones count 0 or 1."
-    pairs = [(full(scores).double(), labels_of(batch).double().view_as(scores))
+    "Coefficient of determination, averaged over outputs, as scikit-learn has it."
+    from sklearn.metrics import r2_score
+
+    pairs = [(full(scores).double().cpu(), labels_of(batch).double().view_as(scores))
              for batch in evaluation_batches(model, data, collate, batch_size)
              for scores in [logits(model, batch)]]
     said, labels = (torch.cat(part) for part in zip(*pairs, strict=True))
-    missed = (said - labels).square().sum(0)
-    spread = (labels - labels.mean(0)).square().sum(0)
-    unexplained = torch.where(spread > 0, missed / spread, (missed > 0).double())
-    return (1 - unexplained).mean().item()
+    return float(r2_score(labels.cpu(), said))
 
 @torch.no_grad()
 def perplexity(

@@ -14,18 +14,16 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import TensorDataset
 
 from .data import (
-    VOCABULARY, Schema, Task, TensorData, as_dataset, as_task, check_labels,
-    check_missing, class_names, column, column_names, has_batch_protocol, kinds_of,
-    made_on_the_fly, read_schema, stack_images, unit_for)
-from .losses import Collate, device_of, logits, to_device, unwrapped
-from .losses import SINGLE, problem_of
+    VOCABULARY, Schema, Task, TensorData, as_dataset, check_labels, check_missing,
+    class_names, classes_of, column, column_names, has_batch_protocol, kind_of_task,
+    kinds_of, made_on_the_fly, read_schema, stack_images, unit_for)
+from .losses import (
+    SINGLE, Collate, device_of, logits, problem_of, to_device, unwrapped)
 from .losses import task_of as head_of
 from .method import Method, check_method, said_of
 from .models import (
@@ -55,6 +53,7 @@ class Prepared:
     # the user's own, which gets items as they are; None: that of the form of the data
     collate: Collate | None = None
     own_loss: bool = False                # which gets all columns that stack
+    max_length: int | None = None         # tokens of a row; None: `MOST`
 
     @property
     def origin(self) -> str:
@@ -69,14 +68,18 @@ class Prepared:
         return f"Prepared({type(self.model).__name__}; {self.schema.line()})"
 
     def reading(self) -> str:
-        "The columns that are read, in one line; of pictures, as their task names them."
-        schema = self.schema
+        """For the one who runs it: the columns that are read, in one line, and then
+        what may not have been meant."""
+        schema, limit = self.schema, ""
         if schema.kind == "items" and not schema.reads and len(self.columns) > 1:
-            *reads, label = self.columns
+            *reads, label = self.columns    # of pictures, as their task names them
             schema = replace(schema, reads=tuple(reads), label=label)
-        ours = schema.kind in ("text", "causal", "tagging") and self.tokenizer
-        limit = f"; at most {self.most} tokens of a row" if ours else ""
-        return schema.line() + limit
+        if schema.kind in ("text", "causal", "tagging") and self.tokenizer:
+            limit = f"; at most {self.most} tokens of a row"
+            lengths = getattr(self.train, "lengths", torch.tensor([]))
+            if full := int((lengths >= self.most).sum()):
+                limit += f", which {full} of {len(lengths)} rows fill"
+        return "\n".join([schema.line() + limit, *schema.hints])
 
     @property
     def pictures(self) -> dict[str, Any] | None:
@@ -91,7 +94,8 @@ class Prepared:
     def most(self) -> int:
         "The number of tokens that are read of a row."
         stated = getattr(self.tokenizer, "model_max_length", None)
-        return min(filter(None, (MOST, stated, positions(self.model))))
+        return min(filter(None, (self.max_length or MOST, stated,
+                                 positions(self.model))))
 
     def encoded(self, data: Any) -> Any:
         "Any data set of the same form, read as the training data was."
@@ -104,8 +108,9 @@ class Prepared:
         if schema.kind == "image":
             return stack_images(data, schema, classes)
         if schema.kind in ("text", "causal"):
-            return encode(data, self.tokenizer, schema.columns, self.most, schema.kind,
-                          classes)
+            apart = schema.kind == "causal" and self.kind == "seq2seq"
+            return encode(data, self.tokenizer, schema.columns, self.most,
+                          "seq2seq" if apart else schema.kind, classes)
         if schema.kind == "tagging":
             return encode_tags(data, self.tokenizer, schema.columns, self.most, classes)
         names = {name: name for name in schema.columns if name in column_names(data)}
@@ -152,9 +157,7 @@ def save_scaling(
 SCORED = "the data to score"
 
 @contextmanager
-def concerning(
-    part: str,  # of the data
-) -> Iterator[None]:
+def concerning(part: str) -> Iterator[None]:
     "Whatever ValueError is raised within says which part of the data it concerns."
     try:
         yield
@@ -174,63 +177,81 @@ def prepare(
     collate_fn: Any = None,                # one's own, which gets items as they are
     loss_fn: Any = None,                   # one's own; None: the model's
     label: str | None = None,              # the label's column; None: as found
+    max_length: int | None = None,         # tokens of a row; None: `MOST`
 ) -> Prepared:
     "Load a named model, read the data's columns, tokenise them, check the labels."
+    # What the columns are, and which facts are taken for public.
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     unit = unit_for(train, unit)
-    own = None if isinstance(model, str) else own_classes(model)
     task = train if isinstance(train, Task) else None
     data = as_dataset(task.train if task else train)
     if task and columns is None and not label:
         columns = task.columns
     named = bool(column_names(data)) and not has_batch_protocol(data)
+    kind, names, facts = "image", tuple[str, ...](), list[str]()
     if not named:                                            # tensors, as they are
         schema = Schema("items", unit=unit if isinstance(unit, str) else None)
-        kind = "image" if not isinstance(data, EncodedData) else (
-            "causal" if data.labels is None else "text")
-        task = task or Task("data", kind, data, None, unit=unit)
+        if isinstance(data, EncodedData):
+            kind = "causal" if data.labels is None else "text"
     else:
-        schema = _schema(model, task, data, columns, unit, label, bool(classes),
-                         collate_fn, loss_fn)
-        if task is None and collate_fn is not None and not isinstance(model, str):
-            task = Task("data", "image", data, None, columns=schema.columns, unit=unit)
-        elif task is None:
-            task = _task(data, schema, classes, own, unit)
+        classed = bool(classes or (task and task.classes)) or (
+            model == "minilm" if isinstance(model, str)
+            else head_of(model) == "classification")
+        schema = _schema(model, data, columns, unit, label, classed, collate_fn,
+                         loss_fn)
+        if task is None and (collate_fn is None or isinstance(model, str)):
+            kind = kind_of_task(data, schema)
+            names, facts = classes_of(
+                data, schema, classes or class_names(data, schema.label or "")
+                or (None if isinstance(model, str) else own_classes(model)))
+    if task is not None:
+        kind, names, facts = task.kind, task.classes, [*task.assumed_public]
+
+    # A model that is given by name is made for these data.
     recipe = None
     if isinstance(model, str):
         if schema.kind == "items" and named and collate_fn is None:
-            listed = ", ".join(f"{name!r} ({kind})"
-                               for name, kind in kinds_of(data).items())
             raise ValueError("there are no texts, pictures or tokens in the columns "
-                             f"{listed} that a named model could read; make a column "
-                             "of one of these, or give a model of your own")
-        if schema.kind == "image" and named:         # their shape is the model's
-            data = stack_images(data, schema, task.classes or None)
-        recipe = _recipe(model, task, data)
+                             f"{', '.join(column_names(data))} that a named model "
+                             "could read; give a model of your own")
+        if schema.kind == "image":                   # their shape is the model's
+            data = stack_images(data, schema, names or None)
+        recipe = _recipe(model, kind, names, data)
         model = load_model(**recipe)
-    ready = Prepared(model, data, tokenizer, tuple(columns or task.columns), task.kind,
-                     recipe, [*task.assumed_public], schema, task.classes, collate_fn,
-                     loss_fn is not None)
+
+    # The rows as the model reads them.
+    head = head_of(model)
+    if schema.kind == "causal" and loss_fn is None:
+        if head not in (None, "causal", "seq2seq"):
+            raise ValueError(f"the data are texts to be continued, and the head of "
+                             f"{type(unwrapped(model)).__name__} is for {head}; take "
+                             "a model that writes, name the classes' column with "
+                             "label=, or pass loss_fn=")
+        kind = head or kind
     if schema.kind in ("text", "causal", "tagging") and not tokenizer:
         name = (recipe or {}).get("name") or getattr(
             getattr(model, "config", None), "_name_or_path", "")
         if not name:
             raise ValueError("the data holds texts and the model names no tokenizer; "
                              "pass tokenizer=")
-        ready.tokenizer = load_tokenizer(name)
-    head = head_of(model)
-    if schema.kind == "causal" and loss_fn is None and head not in (None, "causal"):
-        raise ValueError(f"the data are texts to be continued, and the head of "
-                         f"{type(unwrapped(model)).__name__} is for {head}; take "
-                         "a model for causal language modelling, or pass loss_fn=")
+        tokenizer = load_tokenizer(name)
+    ready = Prepared(model, data, tokenizer, tuple(columns or schema.columns), kind,
+                     recipe, facts, schema, names, collate_fn, loss_fn is not None,
+                     max_length)
     ready.train = ready.encoded(data)
-    _list_facts(ready, task)
+    fields = ready.train.fields if isinstance(ready.train, EncodedData) else ()
+    if schema.kind in ("text", "causal", "tagging") or (
+            "input_ids" in (*fields, *schema.columns)):
+        facts.append(VOCABULARY)
+    pictures = ready.pictures if schema.kind != "image" and not facts else None
+    if pictures and [*pictures.values()][1:] != [1.0, [0.0], [1.0]]:
+        facts.append(SCALING)
+    ready.assumed_public = [*dict.fromkeys(facts)]
     _check_classes(ready)
     return ready
 
-def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | None,
-            unit: Any, label: str | None, classed: bool, collate_fn: Any,
-            loss_fn: Any) -> Schema:
+def _schema(model: Any, data: Any, columns: Sequence[str] | None, unit: Any,
+            label: str | None, classed: bool, collate_fn: Any, loss_fn: Any) -> Schema:
     "The roles of the columns for this model, or for the user's own loss or collator."
     named = unit if isinstance(unit, str) else None
     rest = [name for name in column_names(data) if name != named]
@@ -239,66 +260,32 @@ def _schema(model: Any, task: Task | None, data: Any, columns: Sequence[str] | N
         return Schema("items", tuple(columns or rest), None, named)
     takes = () if isinstance(model, str) else tuple(
         signature(unwrapped(model).forward).parameters)
-    classed = classed or bool(task and task.classes) or (
-        model == "minilm" if isinstance(model, str)
-        else head_of(model) == "classification")
     if loss_fn is None or columns:
         return read_schema(data, columns or None, unit, label, classed, takes)
-    kinds = kinds_of(data)
+    kind, kinds = "items", kinds_of(data)
     try:
         found = read_schema(data, None, unit, label, classed, takes)
         if found.kind in ("text", "causal", "tagging", "image"):
             return found
         kind = found.kind
     except ValueError:           # nobody need guess what a loss of one's own reads
-        kind = "items"
+        pass
     stacked = [name for name in rest if kinds[name] in ("number", "other")]
     return Schema(kind, tuple(stacked), None, named,
                   tuple(name for name in rest if name not in stacked))
 
-def _task(data: Any, schema: Schema, classes: Any, own: Any, unit: Any) -> Task:
-    "Data without a task as one."
-    if schema.label is None:
-        kinds = {"items": "image", "tokens": "causal"}
-        if schema.kind in ("text", "image", "tagging"):
-            raise ValueError(f"cannot tell which of {', '.join(column_names(data))} is "
-                             "the label; name it last in columns=")
-        return Task("data", kinds.get(schema.kind, schema.kind), data, None,
-                    columns=schema.columns, unit=unit)
-    if schema.kind == "items":
-        return Task("data", "image", data, None, columns=schema.columns, unit=unit)
-    return as_task(data, schema.columns, unit,
-                   classes or class_names(data, schema.label) or own,
-                   schema.kind == "text",
-                   None if schema.kind == "causal" else schema.label)
-
-def _recipe(name: str, task: Task, data: Any) -> dict[str, Any]:
+def _recipe(name: str, kind: str, names: Sequence[str], data: Any) -> dict[str, Any]:
     "How `load_model` makes a named model for a task."
-    outputs = 1 if task.kind == "text" else 2
     labels = data.labels if isinstance(data, EncodedData) else None
-    if isinstance(data, EncodedData) and not task.classes and (
-            labels is not None and not labels.is_floating_point()):
+    if not names and labels is not None and not labels.is_floating_point():
         raise ValueError("the texts are encoded, and nothing says how many classes "
                          "their labels have; give the texts themselves, or a model "
                          "loaded by dpft.load_model(name, classes=)")
     shape = None
-    if task.kind == "image" and not column_names(data):
-        first = data[0][0]
-        shape = tuple(first.shape) if hasattr(first, "shape") else task.image_shape
-    return {"name": name, "classes": [*task.classes] or outputs, "kind": task.kind,
-            "image_shape": shape}
-
-def _list_facts(ready: Prepared, task: Task) -> None:
-    "Name what a run takes for public of the data: a vocabulary, hand-made scaling."
-    fields = (ready.train.fields if isinstance(ready.train, EncodedData)
-              else ready.schema.columns)
-    facts = [VOCABULARY] if "input_ids" in fields else []
-    pictures = ready.pictures
-    if pictures and ready.schema.kind != "image" and not task.assumed_public and (
-            (pictures["scale"], *pictures["mean"], *pictures["std"])
-            != (1.0, 0.0, 1.0)):
-        facts.append(SCALING)
-    ready.assumed_public = [*dict.fromkeys([*ready.assumed_public, *facts])]
+    if kind == "image" and not column_names(data):
+        shape = tuple(torch.as_tensor(data[0][0]).shape)
+    return {"name": name, "classes": [*names] or (1 if kind == "text" else 2),
+            "kind": kind, "image_shape": shape}
 
 def _check_classes(ready: Prepared) -> None:
     "ValueError for a label outside the classes; the model gets their names."
@@ -330,9 +317,6 @@ def checked_rows(
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters, so nothing in it "
                          "can train; pass a model with layers that have some")
-    lazy = (name for name, value in model.named_parameters() if is_lazy(value))
-    if name := next(lazy, None):
-        raise ValueError(f"{name} has no shape yet; run the model once on a batch")
     check_method(method)
     data, unit = as_dataset(data), unit_for(data, settings.unit)
     names = [name for name in column_names(data) if name != unit]
@@ -392,10 +376,9 @@ def _outputs(model: nn.Module, data: Any, labels: Tensor) -> int | None:
     "The number of classes of a model by a pass over one row; None if that fails."
     if not isinstance(data, (TensorData, TensorDataset)):
         return None
-    inputs = torch.zeros_like(torch.as_tensor(data[0][0]))[None].repeat(2, *[1] * (
-        torch.as_tensor(data[0][0]).ndim))
-    batch = to_device((inputs, labels[:1].repeat(2)), device_of(model))
     try:
+        inputs = torch.zeros_like(data[0][0])[None].repeat_interleave(2, 0)
+        batch = to_device((inputs, labels[:1].repeat(2)), device_of(model))
         with torch.no_grad(), torch.random.fork_rng([]), evaluating(model):
             scores = logits(model, batch)
     except Exception:           # the start-up check says what is wrong
@@ -406,10 +389,9 @@ def _outputs(model: nn.Module, data: Any, labels: Tensor) -> int | None:
 def _check_lengths(tokens: Any, labels: Sequence[Any]) -> None:
     "Refuse a row whose labels a padded batch would pair with other tokens."
     for row, (own, said) in enumerate(zip(tokens or (), labels, strict=False)):
-        if np.shape(own) != np.shape(said):
-            raise ValueError(f"row {row} has {np.size(own)} tokens and "
-                             f"{np.size(said)} labels; give each token one label, and "
-                             "-100 where it has none")
+        if torch.as_tensor(own).shape != torch.as_tensor(said).shape:
+            raise ValueError(f"row {row} has not one label for each token; give each "
+                             "token one, and -100 where it has none")
 
 def _check_tokens(model: nn.Module, data: Any) -> None:
     "Refuse tokens without an embedding, rows without a place, and missing padding."
@@ -432,9 +414,7 @@ def _check_tokens(model: nn.Module, data: Any) -> None:
         raise ValueError(f"row {row} has a token beyond the {count} that the model has "
                          "embeddings for; pass the model's own tokenizer=")
 
-def check_causal(
-    model: nn.Module,  # with the head of a language model
-) -> None:
+def check_causal(model: nn.Module) -> None:
     "ValueError for a model that uses the tokens that it predicts."
     padding = getattr(getattr(unwrapped(model), "config", None), "pad_token_id", None)
     tokens = [token for token in range(3) if token != padding][:2]

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
-from unicodedata import category, normalize
 
 import numpy as np
 import torch
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['NOBODY', 'Part', 'poisson_draw', 'physical_batches', 'gather', 'reading_state', 'random_state', 'kind_of',
-           'one_spelling', 'check_kinds', 'check_exact', 'stands_for_nobody', 'unit_numbers', 'Units', 'packed',
-           'units_of', 'Population', 'parts_of', 'chosen_views', 'Augmentation', 'moved', 'repeated', 'check_pictures',
-           'Share']
+           'one_spelling', 'check_kinds', 'check_exact', 'unit_numbers', 'Units', 'packed', 'units_of', 'Population',
+           'parts_of', 'chosen_views', 'Augmentation', 'moved', 'Share']
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-poisson
 def poisson_draw(
@@ -111,6 +109,9 @@ def random_state(engine: Any, *context: float | str | int) -> Iterator[None]:
             generator.set_state(state)
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-kinds
+NOBODY = frozenset({"na", "n/a", "#n/a", "null", "nil", "none", "nan", "nat", "<na>",
+                    "unknown", "missing", "?", "-"})
+
 def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
     "The kind of a unit's name: a truth value, a number, a text, a tuple, or another."
     if isinstance(name, tuple):
@@ -119,24 +120,12 @@ def kind_of(name: Hashable) -> str:  # equal names of one kind are the same unit
     return next((kind for kind, types in known.items() if isinstance(name, types)),
                 type(name).__name__)
 
-def one_spelling(
-    name: Hashable,  # of a unit
-) -> Hashable:
-    """A name that is a text, or has texts, with one blank between words and no others,
-    composed accents and no invisible characters."""
-    if isinstance(name, tuple):
-        return tuple(map(one_spelling, name))
-    if not isinstance(name, str):
-        return name
-    seen = (sign for sign in normalize("NFC", name) if category(sign) != "Cf")
-    return " ".join("".join(seen).split())
+def one_spelling(name: Hashable) -> Hashable:
+    "A name with one blank between words and no others, if it is a text."
+    return " ".join(name.split()) if isinstance(name, str) else name
 
-def check_kinds(
-    values: Sequence[Hashable],  # the unit of each row
-    name: str,                   # of the column, for the error
-) -> None:
-    """Refuse unit names of several kinds, or that look alike, by which one person may
-    count as two."""
+def check_kinds(values: Sequence[Hashable], name: str) -> None:
+    "Refuse unit names of several kinds, by which one person may count as two."
     try:
         # by types too, for True equals 1
         different = dict.fromkeys(zip(map(type, values), values, strict=True))
@@ -152,40 +141,22 @@ def check_kinds(
     names = {value for _, value in different}
     if len({*map(one_spelling, names)}) < len(names):
         raise ValueError(
-            f"unit {name!r} holds texts that differ by blanks only, by characters that "
-            "nobody sees or by how an accent is coded, so a person may be two units; "
-            "write each name in one way, without blanks around it")
+            f"unit {name!r} holds texts that differ by blanks only, so a person may be "
+            "two units; write each name in one way, without blanks around it")
 
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-exact
-def check_exact(
-    values: Sequence[Hashable],  # the unit of each row
-    name: str,                   # of the column, for the error
-) -> None:
+def check_exact(values: Sequence[Hashable], name: str) -> None:
     "Refuse floats that are fractions, or so large that two names may be one number."
     parts = (part for value in dict.fromkeys(values)
              for part in (value if isinstance(value, tuple) else [value]))
-    found = torch.tensor([float(part) for part in parts
-                          if isinstance(part, (float, np.floating))],
-                         dtype=torch.float64)
-    single = bool((found.float().double() == found).all())
-    rounded = (found != found.round()) | (found.abs() >= 2 ** (24 if single else 53))
-    if rounded.any():
+    found = np.array([float(part) for part in parts
+                      if isinstance(part, (float, np.floating))])
+    single = (found.astype(np.float32) == found).all()
+    if ((found != found.round()) | (abs(found) >= 2 ** (24 if single else 53))).any():
         raise ValueError(
             f"unit {name!r} holds fractions, or floats so large that the names of two "
             "people may be one number; read the column as text, such as with "
             f"load_data(file, unit={name!r}) or dtype=str in pandas.read_csv")
 
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-nobody
-NOBODY = frozenset({"na", "n/a", "#n/a", "null", "nil", "none", "nan", "nat", "<na>",
-                    "unknown", "missing", "?", "-"})
-
-def stands_for_nobody(
-    name: Hashable,  # of a unit
-) -> bool:
-    "Whether a name marks a missing one, in upper or lower case."
-    return isinstance(name, str) and name.strip().casefold() in NOBODY
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-numbers
 def unit_numbers(
     labels: Sequence[Hashable] | Tensor, # (N,) the unit of each row, by any name
     name: str = "unit",                  # of the column, for errors
@@ -194,8 +165,8 @@ def unit_numbers(
     may be rounded, and units of one row each."""
     arrays = isinstance(labels, (Tensor, np.ndarray))
     values = labels.tolist() if arrays else list(labels)  # type: ignore[union-attr]
-    check_complete([None if stands_for_nobody(value) else value for value in values],
-                   f"unit in {name!r}",
+    check_complete([None if isinstance(value, str) and value.strip().casefold() in
+                    NOBODY else value for value in values], f"unit in {name!r}",
                    "drop them, or give each the id of the person it belongs to")
     check_kinds(values, name)
     check_exact(values, name)
@@ -257,19 +228,12 @@ def packed(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     "Whole groups in batches: rows (B,), and the group of each within it (B,)."
     batch: list[Tensor] = []
-    for rows in groups:
-        if batch and sum(map(len, batch)) + len(rows) > most:
-            yield _numbered(batch)
+    for rows in [*groups, None]:
+        if batch and (rows is None or sum(map(len, batch)) + len(rows) > most):
+            sizes = torch.tensor([*map(len, batch)])
+            yield torch.cat(batch), torch.arange(len(batch)).repeat_interleave(sizes)
             batch = []
-        batch.append(rows)
-    if batch:
-        yield _numbered(batch)
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-numbered
-def _numbered(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
-    "Rows end to end, with the number of each row's group."
-    sizes = torch.tensor([len(rows) for rows in groups])
-    return torch.cat(groups), torch.arange(len(groups)).repeat_interleave(sizes)
+        batch += [] if rows is None else [rows]
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-units-of
 def units_of(
@@ -372,11 +336,6 @@ class Augmentation:
                              "at least one copy, moved by 0 pixels or more, in "
                              "whole numbers")
 
-    @property
-    def variants(self) -> int:
-        "The number of different views of a picture."
-        return (2 * self.crop + 1) ** 2 * (1 + self.flip)
-
     def views(
         self,
         rows: Tensor,  # (B,) numbers of the rows in the data set
@@ -397,11 +356,19 @@ class Augmentation:
         named = isinstance(batch, dict)
         items: dict[Any, Any] = batch if named else dict(enumerate(batch))
         where = "pixel_values" if named else 0
-        check_pictures(items.get(where), self.crop)
+        images = items.get(where)
+        if not isinstance(images, Tensor) or images.ndim != 4 or (
+                not images.is_floating_point()):
+            raise ValueError("augment= takes pictures: batches of (images (B, C, H, "
+                             "W), labels), or with 'pixel_values'; leave it out here")
+        if self.crop >= min(images.shape[2:]):
+            raise ValueError(f"crop={self.crop} moves pictures of {images.shape[2]} x "
+                             f"{images.shape[3]} out of sight; choose a smaller one")
         views = chosen_views(rows, key, self.copies, self.crop, self.flip)
-        shown = {name: moved(value, *views) if name == where
-                 else repeated(value, self.copies, len(rows))
-                 for name, value in items.items()}
+        shown = {name: moved(value, *views) if name == where else
+                 value.repeat_interleave(self.copies, 0)
+                 if isinstance(value, Tensor) and value.shape[:1] == rows.shape
+                 else value for name, value in items.items()}
         return shown if named else tuple(shown.values())
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-moved
@@ -412,39 +379,20 @@ def moved(
     mirrored: Tensor,  # (B K,) 0 or 1
 ) -> Tensor:           # (B K, C, H, W)
     "K views of each image, moved and perhaps mirrored; edges are reflected."
-    choices = (choice[:, None].to(images.device) for choice in (down, right, mirrored))
-    down, right, mirrored = choices
-    sides = images.shape[2:]
-    height, width = (torch.arange(side, device=images.device) for side in sides)
-    across = torch.where(mirrored > 0, len(width) - 1 - width, width)
-    y = _reflected(height + down, len(height))[:, None, :, None]
-    x = _reflected(across + right, len(width))[:, None, None, :]
+    def places(shift: Tensor, side: int, mirror: Tensor | None = None) -> Tensor:
+        own = torch.arange(side, device=images.device)
+        if mirror is not None:
+            own = torch.where(mirror[:, None] > 0, side - 1 - own, own)
+        own = (own + shift[:, None]).abs()
+        return side - 1 - (side - 1 - own).abs()   # beyond an edge: reflected at it
+
+    down, right, mirrored = (x.to(images.device) for x in (down, right, mirrored))
+    y = places(down, images.shape[2])[:, None, :, None]
+    x = places(right, images.shape[3], mirrored)[:, None, None, :]
     image = torch.arange(len(images), device=images.device)
     image = image.repeat_interleave(len(down) // len(images))[:, None, None, None]
     channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
     return images[image, channel, y, x]
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-reflected
-def _reflected(places: Tensor, side: int) -> Tensor:
-    "Positions beyond an edge, reflected at the last pixel."
-    return side - 1 - (side - 1 - places.abs()).abs()
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-repeated
-def repeated(value: Any, copies: int, size: int) -> Any:
-    "Values of each of `size` examples, once per copy; any other value unchanged."
-    own = isinstance(value, Tensor) and value.ndim and len(value) == size
-    return value.repeat_interleave(copies, 0) if own else value
-
-# %% ../nbs/5_notes/69_sampling.ipynb #sampling-pictures
-def check_pictures(images: Any, crop: int) -> None:
-    "Refuse a value that is not a batch of pictures, or pictures too small to be moved."
-    tensor = isinstance(images, Tensor) and images.is_floating_point()
-    if not tensor or images.dim() != 4:
-        raise ValueError("augment= takes pictures: batches of (images (B, C, H, W), "
-                         "labels), or with 'pixel_values'; leave it out here")
-    if crop >= min(images.shape[2:]):
-        raise ValueError(f"crop={crop} moves pictures of {images.shape[2]} x "
-                         f"{images.shape[3]} out of sight; choose a smaller one")
 
 # %% ../nbs/5_notes/69_sampling.ipynb #sampling-share
 class Share:

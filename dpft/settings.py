@@ -68,6 +68,8 @@ class Settings:
     label: str | None = setting(
         None, "column of the label; None: the last of columns=, or found by name",
         "loop", fixed=False)
+    max_length: int | None = setting(
+        None, "most tokens that are read of a text; None: 128", "loop")
     unit: Any = setting(
         None, "column of each row's person, or one name a row; None: as the data say",
         fixed=False)
@@ -142,7 +144,7 @@ OBJECTS = ("loss_fn", "collate_fn", "tokenizer", "columns", "evaluate", "augment
 PARTNERS = {"checkpoint_every": "checkpoint", "overwrite": "output",
             "evaluate_every": "evaluate"}  # without which a setting does nothing
 COUNTS = ("steps", "batch_size", "physical_batch_size", "unit_cap", "public_size",
-          "checkpoint_every", "evaluate_every")
+          "checkpoint_every", "evaluate_every", "max_length")
 POSITIVE = ("epochs", "learning_rate")
 AT_LEAST_0 = ("weight_decay", "warmup", "cache")
 

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import lzma
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import (
-    Public, Task, TensorData, as_dataset, as_task, check_names, class_list,
+    Public, Task, TensorData, as_dataset, as_task, check_names, read_labels,
     read_schema, stack_images, take)
 from .registry import did_you_mean
 
 # %% auto #0
-__all__ = ['READERS', 'PARTS', 'HUB', 'FONTS', 'read_file', 'load_data', 'read_parts', 'task_of', 'limited', 'digits',
-           'font_digits']
+__all__ = ['READERS', 'PARTS', 'HUB', 'FONTS', 'read_file', 'read_arrays', 'load_data', 'found_at', 'read_parts', 'task_of',
+           'limited', 'digits', 'font_digits']
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-read
-READERS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+READERS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".npz", ".npz.xz")
 
 def read_file(
-    path: str | Path,         # .csv, .tsv, .json, .jsonl or .parquet
+    path: str | Path,         # its name ends as one of `READERS`
     unit: str | None = None,  # the column that names the privacy unit
 ) -> Any:                     # a `datasets.Dataset` in memory
     "The rows of a file, without a copy on disk."
@@ -39,21 +42,17 @@ def read_file(
     from datasets.table import InMemoryTable
     from pyarrow import ArrowException, parquet
 
-    path = Path(path)
-    if path.suffix.lower() not in READERS:
-        raise ValueError(f"{path.name} ends in {path.suffix!r}; "
+    path, kind = Path(path), Path(path).suffix.lower()
+    if not path.name.lower().endswith(READERS):
+        raise ValueError(f"{path.name} ends in {kind!r}; "
                          f"rows are read from {', '.join(READERS)}")
     try:
-        if path.suffix.lower() == ".parquet":
-            table = parquet.read_table(path)
-        elif path.suffix.lower() in (".csv", ".tsv"):
-            table = _csv(path, unit)
-        else:
-            table = _json(path)
-    except (ArrowException, UnicodeDecodeError, json.JSONDecodeError) as error:
+        table = (parquet.read_table(path) if kind == ".parquet" else
+                 _csv(path, unit) if kind in (".csv", ".tsv") else _json(path))
+    except (ArrowException, ValueError, TypeError, AttributeError) as error:
         lines = re.search(r"Expected \d+ columns, got \d+", str(error))
         said = f"; {lines[0].lower()} in a line" if lines else ""
-        raise ValueError(f"{path.name} cannot be read as {path.suffix[1:].upper()}"
+        raise ValueError(f"{path.name} cannot be read as {kind[1:].upper()}"
                          f"{said}; correct it, or read it by pandas and give the "
                          "frame") from None
     check_names(table.column_names)
@@ -78,22 +77,32 @@ def _csv(path: Path, unit: str | None) -> Any:
 
 def _json(path: Path) -> Any:
     "An Arrow table of an object a line, or of a list of objects."
-    from pyarrow import ArrowException, array, table
+    from pyarrow import Table
 
     text = path.read_text(encoding="utf-8-sig")
     rows = (json.loads(text) if text.lstrip().startswith("[")
             else [json.loads(line) for line in text.splitlines() if line.strip()])
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path.name} holds no objects with named values; write one "
-                         "a line")
-    columns = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        try:
-            columns[name] = array([row.get(name) for row in rows])
-        except ArrowException:
-            raise ValueError(f"column {name!r} of {path.name} holds values of several "
-                             "kinds; write all of them in one way") from None
-    return table(columns)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return Table.from_pydict({name: [row.get(name) for row in rows] for name in names})
+
+def read_arrays(
+    path: Path,          # of an .npz or .npz.xz file
+) -> dict[str, Any]:     # `TensorData` by "train" and "test"
+    "Pictures and labels in arrays that are called x_train, y_train, x_test, y_test."
+    packed = path.read_bytes()
+    packed = lzma.decompress(packed) if path.suffix == ".xz" else packed
+    arrays = np.load(BytesIO(packed), allow_pickle=False)
+    if not {"x_train", "y_train"} <= {*arrays}:
+        raise ValueError(f"{path.name} holds {', '.join(arrays)}; name the arrays "
+                         "x_train, y_train, x_test and y_test")
+    parts = {}
+    for part in ("train", "test"):
+        if f"x_{part}" in arrays:
+            x, y = (torch.from_numpy(arrays[f"{axis}_{part}"]) for axis in "xy")
+            x = x[:, None] if x.ndim == 3 else x.movedim(-1, 1) if x.ndim == 4 and (
+                x.shape[-1] in (1, 3)) else x
+            parts[part] = TensorData(x, y, 255.0 if x.dtype is torch.uint8 else 1.0)
+    return parts
 
 # %% ../nbs/5_notes/70_tasks.ipynb #tasks-load
 PARTS = {  # by what they are used for
@@ -111,25 +120,39 @@ def load_data(
     classes: int | Sequence[str] | None = None,  # None: as the data set says
     label: str | None = None,              # the label's column; None: by name and type
 ) -> Task:
-    "A data set by name: a file, a folder, of the hub, or the handwritten digits."
+    """A data set by name: a file, a folder, one of either in the folder `DPFT_DATA`,
+    of the hub, or the handwritten digits."""
     unit = None if unit == "example" else unit
     if not isinstance(name, (str, Path)):
         raise ValueError("name must be that of a data set, a file or a folder; give "
                          "rows in memory to fine_tune itself")
-    if str(name) == "digits":
-        task = digits()
-        known, counted = class_list(classes)
-        if columns or label or (classes and (len(known) if counted else (*known,))
-                                not in (len(task.classes), task.classes)):
-            raise ValueError("columns=, label= and classes= of digits are fixed; leave "
-                             "them out")
-        if unit is not None:
-            raise ValueError(f"no column {unit!r} in digits; leave unit out, or give "
-                             "fine_tune a list that names each row's person")
-    else:
-        parts = read_parts(str(name), unit)
-        task = task_of(parts, str(name), columns, unit, classes, label)
-    return limited(task, limit)
+    path = found_at(str(name))
+    if str(name) != "digits" and not (path and ".npz" in path.suffixes):
+        return limited(task_of(read_parts(str(path or name), unit), str(name), columns,
+                               unit, classes, label), limit)
+    if lost := unit or label or (columns and columns[0]):
+        raise ValueError(f"no column {lost!r} in {name}, which holds pictures and "
+                         "labels; leave it out, or give fine_tune a list that names "
+                         "each row's person")
+    task = digits() if path is None else Task(
+        str(name), "image", dev=None, source=path.name, columns=("image", "label"),
+        **read_arrays(path))
+    task.dev = task.test if task.dev is None else task.dev
+    known = read_labels(task.train.labels.tolist(),
+                        classes=classes or task.classes or None)
+    if known.derived:
+        task.assumed_public += ["the classes", "the range of intensities"]
+    return limited(replace(task, classes=known.classes), limit)
+
+def found_at(
+    name: str,          # of a file or folder, with its ending or without
+) -> Path | None:       # None: there is none
+    "A data set on this machine: as it is named, or in the folder `DPFT_DATA`."
+    folders = ["", *filter(None, [os.environ.get("DPFT_DATA")])]
+    places = (Path(folder) / f"{name}{ending}" for folder in folders
+              for ending in ("", *READERS) if folder or not ending)
+    return None if name == "digits" else next(
+        (place for place in places if place.exists()), None)
 
 def read_parts(
     name: str,                # of a file, a folder or a data set of the hub
@@ -179,7 +202,7 @@ def task_of(
     if train is None:
         raise ValueError(f"{name} has the splits {', '.join(parts)}; one named train "
                          "is needed")
-    task = as_task(train, columns, unit, classes, label=label, name=name, source=name)
+    task = as_task(train, columns, unit, classes, label, name=name, source=name)
     if task.classes and not task.assumed_public:
         task.assumed_public = ["the classes"]
     schema = read_schema(task.train, task.columns, unit, classed=bool(task.classes))

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .data import (
-    LABELS, as_dataset, check_complete, class_names, column, is_chat, made_on_the_fly,
-    read_labels, read_tags, row_numbers)
+    LABELS, TableData, as_dataset, check_complete, class_names, column, column_names,
+    is_chat, is_missing, made_on_the_fly, mark_of, read_labels, read_tags, row_numbers)
 
 # %% auto #0
-__all__ = ['MOST', 'Row', 'LONGER', 'EncodedData', 'fill_of', 'flat_tokens', 'encode', 'first_token', 'encode_tags', 'Selected',
+__all__ = ['MOST', 'Row', 'EncodedData', 'fill_of', 'flat_tokens', 'encode', 'first_token', 'encode_tags', 'Selected',
            'token_rows', 'collate_for']
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-encoded
@@ -49,7 +49,6 @@ class EncodedData:
     def batch(self, indices: Tensor | Sequence[int]) -> dict[str, Tensor]:
         "Rows in one gather, (B, T) each, padded to the longest of them."
         rows = row_numbers(indices, len(self))
-        rows = torch.where(rows < 0, rows + len(self), rows)
         own = self.lengths[rows]
         position = torch.arange(int(own.max()))
         places = self.starts[rows, None] + position
@@ -61,26 +60,17 @@ class EncodedData:
         batch["attention_mask"] = real.long()
         return batch if self.labels is None else {**batch, "labels": self.labels[rows]}
 
-def fill_of(
-    name: str,    # of a field
-    pad_id: int,
-) -> int:
+def fill_of(name: str, pad_id: int) -> int:
     "The padding value of a field: the padding token, -100 for labels, else 0."
     ids = name in ("input_ids", "decoder_input_ids")
     return pad_id if ids else -100 if name in LABELS else 0
 
-def flat_tokens(
-    encoded: Mapping[str, Sequence[Any]],  # (N,) lists or arrays of numbers by field
-    labels: Tensor | None,
-    pad_id: int,
-    table: Any,
-) -> EncodedData:
-    "Rows of tokens end to end; refuses a row without any."
-    lengths = torch.tensor([len(row) for row in encoded["input_ids"]])
-    if not len(lengths) or not int(lengths.min()):
-        which = f"row {int(lengths.argmin())} has a text of" if len(lengths) else (
-            "the data has")
-        raise ValueError(f"{which} zero tokens; drop it or give it one")
+def flat_tokens(encoded: Mapping[str, Sequence[Any]], labels: Tensor | None,
+                pad_id: int, table: Any) -> EncodedData:
+    "Rows of tokens end to end; refuses rows without any."
+    lengths = torch.tensor([len(row) for row in encoded["input_ids"]], dtype=torch.long)
+    check_complete([int(size) or None for size in lengths] or [None], "token",
+                   "drop them or give them one")
     fields = {name: torch.from_numpy(np.concatenate(
         [np.asarray(row, dtype=np.int32) for row in rows]))
         for name, rows in encoded.items()}
@@ -92,51 +82,66 @@ MOST = 128   # tokens of a row that a run reads
 def encode(
     data: Any,               # its items have names, or `data[name]` is a column
     tokenizer: Any,          # a Transformers tokenizer
-    columns: Sequence[str],  # texts, then label; "causal": prompt, completion; or chat
+    columns: Sequence[str],  # texts, then label; else prompts, then completion; or chat
     max_length: int = MOST,  # tokens kept of each text
-    kind: str = "text",      # "text": one label each; "causal": predict the completion
+    # "text": one label each; "causal", "seq2seq": the completion is predicted
+    kind: str = "text",
     classes: int | Sequence[str] | None = None,  # of the labels; None: any class number
-) -> EncodedData:
+) -> Any:                 # EncodedData; "seq2seq": Selected
     "Tokenise a data set once; refuses missing columns, empty texts and bad labels."
-    if kind not in ("text", "causal"):
-        raise ValueError(f"kind={kind!r}: choose 'text' or 'causal'")
     data, (*texts, last) = as_dataset(data), columns
     pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
-    if kind == "causal":
-        chat = not texts and any(map(is_chat, column(data, last)))
-        rows = (_chat_rows(column(data, last), tokenizer, max_length) if chat else
-                _completion_rows([_texts(data, name) for name in columns], tokenizer,
-                                 max_length))
-        cut = [(tokens[:max_length], said[:max_length]) for tokens, said in rows]
-        fields = {"input_ids": [tokens for tokens, _ in cut],
-                  "labels": [[token if counts else -100 for token, counts
-                              in zip(*row, strict=True)] for row in cut]}
-        return flat_tokens(fields, None, pad_id, data)
-    if not 1 <= len(texts) <= 2:
-        raise ValueError(f"columns={list(columns)} name {len(texts) or 'no'} text"
-                         f"{'s' * bool(texts)}; give the text columns, then the "
-                         "label's")
-    stated = class_names(data, last)
-    labels = read_labels(column(data, last), last, classes, stated).values
-    encoded = tokenizer(*(_texts(data, name) for name in texts), truncation=True,
-                        max_length=max_length, return_attention_mask=False)
-    return flat_tokens(encoded, labels, pad_id, data)
+    if kind not in ("text", "causal", "seq2seq"):
+        raise ValueError(f"kind={kind!r}: choose 'text', 'causal' or 'seq2seq'")
+    if kind == "text":
+        if not 1 <= len(texts) <= 2:
+            raise ValueError(f"columns={list(columns)} name {len(texts) or 'no'} text"
+                             f"{'s' * bool(texts)}; give the text columns, then the "
+                             "label's")
+        labels = read_labels(column(data, last), last, classes, class_names(data, last))
+        encoded = tokenizer(*(_texts(column(data, name), name) for name in texts),
+                            truncation=True, max_length=max_length,
+                            return_attention_mask=False)
+        return flat_tokens(encoded, labels.values, pad_id, data)
+    if kind == "seq2seq" and not texts:
+        raise ValueError("an encoder-decoder reads one text and writes another; name "
+                         "both, prompt and completion, with columns=")
+    if not texts and any(map(is_chat, column(data, last))):
+        rows = _chat_rows(column(data, last), tokenizer, max_length)
+    else:
+        written, prompts = _texts(column(data, last), last), _prompts(data, texts)
+        if kind == "seq2seq":
+            encoded = tokenizer(prompts, text_target=written, truncation=True,
+                                max_length=max_length)
+            other = [name for name in column_names(data) if name not in encoded]
+            table = TableData({**encoded, **{name: column(data, name)
+                                             for name in other}})
+            table.privacy_unit = mark_of(data)
+            return Selected(table, {name: name for name in encoded}, pad_id)
+        rows = _completion_rows(prompts, written, tokenizer, max_length)
+    cut = [(tokens[:max_length], said[:max_length]) for tokens, said in rows]
+    labelled = [[token if counts else -100 for token, counts in zip(*row, strict=True)]
+                for row in cut]
+    fields = {"input_ids": [tokens for tokens, _ in cut], "labels": labelled}
+    return flat_tokens(fields, None, pad_id, data)
 
-def _texts(data: Any, name: str) -> list[str]:
+def _texts(values: Sequence[Any], name: str) -> list[str]:
     "A column of texts; missing ones are counted, anything else is refused by its row."
-    values = column(data, name)
     check_complete([0 if isinstance(value, str) and value.strip() else value
                     for value in values],
                    f"text in column {name!r}", "drop them or fill them")
     if odd := [row for row, value in enumerate(values) if not isinstance(value, str)]:
         raise ValueError(f"row {odd[0]} of column {name!r} is not a text; "
                          "drop such rows or convert them")
-    return values
+    return [*values]
 
-def first_token(
-    tokenizer: Any,
-    *names: str,    # such as "pad_token_id"
-) -> int | None:
+def _prompts(data: Any, names: Sequence[str]) -> list[str]:
+    "The texts that come before what is written; of several, some may be blank."
+    rows = zip(*(column(data, name) for name in names), strict=True)
+    return _texts([" ".join(text for text in row if not is_missing(text))
+                   for row in rows], " + ".join(names))
+
+def first_token(tokenizer: Any, *names: str) -> int | None:
     "The first of these special tokens that the tokenizer has."
     known = (getattr(tokenizer, name, None) for name in names)
     return next((number for number in known if number is not None), None)
@@ -155,8 +160,7 @@ def encode_tags(
     rows = [list(row) if row is not None else [] for row in column(data, words)]
     tags, _ = read_tags(column(data, name), name, classes, class_names(data, name))
     for row, (said, own) in enumerate(zip(rows, tags, strict=True)):
-        if not said or not all(isinstance(word, str) for word in said) or (
-                len(said) != len(own)):
+        if not said or len(said) != len(own):
             raise ValueError(f"row {row} has {len(said)} words in column {words!r} and "
                              f"{len(own)} tags in {name!r}; give each word one tag")
     try:
@@ -176,85 +180,76 @@ def encode_tags(
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-completions
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are to be predicted
-LONGER = ("drop the row, or encode the data with a larger max_length of "
-          "dpft.texts.encode")
 
-def _completion_rows(
-    parts: list[list[str]],  # the columns: prompts, then the completion
-    tokenizer: Any,
-    max_length: int,         # tokens kept of prompt and completion together
-) -> list[Row]:
+def _completion_rows(prompts: list[str], completions: list[str], tokenizer: Any,
+                     max_length: int) -> list[Row]:
     "Prompt, separator, completion, end; the completion and its end are predicted."
-    *prompts, completions = parts
     between = first_token(tokenizer, "sep_token_id", "bos_token_id", "eos_token_id")
-    joined = [" ".join(row) for row in zip(*prompts, strict=True)]
+    middle, end = ([] if token is None else [token]
+                   for token in (between, tokenizer.eos_token_id))
     quiet = {"add_special_tokens": False, "verbose": False}  # it would print lengths
-    heads = (tokenizer(joined, **quiet)["input_ids"] if prompts
-             else [[]] * len(completions))
     tails = tokenizer(completions, **quiet)["input_ids"]
-    rows = []
-    for row, (head, tail) in enumerate(zip(heads, tails, strict=True)):
-        if not tail or (prompts and not head):
-            raise ValueError(f"row {row} has a text of zero tokens; drop it or give it "
-                             "one")
-        start = [*head, *([] if between is None else [between])]
-        end = [*tail, *([] if (eos := tokenizer.eos_token_id) is None else [eos])]
-        if len(start) >= max_length:
-            raise ValueError(f"the prompt of row {row} fills all {max_length} tokens "
-                             f"that are read of a row; shorten it, {LONGER}")
-        rows.append(([*start, *end], [False] * len(start) + [True] * len(end)))
-    return rows
+    heads = tokenizer(prompts, **quiet)["input_ids"] if prompts else [[]] * len(tails)
+    check_complete([None if len(head) + len(middle) >= max_length else 0
+                    for head in heads],
+                   f"token of a completion within {max_length}, for the prompt fills "
+                   "them", "shorten it, drop them, or give a larger max_length=")
+    return [([*head, *middle, *tail, *end],
+             [False] * len([*head, *middle]) + [True] * len([*tail, *end]))
+            for head, tail in zip(heads, tails, strict=True)]
 
-def _chat_rows(
-    chats: list[Any],
-    tokenizer: Any,
-    max_length: int,         # tokens kept of each
-) -> list[Row]:
+def _chat_rows(chats: list[Any], tokenizer: Any, max_length: int) -> list[Row]:
     "Conversations under the template; the assistant's tokens are predicted."
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; set "
                          "tokenizer.chat_template, or give prompt and completion as "
                          "two columns")
-    rows = []
-    for row, messages in enumerate(chats):
-        if not is_chat(messages):
-            raise ValueError(f"row {row} is not a conversation: it needs a list of "
-                             "messages, each with a role and its content; drop it")
-        text, spans = _assistant_spans(tokenizer, messages, row)
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                          verbose=False)  # it would print the length of a long one
-        said = [any(start < high and end > low for low, high in spans)
-                for start, end in found["offset_mapping"]]
-        if not any(said[1:max_length]):
-            raise ValueError(f"row {row} has no word of the assistant's within "
-                             f"{max_length} tokens; shorten it, {LONGER}")
-        rows.append((found["input_ids"], said))
+    check_complete([0 if is_chat(messages) else None for messages in chats],
+                   "conversation, a list of messages with a role and its content",
+                   "drop them")
+    turns = [[_message(said) for said in messages] for messages in chats]
+    check_complete([0 if any(said["role"] == "assistant" for said in messages) else None
+                    for messages in turns], "answer of the assistant's", "drop them")
+    rows = [_chat_row(messages, tokenizer) for messages in turns]
+    check_complete([0 if any(said[1:max_length]) else None for _, said in rows],
+                   f"word of the assistant's within {max_length} tokens",
+                   "shorten them, drop them, or give a larger max_length=")
     return rows
 
-def _assistant_spans(tokenizer: Any, messages: list[dict[str, Any]],
-                     row: int) -> tuple[str, list[tuple[int, int]]]:
-    "A conversation as text, and where the assistant speaks in it."
+def _message(said: Mapping[str, Any]) -> dict[str, Any]:
+    "A message as Transformers has it, also of one in ShareGPT's form."
+    if "role" in said:
+        return dict(said)
+    roles = {"human": "user", "gpt": "assistant"}
+    return {"role": roles.get(said["from"], said["from"]), "content": said["value"]}
+
+def _chat_row(messages: list[dict[str, Any]], tokenizer: Any) -> Row:
+    "Tokens of a conversation; a part that no `generation` marks is what a turn adds."
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template, write = tokenizer.get_chat_template(), tokenizer.apply_chat_template
-    if re.search(r"{%-?\s*generation", template):
-        rendered: Any = render_jinja_template([messages], None, None, template, True,
-                                              **tokenizer.special_tokens_map)
-        return rendered[0][0], rendered[1][0]
-    whole, spans = write(messages, tokenize=False), []
+    write, template = tokenizer.apply_chat_template, tokenizer.get_chat_template()
+    whole, spans = write(messages, tokenize=False), list[tuple[int, int]]()
+    marked = re.search(r"{%-?\s*generation", template)
+    if marked:  # apply_chat_template's own mask fails where a mark begins with a blank
+        parts: Any = render_jinja_template([messages], None, None, template, True,
+                                           **tokenizer.special_tokens_map)
+        (whole,), (spans,) = parts
     for turn, said in enumerate(messages):
-        if said["role"] != "assistant":
+        if marked or said["role"] != "assistant":
             continue
         asked = write(messages[:turn], tokenize=False,
                       add_generation_prompt=True) if turn else ""
         answered = write(messages[:turn + 1], tokenize=False)
         if not whole.startswith(answered) or not answered.startswith(asked):
-            raise ValueError(f"row {row}: the chat template rewrites earlier turns, so "
-                             "the assistant's part cannot be found; mark it in the "
+            raise ValueError("the chat template rewrites earlier turns, so the "
+                             "assistant's part cannot be found; mark it in the "
                              "template with {% generation %}, or give prompt and "
                              "completion as two columns")
         spans.append((len(asked), len(answered)))
-    return whole, spans
+    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True,
+                      verbose=False)  # it would print the length of a long one
+    return found["input_ids"], [any(start < high and end > low for low, high in spans)
+                                for start, end in found["offset_mapping"]]
 
 # %% ../nbs/5_notes/68_texts.ipynb #texts-tokenised
 class Selected:
@@ -294,19 +289,16 @@ def token_rows(
     if "labels" in fields and all(row.ndim == 0 for row in fields["labels"]):
         numbers = [row.item() for row in fields.pop("labels")]
         labels = read_labels(numbers, "labels", classes).values
-    masks = fields.pop("attention_mask", None) or [
-        np.ones(row.shape, bool) for row in fields["input_ids"]]
-    spans = []
-    for mask in masks:
-        places = np.flatnonzero(mask) if mask.ndim == 1 else np.array([])
-        if not len(places) or places[-1] - places[0] + 1 != len(places):
-            return selected
-        spans.append(slice(int(places[0]), int(places[-1]) + 1))
+    masks = [row > 0 for row in fields.pop("attention_mask", None) or [
+        np.ones(row.shape) for row in fields["input_ids"]]]
+    if not all(mask.ndim == 1 and mask.any() and np.ptp(np.flatnonzero(mask)) + 1
+               == mask.sum() for mask in masks):    # tokens with a gap between them
+        return selected
     if not all(row.shape == mask.shape and row.dtype.kind in "iub"
                for rows in fields.values()
                for row, mask in zip(rows, masks, strict=True)):
         return selected
-    cut = {name: [row[span] for row, span in zip(rows, spans, strict=True)]
+    cut = {name: [row[mask] for row, mask in zip(rows, masks, strict=True)]
            for name, rows in fields.items()}
     return flat_tokens(cut, labels, pad_id, data)
 
@@ -319,27 +311,15 @@ def collate_for(
     pad_id = getattr(data, "pad_id", None)
     if pad_id is None:
         pad_id = first_token(tokenizer, "pad_token_id", "eos_token_id") or 0
-    first = data[0] if len(data) else None
-    if isinstance(first, Mapping):
-        texts = [name for name, value in first.items() if isinstance(value, str)]
-        if texts:
-            raise ValueError(f"the items hold texts ({', '.join(texts)}); tokenise "
-                             "them first with dpft.texts.encode, or drop the columns")
     return lambda items: _collate(items, pad_id)
 
 def _collate(items: list[Any], pad_id: int) -> Any:
     "Stack values of one size, and pad the others."
-    if not items:
-        raise ValueError("no items to collate; an empty draw is a noise-only step and "
-                         "needs no batch")
     if isinstance(items[0], Mapping):
         return {name: _stacked([item[name] for item in items], repr(name),
                                fill_of(name, pad_id)) for name in items[0]}
     if isinstance(items[0], (Tensor, np.ndarray)):
         return (_stacked(items, "the whole", 0),)
-    if len(sizes := sorted({len(item) for item in items})) > 1:
-        raise ValueError(f"items have {sizes[0]} and {sizes[-1]} parts; give all "
-                         "the same, or pass collate_fn=")
     return tuple(_stacked(part, f"part {i}", 0)
                  for i, part in enumerate(zip(*items, strict=True)))
 
@@ -347,14 +327,11 @@ def _stacked(values: Sequence[Any], name: str, fill: int) -> Tensor:
     "(B, ...) of one value from each item."
     try:
         tensors = [torch.as_tensor(value) for value in values]
+        if len({tensor.shape for tensor in tensors}) == 1:
+            return torch.stack(tensors)
+        return pad_sequence(tensors, batch_first=True, padding_value=fill)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"{name} of an item has type {type(values[0]).__name__}, which is not a "
-            "tensor; convert it, or pass collate_fn=") from None
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(tensors)
-    if tensors[0].ndim > 2 or len({tensor.shape[1:] for tensor in tensors}) > 1:
-        raise ValueError(f"{name} of an item differs in size between items, and only "
-                         "sequences are padded; make all of one size, or pass "
-                         "collate_fn=")
-    return pad_sequence(tensors, batch_first=True, padding_value=fill)
+            f"{name} of the items, {type(values[0]).__name__}s, cannot be stacked: "
+            "numbers of one size are, and sequences are padded; tokenise texts with "
+            "dpft.texts.encode, drop the column, or pass collate_fn=") from None

@@ -1,12 +1,13 @@
 """Which columns are read, what the labels are, in which forms data may come, and what is refused before a charge."""
 
-import datetime
+import lzma
 import warnings
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers as hf
 import zoo
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from torch import nn
@@ -15,50 +16,51 @@ from zoo import Items
 
 import dpft
 from dpft.book.tasks import fingerprint
-from dpft.data import (
-    TableData,
-    TensorData,
-    as_dataset,
-    as_task,
-    kind_of_task,
-    read_labels,
-    read_schema,
-)
+from dpft.data import TableData, TensorData, as_dataset, as_task, kind_of_task, read_labels, read_schema
 from dpft.ledger import Ledger
 from dpft.models import load_model
 from dpft.prepared import prepare
 from dpft.sampling import Units, gather, units_of
 from dpft.tasks import load_data, read_file
-from dpft.texts import Selected, encode, encode_tags
+from dpft.texts import Selected, encode_tags
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefgh"]
+TINY = dict(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, max_position_embeddings=16)
+KNOBS = dict(noise_multiplier=1.0, delta=1e-2, steps=1, batch_size=4, accountant="rdp")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
 
 
-def table(**columns):
-    return TableData(columns)
+def bert(names=2, **config):
+    torch.manual_seed(0)
+    names = [f"LABEL_{number}" for number in range(names)] if isinstance(names, int) else names
+    return hf.BertForSequenceClassification(hf.BertConfig(**TINY | config, id2label=dict(enumerate(names)),
+                                                          label2id={name: number for number, name in enumerate(names)}))
+
+
+# ---- the roles of columns
 
 
 @pytest.mark.parametrize("columns, unit, line", [
     ({"text": "a", "label": 0, "user": "p"}, "user", "reads: text; label: label; unit: user"),
     ({"text": "a", "user": "p", "label": 0}, None, "reads: text; label: label; not used: user"),
-    ({"user": "p", "text": "a", "label": 0, "patient_name": "ann"}, "user",
-     "reads: text; label: label; unit: user; not used: patient_name"),
-    ({"question": "a", "sentence": "b", "label": 0, "idx": 7}, None, "reads: question + sentence; label: label; not used: idx"),
+    ({"user": "p", "note": "a", "label": 0, "patient_name": "ann"}, "user",
+     "reads: note; label: label; unit: user; not used: patient_name"),
+    ({"text": "a", "comment": "b", "label": 0}, None, "reads: text; label: label; not used: comment"),
     ({"hypothesis": "a", "premise": "b", "genre": "x", "label": 0}, None, "reads: premise + hypothesis; label: label; not used: genre"),
     ({"sentence1": "a", "sentence2": "b", "label": 0.5, "idx": 1}, None, "reads: sentence1 + sentence2; label: label; not used: idx"),
-    ({"text": "a", "text_pair": "b", "label": 0}, None, "reads: text + text_pair; label: label"),
     ({"review": "a", "stars": 3}, None, "reads: review; label: stars"),
+    ({"review": "a", "stars": 3, "user_id": 7}, None, "reads: review; label: stars; not used: user_id"),
     ({"id": 3, "prompt": "a", "completion": "b"}, None, "reads: prompt; writes: completion; not used: id"),
+    ({"instruction": "a", "input": "b", "output": "c"}, None, "reads: instruction + input; writes: output"),
+    ({"instruction": "a", "output": "c"}, None, "reads: instruction; writes: output"),
     ({"text": "a"}, None, "writes: text"),
     ({"sentence": "a", "label": 0, "input_ids": [5], "attention_mask": [1], "idx": 3, "user": "p"}, "user",
      "reads: input_ids + attention_mask; label: label; unit: user; not used: sentence, idx"),
@@ -81,8 +83,9 @@ def test_a_schema_says_what_it_takes(columns, unit, line):
     ({"title": "a", "member_note": "b", "label": 0}, {}, "cannot tell which of 'title', 'member_note' are texts"),
     ({"text": "a", "one": 1, "two": 2}, {}, "cannot tell which of 'one', 'two' is the label"),
     ({"a": "x", "b": "y"}, {}, "cannot tell which of 'a', 'b' is the label"),
-    ({"text": "a", "label": 0}, {"unit": "user"}, "no column 'user'; the data has 'text', 'label'"),
-    ({"text": "a", "label": 0}, {"columns": ("text", "stars")}, "no column 'stars'"),
+    ({"prompt": "a", "completion": "b", "label": 0}, {}, "cannot tell which of 'prompt', 'completion', 'label'"),
+    ({"text": "a", "label": 0}, {"unit": "user"}, "unit='user': no column 'user'; the data has 'text', 'label'; name the one that"),
+    ({"text": "a", "label": 0}, {"columns": ("text", "stars")}, "no column 'stars'.* with columns="),
     ({"text": "a", "user": "p", "label": 0}, {"columns": ("text", "user", "label"), "unit": "user"}, "must not read it"),
     ({"text": "a", "label": 0}, {"unit": "label", "columns": ("text", "label")}, "names the unit of privacy"),
 ])
@@ -101,16 +104,38 @@ def test_columns_decide_otherwise():
     assert read_schema(named, ("text", "label")).kind == "text"                            # unless its name says label
 
 
+VISITS = {"text": ["a", "b", "c", "d"] * 30, "label": [0, 1] * 60, "patient_id": [row // 3 for row in range(120)],
+          "user": [row % 2 for row in range(120)], "idx": [*range(120)]}
+
+
+def test_a_column_that_repeats_as_a_persons_is_said_while_the_unit_is_missing(tokenizer):
+    ready = prepare(bert(), VISITS, tokenizer)
+    assert ready.reading().split("\n")[1:] == [
+        "column 'patient_id' repeats, and each row is protected by itself; to protect whom it names, say unit='patient_id'"]
+    assert read_schema(TableData(VISITS), unit="patient_id").hints == ()
+    assert read_schema(TableData(VISITS), unit="example").hints == ()
+
+
+def test_texts_that_are_written_because_of_columns_are_said():
+    rows = as_dataset([{"note": "a", "verdict": "good", "prompt": "a", "completion": "b"}] * 3)
+    assert read_schema(rows, ("note", "verdict")).hints == (
+        "column 'verdict' is a text to be written; if it names classes, say label='verdict'",)
+    assert read_schema(rows, ("note", "verdict"), label="verdict").hints == read_schema(rows, ("prompt", "completion")).hints == ()
+
+
 @pytest.mark.parametrize("given", [dict(unit="user"), {}])
 def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     "The tokens are those of the texts alone, whatever order the columns stand in."
     people = ["g", "h", "g", "h"]
-    data = table(user=people, text=["a b", "c", "d", "e f"], label=[0, 1, 0, 1])
-    ready = prepare(zoo.build("bert")[0], data, tokenizer, **given)
+    data = TableData({"user": people, "text": ["a b", "c", "d", "e f"], "label": [0, 1, 0, 1]})
+    ready = prepare(bert(), data, tokenizer, **given)
     tokens = [ready.train[row]["input_ids"].tolist() for row in range(4)]
     assert tokens == [tokenizer(text)["input_ids"] for text in data["text"]]
     assert not {tokenizer.convert_tokens_to_ids(who) for who in people} & {token for row in tokens for token in row}
     assert len(units_of(ready.train, "user")) == 2 and ready.schema.unit == given.get("unit")
+
+
+# ---- labels
 
 
 @pytest.mark.parametrize("values, classes, words", [
@@ -120,15 +145,14 @@ def test_the_model_never_sees_who_wrote_a_row(tokenizer, given):
     ([0, 1, 2], 2, "the label of row 2 is outside the 2 classes"), (["ham", "hma"], ("ham", "spam"), "row 1 in column 'label' is none"),
     (["a", "b", "c"], 2, "has 3 names for 2 classes"), ([0, "a"], None, "neither class numbers nor class names"),
     ([object(), 1], None, "neither class numbers"), ([["a", "b"], ["c", "d"]], None, "a 1 for each class"),
-    ([[1, None], [0, 1]], None, "a 1 for each class"), ([np.array(["a"])] * 2, None, "a 1 for each class"),
-    ([[1, 0], [1]], None, "in lists of one length"), ([], None, "column 'label' has no rows; give"),
-    ([-1, 0, 1], None, "row 0 is not a class number"),
+    ([[1, None], [0, 1]], None, "a 1 for each class"), ([[1, 0], [1]], None, "in lists of one length"),
+    ([], None, "column 'label' has no rows; give"), ([-1, 0, 1], None, "row 0 is no class number"),
+    ([f"note {row}" for row in range(20)], None, "holds 20 different texts"), (["a", "a"], None, "a single class"),
 ])
 def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
     with pytest.raises(ValueError, match=words) as caught:
         read_labels(values, classes=classes)
-    said = str(caught.value)
-    assert "\n" not in said and "hma" not in said and "7" not in said.replace("row 7", "")
+    assert "\n" not in str(caught.value) and "hma" not in str(caught.value)
 
 
 @pytest.mark.parametrize("values, classes, numbers, names, derived", [
@@ -136,8 +160,8 @@ def test_bad_labels_are_one_sentence_without_a_value(values, classes, words):
     (["b", "a", "b"], None, [1, 0, 1], ("a", "b"), True), (["b", "a", "b"], ("b", "a"), [0, 1, 0], ("b", "a"), False),
     (["b", "a"], 2, [1, 0], ("a", "b"), True), ([True, False], None, [1, 0], ("0", "1"), True), ([1.0, 0.0], 2, [1, 0], ("0", "1"), False),
     (np.array([1, 0]), None, [1, 0], ("0", "1"), True), ([0, 1] * 20 + [7], 8, [0, 1] * 20 + [7], tuple("01234567"), False),
-    ([0.5, 2.0], None, [0.5, 2.0], (), False), ([3, 4], 1, [3.0, 4.0], (), False),
-    ([[1, 0], [1, 1]], 2, [[1, 0], [1, 1]], ("0", "1"), False),
+    ([5, 1], tuple("12345"), [4, 0], tuple("12345"), False), ([0.5, 2.0], None, [0.5, 2.0], (), False),
+    ([3, 4], 1, [3.0, 4.0], (), False), ([[1, 0], [1, 1]], 2, [[1, 0], [1, 1]], ("0", "1"), False),
 ])
 def test_labels_are_class_numbers_or_fractions(values, classes, numbers, names, derived):
     found = read_labels(list(values), classes=classes)
@@ -152,22 +176,84 @@ def test_the_classes_of_the_labels_are_listed_as_public_and_those_of_a_list_are_
     assert as_task(known).classes == ("x", "y", "z", "never") and not as_task(known).assumed_public
 
 
-@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, pd.NaT, pd.NA, np.datetime64("NaT"), "", "  ", "nan", "None"])
-def test_a_row_without_a_person_is_refused_and_counted(missing):
-    who = ["ann", missing, "bob", "ann", missing]
-    with pytest.raises(ValueError, match="2 of 5 rows have no unit in 'person', the first is row 1"):
-        Units(who, "person")
-    with pytest.raises(ValueError, match="2 of 5 rows have no unit in 'person'"):
-        units_of(table(text=list("abcde"), person=who), "person")
+def test_names_of_classes_have_the_numbers_that_the_model_gives_them(tokenizer):
+    data = {"text": ["a", "b", "c"], "label": ["positive", "negative", "positive"]}
+    assert prepare(bert(["positive", "negative"]), data, tokenizer).train.labels.tolist() == [0, 1, 0]
+    assert prepare(bert(), data, tokenizer).train.labels.tolist() == [1, 0, 1]
+    for model, train, said in ((bert(["good", "bad"]), data, "none of the 2 classes"),
+                               (bert(["positive", "negative"]), as_task(data), "number their classes differently")):
+        with pytest.raises(ValueError, match=said):
+            prepare(model, train, tokenizer)
 
 
-def test_missing_people_in_tensors_and_frames_are_refused():
-    with pytest.raises(ValueError, match="1 of 3 rows have no unit"):
-        units_of([1, 2, 3], torch.tensor([1.0, float("nan"), 1.0]))
-    frame = pd.DataFrame({"text": list("abc"), "label": [0, 1, 0], "user": [1, None, 1]})
-    with pytest.raises(ValueError, match="1 of 3 rows have no unit"):
-        units_of(as_dataset(frame), "user")
-    assert len(Units([datetime.date(2020, 1, 1), datetime.date(2020, 1, 2), datetime.date(2020, 1, 1)])) == 2
+def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, tmp_path):
+    "Transformers' pipeline then answers with them; a checkpoint's own names stay, and another order is refused."
+    data = {"text": ["a", "b", "c"] * 4, "label": ["positive", "negative", "positive"] * 4}
+    bert().save_pretrained(tmp_path / "new")
+    bert(["positive", "negative"]).save_pretrained(tmp_path / "old")
+    run = dpft.fine_tune(str(tmp_path / "new"), data, dpft.Full(), tokenizer=tokenizer, progress=False, **KNOBS)
+    run.save(tmp_path / "run")
+    for config in (run.model.config, dpft.load(tmp_path / "run").config, hf.AutoConfig.from_pretrained(tmp_path / "run")):
+        assert config.id2label == {0: "negative", 1: "positive"} and config.label2id["positive"] == 1
+    with pytest.raises(ValueError, match="number their classes differently"):
+        prepare(str(tmp_path / "old"), data, tokenizer)
+    assert load_model(str(tmp_path / "old"), ["bad", "good"]).config.id2label == {0: "positive", 1: "negative"}
+
+
+def test_a_text_may_have_several_labels(tokenizer):
+    rows = [{"text": text, "labels": own} for text, own in zip("abcd", [[1, 0, 1], [0.0, 0.0, 0.0], [1, 1, 0], [0, 1, 0]], strict=True)]
+    model = bert(3, problem_type="multi_label_classification")
+    ready = prepare(model, rows, tokenizer)
+    assert ready.train.labels.tolist() == [row["labels"] for row in rows] and ready.train.labels.is_floating_point()
+    named = [{"text": "a", "labels": ["x"]}] * 2
+    for other, data, said in ((bert(), rows, "in lists of one length"), (model, named, "a 1 for each class")):
+        with pytest.raises(ValueError, match=said):
+            prepare(other, data, tokenizer)
+
+
+def test_a_regression_on_texts_is_for_a_model_with_one_output(tokenizer):
+    rows = [{"sentence1": "a", "sentence2": "b", "label": score} for score in (0.5, 2.0, 1.0)]
+    with pytest.raises(ValueError, match="holds fractions"):
+        prepare(bert(), rows, tokenizer)
+    ready = prepare(bert(1), rows, tokenizer)
+    assert ready.train.labels.tolist() == [0.5, 2.0, 1.0] and ready.classes == ()
+
+
+def labelled_in_some_form(form, labels):
+    "The same tokens with labels, as people hold them."
+    ids = torch.full((len(labels), 3), 4)
+    if form == "tensors":
+        return TensorDataset(ids, torch.tensor(labels))
+    if form == "texts":
+        names = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "neu", "pos"])})
+        return Dataset.from_dict({"text": ["a b"] * len(labels), "label": labels}, names)
+    return Dataset.from_dict({"input_ids": ids.tolist() if form == "tokens" else [[4, 5][:1 + row % 2] for row in range(len(ids))],
+                              "labels": labels})
+
+
+@pytest.mark.parametrize("form", ["tensors", "texts", "tokens", "ragged"])
+@pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
+def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_charged(tmp_path, tokenizer, form, loop):
+    """A step that meets one has been charged, and corrected data are no longer the data of the charge."""
+    model, given, data = bert(), dict(KNOBS, ledger=tmp_path / "book.sqlite"), labelled_in_some_form(form, [0, 1] * 4 + [2])
+    with pytest.raises(ValueError, match=r"^the label of row 8 is "):
+        if loop == "fine_tune":
+            dpft.fine_tune(model, data, dpft.LastLayer(), tokenizer=tokenizer, progress=False, **given)
+        else:
+            dpft.Engine(model, None, dpft.LastLayer(), prepare(model, data, tokenizer).train, **given)
+    with Ledger(tmp_path / "book.sqlite") as ledger:
+        assert ledger.runs() == []
+
+
+@pytest.mark.parametrize("label, kind", [
+    ([0, 1], "text"), ([[5, 6, 7], [8, 9]], "causal"), ([[-100, 6, 7], [-100, 9]], "causal"), ([[0, 1, 0], [1, -100]], "tagging"),
+    ([[5, 6], [8]], "seq2seq")])
+def test_labels_of_tokens_say_which_head_a_named_model_needs(label, kind):
+    data = as_dataset({"input_ids": [[5, 6, 7], [8, 9]], "labels": label})
+    assert kind_of_task(data, read_schema(data)) == kind and as_task(data).kind == kind
+
+
+# ---- forms
 
 
 def tokenised(rows=6):
@@ -177,7 +263,7 @@ def tokenised(rows=6):
 
 
 FORMS = {
-    "datasets.Dataset": lambda rows: Dataset.from_list(rows),
+    "datasets.Dataset": Dataset.from_list,
     "torch format": lambda rows: Dataset.from_list(rows).with_format("torch"),
     "splits": lambda rows: DatasetDict({"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:2])}),
     "list": list,
@@ -190,28 +276,28 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tokenised_data_set_in_every_form_gives_one_batch(form):
-    data = FORMS[form](tokenised().to_list())
-    ready = prepare(zoo.build("bert")[0], data)
-    batch = gather(ready.train, [1, 0])
-    assert {name: values.tolist() for name, values in batch.items()} == (
-        {"input_ids": [[4, 0], [2, 3]], "attention_mask": [[1, 0], [1, 1]], "labels": [1, 0]} if form not in ("torch Dataset", "transform")
-        else {"input_ids": [[4, 0, 0], [2, 3, 0]], "attention_mask": [[1, 0, 0], [1, 1, 0]], "labels": [1, 0]})
-    assert len(ready.train) == 6 and fingerprint(ready.train)
+    ready = prepare(bert(), FORMS[form](tokenised().to_list()))
+    batch = {name: values.tolist() for name, values in gather(ready.train, [1, 0]).items()}
+    padded = form in ("torch Dataset", "transform")
+    assert batch == {"input_ids": [[4, 0, 0], [2, 3, 0]] if padded else [[4, 0], [2, 3]],
+                     "attention_mask": [[1, 0, 0], [1, 1, 0]] if padded else [[1, 0], [1, 1]], "labels": [1, 0]}
+    assert len(ready.train) == 6 and fingerprint(ready.train) and ready.assumed_public.count("the tokenizer's vocabulary") == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_texts_in_every_form_give_the_same_tokens(form, tokenizer):
     rows = [{"user": f"p{i // 2}", "text": text, "label": i % 2} for i, text in enumerate(["a b", "c", "d e f", "g"])]
-    ready = prepare(zoo.build("bert")[0], FORMS[form](rows), tokenizer, unit="user")
+    ready = prepare(bert(), FORMS[form](rows), tokenizer, unit="user")
     assert ready.train.batch([2, 1])["input_ids"].tolist() == [[5, 6, 7], [4, 0, 0]]
-    assert ready.schema.line() == "reads: text; label: label; unit: user"
-    assert len(units_of(ready.train, "user")) == 2
+    assert ready.schema.line() == "reads: text; label: label; unit: user" and len(units_of(ready.train, "user")) == 2
+    dev = ready.encoded([{"text": "d", "label": 1}])
+    assert dev.batch([0])["input_ids"].tolist() == [[5]] and dev.labels.tolist() == [1]
 
 
 @pytest.mark.parametrize("data, words", [
-    (lambda: tokenised().to_iterable_dataset(), "this IterableDataset has no length or no rows by number"),
-    (lambda: (row for row in [{"a": 1}]), "this generator has no length"), (lambda: "train.csv", "load it first with dpft.load_data"),
-    (lambda: torch.utils.data.DataLoader([1, 2]), "makes its own batches"),
+    (lambda: tokenised().to_iterable_dataset(), "this IterableDataset has no rows by number"),
+    (lambda: (row for row in [{"a": 1}]), "this generator has no rows"), (lambda: "train.csv", "load it first with dpft.load_data"),
+    (lambda: torch.utils.data.DataLoader([1, 2]), "this DataLoader has no rows by number, .* give the data set inside"),
     (lambda: pd.DataFrame([[1, 2]], columns=["a", "a"]), "two columns are named 'a'"),
     (lambda: [{"text": "a", "label": 1}, {"text": "b"}], "rows 0 and 1 differ: only one of them has 'label'"),
     (lambda: (torch.zeros(3, 2), torch.zeros(3)), "give torch.utils.data.TensorDataset"),
@@ -225,105 +311,86 @@ def test_what_cannot_be_drawn_from_is_refused(data, words):
 
 @pytest.mark.parametrize("kind", ["padding", "tokens", "seq2seq", "default"])
 def test_collators_of_transformers(kind, tokenizer):
-    from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification, DataCollatorWithPadding, default_data_collator
-
-    collate = {"padding": DataCollatorWithPadding(tokenizer), "tokens": DataCollatorForTokenClassification(tokenizer),
-               "seq2seq": DataCollatorForSeq2Seq(tokenizer), "default": default_data_collator}[kind]
+    collate = {"padding": hf.DataCollatorWithPadding(tokenizer), "tokens": hf.DataCollatorForTokenClassification(tokenizer),
+               "seq2seq": hf.DataCollatorForSeq2Seq(tokenizer), "default": hf.default_data_collator}[kind]
     labels = [0, 1] if kind in ("padding", "default") else [[1, 2], [3]]
     ids = [[2, 3], [4, 5]] if kind == "default" else [[2, 3], [4]]
     data = Dataset.from_dict({"input_ids": ids, "labels" if kind != "padding" else "label": labels, "idx": [0, 1], "sentence": ["a", "b"]})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rows = prepare(zoo.build("bert")[0], data, unit=None, collate_fn=collate).train
+        rows = prepare(bert(), data, unit=None, collate_fn=collate).train
         assert rows[0].keys() == set(data.column_names) - {"idx", "sentence"}
         batch = gather(rows, [1, 0], collate)
-        assert type(batch) is dict and batch["input_ids"].tolist() == ([[4, 5], [2, 3]] if kind == "default" else [[4, 0], [2, 3]])
-        assert batch["labels"].tolist() == ([1, 0] if labels == [0, 1] else [[3, -100], [1, 2]])
+    assert type(batch) is dict and batch["input_ids"].tolist() == ([[4, 5], [2, 3]] if kind == "default" else [[4, 0], [2, 3]])
+    assert batch["labels"].tolist() == ([1, 0] if labels == [0, 1] else [[3, -100], [1, 2]])
 
 
-def test_a_tokenised_data_set_trains_with_a_collator_of_transformers(tokenizer):
-    from transformers import DataCollatorWithPadding
-
-    torch.manual_seed(0)
-    for collate in (None, DataCollatorWithPadding(tokenizer)):
-        ready = prepare(zoo.build("bert")[0], tokenised(24), collate_fn=collate)
-        run = dpft.fine_tune(zoo.build("bert")[0].float(), ready.train, dpft.BiTFiT(),
-                             noise_multiplier=1.0, steps=2, batch_size=8, delta=1e-3, accountant="rdp", collate_fn=collate, progress=False)
-        assert run.epsilon > 0
-
-
-@pytest.mark.parametrize("channels, name", [(1, "cnn"), (3, "cnn"), (3, "mlp"), (3, "vit-small"), (3, "tempered-cnn")])
+@pytest.mark.parametrize("channels, name", [(1, "cnn"), (3, "mlp")])
 @pytest.mark.parametrize("form", [Dataset.from_dict, lambda columns: [dict(zip(columns, row)) for row in zip(*columns.values())]])
 def test_a_named_model_is_made_for_the_pictures_that_are_given(form, name, channels):
-    """It was made for one channel of 28 by 28, and failed after its plan was charged."""
     from PIL import Image as Picture
 
     shape = (16, 16, 3)[:2 + (channels > 1)]
     pictures = [Picture.fromarray(np.full(shape, i, np.uint8)) for i in range(6)]
     ready = prepare(name, form({"image": pictures, "label": [0, 1] * 3}))
     assert ready.recipe["image_shape"] == (channels, 16, 16) and isinstance(ready.train, TensorData)
-    assert ready.model(ready.train.batch([0, 1])[0]).shape == (2, 2) if name != "vit-small" else ready.model is not None
+    assert ready.model(ready.train.batch([0, 1])[0]).shape == (2, 2)
     assert len(ready.encoded(form({"image": pictures[:2], "label": [1, 0]}))) == 2
 
 
-def small(kind="bert", **settings):
-    import transformers as hf
+def test_no_repr_shows_a_row(tokenizer):
+    rows = [{"text": "a b", "label": i % 2, "user": "ann"} for i in range(4)]
+    ready = prepare(bert(), rows, tokenizer, unit="user")
+    data = [as_dataset(rows), ready, ready.train, Selected(as_dataset(rows), {"text": "text"}), Units([1, 1, 2]),
+            TensorData(torch.full((2, 1, 2, 2), 77.0), torch.tensor([0, 1]))]
+    for shown in map(repr, data):
+        assert not any(secret in shown for secret in ("ann", "a b", "77", "4 rows", "tensor("))
 
-    config = {"bert": hf.BertConfig, "roberta": hf.RobertaConfig, "opt": hf.OPTConfig}[kind](**{
-        "vocab_size": 10, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8,
-        **({"ffn_dim": 4, "word_embed_proj_dim": 4} if kind == "opt" else {"intermediate_size": 4}), **settings})
-    return {"bert": hf.BertForSequenceClassification, "roberta": hf.RobertaForSequenceClassification,
-            "opt": hf.OPTForSequenceClassification}[kind](config)
+
+# ---- texts for a model
 
 
-@pytest.mark.parametrize("kind, places", [("bert", 8), ("roberta", 6), ("opt", 8)])
+LONG = [{"text": "a b c d " * 5 if row else "a b c", "label": row % 2} for row in range(4)]
+
+
+@pytest.mark.parametrize("kind, places", [("Bert", 8), ("Roberta", 6), ("OPT", 8)])
 def test_a_row_is_cut_to_the_places_that_a_model_has(tokenizer, kind, places):
     """It failed in the forward pass, after its plan was charged."""
-    model = small(kind, pad_token_id=1 if kind == "roberta" else 0)
-    ready = prepare(model, [{"text": "a b c d " * 5, "label": row % 2} for row in range(4)], tokenizer)
-    assert ready.train.lengths.tolist() == [places] * 4 and ready.reading().endswith(f"; at most {places} tokens of a row")
+    more = {"ffn_dim": 4, "word_embed_proj_dim": 8} if kind == "OPT" else {}
+    model = getattr(hf, f"{kind}ForSequenceClassification")(getattr(hf, f"{kind}Config")(
+        **TINY | dict(max_position_embeddings=8, pad_token_id=1 if kind == "Roberta" else 0), **more))
+    ready = prepare(model, LONG, tokenizer)
+    assert ready.train.lengths.tolist() == [3, places, places, places]
+    assert ready.reading().endswith(f"; at most {places} tokens of a row, which 3 of 4 rows fill")
     model(**ready.train.batch([0, 1]))
-    assert ready.encoded([{"text": "a b c d " * 5, "label": 1}]).lengths.tolist() == [places]
+    assert ready.encoded([LONG[1]]).lengths.tolist() == [places]
+
+
+def test_the_length_of_texts_is_a_setting(tokenizer, capsys):
+    run = dpft.fine_tune(bert(), LONG * 3, dpft.Full(), tokenizer=tokenizer, max_length=5, **KNOBS)
+    assert run.prepared.train.lengths.tolist() == [3, 5, 5, 5] * 3 and run.prepared.encoded([LONG[1]]).lengths.tolist() == [5]
+    assert "at most 5 tokens of a row, which 9 of 12 rows fill" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
+        dpft.fine_tune(bert(), LONG, dpft.Full(), tokenizer=tokenizer, max_length=0, **KNOBS)
 
 
 def test_tokens_without_a_place_are_refused_before_anything_is_spent():
-    rows = [{"input_ids": [2] * (9 if row == 3 else 4), "labels": row % 2} for row in range(6)]
-    with pytest.raises(ValueError, match="row 3 has more tokens than the 8 that the model has places for"):
-        dpft.fine_tune(small(), rows, dpft.Full(), epsilon=8.0, steps=1, batch_size=2, progress=False)
-
-
-def test_an_evaluation_set_is_read_as_the_training_data_was(tokenizer):
-    model = zoo.build("bert")[0]
-    ready = prepare(model, pd.DataFrame({"text": ["a b", "c"] * 4, "label": [0, 1] * 4, "user": [1, 2] * 4}), tokenizer, unit="user")
-    dev = ready.encoded([{"text": "d", "label": 1}])
-    assert dev.batch([0])["input_ids"].tolist() == [[5]] and dev.labels.tolist() == [1]
-    with pytest.raises(ValueError, match=r"the label of row 0 is outside the 3 classes|the label of row 0 is outside the 2 classes"):
-        ready.encoded([{"text": "d", "label": 5}])
-
-
-def test_a_regression_on_texts_is_for_a_model_with_one_output(tokenizer):
-    rows = [{"sentence1": "a", "sentence2": "b", "label": score} for score in (0.5, 2.0, 1.0)]
-    model = zoo.build("bert")[0]
-    with pytest.raises(ValueError, match="holds fractions"):
-        prepare(model, rows, tokenizer)
-    model.num_labels = 1
-    ready = prepare(model, rows, tokenizer)
-    assert ready.train.labels.tolist() == [0.5, 2.0, 1.0] and ready.classes == ()
+    rows = [{"input_ids": [2] * (17 if row == 3 else 4), "labels": row % 2} for row in range(6)]
+    with pytest.raises(ValueError, match="row 3 has more tokens than the 16 that the model has places for"):
+        dpft.fine_tune(bert(), rows, dpft.Full(), progress=False, **KNOBS)
 
 
 CORPUS = [{"tokens": ["a", "b c", "d"], "ner_tags": ["O", "X", "O"]}, {"tokens": ["e"], "ner_tags": ["X"]}]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["datasets.Dataset", "frame", "torch Dataset"])
 def test_a_word_gives_its_tag_to_its_first_token(form, tokenizer):
-    model = zoo.build("bert")[0]
-    ready = prepare(model, FORMS[form](CORPUS), tokenizer)
+    ready = prepare(zoo.build("bert")[0], FORMS[form](CORPUS), tokenizer)
     batch = ready.train.batch([1, 0])
     assert batch["input_ids"].tolist() == [[6, 0, 0, 0], [2, 3, 4, 5]]                  # "b c" are two tokens
     assert batch["labels"].tolist() == [[1, -100, -100, -100], [0, 1, -100, 0]]
     assert ready.kind == "tagging" and ready.classes == ("O", "X") and "the classes O, X" in ready.assumed_public
-    numbers = ready.encoded([{"tokens": ["g"], "ner_tags": ["O"]}])
-    assert numbers.batch([0])["labels"].tolist() == [[0]]
+    assert ready.encoded([{"tokens": ["g"], "ner_tags": ["O"]}]).batch([0])["labels"].tolist() == [[0]]
 
 
 @pytest.mark.parametrize("change, words", [
@@ -337,181 +404,41 @@ def test_a_corpus_that_does_not_match_is_refused(change, words, tokenizer):
     assert "\n" not in str(caught.value) and "Y" not in str(caught.value)
 
 
-@pytest.mark.parametrize("label, kind", [
-    ([0, 1], "text"), ([[5, 6, 7], [8, 9]], "causal"), ([[-100, 6, 7], [-100, 9]], "causal"), ([[0, 1, 0], [1, -100]], "tagging"),
-    ([[5, 6], [8]], "seq2seq")])
-def test_labels_of_tokens_say_which_head_a_named_model_needs(label, kind):
-    data = as_dataset({"input_ids": [[5, 6, 7], [8, 9]], "labels": label})
-    assert kind_of_task(data, read_schema(data)) == kind and as_task(data).kind == kind
-
-
-def small_bert():
-    import transformers as hf
-
-    return hf.BertForSequenceClassification(hf.BertConfig(vocab_size=12, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
-                                                          intermediate_size=4, max_position_embeddings=8))
-
-
-def labelled_in_some_form(form, labels):
-    "The same tokens with labels, as people hold them."
-    ids = torch.full((len(labels), 3), 4)
-    if form == "tensors":
-        return torch.utils.data.TensorDataset(ids, torch.tensor(labels))
-    if form == "texts":
-        names = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "neu", "pos"])})
-        return Dataset.from_dict({"text": ["a b"] * len(labels), "label": labels}, names)
-    return Dataset.from_dict({"input_ids": ids.tolist() if form == "tokens" else [[4, 5][:1 + row % 2] for row in range(len(ids))],
-                              "labels": labels})
-
-
-@pytest.mark.parametrize("form", ["tensors", "texts", "tokens", "ragged"])
-@pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
-def test_labels_beyond_the_outputs_of_a_model_are_refused_before_anything_is_charged(tmp_path, tokenizer, form, loop):
-    """A step that meets one has been charged, and corrected data are no longer the data of the charge."""
-    model, given = small_bert(), dict(steps=2, batch_size=4, delta=0.01, ledger=tmp_path / "book.sqlite")
-    bad, good = (labelled_in_some_form(form, [0, 1] * 4 + [last]) for last in (2, 1))
-    def run(data):
-        if loop == "fine_tune":
-            return dpft.fine_tune(model, data, dpft.LastLayer(), 8.0, tokenizer=tokenizer, accountant="rdp", progress=False, **given)
-        train = prepare(model, data, tokenizer).train
-        return dpft.Engine(model, None, dpft.LastLayer(), train, epsilon=8.0, accountant="rdp", **given)
-    with pytest.raises(ValueError, match=r"^the label of row 8 is "):
-        run(bad)
-    with Ledger(tmp_path / "book.sqlite") as ledger:
-        assert ledger.runs() == []
-    run(good)
-
-
 def writer(name):
     "A tiny language model that writes, or only looks like one."
-    import transformers as hf
-
     torch.manual_seed(0)
-    tiny = dict(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, max_position_embeddings=16)
     t5 = dict(vocab_size=12, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, decoder_start_token_id=0)
     return {"gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16)),
-            "decoder": lambda: hf.BertLMHeadModel(hf.BertConfig(is_decoder=True, **tiny)),
-            "encoder": lambda: hf.BertLMHeadModel(hf.BertConfig(**tiny)),
-            "masked": lambda: hf.BertForMaskedLM(hf.BertConfig(**tiny)),
+            "decoder": lambda: hf.BertLMHeadModel(hf.BertConfig(is_decoder=True, **TINY)),
+            "encoder": lambda: hf.BertLMHeadModel(hf.BertConfig(**TINY)),
+            "masked": lambda: hf.BertForMaskedLM(hf.BertConfig(**TINY)),
             "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5))}[name]()
 
 
 @pytest.mark.parametrize("name, said", [
-    ("gpt2", None), ("decoder", None), ("encoder", "BertLMHeadModel sees the tokens that it is to predict; load it as a decoder"),
-    ("masked", "the head of BertForMaskedLM is for masked"), ("t5", "the head of T5ForConditionalGeneration is for seq2seq")])
+    ("gpt2", None), ("decoder", None), ("t5", None), ("masked", "the head of BertForMaskedLM is for masked"),
+    ("encoder", "BertLMHeadModel sees the tokens that it is to predict; load it as a decoder")])
 def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(tokenizer, name, said):
     data, model = [{"prompt": "a b", "completion": "c d"}] * 12, writer(name)
     def run():
-        return dpft.fine_tune(model, data, dpft.Full(), noise_multiplier=1.0, steps=1, batch_size=4, accountant="rdp",
-                              tokenizer=tokenizer, delta=0.01, progress=False)
+        return dpft.fine_tune(model, data, dpft.Full(), tokenizer=tokenizer, progress=False, **KNOBS)
     prepare(model, data, tokenizer, loss_fn=zoo.language_loss)       # which may read the texts in a way of its own
     if said is None:
-        run()
+        assert run().epsilon > 0
     else:
         with pytest.raises(ValueError, match=said):
             run()
 
 
-def test_no_repr_shows_a_row(tokenizer):
-    rows = [{"text": "a b", "label": i % 2, "user": "ann"} for i in range(4)]
-    ready = prepare(zoo.build("bert")[0], rows, tokenizer, unit="user")
-    data = [as_dataset(rows), ready, ready.train, Selected(as_dataset(rows), {"text": "text"}), Units([1, 1, 2]),
-            TensorData(torch.full((2, 1, 2, 2), 77.0), torch.tensor([0, 1]))]
-    for shown in map(repr, data):
-        assert not any(secret in shown for secret in ("ann", "a b", "77", "4 rows", "tensor("))
-
-
-def written(folder, name, content):
-    path = folder / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
-
-CSV = "text,label,user\nhello,0,ann\n\"a, b\nc\",1,bob\n"
-
-
-def test_every_kind_of_file(tmp_path):
-    rows = Dataset.from_list([{"text": "a", "label": 0}, {"text": "b", "label": 1}])
-    rows.to_parquet(tmp_path / "rows.parquet")
-    rows.to_json(tmp_path / "rows.jsonl")
-    written(tmp_path, "rows.json", '[{"text": "a", "label": 0},\n {"text": "b", "label": 1}]')
-    rows.to_csv(tmp_path / "rows.csv")
-    written(tmp_path, "rows.tsv", "text\tlabel\na\t0\nb\t1\n")
-    rows.save_to_disk(tmp_path / "kept")
-    files = [*tmp_path.glob("rows.*")]
-    assert len(files) == 5
-    for path in files:
-        data = read_file(path)
-        assert (list(data["text"]), list(data["label"])) == (["a", "b"], [0, 1]), path.name
-        assert load_data(str(path)).columns == ("text", "label")
-    assert load_data(str(tmp_path / "kept")).train["text"] == ["a", "b"]
-
-
-def test_a_file_is_read_without_a_copy_on_the_disk(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    load_data(str(written(tmp_path, "notes.csv", CSV)), limit=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.csv"]
-
-
-def bert(names):
-    from transformers import BertConfig, BertForSequenceClassification
-    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
-    return BertForSequenceClassification(config)
-
-
-def test_names_of_classes_have_the_numbers_that_the_model_gives_them(tokenizer):
-    data = table(text=["a", "b", "c"], label=["positive", "negative", "positive"])
-    ready = prepare(bert(["positive", "negative"]), data, tokenizer)
-    assert ready.train.labels.tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="none of the 2 classes"):
-        prepare(bert(["good", "bad"]), data, tokenizer)
-    assert prepare(bert(["LABEL_0", "LABEL_1"]), data, tokenizer).train.labels.tolist() == [1, 0, 1]
-    with pytest.raises(ValueError, match="number their classes differently"):
-        prepare(bert(["positive", "negative"]), as_task(data), tokenizer)
-
-
-def test_a_named_model_takes_the_names_of_the_classes_and_keeps_them(tokenizer, tmp_path):
-    "Transformers' pipeline then answers with them; a checkpoint's own names stay, and another order is refused."
-    from transformers import AutoConfig
-    data = table(text=["a", "b", "c"] * 4, label=["positive", "negative", "positive"] * 4)
-    bert([f"LABEL_{number}" for number in range(2)]).save_pretrained(tmp_path / "new")
-    bert(["positive", "negative"]).save_pretrained(tmp_path / "old")
-    settings = {"tokenizer": tokenizer, "epsilon": 8.0, "steps": 1, "batch_size": 4, "learning_rate": 0.1}
-    run = dpft.fine_tune(str(tmp_path / "new"), data, dpft.Full(), **settings)
-    run.save(tmp_path / "run")
-    for config in (run.model.config, dpft.load(tmp_path / "run").config, AutoConfig.from_pretrained(tmp_path / "run")):
-        assert config.id2label == {0: "negative", 1: "positive"} and config.label2id["positive"] == 1
-    with pytest.raises(ValueError, match="number their classes differently"):
-        prepare(str(tmp_path / "old"), data, tokenizer)
-    assert load_model(str(tmp_path / "old"), ["bad", "good"]).config.id2label == {0: "positive", 1: "negative"}
-
-
-def test_a_text_may_have_several_labels(tokenizer):
-    rows = [{"text": text, "labels": own} for text, own in zip("abcd", [[1, 0, 1], [0.0, 0.0, 0.0], [1, 1, 0], [0, 1, 0]], strict=True)] * 5
-    model = bert(["LABEL_0", "LABEL_1", "LABEL_2"])
-    model.config.problem_type = "multi_label_classification"
-    others = [row | {"text": row["text"] + " h"} for row in rows]
-    run = dpft.fine_tune(model, rows, dpft.Full(), tokenizer=tokenizer, epsilon=8.0, steps=1, batch_size=4, learning_rate=0.1,
-                         progress=False, evaluate=dpft.Public(others, "made up"))
-    assert run.prepared.train.labels[:3].tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]] and run.prepared.train.labels.is_floating_point()
-    encoded = encode(as_dataset(rows), tokenizer, ("text", "labels"))
-    assert torch.equal(encoded.labels, run.prepared.train.labels)
-    with pytest.raises(ValueError, match="in lists of one length"):
-        prepare(bert(["LABEL_0", "LABEL_1"]), rows, tokenizer)
-    with pytest.raises(ValueError, match="a 1 for each class"):
-        prepare(model, [{"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": ["x"]}], tokenizer)
-
-
-def test_the_vocabulary_is_a_public_fact_of_texts_that_were_encoded_beforehand(tokenizer):
-    texts = {"text": ["a b", "b"] * 6, "label": [0, 1] * 6}
-    ids = {"input_ids": [[2, 3, 4]] * 12, "labels": [0, 1] * 6}
-    for data in (texts, encode(texts, tokenizer, ("text", "label")), ids):
-        assert prepare(small_bert(), data, tokenizer).assumed_public.count("the tokenizer's vocabulary") == 1
-    pairs = [(torch.zeros(3), row % 2) for row in range(12)]
-    assert "the tokenizer's vocabulary" not in prepare(nn.Linear(3, 2), pairs).assumed_public
+def test_an_encoder_decoder_gets_prompt_and_completion_apart(tokenizer):
+    rows = [{"prompt": "a b c", "completion": "d", "user": "p"}, {"prompt": "a", "completion": "e f", "user": "q"},
+            {"prompt": "b", "completion": "g", "user": "p"}]
+    ready = prepare(writer("t5"), rows, tokenizer, unit="user")
+    batch = {name: values.tolist() for name, values in gather(ready.train, [0, 1]).items() if name != "token_type_ids"}
+    assert batch == {"input_ids": [[2, 3, 4], [2, 0, 0]], "attention_mask": [[1, 1, 1], [1, 0, 0]], "labels": [[5, -100], [6, 7]]}
+    assert ready.kind == "seq2seq" and len(units_of(ready.train, "user")) == 2 and "the tokenizer's vocabulary" in ready.assumed_public
+    with pytest.raises(ValueError, match="reads one text and writes another; name both"):
+        prepare(writer("t5"), {"text": ["a", "b"]}, tokenizer)
 
 
 # ---- a loss or a collate function of one's own
@@ -528,11 +455,10 @@ class Graph(nn.Module):
 
 GRAPHS = [{"x": [row / 8, 1.0], "edge_index": [row % 3, 0], "bmi_index": float(row), "y": row % 2, "patient": f"p{row // 2}"}
           for row in range(16)]
-ALL = {"x", "edge_index", "bmi_index", "y"}
 
 
 @pytest.mark.parametrize("own", ["loss", "collate"])
-@pytest.mark.parametrize("form", ["rows", "frame", "set"])
+@pytest.mark.parametrize("form", [list, pd.DataFrame, Dataset.from_list])
 @pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
 def test_a_loss_or_a_collate_function_of_ones_own_gets_every_column_but_the_units(own, form, loop):
     """What a name may stand for is not guessed where the user reads the columns."""
@@ -546,16 +472,13 @@ def test_a_loss_or_a_collate_function_of_ones_own_gets_every_column_but_the_unit
         seen.update(*items)
         return {name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in ("x", "y")}
 
-    rows = {"rows": GRAPHS, "frame": pd.DataFrame(GRAPHS), "set": Dataset.from_list(GRAPHS)}[form]
-    knobs = dict(unit="patient", noise_multiplier=1.0, delta=1e-2, steps=1, batch_size=4, accountant="rdp",
-                 **({"collate_fn": collate} if own == "collate" else {}))
+    knobs = dict(unit="patient", **KNOBS, **({"collate_fn": collate} if own == "collate" else {}))
     if loop == "fine_tune":
-        run = dpft.fine_tune(Graph(), rows, dpft.Full(), loss_fn=loss, progress=False, **knobs)
-        assert run.guarantee.unit == "patient"
+        assert dpft.fine_tune(Graph(), form(GRAPHS), dpft.Full(), loss_fn=loss, progress=False, **knobs).guarantee.unit == "patient"
     else:
-        for step in dpft.Engine(Graph(), loss, dpft.Full(), rows, **knobs):
+        for step in dpft.Engine(Graph(), loss, dpft.Full(), form(GRAPHS), **knobs):
             step.take()
-    assert seen == ALL
+    assert seen == {"x", "edge_index", "bmi_index", "y"}
 
 
 def test_the_columns_that_a_models_forward_takes_are_read_and_the_others_named():
@@ -570,10 +493,10 @@ def test_the_columns_that_a_models_forward_takes_are_read_and_the_others_named()
 
 
 NAN = float("nan")
+HOLES = torch.tensor([[0.0, NAN], [NAN, NAN], [1, 1], [1, 1]])
 GAPS = {  # rows with two missing values, and the sentence
-    "tensors": (TensorDataset(torch.tensor([[0.0, NAN], [NAN, NAN], [1, 1], [1, 1]]), torch.tensor([0, 1, 0, 1])),
-                "tensor 0 of the data: 2 of 4"),
-    "pictures": (TensorData(torch.tensor([[0.0, NAN], [NAN, NAN], [1, 1], [1, 1]]), torch.tensor([0, 1, 0, 1])), "images: 2 of 4"),
+    "tensors": (TensorDataset(HOLES, torch.tensor([0, 1, 0, 1])), "tensor 0 of the data: 2 of 4"),
+    "pictures": (TensorData(HOLES, torch.tensor([0, 1, 0, 1])), "images: 2 of 4"),
     "rows": ([{"x": [1.0, NAN], "labels": 0}, {"x": [NAN, 1.0], "labels": 1}, *[{"x": [1.0, 2.0], "labels": 1}] * 2], "column 'x': 2 of 4"),
     "frame": (pd.DataFrame({"x": [0.5, None, 1.0, None], "labels": [0, 1, 0, 1]}), "column 'x': 2 of 4"),
     "set": (Dataset.from_dict({"x": [[0.5, 1.0], [1.0, None], None, [1.0, 2.0]], "labels": [0, 1, 0, 1]}), "column 'x': 2 of 4"),
@@ -584,7 +507,7 @@ GAPS = {  # rows with two missing values, and the sentence
 @pytest.mark.parametrize("loop", ["fine_tune", "Engine"])
 def test_missing_values_are_counted_by_column_before_a_charge(tmp_path, form, loop):
     rows, said = GAPS[form]
-    knobs = dict(noise_multiplier=1.0, delta=1e-2, steps=1, batch_size=2, accountant="rdp", ledger=tmp_path / "ledger.sqlite")
+    knobs = KNOBS | dict(batch_size=2, ledger=tmp_path / "ledger.sqlite")
     with pytest.raises(ValueError, match=f"^{said} rows have a missing value") as refused:
         if loop == "fine_tune":
             dpft.fine_tune(Graph(), rows, dpft.Full(), progress=False, **knobs)
@@ -599,23 +522,42 @@ def test_missing_values_are_counted_by_column_before_a_charge(tmp_path, form, lo
     ({"text": ["a", "b", "a", "b"], "label": [0.0, NAN, 1.0, 1.0]}, "1 of 4 rows have no label in column 'label'")])
 def test_missing_texts_and_labels_are_counted(rows, said, tokenizer):
     with pytest.raises(ValueError, match=said):
-        prepare(zoo.build("bert")[0], rows, tokenizer)
+        prepare(bert(), rows, tokenizer)
 
 
 def test_a_report_says_what_a_row_counts_that_is_not_finite():
-    run = dpft.fine_tune(Graph(), TensorDataset(torch.rand(8, 2), torch.arange(8) % 2), dpft.Full(), noise_multiplier=1.0, delta=1e-2,
-                         steps=1, batch_size=4, progress=False, accountant="rdp")
+    run = dpft.fine_tune(Graph(), TensorDataset(torch.rand(8, 2), torch.arange(8) % 2), dpft.Full(), progress=False, **KNOBS)
     assert "| a gradient that is not finite | counts as exactly zero |" in run.report()
 
 
 # ---- files
 
 
+def test_every_kind_of_file(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = Dataset.from_list([{"text": "a", "label": 0}, {"text": "b", "label": 1}])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.to_csv(tmp_path / "rows.csv")
+    (tmp_path / "rows.json").write_text('[{"text": "a", "label": 0},\n {"text": "b", "label": 1}]')
+    (tmp_path / "rows.tsv").write_text("text\tlabel\na\t0\nb\t1\n")
+    rows.save_to_disk(tmp_path / "kept")
+    before, files = {*tmp_path.iterdir()}, [*tmp_path.glob("rows.*")]
+    assert len(files) == 5
+    for path in files:
+        data = read_file(path)
+        assert (list(data["text"]), list(data["label"])) == (["a", "b"], [0, 1]), path.name
+        assert load_data(str(path)).columns == ("text", "label")
+    assert load_data(str(tmp_path / "kept")).train["text"] == ["a", "b"] and {*tmp_path.iterdir()} == before   # no copy on the disk
+
+
 @pytest.mark.parametrize("name, content, said", [
     ("a.csv", "text,label\nsecret,0,1\n", "cannot be read as CSV; expected 2 columns, got 3 in a line"),
     ("a.csv", "text,text\na,b\n", "two columns are named 'text'"), ("a.csv", "text,label\n", "has no rows below its header"),
-    ("a.json", "{secret", "cannot be read as JSON"), ("a.jsonl", '{"who": 1}\n{"who": "secret"}\n', "column 'who' of a.jsonl holds"),
-    ("a.jsonl", "[1, 2]", "holds no objects with named values"), ("a.parquet", "secret", "cannot be read as PARQUET"),
+    ("a.json", "{secret", "cannot be read as JSON"), ("a.jsonl", '{"who": 1}\n{"who": "secret"}\n', "cannot be read as JSONL"),
+    ("a.jsonl", "[1, 2]", "cannot be read as JSONL"), ("a.parquet", "secret", "cannot be read as PARQUET"),
     ("a.txt", "secret", "ends in '.txt'; rows are read from .csv")])
 def test_a_file_that_cannot_be_read_is_one_sentence_and_shows_no_value(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
@@ -627,6 +569,21 @@ def test_a_file_that_cannot_be_read_is_one_sentence_and_shows_no_value(tmp_path,
 def test_a_unit_of_a_file_is_read_as_text(tmp_path):
     (tmp_path / "a.csv").write_text("text,label,who\na,0,007\nb,1, 007\nc,0,7\n")
     assert load_data(tmp_path / "a.csv", unit="who").train["who"][:] == ["007", "007", "7"]
+
+
+@pytest.mark.parametrize("ending", [".npz", ".npz.xz"])
+def test_arrays_are_found_by_path_and_by_name(tmp_path, monkeypatch, ending):
+    x, y, path = np.arange(40, dtype=np.uint8).reshape(10, 2, 2), np.arange(10) % 3, tmp_path / f"mnist{ending}"
+    np.savez(tmp_path / "plain.npz", x_train=x[:6], y_train=y[:6], x_test=x[6:], y_test=y[6:])
+    packed = (tmp_path / "plain.npz").read_bytes()
+    path.write_bytes(lzma.compress(packed) if ending.endswith("xz") else packed)
+    monkeypatch.setenv("DPFT_DATA", str(tmp_path))
+    for name in (path, "mnist"):
+        task = load_data(name, limit=5)
+        assert (len(task.train), len(task.dev), task.image_shape, task.classes) == (5, 4, (1, 2, 2), ("0", "1", "2"))
+        assert "the classes" in task.assumed_public and torch.equal(task.dev.images[:, 0], torch.from_numpy(x[6:]))
+    (tmp_path / "notes.csv").write_text("text,label\na,0\nb,1\n")
+    assert load_data("notes").train["text"][:] == ["a", "b"]
 
 
 def test_a_folder_has_its_parts_and_a_limit_draws_the_same_rows(tmp_path):

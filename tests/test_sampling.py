@@ -19,10 +19,8 @@ def test_gather_takes_either_way_to_the_same_batch(tokenizer):
     plain = [data[row] for row in range(7)]
     for rows in ([3, 1, 1], tensor([3, 1, 1])):
         assert all(torch.equal(a, b) for a, b in zip(gather(data, rows), gather(plain, rows)))
-    with pytest.raises(ValueError, match="tokenise them first"):
-        collate_for(TableData({"text": ["a"], "label": [0]}))
-    with pytest.raises(ValueError, match="no items to collate"):
-        collate_for(data)([])
+    with pytest.raises(ValueError, match=r"'text' of the items, strs, cannot be stacked: .* tokenise texts with"):
+        gather(TableData({"text": ["a"], "label": [0]}), [0])
     raw = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
     assert collate_for(raw, tokenizer)(raw)["input_ids"].tolist() == [[5, 6], [7, 0]]
 
@@ -73,7 +71,6 @@ def test_every_view_is_a_window_and_depends_on_its_row_and_the_key_alone(copies,
     assert views.shape == (len(rows) * copies, channels, 4, 5) and repeated.tolist() == labels.repeat_interleave(copies).tolist()
     for i, image in enumerate(images):
         known = seen(image, crop, flip)
-        assert len({tuple(window.flatten().tolist()) for window in known}) <= augment.variants
         assert all(any(torch.equal(view, window) for window in known) for view in views[i * copies : (i + 1) * copies])
         alone, _ = augment((images[i : i + 1], labels[i : i + 1]), rows[i : i + 1], b"key")
         assert torch.equal(alone, views[i * copies : (i + 1) * copies])

@@ -182,7 +182,7 @@ def test_encode_completions_counts_the_completion_only(tokenizer, rows, max_leng
 def test_encode_refuses_bad_rows(tokenizer):
     table = {"text": ["a", "b"], "label": [0, 1]}
     for columns, message in (
-        ({"text": ["a", "  "]}, "1 of 2 rows have no text"),
+        ({"text": ["", "  "]}, "2 of 2 rows have no text in column 'text', the first is row 0"),
         ({"text": ["a", None]}, "1 of 2 rows have no text"), ({"text": ["a", 3]}, "row 1 of column 'text' is not a text"),
         ({"label": [0, 2]}, "the label of row 1 is outside the 2 classes"),
         ({"label": [0, "x"]}, "column 'label' holds neither class numbers nor class names"),
@@ -193,7 +193,7 @@ def test_encode_refuses_bad_rows(tokenizer):
         with pytest.raises(ValueError, match="no column 'sentence'; the data has 'text', 'label'"):
             encode(rows, tokenizer, ("sentence", "label"))
     pairs = TableData({"mr": ["a b c d e f g h", "a"], "ref": ["a", "b"]})
-    with pytest.raises(ValueError, match="the prompt of row 0 fills all 5 tokens that are read of a row; shorten it"):
+    with pytest.raises(ValueError, match="1 of 2 rows have no token of a completion within 5, for the prompt fills them"):
         encode(pairs, tokenizer, ("mr", "ref"), 5, kind="causal")
     with pytest.raises(ValueError, match="1 of 2 rows have no text in column 'ref'"):
         encode({**pairs.columns, "ref": ["a", ""]}, tokenizer, ("mr", "ref"), 50, kind="causal")
@@ -286,19 +286,32 @@ def test_conversations_count_what_the_assistant_says(tokenizer, rows, name):
 def test_bad_conversations_are_refused(tokenizer):
     good = conversation([("a", "b")])
     tokenizer.chat_template = TEMPLATES["not marked"]
-    for bad in ([], "a text", [{"role": "user"}], None):
-        with pytest.raises(ValueError, match="row 1 is not a conversation"):
-            encode(TableData({"messages": [good, bad]}), tokenizer, ("messages",), kind="causal")
-    with pytest.raises(ValueError, match="row 1 has no word of the assistant's within 128 tokens"):
-        encode(TableData({"messages": [good, good[:1]]}), tokenizer, ("messages",), kind="causal")
-    with pytest.raises(ValueError, match="row 0 has no word of the assistant's within 3 tokens"):
-        encode(TableData({"messages": [good]}), tokenizer, ("messages",), 3, "causal")
-    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATES["not marked"]
-    with pytest.raises(ValueError, match="row 0: the chat template rewrites earlier turns"):
-        encode(TableData({"messages": [conversation([("a", "b"), ("c", "d")])]}), tokenizer, ("messages",), kind="causal")
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        encode(TableData({"messages": [good]}), tokenizer, ("messages",), kind="causal")
+    for rows, most, template, said in (
+            *(([good, bad], 128, "not marked", "1 of 2 rows have no conversation.* the first is row 1")
+              for bad in ([], "a text", [{"role": "user"}], None)),
+            ([good, good[:1]], 128, "not marked", "1 of 2 rows have no answer of the assistant's, the first is row 1"),
+            ([good, good], 3, "not marked", "2 of 2 rows have no word of the assistant's within 3 tokens.* larger max_length="),
+            ([conversation([("a", "b"), ("c", "d")])], 128, "counted", "the chat template rewrites earlier turns"),
+            ([good], 128, "none", "no chat template")):
+        tokenizer.chat_template = {**TEMPLATES, "none": None, "counted": "{{ messages | length }} " + TEMPLATES["not marked"]}[template]
+        with pytest.raises(ValueError, match=said):
+            encode(TableData({"messages": rows}), tokenizer, ("messages",), most, "causal")
+
+
+def test_conversations_in_sharegpts_form_are_read_alike(tokenizer):
+    tokenizer.chat_template = TEMPLATES["not marked"]
+    rows = [conversation([("a", "b"), ("c", "d")])]
+    other = [[{"from": {"user": "human", "assistant": "gpt"}[said["role"]], "value": said["content"]} for said in row] for row in rows]
+    first, second = (encode({"messages": given}, tokenizer, ("messages",), kind="causal").fields for given in (rows, other))
+    assert all(torch.equal(first[name], second[name]) for name in ("labels", "input_ids"))
+
+
+def test_of_several_prompts_some_may_be_blank(tokenizer):
+    table = {"instruction": ["a", "b"], "input": ["c", ""], "output": ["d", "e"]}
+    found = encode(table, tokenizer, ("instruction", "input", "output"), kind="causal")
+    assert [tokenizer.decode(row["input_ids"]) for row in found] == ["a c [SEP] d", "b [SEP] e"]
+    with pytest.raises(ValueError, match=r"1 of 2 rows have no text in column 'instruction \+ input'"):
+        encode({**table, "instruction": ["a", " "]}, tokenizer, ("instruction", "input", "output"), kind="causal")
 
 
 def test_shared_conversations_are_found():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import tasks
 from ..data import (
-    VOCABULARY, Public, TableData, Task, TensorData, bare, column_names, own_part)
+    VOCABULARY, Public, TableData, Task, TensorData, bare, column_names)
 from ..noise import bytes_of
 
 # %% auto #0
@@ -169,7 +169,7 @@ def fingerprint(
     digest, data = hashlib.sha256(), bare(data)
     if isinstance(data, TensorData):
         _absorb(digest, data.content())
-    elif own_part(data, "fields") is not None:
+    elif hasattr(data, "fields"):                 # tokens
         _absorb(digest, ["tokens", data.fields, data.lengths, data.labels])
     elif hasattr(data, "column_names"):
         _absorb(digest, {name: list(data[name]) for name in column_names(data)})
