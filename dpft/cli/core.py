@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'TYPES', 'PLACES', 'SET_HERE', 'HELP', 'main', 'tell', 'show_version', 'root',
            'check_positive', 'check_idle', 'names_typed', 'increasing', 'print_json', 'complete_method',
-           'setting_options', 'with_settings', 'train', 'name_of_part', 'scored_part', 'check_device', 'check_reads',
-           'check_learnable', 'check_written', 'prepared_model', 'pretrained', 'plan', 'train_command']
+           'epsilon_typed', 'setting_options', 'with_settings', 'train', 'name_of_part', 'scored_part', 'check_device',
+           'check_reads', 'check_learnable', 'check_written', 'prepared_model', 'pretrained', 'plan', 'train_command']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
@@ -120,9 +120,9 @@ METHOD = typer.Option(help=f"Fine-tuning method: {', '.join(METHODS)}, one that 
                       autocompletion=complete_method)
 AS_JSON = typer.Option("--json", help="Print the result as JSON.")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
-    "optimizer": str, "schedule": str, "columns": str | None, "unit": str | None,
-    "learning_rate": float | None, "cache_folder": str | None, "ledger": str | None,
-    "checkpoint": str | None, "output": str | None, "check": bool}
+    "epsilon": float | None, "optimizer": str, "schedule": str, "columns": str | None,
+    "unit": str | None, "learning_rate": float | None, "cache_folder": str | None,
+    "ledger": str | None, "checkpoint": str | None, "output": str | None, "check": bool}
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
 SET_HERE = ("columns", "label", "learning_rate")
@@ -138,13 +138,18 @@ HELP = {"columns": "columns to read, separated by commas: the texts, then the la
         "ledger": "ledger file, shared by all runs on one data set; "
                   "None: a ledger for this run alone"}
 
+def epsilon_typed(text: str) -> float | str:
+    "A number, or left: what is left of the ledger's budget."
+    return text if text == "left" else float(text)
+
 def setting_options() -> list[Parameter]:
     "An option for each setting of `Settings` that can be written as text."
     def option(one: Field[Any]) -> Parameter:
         said, _, unset = HELP.get(one.name, one.metadata["help"]).partition("; None: ")
         text = said[:1].upper() + said[1:] + "." + f" (default: {unset})" * bool(unset)
         default = None if one.name in SET_HERE else one.default
-        kind: Any = Annotated[TYPES.get(one.name, one.type), typer.Option(help=text)]
+        kind: Any = Annotated[TYPES.get(one.name, one.type), typer.Option(
+            help=text, parser=epsilon_typed if one.name == "epsilon" else None)]
         return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default,
                          annotation=kind)
     return [option(one) for one in fields(Settings)
