@@ -268,7 +268,7 @@ def test_what_is_left_is_used_up_and_never_passed(before, planned):
         assert len({a.noise_multiplier / b.noise_multiplier for a, b in zip(found, made)}) == 1    # all by the same factor
         ledger.begin("left", whole | {"mechanisms": [vars(m) for m in found]})
         assert 2.99 < ledger.used() <= 3.0 and ledger.left() < 0.01
-        with pytest.raises(BudgetError, match="nothing is left"):
+        with pytest.raises(BudgetError):
             ledger.begin("more", plan(1000))
 
 
