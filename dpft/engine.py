@@ -34,7 +34,7 @@ from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
-from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
+from .plan import check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prepared import checked_rows
