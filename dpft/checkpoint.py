@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -77,11 +78,7 @@ def facts(
     digest = hashlib.sha256(repr(form).encode()).hexdigest()[:16]
 
     def text(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if callable(value) and hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
-        return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
+        return value if isinstance(value, str) else re.sub(" at 0x\\w+", "", repr(value))
 
     return {"model": f"{type(model).__qualname__} {digest}", "method": text(method),
             "data": data, **{name: text(value) for name, value in settings.items()}}
@@ -155,14 +152,14 @@ class Checkpoint:
         ledger: Ledger,
         plan: dict[str, Any], # of a run that has none yet; JSON
         claims: bool = True,  # False: a run without a guarantee, only noted here
-    ) -> dict[str, Any]:      # the recorded plan
+    ) -> None:
         "Begin the run in its ledger, or go on with it, before the first claim."
         self._check_head(ledger, self.head)
         fresh, plan = self.plan is None, self.plan or plan
         if fresh:
             self._note(plan)
         if not claims:
-            return plan
+            return
         try:
             ledger.begin(self.run, plan)
         except ValueError: # such as a budget's: the folder is free for another plan
@@ -172,7 +169,6 @@ class Checkpoint:
         if not self.head:
             self.head = ledger.head
             self._note(plan)
-        return ledger.plan(self.run)
 
     def _check_head(self, ledger: Ledger, head: str) -> None:
         if head and not ledger.knows(head):
@@ -202,15 +198,12 @@ class Checkpoint:
         if self._lock is None:
             raise CheckpointError(f"checkpoint {self.folder} was closed, or another "
                                   "run of this process uses it now")
-        write(self.folder / "state.pt", {**state, "head": ledger.head, "run": self.run})
+        write(self.folder / "state.pt", {**state, "head": ledger.head})
         self._saved = time.monotonic()
 
     def load(self, ledger: Ledger) -> dict[str, Any]:
         "The last state, which the ledger must have seen; empty if there is none."
         state = read(self.folder / "state.pt") if self.folder else None
-        if state and state["run"] != self.run:
-            raise CheckpointError(f"{self.folder}: state.pt is of another run than "
-                                  "run.pt; choose an empty folder")
         self._check_head(ledger, state["head"] if state else "")
         return state or {}
 

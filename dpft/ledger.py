@@ -14,10 +14,11 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .curve import Budget, odometer_epsilon
+from .curve import Budget, odometer
 from .privacy import BudgetError, SampledGaussian, check, rdp_conversion, rdp_total
 from .privacy import epsilon as epsilon_of
 
@@ -144,21 +145,19 @@ class Ledger:
 
     def _prepare(self) -> None:
         "Make an empty file a ledger; `LedgerError` for any other file."
-        def mark() -> tuple[int, int]:
+        def mark() -> tuple[int, int, int]: # the last: how much there is
             return (self._query("PRAGMA application_id")[0][0],
-                    self._query("PRAGMA user_version")[0][0])
-        if mark() == _MARK:
-            return
-        with self._transaction():
-            empty = self._query("SELECT count(*) FROM sqlite_master") == [(0,)]
-            if mark() == (0, 0) and empty:
-                for statement in _TABLE.split(";"):
-                    self._query(statement)
-            elif mark() != _MARK: # another process may have been quicker
-                what = ("a ledger of another version of dpft" if mark()[0] == _MARK[0]
-                        else "a database but no ledger")
-                raise LedgerError(f"{self.path} is {what}; give this run a file of its "
-                                  "own")
+                    self._query("PRAGMA user_version")[0][0],
+                    self._query("SELECT count(*) FROM sqlite_master")[0][0])
+        if mark() == (0, 0, 0):
+            with self._transaction():
+                if mark() == (0, 0, 0): # another process may have been quicker
+                    for statement in _TABLE.split(";"):
+                        self._query(statement)
+        if mark()[:2] != _MARK:
+            what = ("a ledger of another version of dpft" if mark()[0] == _MARK[0]
+                    else "a database but no ledger")
+            raise LedgerError(f"{self.path} is {what}; give this run a file of its own")
 
     def _append(self, kind: str, run: str, mechanism: str = "", step: int = 0,
                 content: str = "") -> None:
@@ -418,7 +417,7 @@ class Ledger:
             check(not set(seeded) & set(asked), "runs under a seed share draws and "
                   "noise, so they have no epsilon together; ask for each by itself")
             if not planned:
-                return odometer_epsilon(self.charged(asked), delta)
+                return odometer(partial(rdp_total, self.charged(asked)), delta)
         return epsilon_of(self.stated(asked), delta,
                           accountant or self.accountant(asked))
 

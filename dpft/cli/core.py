@@ -468,7 +468,8 @@ def shape_and_model(
         if size is None:
             raise ValueError("the size of the data is missing; give --size, or --data")
         count = classes if isinstance(classes, int) else len(classes or "ab")
-        shape = planning.DataShape(size, kind, count)
+        small = (3, 32, 32) if kind == "image" and model in models.BUILT else None
+        shape = planning.DataShape(size, kind, count, small)
     if model:
         check_reads(model, data or "--kind", shape.kind)
     made = models.load_model(model, shape.classes, shape.kind, shape.image_shape).to(
