@@ -49,13 +49,14 @@ class Account:
                     own = checkpoint.ledger_path if self.charges else None
                     given = Ledger(given or own)
                 state, run = checkpoint.load(given), checkpoint.run
-                plan = make(ledger=given, recorded=checkpoint.plan)
+                known = run in given.runs()
+                plan = make(ledger=given, recorded=given.plan(run) if known else None)
             except BaseException:
                 checkpoint.close()
                 raise
             self.checkpoint, self._ledger = checkpoint, given
-            claims = {m.name: given.claims(run, m.name) for m in given.planned(run)} \
-                if run in given.runs() else {}
+            claims = {m.name: given.claims(run, m.name) for m in plan.mechanisms} \
+                if known else {}
             return run, plan, claims, state, checkpoint.releases()
 
         self.run, self.plan, self.claims, self.state, self.releases = (

@@ -98,7 +98,6 @@ class Checkpoint:
     ):
         self.folder = None if folder is None else Path(folder)
         self.facts, self.run, self.head = facts, os.urandom(8).hex(), ""
-        self.plan: dict[str, Any] | None = None # that it began with; None: it has not
         self._lock: int | None = None
         self._saved = -math.inf
         if self.folder is None:
@@ -122,8 +121,7 @@ class Checkpoint:
         except BaseException:
             self.close()
             raise
-        self.run = known.get("run", self.run)
-        self.head, self.plan = known.get("head", ""), known.get("plan")
+        self.run, self.head = known.get("run", self.run), known.get("head", "")
 
     def _take(self, path: Path) -> None:
         "Lock the folder; a run of this process that was left takes no part any more."
@@ -150,25 +148,23 @@ class Checkpoint:
     def begin(
         self,
         ledger: Ledger,
-        plan: dict[str, Any], # of a run that has none yet; JSON
+        plan: dict[str, Any], # JSON; one that the ledger has already stays
         claims: bool = True,  # False: a run without a guarantee, only noted here
     ) -> None:
         "Begin the run in its ledger, or go on with it, before the first claim."
         self._check_head(ledger, self.head)
-        fresh, plan = self.plan is None, self.plan or plan
-        if fresh:
-            self._note(plan)
+        self._note() # before the ledger knows of it
         if not claims:
             return
-        try:
-            ledger.begin(self.run, plan)
-        except ValueError: # such as a budget's: the folder is free for another plan
-            if fresh:
+        if self.run not in ledger.runs():
+            try:
+                ledger.begin(self.run, plan)
+            except ValueError: # such as a budget's: the folder is free for another plan
                 self.remove()
-            raise
+                raise
         if not self.head:
             self.head = ledger.head
-            self._note(plan)
+            self._note()
 
     def _check_head(self, ledger: Ledger, head: str) -> None:
         if head and not ledger.knows(head):
@@ -176,11 +172,10 @@ class Checkpoint:
                 f"ledger {ledger.path} lacks rows that checkpoint {self.folder} has "
                 "seen; bring back the ledger that belongs to it")
 
-    def _note(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
+    def _note(self) -> None:
         if self.folder is not None:
-            write(self.folder / "run.pt", {"run": self.run, "plan": plan,
-                                           "head": self.head, "facts": self.facts})
+            write(self.folder / "run.pt", {"run": self.run, "head": self.head,
+                                           "facts": self.facts})
 
     def due(
         self,
@@ -231,7 +226,7 @@ class Checkpoint:
             for pattern in ("*.part", "state.pt", "release-*.pt", "run.pt"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
-        self.plan, self.head = None, ""
+        self.head = ""
 
     def close(self) -> None:
         "Let others use the folder."

@@ -51,7 +51,8 @@ def account(
     elif budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
-    with Ledger(ledger, who=who, read_only=not changes) as book:
+    there = changes and (budget is not None or ledger.exists())
+    with Ledger(ledger, who=who, read_only=not there) as book:
         if changes:
             book.set_budget(budget, delta or 0.0, reason, planned)
         found = accounted(book, delta)
