@@ -78,7 +78,8 @@ def facts(
     digest = hashlib.sha256(repr(form).encode()).hexdigest()[:16]
 
     def text(value: Any) -> str:
-        return value if isinstance(value, str) else re.sub(" at 0x\\w+", "", repr(value))
+        said = value if isinstance(value, str) else repr(value)
+        return re.sub(" at 0x[0-9a-f]+", "", said)
 
     return {"model": f"{type(model).__qualname__} {digest}", "method": text(method),
             "data": data, **{name: text(value) for name, value in settings.items()}}

@@ -122,7 +122,8 @@ def _rdp_epsilon(plan: Sequence[SampledGaussian], delta: float) -> float:
     low, high = 0, len(orders) - 1
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if at(middle) <= at(middle + 1) else (middle + 1, high)
+        falls = at(middle) > at(middle + 1)
+        low, high = (middle + 1, high) if falls else (low, middle)
     return at(low)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-worst-pair

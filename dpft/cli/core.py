@@ -435,7 +435,7 @@ def plan(
           f"multiplier {sigma:.3f} by PRV")
     if best.seconds is not None:
         print(f"On this machine a step takes about {best.seconds / best.steps:.2g} s "
-              f"and the run {best.seconds / 60:.2g} min, by a few steps on made-up rows")
+              f"and the run {best.seconds / 60:.2g} min, by some steps on made-up rows")
     print(f"dpft train {command}")
 
 def shape_and_model(
