@@ -1,7 +1,7 @@
 """Differentially private fine-tuning by freezing.
 
 What the common tasks need is here; what is rarer stays in its module, such as `dpft.selection.TrialLaw`,
-`dpft.curve.sentence_units` or `dpft.rapft.relevance_map`.
+`dpft.privacy.PrivacyCurve` or `dpft.rapft.relevance_map`.
 """
 
 __version__ = "0.1.0"
@@ -66,7 +66,7 @@ _HOMES = {  # module -> what it gives to the package
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 _RARE = {  # names that were here once: the module that has them
-    "TrialLaw": "selection", "sentence_units": "curve", "clipped_relevance": "rapft", "relevance_map": "rapft",
+    "TrialLaw": "selection", "clipped_relevance": "rapft", "relevance_map": "rapft",
     "relevance_mask": "rapft",
 }
 

@@ -6,7 +6,8 @@
 __all__ = ['Account', 'Tally', 'Counted']
 
 # %% ../nbs/5_notes/78_account.ipynb #account-imports
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint
-from .ledger import Ledger, planned_mechanisms
+from .ledger import Ledger
 from .plan import Plan, widest
 from .privacy import SampledGaussian
 from .processes import Processes
@@ -25,13 +26,15 @@ class Account:
     "The claims of a run: the first process makes them, and every process counts them."
 
     def __init__(
-        self, plan: Plan, settings: Settings, facts: dict[str, str],
+        self, make: Callable[..., Plan],  # of the ledger, and of the recorded plan
+        settings: Settings, facts: dict[str, str],
         record: dict[str, Any],  # further fields of the plan, as the ledger has it
         processes: Processes,
         unpaid: str,             # what is released without noise; empty: nothing
     ):
         self.processes, self.unpaid = processes, unpaid or "epsilon is infinite"
-        self.charges = plan.private and not unpaid  # whether a guarantee is made
+        # whether a guarantee is made
+        self.charges = settings.epsilon != math.inf and not unpaid
         self.seeded, self.begun = settings.seed is not None, False
         self.checkpoint: Checkpoint | None = None   # of the first process
         self._ledger: Ledger | None = None          # likewise
@@ -46,22 +49,22 @@ class Account:
                     own = checkpoint.ledger_path if self.charges else None
                     given = Ledger(given or own)
                 state, run = checkpoint.load(given), checkpoint.run
+                known = run in given.runs()
+                plan = make(ledger=given, recorded=given.plan(run) if known else None)
             except BaseException:
                 checkpoint.close()
                 raise
             self.checkpoint, self._ledger = checkpoint, given
-            recorded = (planned_mechanisms(checkpoint.plan, run)
-                        if checkpoint.plan and plan.private else None)
-            claims = {m.name: given.claims(run, m.name) for m in given.planned(run)} \
-                if run in given.runs() else {}
-            return run, recorded, claims, state, checkpoint.releases()
+            claims = {m.name: given.claims(run, m.name) for m in plan.mechanisms} \
+                if known else {}
+            return run, plan, claims, state, checkpoint.releases()
 
-        self.run, recorded, self.claims, self.state, self.releases = (
+        self.run, self.plan, self.claims, self.state, self.releases = (
             processes.first(opened))
-        self.plan = plan if recorded is None else replace(plan, mechanisms=recorded)
-        self.record = {"mechanisms": [vars(m) for m in self.plan.mechanisms],
+        plan = self.plan
+        self.record = {"mechanisms": [vars(m) for m in plan.mechanisms],
                        "delta": plan.delta, "accountant": plan.accountant,
-                       "epsilon": self.plan.epsilon() if plan.private else None,
+                       "epsilon": plan.epsilon() if plan.private else None,
                        "size": plan.size, "divisor": plan.batch_size,
                        "clip": plan.clip, "clipping": plan.clipping, **record}
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -77,11 +78,8 @@ def facts(
     digest = hashlib.sha256(repr(form).encode()).hexdigest()[:16]
 
     def text(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        if callable(value) and hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
-        return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
+        said = value if isinstance(value, str) else repr(value)
+        return re.sub(" at 0x[0-9a-f]+", "", said)
 
     return {"model": f"{type(model).__qualname__} {digest}", "method": text(method),
             "data": data, **{name: text(value) for name, value in settings.items()}}
@@ -101,7 +99,6 @@ class Checkpoint:
     ):
         self.folder = None if folder is None else Path(folder)
         self.facts, self.run, self.head = facts, os.urandom(8).hex(), ""
-        self.plan: dict[str, Any] | None = None # that it began with; None: it has not
         self._lock: int | None = None
         self._saved = -math.inf
         if self.folder is None:
@@ -125,8 +122,7 @@ class Checkpoint:
         except BaseException:
             self.close()
             raise
-        self.run = known.get("run", self.run)
-        self.head, self.plan = known.get("head", ""), known.get("plan")
+        self.run, self.head = known.get("run", self.run), known.get("head", "")
 
     def _take(self, path: Path) -> None:
         "Lock the folder; a run of this process that was left takes no part any more."
@@ -153,26 +149,23 @@ class Checkpoint:
     def begin(
         self,
         ledger: Ledger,
-        plan: dict[str, Any], # of a run that has none yet; JSON
+        plan: dict[str, Any], # JSON; one that the ledger has already stays
         claims: bool = True,  # False: a run without a guarantee, only noted here
-    ) -> dict[str, Any]:      # the recorded plan
+    ) -> None:
         "Begin the run in its ledger, or go on with it, before the first claim."
         self._check_head(ledger, self.head)
-        fresh, plan = self.plan is None, self.plan or plan
-        if fresh:
-            self._note(plan)
+        self._note() # before the ledger knows of it
         if not claims:
-            return plan
-        try:
-            ledger.begin(self.run, plan)
-        except ValueError: # such as a budget's: the folder is free for another plan
-            if fresh:
+            return
+        if self.run not in ledger.runs():
+            try:
+                ledger.begin(self.run, plan)
+            except ValueError: # such as a budget's: the folder is free for another plan
                 self.remove()
-            raise
+                raise
         if not self.head:
             self.head = ledger.head
-            self._note(plan)
-        return ledger.plan(self.run)
+            self._note()
 
     def _check_head(self, ledger: Ledger, head: str) -> None:
         if head and not ledger.knows(head):
@@ -180,11 +173,10 @@ class Checkpoint:
                 f"ledger {ledger.path} lacks rows that checkpoint {self.folder} has "
                 "seen; bring back the ledger that belongs to it")
 
-    def _note(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
+    def _note(self) -> None:
         if self.folder is not None:
-            write(self.folder / "run.pt", {"run": self.run, "plan": plan,
-                                           "head": self.head, "facts": self.facts})
+            write(self.folder / "run.pt", {"run": self.run, "head": self.head,
+                                           "facts": self.facts})
 
     def due(
         self,
@@ -202,15 +194,12 @@ class Checkpoint:
         if self._lock is None:
             raise CheckpointError(f"checkpoint {self.folder} was closed, or another "
                                   "run of this process uses it now")
-        write(self.folder / "state.pt", {**state, "head": ledger.head, "run": self.run})
+        write(self.folder / "state.pt", {**state, "head": ledger.head})
         self._saved = time.monotonic()
 
     def load(self, ledger: Ledger) -> dict[str, Any]:
         "The last state, which the ledger must have seen; empty if there is none."
         state = read(self.folder / "state.pt") if self.folder else None
-        if state and state["run"] != self.run:
-            raise CheckpointError(f"{self.folder}: state.pt is of another run than "
-                                  "run.pt; choose an empty folder")
         self._check_head(ledger, state["head"] if state else "")
         return state or {}
 
@@ -238,7 +227,7 @@ class Checkpoint:
             for pattern in ("*.part", "state.pt", "release-*.pt", "run.pt"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
-        self.plan, self.head = None, ""
+        self.head = ""
 
     def close(self) -> None:
         "Let others use the folder."

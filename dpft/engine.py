@@ -34,7 +34,7 @@ from .models import Modes, frozen_statistics
 from .noise import Keystream, secure_std
 from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
-from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
+from .plan import check_secure, choice_hash, make_plan, named_apart
 from .plan import (
     noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
 from .prepared import checked_rows
@@ -120,43 +120,41 @@ class Engine:
         self.requests = named_apart(method.requests(self.context))
         rows = f"{self.context.size} {self.unit}s of {sorted(column_names(train))}"
         known = facts(model, method, given.facts() | {"loop": loop}, rows)
-        plan = self._make_plan(known)
+        self._check_alike(known)
         frozen = frozen_statistics(model)
         self.assumed_public = [
-            f"the number of {self.unit}s, {plan.size}", *assumed_public,
+            f"the number of {self.unit}s, {size}", *assumed_public,
             *([f"the statistics of {len(frozen)} frozen normalisation layers"]
               if frozen else [])]
         secret = os.urandom(32) if given.seed is None else given.seed
         self.keystream = Keystream(self.processes.first(lambda: secret))
         self.draws = Draws(self.population, self.keystream, self.processes, self.device)
         self.account = Account(
-            plan, given, known,
+            partial(make_plan, size, self.context.batch_size, self.context.steps,
+                    given.epsilon, given.noise_multiplier, given.delta, given.clip,
+                    given.clipping, given.accountant, self.requests), given, known,
             {"data": rows, "unit": self.unit, "method": repr(method),
              "seed": given.seed, "secure_mode": given.secure_mode},
             self.processes, ", or ".join(self.context.unpaid))
         self.plan, self.charges = self.account.plan, self.account.charges
         self.t = self.account.steps                 # the number of the next step
         try:
+            check_secure(given.secure_mode, self.plan.private, self.device)
+            self.processes.check_plan(self.plan.private and bool(given.check),
+                                      self.requests)
             self._start()
         except BaseException:
             self.account.close()
             raise
 
-    def _make_plan(self, known: dict[str, str]) -> Plan:
-        "The plan of a run, on which all processes agree."
-        given, context, processes = self.settings, self.context, self.processes
+    def _check_alike(self, known: dict[str, str]) -> None:
+        "All processes have the same model and settings, and then the same weights."
+        context, processes = self.context, self.processes
         processes.check_alike(
             SAME_INPUT, model_structure=None if processes.alone else form(self.model),
             settings=(context.size, context.batch_size, context.steps, self.requests,
                       known))
         processes.spread(self.model)
-        plan = processes.first(lambda: make_plan(
-            context.size, context.batch_size, context.steps, given.epsilon,
-            given.noise_multiplier, given.delta, given.clip, given.clipping,
-            given.accountant, self.requests))
-        check_secure(given.secure_mode, plan.private, self.device)
-        processes.check_plan(plan.private and bool(given.check), self.requests)
-        return plan
 
     def _start(self) -> None:
         "Let the method start, alike on all processes, and take over what it has set."

@@ -14,11 +14,12 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .curve import Budget, odometer_epsilon
-from .privacy import BudgetError, SampledGaussian, check
+from .curve import Budget, odometer
+from .privacy import BudgetError, SampledGaussian, check, rdp_conversion, rdp_total
 from .privacy import epsilon as epsilon_of
 
 # %% ../nbs/5_notes/60_ledger.ipynb #charging-hash
@@ -86,18 +87,26 @@ class Ledger:
         read_only: bool = False,        # for an auditor: nothing is created or changed
     ):
         self.path, self.who = None if path is None else Path(path), who
-        self._process, self._timeout, place = os.getpid(), timeout, ":memory:"
-        if self.path is not None:
-            mode = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
+        self._process, self._timeout, self._read_only = os.getpid(), timeout, read_only
+        self._open(read_only or (self.path is not None and self.path.exists()))
+
+    # the file
+
+    def _open(self, file: bool) -> None:
+        "Open the file and verify it; a new one stays in memory until its first row."
+        self._waits, place = False, ":memory:"
+        if self.path is not None and file:
+            mode = os.O_RDONLY if self._read_only else os.O_RDWR | os.O_CREAT
             try: # SQLite would let others read a new file
-                if not read_only:
+                if not self._read_only:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                 os.close(os.open(self.path, mode, 0o600))
             except OSError as error:
-                raise LedgerError(f"there is no ledger at {path}: {error.strerror}; "
-                                  "name a file that you may use") from error
-            place = self.path.absolute().as_uri() + ("?mode=ro" if read_only else "")
-        self._file = sqlite3.connect(place, timeout, isolation_level=None, uri=True)
+                raise LedgerError(f"there is no ledger at {self.path}: {error.strerror}"
+                                  "; name a file that you may use") from error
+            place = self.path.absolute().as_uri() + "?mode=ro" * self._read_only
+        self._file = sqlite3.connect(place, self._timeout, isolation_level=None,
+                                     uri=True)
         try:
             self._query("PRAGMA synchronous = EXTRA")
             self._prepare()
@@ -105,13 +114,14 @@ class Ledger:
         except BaseException:
             self.close()
             raise
-
-    # the file
+        self._waits = self.path is not None and not file
 
     def _query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         if self._process != os.getpid():    # SQLite's files don't survive a fork
             raise LedgerError(f"ledger {self.path} was opened in another process; open "
                               "it again in this one")
+        if self._waits and self.path.exists():  # type: ignore[union-attr]
+            self._open(True)
         try:
             return self._file.execute(sql, values).fetchall()
         except sqlite3.Error as error:
@@ -122,6 +132,8 @@ class Ledger:
 
     @contextmanager
     def _transaction(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+        if self._waits and begin == "BEGIN IMMEDIATE":
+            self._open(True)
         self._query(begin)
         try:
             yield
@@ -133,21 +145,19 @@ class Ledger:
 
     def _prepare(self) -> None:
         "Make an empty file a ledger; `LedgerError` for any other file."
-        def mark() -> tuple[int, int]:
+        def mark() -> tuple[int, int, int]: # the last: how much there is
             return (self._query("PRAGMA application_id")[0][0],
-                    self._query("PRAGMA user_version")[0][0])
-        if mark() == _MARK:
-            return
-        with self._transaction():
-            empty = self._query("SELECT count(*) FROM sqlite_master") == [(0,)]
-            if mark() == (0, 0) and empty:
-                for statement in _TABLE.split(";"):
-                    self._query(statement)
-            elif mark() != _MARK: # another process may have been quicker
-                what = ("a ledger of another version of dpft" if mark()[0] == _MARK[0]
-                        else "a database but no ledger")
-                raise LedgerError(f"{self.path} is {what}; give this run a file of its "
-                                  "own")
+                    self._query("PRAGMA user_version")[0][0],
+                    self._query("SELECT count(*) FROM sqlite_master")[0][0])
+        if mark() == (0, 0, 0):
+            with self._transaction():
+                if mark() == (0, 0, 0): # another process may have been quicker
+                    for statement in _TABLE.split(";"):
+                        self._query(statement)
+        if mark()[:2] != _MARK:
+            what = ("a ledger of another version of dpft" if mark()[0] == _MARK[0]
+                    else "a database but no ledger")
+            raise LedgerError(f"{self.path} is {what}; give this run a file of its own")
 
     def _append(self, kind: str, run: str, mechanism: str = "", step: int = 0,
                 content: str = "") -> None:
@@ -258,16 +268,15 @@ class Ledger:
             raise LedgerError(f'run "{run}" has no mechanism "{mechanism}"; its plan '
                               f"has {list(plan)}")
         with self._transaction():
-            done, steps, ended = (
-                self.claims(run, mechanism), plan[mechanism], self.finished(run))
+            done, ended = self.claims(run, mechanism), self.finished(run)
             number = done if number is None else number
             if number != done and not (self.seeded(run) and 0 <= number < done):
                 raise LedgerError(f'run "{run}" is at {done} of "{mechanism}", so it '
                                   f"cannot claim {number}")
-            if ended or number >= steps:
-                raise PlanSpent(f'run "{run}" has made {done} of {steps} draws of '
-                                f'"{mechanism}" and may make no more' + " since it "
-                                "was finished" * ended)
+            if ended or number >= plan[mechanism]:
+                raise PlanSpent(f'run "{run}" has made {done} of {plan[mechanism]} '
+                                f'draws of "{mechanism}" and may make no more'
+                                + " since it was finished" * ended)
             again = number < done
             self._append("repeat" if again else "claim", run, mechanism, number,
                          str(1 + self.repeated(run)) if again else "")
@@ -293,12 +302,11 @@ class Ledger:
         with self._transaction():
             if run not in self.unpaid():
                 self._append("unpaid", run, content=canonical(reason))
-            self._check_budget()
+            self._check_budget(run)
 
     def runs(self) -> list[str]:
         "All runs, in the order in which they began."
-        return [run for run, in self._query(
-            "SELECT run FROM ledger WHERE kind = 'begin' ORDER BY number")]
+        return [run for run, _ in self._contents("begin")]
 
     def unpaid(self) -> dict[str, str]:
         "Runs without a guarantee, with the reason for each."
@@ -373,20 +381,32 @@ class Ledger:
         return [m for one in self._asked(run)
                 for m in (self.spent if self.finished(one) else self.planned)(one)]
 
-    def stated(self, run: str) -> list[SampledGaussian]:
-        "What the epsilon of one run is computed of; @sec-claim-states."
-        ended = self._content("finish", run)
-        return self.spent(run) if ended or (ended == "" and not self.spent(run)) \
-            else self.planned(run)
+    def stated(
+        self,
+        run: Runs = None, # None: all
+    ) -> list[SampledGaussian]:
+        "What the epsilon of some runs is computed of; @sec-claim-states."
+        found = []
+        for one in self._asked(run):
+            ended, spent = self._content("finish", one), self.spent(one)
+            found += spent if ended or (ended == "" and not spent) \
+                else self.planned(one)
+        return found
+
+    def accountant(self, run: Runs = None) -> str:
+        "The accountant of some runs; PRV where they differ, or none was recorded."
+        found = {self.plan(one).get("accountant", "prv") for one in self._asked(run)}
+        return found.pop() if len(found) == 1 else "prv"
 
     def epsilon(
         self,
-        delta: float,            # in (0, 1)
-        run: Runs = None,        # None: all but the seeded ones
-        accountant: str = "rdp", # of one run; several are read by an odometer
+        delta: float,                   # in (0, 1)
+        run: Runs = None,               # None: all but the seeded ones
+        accountant: str | None = None,  # None: that of the runs
+        planned: bool = False,          # whether all were planned before the first
     ) -> float:
-        """Epsilon that one run states; of several, that of an odometer, @thm-odometer;
-        infinite with a run that has no guarantee."""
+        """Epsilon that one run states, or several that were planned together; of
+        others, that of an odometer, @thm-odometer. Infinite without a guarantee."""
         asked, seeded = self._asked(run), self.hypothetical()
         if any(run is None or one in asked for one in self.unpaid()):
             return math.inf
@@ -396,50 +416,38 @@ class Ledger:
         if len(asked) > 1:
             check(not set(seeded) & set(asked), "runs under a seed share draws and "
                   "noise, so they have no epsilon together; ask for each by itself")
-            check(accountant == "rdp",
-                  f'accountant="{accountant}" prices no runs that may depend on each '
-                  'other; use "rdp", or, if all were planned before the first, '
-                  f'epsilon(ledger.charged(), delta, "{accountant}")')
-            return odometer_epsilon(self.charged(asked), delta)
-        return epsilon_of([m for one in asked for m in self.stated(one)], delta,
-                          accountant)
+            if not planned:
+                return odometer(partial(rdp_total, self.charged(asked)), delta)
+        return epsilon_of(self.stated(asked), delta,
+                          accountant or self.accountant(asked))
 
     # budgets
 
     def set_budget(
         self,
-        epsilon: float,     # for all runs on this data set together, > 0
-        delta: float,       # in (0, 1)
-        order: float = 0.0, # Rényi order; 0: as before, or the best for the first run
-        reason: str = "",   # recorded and shown; needed for a looser budget
-    ) -> Budget:
-        "Limit all runs, present and future, to one total; @thm-filter."
-        with self._transaction():
-            old = self.budget
-            budget = self._at_order(Budget(
-                epsilon, delta, order or (old.order if old else 0.0), reason))
-            if old is not None and budget.looser_than(old) and not reason:
-                raise BudgetError(
-                    f"ledger {self.path} has a budget of epsilon={old.epsilon:g} at "
-                    f"delta={old.delta:g}, order {old.order or 'of the first run'}; to "
-                    "loosen it, give a reason, which is recorded")
-            early = not self._query("SELECT 1 FROM ledger WHERE kind = 'claim' LIMIT 1")
-            early |= old is not None and old.order == budget.order and self._early
-            self._append("budget", "", step=len(self.budgets()) + 1, content=canonical(
-                {"epsilon": epsilon, "delta": delta, "order": budget.order,
-                 "reason": reason, "who": self.who, "early": early}))
-            self._check_budget()
-        return budget
-
-    def remove_budget(
-        self,
-        reason: str, # recorded and shown
+        epsilon: float | None, # for all runs on this data set together; None: no limit
+        delta: float = 0.0,    # in (0, 1)
+        reason: str = "",      # recorded and shown; needed for a looser budget, or none
+        planned: bool = False, # you declare: no output decides which runs there will be
     ) -> None:
-        "Remove the limit from now on."
-        check(bool(reason), "to remove a budget, give a reason, which is recorded")
+        "Limit all runs, present and future, to one total from now on; @sec-filter."
         with self._transaction():
+            old, order, early = self.budget, 0.0, False
+            if epsilon is not None:
+                budget = Budget(epsilon, delta, planned)
+                early = not self._query(
+                    "SELECT 1 FROM ledger WHERE kind = 'claim' LIMIT 1")
+                if old is not None: # whose order stays
+                    order, early = old.order, early or self.budgets()[-1]["early"]
+            if not reason and (
+                    epsilon is None or (old is not None and budget.looser_than(old))):
+                raise BudgetError(
+                    f"{self._budget_text(old)}; to loosen or remove it, give a reason, "
+                    "which is recorded")
             self._append("budget", "", step=len(self.budgets()) + 1, content=canonical(
-                {"epsilon": None, "reason": reason, "who": self.who, "early": False}))
+                {"epsilon": epsilon, "delta": delta, "order": order, "reason": reason,
+                 "planned": planned, "who": self.who, "early": early}))
+            self._check_budget()
 
     def budgets(self) -> list[dict[str, Any]]:
         "Every budget that was set and, with epsilon None, every removal, in order."
@@ -447,30 +455,77 @@ class Ledger:
 
     @property
     def budget(self) -> Budget | None:
-        "The current budget, at its order: its own, or the best for the first run."
+        "The current budget, at the order that its first run has fixed."
         last = (self.budgets() or [{"epsilon": None}])[-1]
-        return None if last["epsilon"] is None else self._at_order(
-            Budget(last["epsilon"], last["delta"], last["order"], last["reason"]))
+        if last["epsilon"] is None:
+            return None
+        found = Budget(last["epsilon"], last["delta"], last.get("planned", False),
+                       last["order"], last["reason"])
+        runs = [] if found.order else self.runs()
+        return found.for_first(self.planned(runs[0])) if runs else found
 
-    def _at_order(self, budget: Budget) -> Budget:
-        if budget.order or not (runs := self.runs()):
-            return budget
-        return replace(budget, order=budget.best_order(self.planned(runs[0])))
+    def _budget_text(self, budget: Budget | None) -> str:
+        return f"ledger {self.path} has " + ("no budget" if budget is None else (
+            f"a budget of epsilon={budget.epsilon:g} at delta={budget.delta:g}"))
 
-    @property
-    def _early(self) -> bool:
-        "Whether the order of the current budget was fixed before the first claim."
-        return bool(self.budgets()) and self.budgets()[-1]["early"]
-
-    def share(
+    def used(
         self,
-        run: Runs = None, # None: all
+        run: Runs = None,                     # None: all
+        plan: Sequence[SampledGaussian] = (), # of one more
+        accountant: str | None = None,        # its; None: that of the runs
     ) -> float:
-        "The share of the budget that some runs take; 1 is the whole."
+        """Epsilon as the budget counts it: of one run, or of runs that were planned
+        together, by their accountant; of others, by the filter; @lem-first-run."""
+        budget, runs = self._limit(), [one for one in self._asked(run)
+                                       if self.stated(one)]
+        if budget.planned or len(runs) + bool(plan) < 2:
+            return epsilon_of([*self.stated(runs), *plan], budget.delta,
+                              accountant or self.accountant(runs))
+        return (rdp_total([*self._filtered(runs), *plan], budget.order)
+                + rdp_conversion(budget.order, budget.delta))
+
+    def _limit(self) -> Budget:
         if (budget := self.budget) is None:
-            raise LedgerError(f"ledger {self.path} has no budget")
-        count = self.charged if self._early else self.stated
-        return budget.share([m for one in self._asked(run) for m in count(one)])
+            raise LedgerError(self._budget_text(None))
+        return budget
+
+    def _filtered(self, runs: Sequence[str]) -> list[SampledGaussian]:
+        "What the filter counts of some runs; what one left comes back if it passed."
+        budget, early = self._limit(), self.budgets()[-1]["early"]
+        return [m for run in runs for m in (
+            self.charged(run) if early and budget.share(self.planned(run)) <= 1
+            else self.stated(run))]
+
+    def left(self) -> float:
+        "The share of the budget that is left for runs that come after those it has."
+        budget, runs = self._limit(), self.runs()
+        gone = (self.used() / budget.epsilon if budget.planned or not runs
+                else budget.share(self._filtered(runs)))
+        return max(0.0, 1 - gone)
+
+    def fit(
+        self,
+        plan: Sequence[SampledGaussian], # of one more run
+        accountant: str | None = None,   # its
+        run: Runs = None,                # the runs before it; None: all
+    ) -> list[SampledGaussian]:
+        "The same draws with as much more noise as fits them into the budget."
+        budget = self._limit()
+        def louder(scale: float) -> list[SampledGaussian]:
+            return [replace(m, noise_multiplier=scale * m.noise_multiplier)
+                    for m in plan]
+        def fits(scale: float) -> bool:
+            return self.used(run, louder(scale), accountant) <= budget.epsilon
+        low, high = 0.5, 1.0
+        while not fits(high):
+            if high > 2**20:
+                raise BudgetError(f"{self._budget_text(budget)}, of which nothing is "
+                                  "left; loosen it with a reason")
+            low, high = high, 2 * high
+        while low >= 1 and high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return louder(high)
 
     def _check_budget(self, asking: str = "") -> None:
         "`BudgetError` that says who spent what, unless all runs fit."
@@ -483,19 +538,21 @@ class Ledger:
                 f'ledger {self.path}: run "{run}" has no privacy guarantee that a '
                 f"budget could count ({why}); give it a ledger of its own, and never "
                 "release its result")
-        if (total := self.share()) <= 1 + 1e-9:
+        if (total := self.used()) <= budget.epsilon * (1 + 1e-9):
             return
+        def said(run: str) -> str:
+            who = self.owner(run)
+            return (f'"{run}" ' + f"({who}) " * bool(who)
+                    + f"{self.epsilon(budget.delta, run):.2f}")
         others = [run for run in self.runs() if run != asking]
-        each = [f'"{one}"{f" ({self.owner(one)})" if self.owner(one) else ""} '
-                f"{self.share(one):.0%}" for one in others]
-        rest = self.share(others)
-        asks = (f'run "{asking}" asks for {total - rest:.0%} and {1 - rest:.0%} is '
-                "left; " if asking else "")
-        raise BudgetError(
-            f"ledger {self.path}: the data set's budget of epsilon={budget.epsilon:g} "
-            f"at delta={budget.delta:g} would be passed: {asks}spent by "
-            f"{', '.join(each) or 'no other run'}; ask for less, or loosen the budget "
-            "with a reason")
+        text = (f"{self._budget_text(budget)}, and all runs would have {total:.2f}: "
+                + ", ".join(map(said, self.runs())))
+        if asking:
+            by = self.accountant(asking)
+            found = self.fit(self.planned(asking), by, others) # or says what is left
+            fits = math.floor(100 * epsilon_of(found, budget.delta, by)) / 100
+            text += f'; this run may have epsilon={fits:.2f}, or epsilon="left"'
+        raise BudgetError(f"{text}; or loosen the budget with a reason")
 
     # for readers
 

@@ -13,11 +13,12 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .ledger import Ledger, planned_mechanisms
 from .noise import secure_std
 from .norms import Block, members
 from .privacy import Request, SampledGaussian, check, epsilon, plan_budget
@@ -94,46 +95,58 @@ def sizes_of(
 # %% ../nbs/5_notes/56_plan.ipynb #plan-make
 def named_apart(requests: Sequence[Request]) -> list[Request]:
     "The requests under unique names."
-    names: set[str] = {"train"}
-    apart: list[Request] = []
+    names = ["train"]
     for request in requests:
-        numbered = (request.name if n == 1 else f"{request.name} {n}" for n in count(1))
-        apart.append(
-            replace(request, name=next(name for name in numbered if name not in names)))
-        names.add(apart[-1].name)
-    return apart
+        name, n = request.name, 1
+        while name in names:
+            name, n = f"{request.name} {n + 1}", n + 1
+        names.append(name)
+    return [replace(one, name=name) for one, name in zip(requests, names[1:])]
 
 def make_plan(
     size: int,                              # privacy units in the data set
     batch_size: int,
     steps: int,
-    target_epsilon: float | None = None,    # inf: no clipping, no noise
+    # inf: no clipping, no noise; "left": what is left of the ledger's budget
+    target_epsilon: float | str | None = None,
     noise_multiplier: float | None = None,  # instead of `target_epsilon`, as papers do
-    delta: float | None = None,             # None: 1 / (2 size)
+    delta: float | None = None,             # None: the budget's, or 1 / (2 size)
     clip: float = Settings.clip,
     clipping: str = Settings.clipping,
     accountant: str = Settings.accountant,
     requests: Sequence[Request] = (),       # the method's queries besides training
+    ledger: Ledger | None = None,           # whose budget is asked
+    recorded: dict[str, Any] | None = None, # the plan of a run that goes on
 ) -> Plan:
     """Solve all noise multipliers so that the whole plan meets the target;
     Algorithm 3 of DP-FROST."""
-    private = target_epsilon != math.inf
-    if delta is None:
-        delta = usual_delta(size, private)
+    private, left = target_epsilon != math.inf, target_epsilon == "left"
+    budget = ledger.budget if ledger and private else None
+    check(not left or recorded is not None or budget is not None,
+          'epsilon="left" is what is left of a budget; name a ledger that has one')
+    if recorded is not None:
+        delta = recorded["delta"]
+    elif delta is None:
+        delta = budget.delta if budget else usual_delta(size, private)
     check_sizes(size, batch_size, steps, delta, clip)
     check(clipping in ("flat", "automatic"),
           f"clipping={clipping!r}: choose 'flat' or 'automatic'")
     check((target_epsilon is None) != (noise_multiplier is None),
           "give either epsilon or noise_multiplier, and only one of them")
-    train = batch_size / size, steps
-    if noise_multiplier is not None:
+    train, mechanisms = (batch_size / size, steps), list[SampledGaussian]()
+    if recorded is not None:
+        mechanisms = planned_mechanisms(recorded, "")
+    elif noise_multiplier is not None:
         for request in requests:
             raise ValueError(f"the method also spends on {request.name}; give epsilon, "
                              "which it can share, instead of noise_multiplier")
         mechanisms = [SampledGaussian(noise_multiplier, *train, "train")]
-    else:
+    elif ledger and budget and left:
+        mechanisms = ledger.fit(plan_budget(budget.epsilon, budget.delta, train,
+                                            requests, accountant), accountant)
+    elif private:
         mechanisms = plan_budget(float(target_epsilon or 0), delta, train, requests,
-                                 accountant) if private else []
+                                 accountant)
     return Plan(size, batch_size, steps, delta, clip, clipping, accountant, mechanisms)
 
 # %% ../nbs/5_notes/56_plan.ipynb #plan-check-disjoint

@@ -5,31 +5,45 @@
 # %% ../nbs/1_start/10_planning.ipynb #planning-imports
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 
-from .gradients import clipped_sum
+from .engine import Engine
 from .losses import default_loss
 from .method import Context, Method
-from .models import BUILT, check_name, mean_pooled_classifier, minilm_folder
-from .oracle import Batch, batch_rows
 from .plan import check_sizes, usual_delta
-from .privacy import BudgetError, noise_multiplier
-from .registry import did_you_mean
+from .privacy import BudgetError, check, noise_multiplier
 
 # %% auto #0
-__all__ = ['DEFAULT_STEPS', 'DATA_SHAPES', 'Cell', 'plan_table', 'recommended', 'plan_text', 'DataShape', 'data_shape',
-           'model_shape', 'count_trainable', 'spent_besides', 'made_up_batch', 'probe_seconds']
+__all__ = ['DEFAULT_STEPS', 'DATA_SHAPES', 'Pace', 'Cell', 'plan_table', 'recommended', 'plan_text', 'DataShape', 'spent_besides',
+           'usual_tokens', 'made_up', 'rehearse']
 
 # %% ../nbs/1_start/10_planning.ipynb #tuning-plan
+@dataclass(frozen=True)
+class Pace:
+    "How fast private steps are on a machine; measured by `rehearse`."
+    trainable: int  # parameters that train
+    first: float    # seconds for an example's gradient the first time,
+    later: float    # and after that: less where the output of frozen layers is kept
+    step: float     # seconds of noise and optimizer
+
+    def seconds(self, size: int, batch_size: int, steps: int) -> float:
+        "What a run takes, but for the check of its first batch."
+        drawn = batch_size * steps
+        different = size * (1 - (1 - batch_size / size) ** steps)
+        return (steps * self.step + different * self.first
+                + (drawn - different) * self.later)
+
+
 @dataclass(frozen=True)
 class Cell:
     "One plan: batch size, steps, and what follows; @def-signal-to-noise."
@@ -38,7 +52,7 @@ class Cell:
     noise_multiplier: float    # infinite: the budget cannot be met
     step_ratio: float          # signal over noise of one step
     ratio: float               # accumulated over all steps
-    seconds: float | None      # of the whole run, if a second per example was given
+    seconds: float | None      # of the whole run, if the pace is known
 
     @property
     def examples(self) -> int:
@@ -55,34 +69,29 @@ def plan_table(
     delta: float | None = None,             # None: 1 / (2 size)
     batch_sizes: Sequence[int] | None = None, # None: powers of two, to a quarter
     steps: Sequence[int] = DEFAULT_STEPS,
-    seconds_per_example: float | None = None, # measured, see `probe_seconds`
+    pace: Pace | None = None,               # measured, see `rehearse`
     accountant: str = "rdp",  # quick; "prv" is tight and takes minutes for a table
 ) -> list[Cell]:                            # row by row: steps, then batch sizes
     "Noise, signal-to-noise ratio and time of every plan; @sec-planning."
-    if size < 1 or trainable < 1:
-        raise ValueError(f"size={size} and trainable={trainable} must both be at "
-                         "least 1")
-    if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"epsilon={target_epsilon}: a plan needs a positive and "
-                         "finite budget")
+    check(size >= 1 and trainable >= 1,
+          f"size={size} and trainable={trainable} must both be at least 1")
+    check(0 < target_epsilon < math.inf,
+          f"epsilon={target_epsilon}: a plan needs a positive and finite budget")
     delta = usual_delta(size) if delta is None else delta
     top = int(math.log2(max(size / 4, 1)))
     if batch_sizes is None:
         batch_sizes = [2**power for power in range(max(0, top - 7), top + 1)]
-    for batch_size, count in itertools.product(batch_sizes, steps):
-        check_sizes(size, batch_size, count, delta, 1.0)
     cells = []
     for count, batch_size in itertools.product(steps, batch_sizes):
+        check_sizes(size, batch_size, count, delta, 1.0)
         try:
             sigma = noise_multiplier(target_epsilon, delta, batch_size / size, count,
                                      accountant=accountant, tolerance=5e-3)
         except BudgetError:
             sigma = math.inf
         ratio = batch_size / (sigma * math.sqrt(trainable))
-        seconds = (None if seconds_per_example is None
-                   else seconds_per_example * batch_size * count)
         cells.append(Cell(batch_size, count, sigma, ratio, ratio * math.sqrt(count),
-                          seconds))
+                          pace and pace.seconds(size, batch_size, count)))
     return cells
 
 
@@ -120,66 +129,22 @@ def plan_text(
 # %% ../nbs/1_start/10_planning.ipynb #tuning-shape
 @dataclass(frozen=True)
 class DataShape:
-    "The published form of a data set."
-    size: int                                  # training examples
+    "What a plan has to know about a data set."
+    size: int                                  # privacy units
     kind: str                                  # "image", "text" or "causal"
     classes: int = 2
-    image_shape: tuple[int, int, int] | None = None # (C, H, W)
+    image_shape: tuple[int, ...] | None = None # (C, H, W)
+    tokens: int = 128                          # of a text
+    rows: float = 1.0                          # of one unit
 
 DATA_SHAPES = {
-    "digits": DataShape(1437, "image", 10, (1, 8, 8)), "sst2": DataShape(67349, "text"),
-    "e2e": DataShape(42061, "causal"),
+    "digits": DataShape(1437, "image", 10, (1, 8, 8)),
+    "sst2": DataShape(67349, "text", tokens=16),
+    "e2e": DataShape(42061, "causal", tokens=64),
     "fashion_mnist": DataShape(60000, "image", 10, (1, 28, 28)),
     "mnist": DataShape(60000, "image", 10, (1, 28, 28)),
     "cifar10": DataShape(50000, "image", 10, (3, 32, 32)),
 }
-
-def data_shape(name: str) -> DataShape:
-    "What is published about a data set of this book; ValueError for any other."
-    if name not in DATA_SHAPES:
-        raise ValueError(f"the size of {name!r} is not published here; "
-                         f"{did_you_mean(name, DATA_SHAPES)} "
-                         "(or give the size instead, --size)")
-    return DATA_SHAPES[name]
-
-
-def model_shape(
-    name: str,        # as for `load_model`
-    data: DataShape,
-) -> nn.Module:       # on the meta device: shapes without weights
-    "A model's parameters without their values, from a configuration or a shape."
-    if name in BUILT:
-        form = () if data.image_shape is None else (data.image_shape,)
-        with torch.device("meta"):
-            return BUILT[name](data.classes, *form)
-    import transformers as hf
-    if name == "minilm":
-        config = hf.AutoConfig.from_pretrained(minilm_folder(), num_labels=data.classes)
-        with torch.device("meta"):
-            return mean_pooled_classifier()(config)
-    autos = {"text": hf.AutoModelForSequenceClassification,
-             "image": hf.AutoModelForImageClassification,
-             "causal": hf.AutoModelForCausalLM}
-    check_name(name)
-    labels = {} if data.kind == "causal" else {"num_labels": data.classes}
-    config = hf.AutoConfig.from_pretrained(name, **labels)
-    with torch.device("meta"):
-        return autos[data.kind].from_config(config)
-
-
-def count_trainable(
-    model: nn.Module, # may be on the meta device; its requires_grad flags change
-    method: Method,
-) -> int:
-    "How many parameters a method trains in a model, without any data."
-    context = Context(model, default_loss(model), 1, 10**6, 1)
-    if method.requests(context):
-        raise ValueError(f"what {type(method).__name__} trains depends on private "
-                         "data; give the number of parameters instead")
-    method.start(context)
-    return sum(parameter.numel() for parameter in model.parameters()
-               if parameter.requires_grad)
-
 
 def spent_besides(method: Method) -> float:
     "The share of epsilon that a method spends besides training."
@@ -188,37 +153,60 @@ def spent_besides(method: Method) -> float:
     context = Context(model, default_loss(model), 1, 10**6, 1)
     return sum(request.share for request in method.requests(context))
 
+def usual_tokens(
+    task: Any,      # a `Task`
+    tokenizer: Any, # None: of pictures
+    most: int = 128,
+) -> int:           # never more than `most`
+    "The mean number of tokens of the first rows' texts."
+    if tokenizer is None or not task.columns:
+        return most
+    texts = [" ".join(str(row[name]) for name in task.columns if name in row)
+             for row in (task.train[i] for i in range(min(64, len(task.train))))]
+    each = [min(len(ids), most) for ids in tokenizer(texts)["input_ids"]]
+    return max(1, round(sum(each) / len(each)))
 
-def made_up_batch(
-    model: nn.Module,
-    data: DataShape,
-    rows: int = 8,
-    tokens: int = 32, # of each text
-) -> Batch:           # random pictures or tokens of the right shape
-    "A batch without private data, to measure time on."
-    zeros = torch.zeros(rows, dtype=torch.long)
+def made_up(model: nn.Module, data: DataShape, rows: int) -> Any:
+    "Random pictures or tokens, as a data set."
     if data.kind == "image":
-        return torch.rand(rows, *(data.image_shape or ())), zeros
-    ids = torch.randint(model.config.vocab_size, (rows, tokens))  # type: ignore
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-            "labels": ids if data.kind == "causal" else zeros}
+        pictures = torch.rand(rows, *(data.image_shape or (3, 224, 224)))
+        return torch.utils.data.TensorDataset(pictures, torch.zeros(rows).long())
+    ids = torch.randint(model.config.vocab_size, (rows, data.tokens))  # type: ignore
+    return [{"input_ids": row.tolist(), "attention_mask": [1] * data.tokens,
+             "labels": row.tolist() if data.kind == "causal" else 0} for row in ids]
 
-
-def probe_seconds(
-    model: nn.Module, # with weights, on its device
+def rehearse(
+    model: nn.Module, # with weights, on its device; it is changed
     method: Method,
-    batch: Batch,     # made up: no private data
-    repeats: int = 3,
-) -> float:           # seconds for one example
-    "Median time of a private step's gradients, per example, on this machine."
-    model = copy.deepcopy(model)
-    method.start(Context(model, default_loss(model), 1, 1, 1))
-    rows = batch_rows(batch)
-    found = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        clipped_sum(model, default_loss(model), batch, 1.0)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / rows)
-    return median(found[1:]) # the first run warms up
+    data: DataShape,
+    rows: int = 16,
+    steps: int = 4,
+) -> Pace:
+    "Time a few private steps on made-up rows; nothing is spent."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")      # of noise and sizes that nobody uses
+        engine = Engine(model, None, method, made_up(model, data, rows), epsilon=8.0,
+                        delta=0.01, accountant="rdp", batch_size=rows, steps=1000,
+                        check=False)
+        optimizer = torch.optim.AdamW(engine.parameters(), 0.0)
+        adding, ending = list[float](), list[float]()
+
+        def clock() -> float:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        for step in itertools.islice(engine, steps):
+            began = clock()
+            for batch in step:
+                step.add(batch)
+            added = clock()
+            step.privatize()
+            optimizer.step()
+            step.done()
+            adding, ending = [*adding, added - began], [*ending, clock() - added]
+        engine.close()
+    later = median(adding[1:]) * data.rows / rows # the first step warms up
+    first = adding[0] * data.rows / rows if engine.features is not None else later
+    return Pace(sum(p.numel() for p in engine.parameters()), first, later,
+                median(ending[1:]))

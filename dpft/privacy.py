@@ -107,29 +107,24 @@ def rdp_total(
 ) -> float:       # infinite where float64 cannot hold it
     "Sum of the divergences of some mechanisms at one order."
     try:
-        return sum(m.steps * rdp_moment(m.noise_multiplier, m.sample_rate, order)
-                   for m in mechanisms)
+        total = sum(m.steps * rdp_moment(m.noise_multiplier, m.sample_rate, order)
+                    for m in mechanisms)
     except ArithmeticError:
         return math.inf
-
-
-def _rdp_at(history: History, delta: float, order: float) -> float:
-    "Epsilon from the sum of the moments at one order; @lem-rdp."
-    total = sum(T * rdp_moment(sigma, q, order) for sigma, q, T in history)
-    value = total + rdp_conversion(order, delta)
-    return math.inf if math.isnan(value) else value
-
+    return math.inf if math.isnan(total) else total
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-rdp-search
-def _rdp_epsilon(history: History, delta: float) -> float:
+def _rdp_epsilon(plan: Sequence[SampledGaussian], delta: float) -> float:
     "Epsilon at the best order; @lem-rdp, @lem-best-order."
     orders = rdp_orders()
+    def at(i: int) -> float:
+        return rdp_total(plan, orders[i]) + rdp_conversion(orders[i], delta)
     low, high = 0, len(orders) - 1
     while low < high:
         middle = (low + high) // 2
-        here, after = (_rdp_at(history, delta, orders[i]) for i in (middle, middle + 1))
-        low, high = (low, middle) if here <= after else (middle + 1, high)
-    return _rdp_at(history, delta, orders[low])
+        falls = at(middle) > at(middle + 1)
+        low, high = (middle + 1, high) if falls else (low, middle)
+    return at(low)
 
 # %% ../nbs/1_start/02_privacy.ipynb #privacy-worst-pair
 def worst_pair(
@@ -371,12 +366,12 @@ def privacy_curve(
 @lru_cache(maxsize=4096)
 def _composed_epsilon(history: History, delta: float, accountant: str) -> float:
     "Epsilon of a non-empty history, or a `BudgetError` where the arithmetic fails."
+    plan = tuple(SampledGaussian(*each) for each in history)
     try:
         with np.errstate(all="ignore"):
             if accountant == "rdp":
-                value = _rdp_epsilon(history, delta)
+                value = _rdp_epsilon(plan, delta)
             else:
-                plan = tuple(SampledGaussian(*each) for each in history)
                 value = max(privacy_curve(plan, 1, way).epsilon(delta)
                             for way in ("remove", "add"))
         check(math.isfinite(value), f"it returned {value}")

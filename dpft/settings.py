@@ -31,8 +31,11 @@ def setting(
 class Settings:
     """Every setting of a run; `fine_tune`, `Engine`, the command line,
     and the ledger are derived from it."""
-    epsilon: float | None = setting(None, "target epsilon; inf: non-private reference")
-    delta: float | None = setting(None, "target delta; None: 1 / (2 N)")
+    epsilon: float | str | None = setting(
+        None, "target epsilon; inf: non-private reference; 'left': what is left of the "
+        "ledger's budget")
+    delta: float | None = setting(
+        None, "target delta; None: that of the ledger's budget, or 1 / (2 N)")
     noise_multiplier: float | None = setting(
         None, "noise multiplier, in place of epsilon")
     accountant: str = setting("prv", "privacy accountant: 'prv' or 'rdp'")
@@ -160,6 +163,8 @@ def check(given: "Settings") -> None:
                f" is a text; give {asked}")
         asked = plain_asked(one.type, value)
         refuse(not asked, one.name, f": give {asked}")
+    asked = "" if given.epsilon == "left" else plain_asked(float | None, given.epsilon)
+    refuse(not asked, "epsilon", f": give {asked}, or 'left'")
     for name, allowed in CHOICES.items():
         refuse(getattr(given, name) in allowed, name,
                f": choose one of {', '.join(map(repr, allowed))}")

@@ -162,31 +162,23 @@ def test_a_ledger_without_the_checkpoints_head_is_refused(tmp_path, steps, how):
 
 def test_the_plan_that_holds_is_the_recorded_one(tmp_path):
     kept, book = Checkpoint(tmp_path / "run", FACTS), Ledger()
-    assert kept.begin(book, PLAN) == PLAN and kept.plan == PLAN
+    kept.begin(book, PLAN)
     kept.close()
     again = Checkpoint(tmp_path / "run", FACTS)
-    assert again.run == kept.run and again.begin(book, PLAN | {"delta": 1e-9}) == PLAN       # nothing is computed anew
-    other = Ledger()
-    other.begin(kept.run, PLAN | {"delta": 1e-6})
+    again.begin(book, PLAN | {"delta": 1e-9})                     # nothing is computed anew
+    assert again.run == kept.run and book.plan(kept.run) == PLAN
     with pytest.raises(CheckpointError, match="lacks rows"):
-        again.begin(other, PLAN)
-    again.head = ""                                            # killed before it noted the ledger's head
-    with pytest.raises(ledger.LedgerError, match="has another plan: delta is 1e-06 in the ledger and 1e-05 now"):
-        again.begin(other, PLAN)
-    assert again.plan == PLAN
+        again.begin(Ledger(), PLAN)
 
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("what, now", [
-    ("model", (nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)), "Full()", {"learning_rate": 0.1}, "100 examples of [x]")),
     ("model", (nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), "Full()", {"learning_rate": 0.1}, "100 examples of [x]")),
     ("method", (NET, "BiTFiT()", {"learning_rate": 0.1}, "100 examples of [x]")),
     ("learning_rate", (NET, "Full()", {"learning_rate": 0.2}, "100 examples of [x]")),
     ("epsilon", (NET, "Full()", {"learning_rate": 0.1, "epsilon": 2.0}, "100 examples of [x]")),
-    ("learning_rate", (NET, "Full()", {}, "100 examples of [x]")),
-    ("data", (NET, "Full()", {"learning_rate": 0.1}, "100 examples of [y]")),
     ("data", (NET, "Full()", {"learning_rate": 0.1}, "200 examples of [x]"))])
 def test_another_run_is_refused_by_what_differs(tmp_path, what, now):
     Checkpoint(tmp_path, facts(NET, "Full()", {"learning_rate": 0.1}, "100 examples of [x]")).begin(Ledger(), PLAN)
@@ -203,7 +195,7 @@ def test_a_run_that_its_ledger_refuses_leaves_the_folder_free(tmp_path):
         kept.begin(book, {"mechanisms": [PLAN["mechanisms"][0] | {"noise_multiplier": 0.3}]})
     kept.close()
     assert [*(tmp_path / "run").iterdir()] == []
-    assert Checkpoint(tmp_path / "run", FACTS | {"method": "BiTFiT()"}).begin(book, PLAN | {"mechanisms": []})
+    Checkpoint(tmp_path / "run", FACTS | {"method": "BiTFiT()"}).begin(book, PLAN | {"mechanisms": []})
 
 
 def hold(folder: str, begun, end) -> None:
@@ -244,7 +236,7 @@ def test_only_the_owner_reads_it_and_it_holds_what_was_given(tmp_path):
     kept.store_release("rap/ft, 2", 0, 1.5)
     files = [*(tmp_path / "run").iterdir()]
     assert len(files) == 4 and {path.stat().st_mode & 0o777 for path in (*files, tmp_path / "run")} == {0o600, 0o700}
-    assert kept.load(book).keys() == {"weights", "head", "run"}
+    assert kept.load(book).keys() == {"weights", "head"}
     assert [*kept.releases()] == [("rap/ft, 2", 0), ("rap/ft, 2", 3)] and kept.releases()["rap/ft, 2", 0] == 1.5
     assert kept.ledger_path == tmp_path / "run.ledger"
     kept.remove()
@@ -253,7 +245,8 @@ def test_only_the_owner_reads_it_and_it_holds_what_was_given(tmp_path):
 
 def test_without_a_folder_nothing_is_stored():
     kept, book = Checkpoint(None, FACTS), Ledger()
-    assert kept.begin(book, PLAN) == PLAN and not kept.due(1) and kept.ledger_path is None
+    kept.begin(book, PLAN)
+    assert not kept.due(1) and kept.ledger_path is None
     kept.save(book, {"step": 1})
     kept.store_release("select", 0, 1.0)
     assert kept.load(book) == kept.releases() == {}

@@ -23,17 +23,16 @@ DIGITS = ["--data", "digits", "--model", "mlp", "--limit", "200", "--no-progress
 
 def test_train_then_account(run, tmp_path):
     status, out, _ = run("train", *DIGITS, "--epsilon", "4", "--ledger", tmp_path / "l.sqlite", "--output", tmp_path / "model")
+    report = out
     assert status == 0
     assert "differentially private" in out and "accuracy on dev: 0." in out and (tmp_path / "model" / "guarantee.json").exists()
     run("train", *DIGITS, "--epsilon", "2", "--method", "last-layer", "--ledger", tmp_path / "l.sqlite", "--score", "none")
     status, out, _ = run("account", tmp_path / "l.sqlite")
     lines = out.splitlines()
-    assert status == 0 and len(lines) == 5 and "BiTFiT()" in lines[1] and "LastLayer()" in lines[2] and "finished" in lines[2]
-    each = [float(line.split()[-1]) for line in lines[1:3]]
-    together = float(lines[3].split("epsilon ")[1].split()[0])
-    planned = float(lines[4].split()[0].strip("("))
-    assert max(each) < planned < together < sum(each)
-    assert lines[3].endswith("however the runs were chosen") and "if all were planned before the first began" in lines[4]
+    assert status == 0 and len(lines) == 4 and "BiTFiT()" in lines[1] and "LastLayer()" in lines[2] and "finished" in lines[2]
+    each = [float(line.split("  delta")[0].split()[-1]) for line in lines[1:3]]
+    planned, together = (float(lines[3].split(before)[1].split()[0]) for before in ("epsilon ", "began, or "))
+    assert max(each) < planned < together < sum(each) and f"{each[0]:.2f}, " in report     # the report's own
     with Ledger(tmp_path / "l.sqlite") as ledger:
         assert len(ledger.runs()) == 2
 
@@ -146,8 +145,19 @@ def test_account_and_verify_say_the_same_in_json(run, saved):
     assert status == 0 and found["runs"][0]["who"] == "Anna" and found["runs"][0]["finished"] is True
     assert found["runs"][0]["epsilon"] == pytest.approx(found["epsilon"]) and found["runs"][0]["mechanisms"][0]["steps"] == 2
     _, text, _ = run("account", saved / "team.sqlite")
-    assert f"together: epsilon {found['epsilon']:.3f} at delta {found['delta']:.3g} (rdp)" in text
-    assert found["epsilon_by"] == found["accountant"] == "rdp"
+    assert f"together: epsilon {found['epsilon']:.2f} at delta {found['delta']:.3g} (rdp)" in text and found["accountant"] == "rdp"
+
+
+def test_a_budget_admits_a_run_of_its_epsilon_and_left_takes_the_rest(run, tmp_path):
+    ledger = tmp_path / "b.sqlite"
+    assert run("account", ledger, "--budget", "4", "--delta", "1e-3", "--who", "Anna")[0] == 0
+    status, out, err = run("train", *DIGITS[:-2], "--epsilon", "2", "--ledger", ledger, "--score", "none")
+    assert status == 0 and "(2.00, 1.00e-03)-differentially private" in out, err
+    assert run("train", *DIGITS[:-2], "--epsilon", "left", "--ledger", ledger, "--score", "none")[0] == 0
+    status, out, err = run("train", *DIGITS[:-2], "--epsilon", "1", "--ledger", ledger, "--score", "none")
+    assert status == 1 and ("nothing is left" in err or 'or epsilon="left"' in err)
+    status, out, _ = run("account", ledger)
+    assert "budget epsilon 4 at delta 0.001, by Anna" in out and "0% is left" in out
 
 
 def test_a_plan_leaves_out_what_a_method_spends_besides_training(run):

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpft import privacy
-from dpft.curve import best_true_positive_rate, grouped, sentence_units
+from dpft.curve import best_true_positive_rate, grouped
 from dpft.privacy import PrivacyCurve, SampledGaussian, StepLoss, epsilon, loss_grid
 
 TRAIN = SampledGaussian(0.8838, 1024 / 67349, 197, "train")
 PLANS = st.lists(st.builds(SampledGaussian, st.floats(0.5, 10), st.floats(0.001, 1), st.integers(1, 300)), min_size=1, max_size=2)
-
 
 
 def worst_pair(rate, group, relation):
@@ -26,14 +25,11 @@ def worst_pair(rate, group, relation):
     return {"remove": (there, nobody), "add": (nobody, other), "replace": (there, other)}[relation]
 
 
-
 def densities(y, pair, sigma):
     return [stats.norm.pdf(y[:, None], means, sigma) @ weights for means, weights in pair]
 
 
-
 KINDS = st.one_of(st.tuples(st.sampled_from(["remove", "add"]), st.integers(1, 12)), st.just(("replace", 1)))
-
 
 
 @also(1.0, 0.998046875, ("remove", 6), 0.0)  # hardly ever is nobody drawn
@@ -55,7 +51,6 @@ def test_one_step_by_integration(sigma, rate, kind, share):
         assert (1 - 1e-6) * exact - 1e-9 <= curve.delta(value) <= 1.01 * exact + 1e-5
 
 
-
 @pytest.mark.parametrize("relation", ["remove", "add"])
 @pytest.mark.parametrize("sigma, rate, group", [(1.0, 0.01, 2), (0.7, 0.1, 10), (5.0, 0.001, 7), (1.0, 0.9, 10)])
 def test_a_step_is_that_of_dp_accounting(sigma, rate, group, relation):
@@ -69,7 +64,6 @@ def test_a_step_is_that_of_dp_accounting(sigma, rate, group, relation):
     grid = loss_grid(ours.low, ours.high, 0.01, math.inf) * 0.01
     found = ours.curve(grid) + np.maximum(-np.expm1(grid), 0)
     assert abs(found - theirs.get_delta_for_epsilon(grid)).max() <= 1e-11
-
 
 
 @pytest.mark.parametrize("relation", ["remove", "add", "replace"])
@@ -86,7 +80,6 @@ def test_a_curve_is_that_of_dp_accounting(sigma, rate, steps, relation):
         assert curve.delta(value) == pytest.approx(side.get_delta_for_epsilon(value), rel=2e-3, abs=1e-9)
 
 
-
 @pytest.mark.parametrize("sigma, steps", [(1.0, 1), (20.0, 400), (5.0, 3), (0.3, 2)])
 @pytest.mark.parametrize("relation, reach", [("remove", 1), ("add", 1), ("replace", 2)])
 def test_curve_is_just_above_the_exact_gaussian(sigma, steps, relation, reach):
@@ -94,7 +87,6 @@ def test_curve_is_just_above_the_exact_gaussian(sigma, steps, relation, reach):
     for value in np.linspace(0, 4 * mu, 9):
         exact = stats.norm.cdf(mu / 2 - value / mu) - math.exp(value + stats.norm.logcdf(-mu / 2 - value / mu))
         assert exact <= curve.delta(value) <= 1.01 * exact + 3e-12
-
 
 
 @given(PLANS, KINDS)
@@ -108,11 +100,9 @@ def test_curve_has_the_shape_of_a_privacy_curve(plan, kind):
         assert curve.delta(curve.epsilon(delta)) <= delta
 
 
-
 def coarser(grid):
     "Each fifth point, the ends, and 0, where two formulas meet."
     return np.union1d([0], grid[[0, *range(1, len(grid) - 1, 5), -1]])
-
 
 
 def test_any_grid_is_an_upper_bound(monkeypatch):
@@ -128,7 +118,6 @@ def test_any_grid_is_an_upper_bound(monkeypatch):
     assert grid[0] * 1e-3 < -3 and grid[-1] * 1e-3 > 5 and (np.diff(grid) > 0).all() and {-1, 0, 1, 19, 20, 21} <= set(grid)
 
 
-
 def test_very_little_and_very_much_noise():
     value = PrivacyCurve([SampledGaussian(0.2, 0.5, 500)]).epsilon(1e-5)
     assert 3000 < value < epsilon([SampledGaussian(0.2, 0.5, 500)], 1e-5, "rdp")
@@ -139,7 +128,6 @@ def test_very_little_and_very_much_noise():
         assert PrivacyCurve([SampledGaussian(2.0**20, 0.01, 10)], group).epsilon(1e-5) < 1e-3
     many = PrivacyCurve([SampledGaussian(3000.0, 1.0, 10**6)])  # mu = 1/3
     assert many.delta(2.4335) >= stats.norm.cdf(1 / 6 - 7.3005) - math.exp(2.4335 + stats.norm.logcdf(-1 / 6 - 7.3005))
-
 
 
 @given(st.floats(0, 6), st.floats(0, 0.5), st.floats(0, 1), st.floats(0, 1))
@@ -153,7 +141,6 @@ def test_best_attack_by_randomised_response(value, delta, fpr, other):
     assert best_true_positive_rate(value, delta, lie) >= delta + (1 - delta) - lie - 1e-9
 
 
-
 @pytest.mark.parametrize("sigma, steps", [(20.0, 4), (40.0, 1), (10.0, 2)])
 @pytest.mark.parametrize("group", [1, 2, 3, 5])
 def test_groups_cover_the_exact_group(sigma, steps, group):
@@ -165,22 +152,6 @@ def test_groups_cover_the_exact_group(sigma, steps, group):
         curve = stats.norm.cdf(mu / 2 - value / mu) - math.exp(value + stats.norm.logcdf(-mu / 2 - value / mu))
         assert curve <= 1e-5
     assert bound >= group * epsilon(plan, 1e-5, "rdp") - 1e-9 and direct <= bound
-
-
-
-@given(st.lists(st.lists(st.sampled_from("abc"), max_size=6).map(" ".join), max_size=12))
-def test_units_by_brute_force(texts):
-    """Each row goes to the longest, then first, row that holds its words one after the other."""
-    def inside(part: list[str], whole: list[str]) -> bool:
-        return any(whole[i:i + len(part)] == part for i in range(len(whole) - len(part) + 1))
-
-    words = [text.split() for text in texts]
-    owners = []
-    for part in words:
-        holders = [whole for whole in words if part and inside(part, whole)] or [part]
-        owners.append(tuple(max(holders, key=len)))  # max takes the first of the longest
-    seen = list(dict.fromkeys(owners))
-    assert sentence_units(texts) == [seen.index(owner) for owner in owners]
 
 
 @pytest.mark.parametrize("call, words", [

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpft.curve import Budget, odometer_epsilon
+from dpft.curve import Budget, odometer
 from dpft.ledger import Ledger, LedgerError, PlanSpent
-from dpft.privacy import BudgetError, SampledGaussian, epsilon, rdp_conversion, rdp_total
+from dpft.privacy import BudgetError, SampledGaussian, epsilon, noise_multiplier, rdp_conversion, rdp_total
 
 TRAIN = {"name": "train", "noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 10}
 SELECT = {"name": "select", "noise_multiplier": 2.0, "sample_rate": 0.02, "steps": 3}
@@ -21,7 +21,7 @@ PLAN = {"mechanisms": [TRAIN, SELECT], "delta": 1e-5, "accountant": "prv", "data
         "method": "BiTFiT()", "divisor": 10.0, "seed": None}
 PLANNED = [SampledGaussian(1.0, 0.01, 10), SampledGaussian(2.0, 0.02, 3)]
 HUNDRED = SampledGaussian(1.0, 0.01, 100)
-TWO_RUNS = 1.02 * epsilon([HUNDRED] * 2, 1e-5, "rdp")   # two runs of a hundred steps fit, and three do not
+TWO_RUNS = 1.02 * epsilon([HUNDRED] * 2, 1e-5, "rdp")   # two runs of a hundred steps pass a filter, and three do not
 COLUMNS = ["number", "kind", "run", "mechanism", "step", "content", "hash"]
 
 
@@ -126,7 +126,7 @@ def test_of_two_processes_that_begin_at_once_one_gets_the_rest(tmp_path):
         ledger.begin("first", plan(100))
     assert sorted(at_once(tmp_path / "l", begin)) == ["let in", "refused"]
     with Ledger(tmp_path / "l") as ledger:
-        assert len(ledger.runs()) == 2 and ledger.share() <= 1
+        assert len(ledger.runs()) == 2 and ledger.used() <= TWO_RUNS
 
 
 def test_the_same_plan_goes_on_and_another_is_refused():
@@ -180,16 +180,18 @@ def test_a_run_states_its_plan_unless_the_stop_was_declared_independent(accounta
             ledger.claim("a", "train")
 
 
-def test_several_runs_are_read_by_an_odometer():
+def test_several_runs_are_read_by_an_odometer_or_as_one_plan():
     with Ledger() as ledger:
         assert ledger.epsilon(1e-5) == 0
         for run in "ab":
             ledger.begin(run, PLAN)
-        assert ledger.epsilon(1e-5) == odometer_epsilon(PLANNED * 2, 1e-5) > epsilon(PLANNED * 2, 1e-5, "rdp")
-        with pytest.raises(ValueError, match='"prv" prices no runs that may depend on each other; use "rdp"'):
-            ledger.epsilon(1e-5, accountant="prv")
+        assert ledger.epsilon(1e-5) == odometer(lambda order: rdp_total(PLANNED * 2, order), 1e-5) > epsilon(PLANNED * 2, 1e-5, "rdp")
+        assert ledger.epsilon(1e-5, planned=True) == epsilon(PLANNED * 2, 1e-5, "prv")      # the runs' own accountant
+        assert ledger.epsilon(1e-5, accountant="rdp", planned=True) == epsilon(PLANNED * 2, 1e-5, "rdp")
         ledger.finish("b")
-        assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, ["a"]) == ledger.epsilon(1e-5, "a")
+        assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, ["a"]) == ledger.epsilon(1e-5, "a") == epsilon(PLANNED, 1e-5)
+        ledger.begin("by rdp", plan(accountant="rdp"))
+        assert ledger.accountant("by rdp") == "rdp" and ledger.accountant() == "prv"        # where they differ
         ledger.note_unpaid("c", "epsilon is infinite")
         assert ledger.epsilon(1e-5) == ledger.epsilon(1e-5, "c") == math.inf > ledger.epsilon(1e-5, "a")
 
@@ -213,18 +215,75 @@ def test_a_seeded_run_repeats_steps_and_is_listed_apart():
             ledger.epsilon(1e-5, ["one", "two"])
 
 
-def test_a_plan_beyond_the_budget_is_refused_by_name_and_leaves_no_row(tmp_path):
+def solved(target: float, steps: int = 24, rate: float = 0.25, accountant: str = "prv", delta: float = 1e-3) -> dict:
+    sigma = noise_multiplier(target, delta, rate, steps, accountant=accountant, tolerance=1e-4)
+    return {"mechanisms": [{"name": "train", "noise_multiplier": sigma, "sample_rate": rate, "steps": steps}], "delta": delta,
+            "accountant": accountant}
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_budget_admits_one_run_of_its_own_epsilon_and_nothing_after_it(accountant):
+    """By the run's accountant, however much more its divergence is; what it leaves by an early end does not come back then."""
+    with Ledger() as ledger:
+        ledger.set_budget(3.0, 1e-3)
+        with pytest.raises(BudgetError, match=r"would have 3.10"):
+            ledger.begin("more", solved(3.1, accountant=accountant))
+        ledger.begin("one", solved(3.0, accountant=accountant))
+        assert ledger.used() == ledger.epsilon(1e-3, "one") == pytest.approx(3.0, abs=1e-3)
+        ledger.claim("one", "train")
+        ledger.finish("one")
+        if accountant == "prv":
+            assert ledger.budget.share(ledger.planned()) > 1 and ledger.left() == 0
+            with pytest.raises(BudgetError, match="nothing is left"):
+                ledger.begin("small", plan(1))
+        else:
+            assert ledger.left() > 0.9
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_runs_that_may_depend_on_each_other_pass_a_filter_and_planned_ones_compose(planned):
+    with Ledger() as ledger:
+        ledger.set_budget(3.0, 1e-3, planned=planned)
+        for run in "ab":
+            ledger.begin(run, solved(1.5))
+        every = ledger.planned()
+        order = ledger.budget.order
+        filtered = rdp_total(every, order) + rdp_conversion(order, 1e-3)
+        assert ledger.used() == pytest.approx(epsilon(every, 1e-3) if planned else filtered)
+        with pytest.raises(BudgetError, match=r'all runs would have \d.\d+: "a" 1.50, "b" 1.50, "c" 2.50; this run may have epsilon='):
+            ledger.begin("c", solved(2.5))
+
+
+@pytest.mark.parametrize("before", [[], [1.5], [1.0, 1.0]])
+@pytest.mark.parametrize("planned", [False, True])
+def test_what_is_left_is_used_up_and_never_passed(before, planned):
+    with Ledger() as ledger:
+        ledger.set_budget(3.0, 1e-3, planned=planned)
+        for number, target in enumerate(before):
+            ledger.begin(str(number), solved(target))
+        whole = solved(3.0)
+        whole["mechanisms"].append({"name": "select", "noise_multiplier": 40.0, "sample_rate": 0.1, "steps": 3})
+        made = [SampledGaussian(m["noise_multiplier"], m["sample_rate"], m["steps"], m["name"]) for m in whole["mechanisms"]]
+        found = ledger.fit(made, "prv")
+        assert len({a.noise_multiplier / b.noise_multiplier for a, b in zip(found, made)}) == 1    # all by the same factor
+        ledger.begin("left", whole | {"mechanisms": [vars(m) for m in found]})
+        assert 2.99 < ledger.used() <= 3.0 and ledger.left() < 0.01
+        with pytest.raises(BudgetError):
+            ledger.begin("more", plan(1000))
+
+
+def test_a_refused_plan_leaves_no_row_and_names_who_spent(tmp_path):
     with Ledger(tmp_path / "l", who="Anna") as anna, Ledger(tmp_path / "l") as other:
         anna.set_budget(TWO_RUNS, 1e-5)
         anna.begin("one", plan(100))
         other.begin("two", plan(100))
         head = anna.head
-        with pytest.raises(BudgetError, match=r'"three" asks for \d+% and \d+% is left; spent by "one" \(Anna\) \d+%, "two" \d+%; ask'):
+        with pytest.raises(BudgetError, match=r'"one" \(Anna\) 0.\d+, "two" 0.\d+, "three" 0.\d+; this run may have .*="left"'):
             other.begin("three", plan(100))
         assert anna.runs() == ["one", "two"] and anna.head == head and anna.owner("one") == "Anna" and anna.owner("two") == ""
         other.begin("two", plan(100))           # to resume is no new run
         other.begin("small", plan(1))
-        assert claimed(other, "two", 100)[-1] == 99 and anna.share() == pytest.approx(201 * anna.budget.share([HUNDRED]) / 100)
+        assert claimed(other, "two", 100)[-1] == 99
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -237,51 +296,40 @@ def test_what_a_stopped_run_left_comes_back_if_the_order_was_fixed_first(early):
             ledger.claim(run, "train")
         if not early:
             ledger.set_budget(TWO_RUNS, 1e-5)
-        assert ledger.budget.order == Budget(TWO_RUNS, 1e-5).best_order([HUNDRED])
+        assert ledger.budget == Budget(TWO_RUNS, 1e-5).for_first([HUNDRED])
+        full = ledger.left()
         ledger.finish("two")
-        left = 1 - ledger.share()
-        assert ledger.share("two") == pytest.approx(ledger.share("one") / (100 if early else 1))
+        assert (ledger.left() > full) == early
         if early:
             ledger.begin("three", plan(99))
         else:
-            with pytest.raises(BudgetError, match='"three" asks for'):
+            with pytest.raises(BudgetError, match='this run may have epsilon'):
                 ledger.begin("three", plan(99))
             ledger.finish("one", independent="the machine was needed")
-            assert ledger.share("one") == pytest.approx(ledger.share("two") / 100) and 1 - ledger.share() > left
+            assert ledger.left() > full
 
 
-def test_a_budget_keeps_its_order_when_it_is_changed():
-    with Ledger() as ledger:
-        ledger.set_budget(4.0, 1e-5)
+def test_a_budget_keeps_its_order_and_is_loosened_only_with_a_reason(tmp_path):
+    with Ledger(tmp_path / "l", who="Anna") as ledger:
+        for step in (4.0, 1e-5), (3.5, 1e-5):     # tighter: no reason needed
+            ledger.set_budget(*step)
         assert ledger.budget.order == 0
         ledger.begin("one", plan(100))
         order = ledger.budget.order
-        assert order == Budget(4.0, 1e-5).best_order([HUNDRED])
-        ledger.begin("of another kind", {"mechanisms": [TRAIN | {"noise_multiplier": 30.0, "sample_rate": 1.0}]})
         ledger.claim("one", "train")
-        ledger.set_budget(3.5, 1e-5)
-        ledger.set_budget(5.0, 1e-5, reason="more work")
-        assert ledger.budget == Budget(5.0, 1e-5, order, "more work") and [one["early"] for one in ledger.budgets()] == [True] * 3
-        ledger.set_budget(5.0, 1e-5, order=4.0, reason="another order")
-        assert not ledger.budgets()[-1]["early"]
-        assert rdp_total(ledger.charged(), 4.0) + rdp_conversion(4.0, 1e-5) <= 5.0
-
-
-def test_a_budget_is_loosened_only_with_a_reason(tmp_path):
-    with Ledger(tmp_path / "l", who="Anna") as ledger:
-        for step in ((2.0, 1e-5), (1.5, 1e-5)):     # tighter: no reason needed
-            ledger.set_budget(*step)
-        for looser in ((3.0, 1e-5), (1.5, 1e-4), (1.0, 1e-5, 12.0)):
-            with pytest.raises(BudgetError, match=r"epsilon=1.5 at delta=1e-05.*give a reason"):
+        ledger.begin("of another kind", {"mechanisms": [TRAIN | {"noise_multiplier": 30.0, "sample_rate": 1.0}]})
+        ledger.set_budget(3.0, 1e-5)
+        for looser in ((3.5, 1e-5), (3.0, 1e-4), (3.0, 1e-5, "", True), (None,)):
+            with pytest.raises(BudgetError, match=r"epsilon=3 at delta=1e-05.*give a reason"):
                 ledger.set_budget(*looser)
-        with pytest.raises(ValueError, match="give a reason"):
-            ledger.remove_budget("")
-        ledger.remove_budget("the data are public now")
-        assert ledger.budget is None
-        ledger.begin("one", {"mechanisms": [TRAIN | {"noise_multiplier": 0.3}]})
-        with pytest.raises(BudgetError, match='spent by "one"'):
-            ledger.set_budget(1.0, 1e-5)
-        assert [one["epsilon"] for one in ledger.budgets()] == [2.0, 1.5, None] and {one["who"] for one in ledger.budgets()} == {"Anna"}
+        ledger.set_budget(5.0, 1e-5, "more work")
+        assert ledger.budget == Budget(5.0, 1e-5, False, order, "more work") and all(one["early"] for one in ledger.budgets())
+        with pytest.raises(BudgetError, match='all runs would have'):
+            ledger.set_budget(0.2, 1e-5)
+        ledger.set_budget(None, reason="the data are public now")
+        assert ledger.budget is None and {one["who"] for one in ledger.budgets()} == {"Anna"}
+        ledger.set_budget(5.0, 1e-5)
+        assert not ledger.budgets()[-1]["early"]
 
 
 @pytest.mark.parametrize("run, begin", [("unpaid", lambda ledger: ledger.note_unpaid("unpaid", "epsilon=inf")),
@@ -332,10 +380,16 @@ def test_every_edit_and_every_deletion_is_found(filled, tmp_path, row):
             *(f"UPDATE ledger SET number = {n - 1} WHERE number = {n}" for n in range(row + 1, ROWS + 1)))
 
 
-def test_only_the_owner_may_read_it(tmp_path):
+def test_a_file_is_made_with_its_first_row_and_only_the_owner_may_read_it(tmp_path):
     old = os.umask(0)
     try:
-        Ledger(tmp_path / "new" / "l").close()
+        with Ledger(tmp_path / "new" / "l") as ledger, Ledger(tmp_path / "new" / "l") as other:
+            assert ledger.runs() == [] and ledger.budget is None and not (tmp_path / "new").exists()
+            with pytest.raises(LedgerError):
+                ledger.begin("a", {})
+            assert not (tmp_path / "new").exists()
+            ledger.begin("a", PLAN)
+            assert other.runs() == ["a"] and other.claim("a", "train") == 0
     finally:
         os.umask(old)
     assert (tmp_path / "new" / "l").stat().st_mode & 0o777 == 0o600

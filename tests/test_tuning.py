@@ -1,4 +1,4 @@
-"""Tuning: prices against brute force, noise against its target, searches against their ledger; planning against single solves."""
+"""Tuning: prices against brute force, noise against its target, searches against their ledger."""
 
 import hashlib
 import itertools
@@ -26,8 +26,6 @@ from dpft.ledger import Ledger
 from dpft.losses import accuracy
 from dpft.models import load_model
 from dpft.noise import Keystream
-from dpft.plan import make_plan
-from dpft.planning import count_trainable, data_shape, model_shape, plan_table, probe_seconds, recommended
 from dpft.privacy import BudgetError, Request, SampledGaussian, epsilon, noise_multiplier
 from dpft.scores import NoisyAccuracy, apart, noisy_accuracy
 from dpft.selection import (
@@ -475,47 +473,6 @@ def test_a_tuned_guarantee_is_saved_and_never_read_as_a_plain_one(tmp_path):
         verify(tmp_path / "guarantee.json", tmp_path / "no.sqlite")
 
 
-# Planning
-
-
-def test_a_plan_is_what_single_solves_give():
-    cells = plan_table(1000, 400, 2.0, batch_sizes=[50, 200], steps=[10, 40], seconds_per_example=0.5)
-    assert [(cell.steps, cell.batch_size) for cell in cells] == [(10, 50), (10, 200), (40, 50), (40, 200)]
-    for cell in cells:
-        sigma = make_plan(1000, cell.batch_size, cell.steps, 2.0, accountant="rdp").mechanisms[0].noise_multiplier
-        assert sigma - 1e-3 <= cell.noise_multiplier <= sigma + 6e-3
-        assert cell.step_ratio == pytest.approx(cell.batch_size / (cell.noise_multiplier * 20))
-        assert cell.ratio == pytest.approx(cell.step_ratio * math.sqrt(cell.steps))
-        assert cell.seconds == pytest.approx(0.5 * cell.examples) and cell.examples == cell.batch_size * cell.steps
-    best = recommended(cells)
-    assert best.ratio >= 0.9 * max(cell.ratio for cell in cells)
-    assert all(cell.examples >= best.examples for cell in cells if cell.ratio >= 0.9 * max(c.ratio for c in cells))
-
-
-def test_published_shapes_are_the_real_ones():
-    shape, task = data_shape("digits"), load_data("digits")
-    assert (shape.size, shape.kind, shape.classes, shape.image_shape) == (len(task.train), task.kind, len(task.classes), task.image_shape)
-    with pytest.raises(ValueError, match="did you mean digits"):
-        data_shape("digts")
-
-
-@pytest.mark.parametrize("name", ["cnn", "mlp", "vit-small"])
-def test_what_trains_is_counted_without_weights(name):
-    shape = data_shape("digits")
-    found = model_shape(name, shape)
-    assert all(parameter.is_meta for parameter in found.parameters())
-    real = load_model(name, 10, "image", (1, 8, 8))
-    assert count_trainable(found, BiTFiT()) == count_trainable(real, BiTFiT())
-    assert count_trainable(found, BiTFiT()) == sum(p.numel() for p in real.parameters() if p.requires_grad)
-
-
-def test_a_probe_leaves_the_model_alone():
-    model = load_model("mlp", 10, "image", (1, 8, 8))
-    before = [(parameter.requires_grad, parameter.clone()) for parameter in model.parameters()]
-    assert probe_seconds(model, BiTFiT(), (torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.long)), repeats=2) > 0
-    assert all(p.requires_grad == wanted and torch.equal(p, value) for p, (wanted, value) in zip(model.parameters(), before, strict=True))
-
-
 # The command
 
 
@@ -532,32 +489,3 @@ def test_a_tuned_run_is_saved_and_verified(digits, tmp_path, charge):
     (tmp_path / "model" / "guarantee.json").write_text(json.dumps(content))
     with pytest.raises(ValueError):
         verify(tmp_path / "model")
-
-
-# The command
-
-
-def test_the_plan_command_reads_no_data(run, monkeypatch):
-    monkeypatch.setattr("dpft.book.tasks.load_data", lambda *words, **more: pytest.fail("a plan must not read data"))
-    trains = count_trainable(model_shape("mlp", data_shape("digits")), BiTFiT())
-    best = recommended(plan_table(1437, trains, 2.0, batch_sizes=[100, 300], steps=[10, 40]))
-    words = "--data", "digits", "--model", "mlp", "--epsilon", "2", "--steps", "10,40", "--batch-sizes", "100,300"
-    status, out, _ = run("plan", *words, "--probe")
-    assert status == 0 and "1,437 examples" in out and "seconds for an example" in out
-    last = "dpft train --data digits --model mlp --method bitfit --epsilon 2 --batch-size "
-    assert out.strip().splitlines()[-1] == f"{last}{best.batch_size} --steps {best.steps}"
-    status, out, _ = run("plan", *words, "--json")
-    found = json.loads(out)
-    assert status == 0 and len(found["cells"]) == 4 and found["recommended"] in found["cells"] and found["delta"] == 0.5 / 1437
-
-
-@pytest.mark.parametrize("words, message", [
-    (["--size", "100", "--trainable", "5", "--probe"], "--probe needs"), (["--size", "100"], "--trainable"),
-    (["--trainable", "10"], "--size"), (["--data", "digts", "--model", "mlp"], "did you mean digits"),
-    (["--data", "digits", "--model", "mpl"], "did you mean mlp"), (["--data", "digits", "--model", "mlp", "--method", "bitft"], "bitfit"),
-    (["--size", "100", "--trainable", "5", "--steps", "a"], "--steps 'a'"), (["--size", "-5", "--trainable", "5"], "--size -5"),
-    (["--size", "100", "--trainable", "5", "--batch-sizes", "500"], "batch_size=500"),
-    (["--size", "0", "--trainable", "5"], "--size 0"), (["--size", "9", "--trainable", "0"], "--trainable 0")])
-def test_a_bad_plan_ends_in_one_sentence(run, words, message):
-    status, out, err = run("plan", "--epsilon", "2", *words)
-    assert status == 1 and message in err and err.startswith("dpft: ") and err.count("\n") == 1 and "Traceback" not in out + err

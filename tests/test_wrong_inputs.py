@@ -145,7 +145,7 @@ OTHERS = [  # other commands
     (["account", "none.sqlite"], "there is no ledger"), (["account", "none.sqlite", "--delta", "0"], "--delta 0"),
     (["account", "none.sqlite", "--budget", "5", "--delta", "1e-5", "--remove-budget"], "--budget or --remove-budget"),
     (["account", "none.sqlite", "--remove-budget", "--reason", "a slip of the pen"], "there is no ledger at none.sqlite"),
-    (["verify", "nowhere"], "nowhere"), (["plan", "--epsilon", "2"], "the size of the data is missing"),
+    (["verify", "nowhere"], "nowhere"), (["plan", "--epsilon", "2", "--trainable", "5"], "the size of the data is missing"),
     (["plan", "--epsilon", "0", "--size", "10", "--trainable", "5"], "epsilon"),
     (["plan", "--epsilon", "2", "--size", "0", "--trainable", "5"], "--size 0"),
     (["plan", "--epsilon", "2", "--size", "100", "--trainable", "5", "--batch-sizes", "a"], "--batch-sizes 'a'"),

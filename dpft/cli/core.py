@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'TYPES', 'PLACES', 'SET_HERE', 'HELP', 'main', 'check_names', 'tell',
            'show_version', 'root', 'check_positive', 'check_idle', 'names_typed', 'increasing', 'print_json',
-           'complete_method', 'setting_options', 'with_settings', 'train', 'name_of_part', 'scored_part',
-           'check_device', 'check_reads', 'check_learnable', 'check_written', 'prepared_model', 'pretrained', 'plan',
-           'train_command']
+           'complete_method', 'epsilon_typed', 'setting_options', 'with_settings', 'train', 'name_of_part',
+           'scored_part', 'check_device', 'check_reads', 'check_learnable', 'check_written', 'prepared_model',
+           'pretrained', 'plan', 'shape_and_model']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
 import json
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import Field, asdict, fields
-from datetime import timedelta
+from dataclasses import Field, asdict, fields, replace
 from inspect import Parameter, signature
 from math import isfinite
 from pathlib import Path
@@ -132,9 +131,9 @@ METHOD = typer.Option(help=f"Fine-tuning method: {', '.join(METHODS)}, one that 
                       autocompletion=complete_method)
 AS_JSON = typer.Option("--json", help="Print the result as JSON.")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
-    "optimizer": str, "schedule": str, "columns": str | None, "unit": str | None,
-    "learning_rate": float | None, "cache_folder": str | None, "ledger": str | None,
-    "checkpoint": str | None, "output": str | None, "check": bool}
+    "epsilon": float | None, "optimizer": str, "schedule": str, "columns": str | None,
+    "unit": str | None, "learning_rate": float | None, "cache_folder": str | None,
+    "ledger": str | None, "checkpoint": str | None, "output": str | None, "check": bool}
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
 SET_HERE = ("columns", "label", "learning_rate")
@@ -150,13 +149,18 @@ HELP = {"columns": "columns to read, separated by commas: the texts, then the la
         "ledger": "ledger file, shared by all runs on one data set; "
                   "None: a ledger for this run alone"}
 
+def epsilon_typed(text: str) -> float | str:
+    "A number, or left: what is left of the ledger's budget."
+    return text if text == "left" else float(text)
+
 def setting_options() -> list[Parameter]:
     "An option for each setting of `Settings` that can be written as text."
     def option(one: Field[Any]) -> Parameter:
         said, _, unset = HELP.get(one.name, one.metadata["help"]).partition("; None: ")
         text = said[:1].upper() + said[1:] + "." + f" (default: {unset})" * bool(unset)
         default = None if one.name in SET_HERE else one.default
-        kind: Any = Annotated[TYPES.get(one.name, one.type), typer.Option(help=text)]
+        kind: Any = Annotated[TYPES.get(one.name, one.type), typer.Option(
+            help=text, parser=epsilon_typed if one.name == "epsilon" else None)]
         return Parameter(one.name, Parameter.KEYWORD_ONLY, default=default,
                          annotation=kind)
     return [option(one) for one in fields(Settings)
@@ -371,13 +375,24 @@ def pretrained(model: Any, task: Any, epochs: int) -> None:
 def plan(
     epsilon: Annotated[float, typer.Option(help="Privacy budget epsilon.")],
     data: Annotated[str | None, typer.Option(
-        help="Data set whose size is published: digits, sst2, e2e, …")] = None,
+        help="Data set, as for train: a file, a folder, or digits, sst2, …")] = None,
     model: Annotated[str | None, typer.Option(
-        help="Model whose trainable parameters are counted: minilm, cnn, …, "
-             "or a Transformers name.")] = None,
+        help="Model, as for train, whose trainable parameters are counted and whose "
+             "steps are timed.")] = None,
     method: Annotated[str, METHOD] = "bitfit",
     size: Annotated[int | None, typer.Option(
-        help="Number of examples N, in place of --data.")] = None,
+        help="Public number N of privacy units. (default: as counted in a file, and "
+             "then taken for public)")] = None,
+    unit: Annotated[str | None, typer.Option(
+        help="Column of a file that identifies each row's person.")] = None,
+    columns: Annotated[str | None, typer.Option(
+        help="Columns of a file, separated by commas: the texts, then the label. "
+             "(default: found by name and type)")] = None,
+    kind: Annotated[str, typer.Option(
+        help="Without --data: text, causal or image.")] = "text",
+    classes: Annotated[str | None, typer.Option(
+        help="Number of classes, or their names separated by commas. (default: 2, or "
+             "found in the data)")] = None,
     trainable: Annotated[int | None, typer.Option(
         help="Number of trainable parameters, in place of --model.")] = None,
     delta: Annotated[float | None, typer.Option(
@@ -387,76 +402,90 @@ def plan(
              "(default: powers of two up to a quarter of the data)")] = None,
     steps: Annotated[str, typer.Option(
         help="Numbers of steps, separated by commas.")] = "100,200,400,800,1600,3200",
-    seconds_per_example: Annotated[float | None, typer.Option(
-        help="Measured seconds per example in a step, from which the time of each "
-             "plan is computed.")] = None,
-    probe: Annotated[bool, typer.Option(
-        help="Measure those seconds, on a synthetic batch (texts of 32 "
-             "tokens).")] = False,
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     ("Compare batch sizes and numbers of steps by noise, signal-to-noise ratio and "
-     "time; no data is read.")
-    from dpft import models, planning
+     "time; nothing is spent.")
+    from dpft import planning
     from dpft.plan import usual_delta
     from dpft.privacy import noise_multiplier
-    check_positive(size=size, trainable=trainable, delta=delta,
-                   seconds_per_example=seconds_per_example)
-    if probe:
-        check_idle("with --probe", seconds_per_example=seconds_per_example)
-    shape = None if data is None else planning.data_shape(data)
-    rows = size if size is not None else shape.size if shape else None
-    if rows is None:
-        raise ValueError("the size of the data is missing; give --size, or --data "
-                         "with the name of a data set of the book")
-    if (trainable is None or probe) and (model is None or shape is None):
-        raise ValueError("--probe needs --data and --model; or give "
-                         "--seconds-per-example" if probe else
-                         "the number of parameters that train is missing; give "
-                         "--trainable, or --data and --model")
-    if model is not None and shape is not None:
-        check_reads(model, str(data), shape.kind)
+    check_positive(size=size, trainable=trainable, delta=delta)
+    if model is None and trainable is None:
+        raise ValueError("the number of parameters that train is missing; give --model "
+                         "or --trainable")
+    if not data or data in planning.DATA_SHAPES:
+        check_idle("without a file in --data", unit=unit, columns=columns)
     chosen, _ = method_named(method)
-    if trainable is None:
-        assert model is not None and shape is not None
-        trainable = planning.count_trainable(planning.model_shape(model, shape), chosen)
-    if probe:
-        assert model is not None and shape is not None
-        made = models.load_model(model, shape.classes, shape.kind, shape.image_shape)
-        seconds_per_example = planning.probe_seconds(
-            made, chosen, planning.made_up_batch(made, shape))
-        if not as_json:
-            print(f"{seconds_per_example:.2g} seconds for an example on this machine")
+    known = classes and (int(classes) if classes.isdecimal() else names_typed(classes))
+    shape, made, what = shape_and_model(data, model, size, kind, unit, columns, known)
+    pace = None if made is None else planning.rehearse(made, chosen, shape)
+    trained = trainable or (pace.trainable if pace else 0)
     share = planning.spent_besides(chosen)
-    stated = usual_delta(rows) if delta is None else delta
-    cells = planning.plan_table(rows, trainable, epsilon * (1 - share), delta,
+    stated = usual_delta(shape.size) if delta is None else delta
+    cells = planning.plan_table(shape.size, trained, epsilon * (1 - share), stated,
                                 increasing("batch-sizes", batch_sizes),
                                 increasing("steps", steps) or planning.DEFAULT_STEPS,
-                                seconds_per_example)
+                                pace)
     best = planning.recommended(cells)
-    command = train_command(data, model, method, epsilon, delta, best)
+    command = " ".join(f"--{name} {value}" for name, value in {
+        "data": data or "YOUR_DATA", "model": model or "YOUR_MODEL", "method": method,
+        "unit": unit, "columns": columns, "classes": data and classes,
+        "public-size": data and size, "epsilon": f"{epsilon:.12g}",
+        "delta": delta and f"{delta:.12g}",
+        "batch-size": best.batch_size, "steps": best.steps}.items() if value)
     if as_json:
-        print_json({"size": rows, "trainable": trainable, "epsilon": epsilon,
+        print_json({"size": shape.size, "trainable": trained, "epsilon": epsilon,
                     "share_besides_training": share, "delta": stated,
                     "cells": [asdict(cell) for cell in cells],
-                    "recommended": asdict(best), "command": command})
+                    "recommended": asdict(best), "command": f"dpft train {command}"})
         return
-    sigma = noise_multiplier(epsilon * (1 - share), stated, best.batch_size / rows,
-                             best.steps)
-    time = "" if best.seconds is None else f", {timedelta(seconds=round(best.seconds))}"
-    print(f"{rows:,} examples, {trainable:,} parameters train, epsilon {epsilon:g}"
+    sigma = noise_multiplier(epsilon * (1 - share), stated, best.batch_size /
+                             shape.size, best.steps)
+    print(f"{what}, {trained:,} parameters train, epsilon {epsilon:g} at delta "
+          f"{stated:.3g}"
           + (f", {share:.0%} of it spent outside training" if share else "")
           + f"; noise by RDP\n\n{planning.plan_text(cells)}\n\n"
           f"Recommended: batch size {best.batch_size}, {best.steps} steps, noise "
-          f"multiplier {sigma:.3f} by PRV{time}:\n{command}")
+          f"multiplier {sigma:.3f} by PRV")
+    if best.seconds is not None:
+        print(f"On this machine a step takes about {best.seconds / best.steps:.2g} s "
+              f"and the run {best.seconds / 60:.2g} min, by some steps on made-up rows")
+    print(f"dpft train {command}")
 
-def train_command(
-    data: str | None, model: str | None, method: str, epsilon: float,
-    delta: float | None,
-    best: Any,
-) -> str:
-    "The command that would train the recommended plan."
-    return (f"dpft train --data {data or 'YOUR_DATA'} --model {model or 'YOUR_MODEL'} "
-            f"--method {method} --epsilon {epsilon:.12g} "
-            + (f"--delta {delta:.12g} " if delta is not None else "")
-            + f"--batch-size {best.batch_size} --steps {best.steps}")
+def shape_and_model(
+    data: str | None, model: str | None, size: int | None, kind: str,
+    unit: str | None, columns: str | None, classes: Any,
+) -> tuple[Any, Any, str]: # a `DataShape`, the model or None, and the size in words
+    "What `plan` needs to know of a data set, and the model."
+    from dpft import models, planning
+    from dpft.book.tasks import load_data
+    from dpft.processes import start
+    from dpft.sampling import units_of
+
+    if data and data not in planning.DATA_SHAPES:
+        task = load_data(data, unit=unit, classes=classes,
+                         columns=columns and names_typed(columns))
+        check_learnable(task)
+        units = units_of(task.train, None, None)
+        found = len(units or task.train)
+        made, tokenizer = (prepared_model(model, task, start(None)) if model
+                           else (None, None))
+        shape = planning.DataShape(
+            size or found, task.kind, len(task.classes) or 2, task.image_shape,
+            planning.usual_tokens(task, tokenizer), len(task.train) / found)
+        return shape, made, f"{shape.size:,} {units.name if units else 'example'}s" + (
+            "" if size else f" (counted in {data}, and taken for public)")
+    if data:
+        shape = planning.DATA_SHAPES[data]
+        shape = replace(shape, size=size or shape.size)
+    else:
+        if size is None:
+            raise ValueError("the size of the data is missing; give --size, or --data")
+        count = classes if isinstance(classes, int) else len(classes or "ab")
+        small = (3, 32, 32) if kind == "image" and model in models.BUILT else None
+        shape = planning.DataShape(size, kind, count, small)
+    if model:
+        check_reads(model, data or "--kind", shape.kind)
+    made = models.load_model(model, shape.classes, shape.kind, shape.image_shape).to(
+        start(None)) if model else None
+    return shape, made, f"{shape.size:,} examples"

@@ -6,7 +6,6 @@
 __all__ = ['account', 'accounted', 'account_lines', 'verify']
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #ledger-commands-imports
-import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +20,14 @@ from .core import AS_JSON, app, check_idle, check_positive, print_json
 def account(
     ledger: Annotated[Path, typer.Argument(help="Ledger file.")],
     delta: Annotated[float | None, typer.Option(
-        help="Delta at which epsilon is stated. "
-        "(default: the budget's, or the smallest of the runs')")] = None,
-    accountant: Annotated[str, typer.Option(
-        help="Accountant for each run by itself: rdp, which budgets use too, or "
-             "prv.")] = "rdp",
+        help="Delta at which every epsilon is stated. (default: each run's own; the "
+        "budget's, or the smallest, for all together)")] = None,
     budget: Annotated[float | None, typer.Option(
         help="Limit all runs together to this epsilon from now on; needs "
              "--delta.")] = None,
+    planned: Annotated[bool, typer.Option(
+        "--planned", help="All runs under this budget are planned before the first "
+        "begins, so that none is chosen by what another showed.")] = False,
     remove_budget: Annotated[bool, typer.Option(
         "--remove-budget", help="Remove the budget.")] = False,
     reason: Annotated[str, typer.Option(
@@ -42,92 +41,92 @@ def account(
     from dpft.ledger import Ledger
 
     check_positive(delta=delta, budget=budget)
-    changes, fresh = budget is not None or remove_budget, not ledger.exists()
+    changes = budget is not None or remove_budget
     if not changes:
-        check_idle("without --budget or --remove-budget", reason=reason, who=who)
-    if budget is not None and remove_budget:
+        check_idle("without --budget or --remove-budget", reason=reason, who=who,
+                   planned=planned)
+    elif budget is not None and remove_budget:
         raise ValueError("a budget is either set or removed; give --budget or "
                          "--remove-budget")
-    if fresh and budget is None:
-        raise ValueError(f"there is no ledger at {ledger}; dpft train --ledger "
-                         f"{ledger} makes one")
-    if budget is not None and delta is None:
+    elif budget is not None and delta is None:
         raise ValueError("a budget needs a delta; give --delta, below one over the "
                          "number of units")
-    with Ledger(ledger, who=who, read_only=not changes) as book:
-        if budget is not None and delta is not None:
-            book.set_budget(budget, delta, reason=reason)
-        elif remove_budget:
-            book.remove_budget(reason)
-        if not book.runs() and not book.budgets() and not book.unpaid():
-            raise ValueError(f"ledger {ledger} has no runs")
-        found = accounted(book, delta, accountant)
-    if fresh:
-        typer.echo(f"new ledger {ledger}, which no run has used", err=True)
+    there = changes and (budget is not None or ledger.exists())
+    with Ledger(ledger, who=who, read_only=not there) as book:
+        if changes:
+            book.set_budget(budget, delta or 0.0, reason, planned)
+        found = accounted(book, delta)
     if as_json:
         print_json(found)
     else:
         print("\n".join(account_lines(found)))
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-accounted
-def accounted(book: Any, delta: float | None, accountant: str) -> dict[str, Any]:
-    """Every run of a ledger, their total, every budget that was ever set,
-    and what is left."""
-    from dpft.privacy import epsilon
+def accounted(book: Any, delta: float | None) -> dict[str, Any]:
+    "Every run of a ledger, their total, its budgets, and what is left."
+    from dpft.card import rounded_up
 
-    held, runs = book.budget, book.runs()
-    planned = min((book.plan(run)["delta"] for run in runs), default=1e-5)
-    at = delta if delta is not None else held.delta if held else planned
-    by = "rdp" if len(runs) > 1 else accountant    # of several runs an odometer
-    read = book.epsilon(at, None, by)
+    budget, runs = book.budget, book.runs()
+    deltas = {run: delta or book.plan(run)["delta"] for run in runs}
+    at = delta or (budget.delta if budget else min(deltas.values(), default=None))
+    real = [run for run in runs if book.stated(run) and not book.seeded(run)]
     def one(run: str) -> dict[str, Any]:
-        charged = book.charged(run)
         return {"run": run, "who": book.owner(run),
                 "method": book.plan(run).get("method", ""),
-                "finished": book.finished(run),
-                "mechanisms": [asdict(m) for m in charged],
-                "share_of_budget": held.share(charged) if held else None,
-                "epsilon": book.epsilon(at, run, accountant)}
-    return {"delta": at, "accountant": accountant, "runs": [one(run) for run in runs],
-            "epsilon": read, "epsilon_by": by,
-            "planned_epsilon": (math.inf if book.unpaid() else
-                                min(read, epsilon(book.charged(), at, accountant))),
-            "unpaid": dict(book.unpaid()), "budgets": list(book.budgets()),
-            "left_of_budget": 1 - held.share(book.charged()) if held and runs else None,
-            "order": held.order if held else None}
+                "finished": book.finished(run), "seeded": book.seeded(run),
+                "mechanisms": [asdict(m) for m in book.charged(run)],
+                "epsilon": rounded_up(book.epsilon(deltas[run], run)),
+                "delta": deltas[run], "accountant": book.accountant(run)}
+    found = {"runs": [one(run) for run in runs], "unpaid": book.unpaid(),
+             "budgets": book.budgets(), "delta": at}
+    if real:
+        found |= {"epsilon": rounded_up(book.epsilon(at, planned=True)),
+                  "accountant": book.accountant(real)}
+    if len(real) > 1 and not (budget and budget.planned):
+        by_filter = budget and at == budget.delta
+        found |= {"adaptive_epsilon": rounded_up(book.used() if by_filter
+                                                 else book.epsilon(at)),
+                  "adaptive_by": f"Rényi order {budget.order:g}" if by_filter
+                                 else "an odometer"}
+    if budget:
+        found |= {"used_of_budget": rounded_up(book.used()) if real else 0.0,
+                  "left_of_budget": book.left()}
+    return found
 
 def account_lines(found: dict[str, Any]) -> list[str]:
     "The contents of a ledger, in lines of text."
-    form = "{:18s} {:10s} {:24s} {:12s} {:32s} {:>9s} {:>8s}"
-    lines = [form.format("run", "who", "method", "state", "released", "of budget",
-                         "epsilon")] * bool(found["runs"])
+    form = "{:18s} {:10s} {:24s} {:12s} {:32s} {:>8s}  {:s}"
+    lines = [form.format("run", "who", "method", "state", "released", "epsilon", "at")
+             if found["runs"] else "no runs yet"]
     for run in found["runs"]:
         released = ", ".join(
             f"{m['name']} {m['steps']} x sigma {m['noise_multiplier']:.4g}"
             for m in run["mechanisms"])
-        share = run["share_of_budget"]
+        state = "seeded" if run["seeded"] else "finished" if run["finished"] \
+            else "as planned"
         lines.append(form.format(
-            run["run"], run["who"] or "-", run["method"],
-            "finished" if run["finished"] else "as planned", released,
-            "-" if share is None else f"{share:.1%}", f"{run['epsilon']:.3f}"))
+            run["run"], run["who"] or "-", run["method"], state, released,
+            f"{run['epsilon']:.2f}",
+            f"delta {run['delta']:.3g} ({run['accountant']})"))
     lines += [f"run {run} has no privacy guarantee: {reason}"
               for run, reason in found["unpaid"].items()]
-    several = len(found["runs"]) > 1
-    if found["runs"]:
-        lines.append(f"together: epsilon {found['epsilon']:.3f} at delta "
-                     f"{found['delta']:.3g}" + (", however the runs were chosen"
-                     if several else f" ({found['accountant']})"))
-    if several:
-        lines.append(f"({found['planned_epsilon']:.3f} by {found['accountant']} "
-                     "if all were planned before the first began)")
+    if "epsilon" in found:
+        text = (f"together: epsilon {found['epsilon']:.2f} at delta "
+                f"{found['delta']:.3g} ({found['accountant']})")
+        if "adaptive_epsilon" in found:
+            text += (" if all were planned before the first began, or "
+                     f"{found['adaptive_epsilon']:.2f} if a run was chosen by what an "
+                     f"earlier one showed ({found['adaptive_by']})")
+        lines.append(text)
     for one in found["budgets"]:
         set_to = ("removed" if one["epsilon"] is None
                   else f"epsilon {one['epsilon']:g} at delta {one['delta']:g}")
-        by = one["who"] and f"by {one['who']}"
-        lines.append(", ".join(filter(None, [f"budget {set_to}", by, one["reason"]])))
-    if found["left_of_budget"] is not None:
-        lines.append(f"left of the budget: {found['left_of_budget']:.1%}, by Rényi "
-                     f"divergence at order {found['order']:g}")
+        lines.append(", ".join(filter(None, [
+            f"budget {set_to}", one.get("planned") and "all runs planned together",
+            one["who"] and f"by {one['who']}", one["reason"]])))
+    if "used_of_budget" in found:
+        lines.append(f"of the budget epsilon {found['used_of_budget']:.2f} is used; "
+                     f"{found['left_of_budget']:.0%} is left for runs to come")
     return lines
 
 # %% ../../nbs/5_notes/88_ledger_commands.ipynb #cli-verify
