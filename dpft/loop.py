@@ -166,7 +166,7 @@ def fine_tune(
     model: nn.Module | str | Path, # a module, or a name or path for `load_model`
     train: Any,                    # a data set, or a `Task` from `load_data`
     method: Method,                # what trains, when, in which blocks
-    epsilon: float | str | None = None,  # target; inf: no privacy; "left": a budget's rest
+    epsilon: float | str | None = None, # target; inf; "left": the rest of a budget
     **further: Any,
 ) -> Run:
     """Fine-tune under differential privacy: draw, bound, add noise, step; @sec-one-call.
