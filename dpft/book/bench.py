@@ -252,9 +252,9 @@ def marks_table(marks: Iterable[Mark]) -> str:
 
 def bench_report(found: list[Record]) -> str:
     "All records and targets, as text; also why a contender has no numbers."
-    columns = ["part", "model", "layers", "width", "precision", "size", "rows", "trains",
-               "who", "time_ratio", "peak_ratio", "held_ratio", "examples_per_second",
-               "share_of_rate", "nanoseconds", "cannot"]
+    columns = ["part", "model", "layers", "width", "precision", "size", "rows",
+               "trains", "who", "time_ratio", "peak_ratio", "held_ratio",
+               "examples_per_second", "share_of_rate", "nanoseconds", "cannot"]
     table = pd.DataFrame(found).reindex(columns=columns).dropna(axis=1, how="all")
     text = table.fillna("").to_string(index=False, float_format="{:.3g}".format)
     marks = judged_peers(found)

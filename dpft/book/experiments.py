@@ -16,7 +16,7 @@ import copy
 import hashlib
 import json
 import math
-import multiprocessing
+
 import os
 import platform
 import shutil
@@ -44,7 +44,7 @@ from ..loop import Run, fine_tune
 from ..losses import answers, evaluation_batches, evaluation_order
 from ..method import Method
 from ..models import fresh_head, load_model, load_tokenizer, pretrain
-from ..processes import own_device
+from ..processes import own_device, worker_context
 from ..registry import method_from
 from ..tasks import font_digits
 from ..texts import encode
@@ -234,8 +234,7 @@ def make_runs(
         each: Callable[..., Iterable[list[Settings]]] = map
         if workers > 1:
             each = stack.enter_context(ProcessPoolExecutor(
-                workers, multiprocessing.get_context("spawn"),
-                torch.set_num_threads, (1,))).map
+                workers, worker_context(__name__), torch.set_num_threads, (1,))).map
         while True:
             jobs, waiting = pending(known, full, wanted)
             fresh = [job for key, job in jobs.items() if key not in tried]
@@ -269,7 +268,8 @@ def run_name(entry: Settings) -> str:
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",
-       "max_length", "public", "public_epochs", "public_limit", "side", "scale")
+       "max_length", "public", "public_epochs", "public_limit", "side", "scale",
+       "label")
 
 def measured_run(
     settings: Settings,  # `OWN`, and any argument of `fine_tune`
@@ -465,5 +465,5 @@ def printed_digits_network(task: Task) -> nn.Module:
     """The small convolutional network, trained on font digits:
     public, so it costs nothing."""
     assert task.public is not None
-    return pretrain(load_model("cnn", len(task.classes), task.kind, task.image_shape),
-                    task.public)
+    shape: Any = task.image_shape
+    return pretrain(load_model("cnn", len(task.classes), task.kind, shape), task.public)

@@ -106,7 +106,8 @@ def by_method(
     """The values of one metric, sorted for plotting: methods in the order of
     `COLOURS`, compositions after them."""
     table = defaultdict[str, dict[float, list[float]]](dict)
-    cells = grouped(records, lambda e: (label_of(e), float(e["target_epsilon"])), metric)
+    cells = grouped(
+        records, lambda e: (label_of(e), float(e["target_epsilon"])), metric)
     for label, epsilon in sorted(cells, key=lambda cell: cell[1]):
         table[label][epsilon] = cells[label, epsilon]
     order = sorted(dict.fromkeys(label for label, _ in cells),
@@ -241,7 +242,7 @@ def paired_twice(
         if (label := label_of(entry)) in right:
             right[label][entry["seed"]] = unpacked(
                 entry["answers"][metric]["right"]).double()
-    found = less(right[first], right[second])
+    found: list[Any] = less(right[first], right[second])
     if len(found) < 2:
         raise ValueError(f"{first} and {second} have {len(found)} seeds in common; an "
                          "interval takes two")

@@ -124,8 +124,9 @@ def _key(run: Settings) -> tuple[Any, ...]:
 
 def _best(runs: dict[Any, Settings], scores: Scores) -> Any:
     "Which of some runs scored best; None while one of them is missing."
-    known = {name: scores.get(_key(run)) for name, run in runs.items()}
-    return None if None in known.values() else max(known, key=known.__getitem__)
+    if any(_key(run) not in scores for run in runs.values()):
+        return None
+    return max(runs, key=lambda name: scores[_key(runs[name])])
 
 def _ladder(
     name: str, study: Study, label: str,
@@ -144,17 +145,20 @@ def _ladder(
     runs, clip = [*tried.values()], _best(tried, scores)
     if clip is None:
         return runs, found
-    best: dict[str, float | None] = {}  # by bound
-    for bound in study.clips if study.every_bound else [clip]:
+    bounds = study.clips if study.every_bound else [clip]
+    best: dict[str, float] = {}  # by bound
+    for bound in bounds:
         rate, powers = way.rate, range(-2, 3)
         for its in lengths:
-            more, best[bound] = _peak(partial(at, bound, epsilon=first, its=its),
-                                      [rate * 3.0**power for power in powers], scores)
+            more, peak = _peak(partial(at, bound, epsilon=first, its=its),
+                               [rate * 3.0**power for power in powers], scores)
             runs += [run for run in more if run not in runs]
-            if best[bound] is None:
+            if peak is None:
                 break
-            rate, powers = best[bound], range(-1, 2)
-    if None in best.values():
+            rate, powers = peak, range(-1, 2)
+        else:
+            best[bound] = rate
+    if len(best) < len(bounds):
         return runs, found
     clip = _best({bound: at(bound, rate, first, lengths[-1])
                   for bound, rate in best.items()}, scores)
@@ -489,7 +493,7 @@ def judged(
     whole = judged([runs], margin, lacks, units="runs")[0]
     return ("held in the mean" if whole == "held" else whole), "; ".join([
         f"{mean(runs):+.4f} in the mean of {len(runs)} runs (p = "
-        f"{p_value(runs, margin):.2g})", said, *missing])
+        f"{p_value([*runs], margin):.2g})", said, *missing])
 
 def each_of(
     right: int,          # of the cells that are decided for the claim
