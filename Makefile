@@ -79,7 +79,7 @@ bench: $(READY) ## time and memory; the only place where a clock decides
 fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test; counts into nbs/results/fuzz.jsonl
 	@$(ONE_CORE) DPFT_PROFILE=full DPFT_FUZZ=nbs/results/fuzz.jsonl $(BIN)/python -m pytest -q tests/test_fuzz.py
 
-mutants: $(READY) ## change the engine in 300 small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
+mutants: $(READY) ## change the engine in small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
 	@$(ONE_CORE) $(BIN)/python tests/mutants.py $(FLAGS)
 
 clean: ## remove what the targets made, apart from the environment
