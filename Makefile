@@ -63,14 +63,15 @@ notebooks: $(READY) ## run every notebook from a fresh process and store its out
 
 # Quarto keeps filtered notebooks by their content alone, so a cache of its own makes sure that the settings of today are used.
 site: $(READY) ## the book as a site under _docs/, with Quarto, and looked over
-	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org; make preview does without it." >&2; exit 1; }
+	@command -v quarto > /dev/null || { echo "make site needs Quarto, which is at https://quarto.org" >&2; exit 1; }
 	@$(BIN)/python nbs/_reference.py
 	@set -o pipefail; mkdir -p build; rm -rf build/cache; XDG_CACHE_HOME="$(CURDIR)/build/cache" PATH="$(BIN):$$PATH" quarto render --no-execute 2>&1 | tee build/site.log
 	@if grep "Unable to resolve" build/site.log; then exit 1; fi
 	@$(BIN)/python nbs/_site.py check
 
-preview: $(READY) ## every chapter as HTML under _preview/, without Quarto
-	@$(BIN)/python nbs/_preview.py
+preview: $(READY) ## the book in a browser by Quarto's own preview, each page made again when its file changes
+	@$(BIN)/python nbs/_reference.py
+	@PATH="$(BIN):$$PATH" quarto preview --no-execute
 
 bench: $(READY) ## time and memory; the only place where a clock decides
 	@$(BIN)/python -m dpft bench
@@ -78,11 +79,11 @@ bench: $(READY) ## time and memory; the only place where a clock decides
 fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test; counts into nbs/results/fuzz.jsonl
 	@$(ONE_CORE) DPFT_PROFILE=full DPFT_FUZZ=nbs/results/fuzz.jsonl $(BIN)/python -m pytest -q tests/test_fuzz.py
 
-mutants: $(READY) ## change the engine in 300 small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
+mutants: $(READY) ## change the engine in small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
 	@$(ONE_CORE) $(BIN)/python tests/mutants.py $(FLAGS)
 
 clean: ## remove what the targets made, apart from the environment
-	@rm -rf build dist *.egg-info _docs _preview reference _proc .quarto quickstart llm bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf build dist *.egg-info _docs reference _proc .quarto quickstart llm bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find dpft nbs tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The environment: pinned by constraints.txt, with the checkout installed for development.

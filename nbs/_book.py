@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import html
 import importlib
 import json
 import os
@@ -12,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -21,19 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 BIBLIOGRAPHY = ROOT / "nbs" / "references.bib"
 MADE = "reference"  # the folder of pages that `_reference.py` makes from the package
 
-THEOREMS = {"lem": "Lemma", "thm": "Theorem", "def": "Definition", "cor": "Corollary", "prp": "Proposition", "exm": "Example"}
-KINDS = THEOREMS | {"fig": "Figure", "tbl": "Table", "eq": "Equation", "sec": "Section"}
-HIDDEN = {"default_exp", "export", "exporti", "hide"}
+KINDS = ("lem", "thm", "def", "cor", "prp", "exm", "fig", "tbl", "eq", "sec")  # of what can be referred to
 
 CODE = re.compile(r"(?ms)^(`{3,})[^\n]*\n.*?^\1[ \t]*$|(?<!`)`[^`\n]+`(?!`)")
 REFERENCE = re.compile(rf"(?<![\w@])@((?:{'|'.join(KINDS)})-[\w-]*\w)")
 CITATION = re.compile(rf"(?<![\w@./])@(?!(?:{'|'.join(KINDS)})-)([a-zA-Z][\w:-]*\w)")
 OPTIONS = re.compile(r"(?m)^#\| .*\n")  # of a cell, in an exported module
 HEADING = re.compile(r"^(#{1,3}) (.+?)(?:\s*\{([^{}]*)\})?\s*$")
-OPEN = re.compile(r"^(:{3,})\s*(?:\{(.*)\}|(\w+))\s*$")
-CLOSE = re.compile(r"^:{3,}\s*$")
-EQUATION = re.compile(r"(\$\$(?:(?!\$\$).)+\$\$)(?:[ \t]*\{#(eq-[\w-]+)\})?", re.DOTALL)
-CAPTION = re.compile(r"^: (.*?)\s*\{#(tbl-[\w-]+)[^}]*\}\s*$")
+LABEL = re.compile(rf"\{{#((?:{'|'.join(KINDS)})-[\w-]+)")
 READ = re.compile(  # a name of records: read as such, of a file, or a quoted name with a hyphen
     r"""(?:records_of|results_file)\(["']([\w-]+)["']|(?:results/|glob\(["'])([\w*-]+)\.jsonl|["']([a-z0-9]+(?:-[a-z0-9]+)+)["']""")
 DRAWN = re.compile(r"""["']([\w-]+)["']: Drawing\(((?:.(?!Drawing\())*)""", re.DOTALL)
@@ -42,28 +36,10 @@ MACHINE_PATH = re.compile(r"(?<![\w.:/])/[\w.-]+/[\w.-]+/|/tmp/|site-packages")
 
 
 @dataclass
-class Label:
-    "A thing that can be referred to: how it is called and where it stands."
-
-    name: str  # Lemma 3.1
-    page: str  # 03_clipping.html
-
-
-@dataclass
 class Chapter:
     "One chapter: a notebook, or a page of text."
 
     path: Path
-    part: str
-    number: str = ""  # 3, A, or nothing
-    title: str = ""
-    labels: dict[str, Label] = field(default_factory=dict)
-    repeated: list[str] = field(default_factory=list)
-    sections: list[tuple[str, str]] = field(default_factory=list)  # anchor, title
-
-    @property
-    def page(self) -> str:
-        return f"{self.path.stem}.html"
 
     @property
     def cells(self) -> list[dict]:
@@ -77,18 +53,24 @@ class Chapter:
         path = self.path.parent / match[1]
         return re.sub(r"\A# .*\n", "", path.read_text(encoding="utf-8")) if path.exists() else ""
 
+    @property
+    def labels(self) -> list[str]:
+        "What can be referred to: sections, lemmas, equations, figures and tables, in order."
+        found = []
+        for cell in self.cells:
+            if cell["cell_type"] == "markdown":
+                found += LABEL.findall(CODE.sub("", source(cell)))
+            elif label := directives(source(cell))[0].get("label"):
+                found.append(label)
+        return found
+
 
 def chapters() -> list[Chapter]:
-    "Every chapter of _quarto.yml in order, numbered as Quarto numbers them."
+    "Every chapter of _quarto.yml in order."
     book = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["book"]
-    listed: list[tuple[str, str]] = []
-    for entry in book["chapters"]:
-        listed += [(entry["part"], name) for name in entry["chapters"]] if isinstance(entry, dict) else [("", entry)]
-    found = [Chapter(ROOT / name, part) for part, name in listed]
-    for count, chapter in enumerate((chapter for chapter in found if chapter.path.suffix == ".ipynb"), start=1):
-        chapter.number = str(count)
-    appendices = [Chapter(ROOT / name, "Appendices", number=chr(ord("A") + i)) for i, name in enumerate(book.get("appendices", []))]
-    return found + appendices
+    listed = [name for entry in [*book["chapters"], *book.get("appendices", [])]
+              for name in (entry["chapters"] if isinstance(entry, dict) else [entry])]
+    return [Chapter(ROOT / name) for name in listed]
 
 
 def source(cell: dict) -> str:
@@ -122,128 +104,6 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
         pieces += [change(text[end : match.start()]), match.group()]
         end = match.end()
     return "".join([*pieces, change(text[end:])])
-
-
-class Writer:
-    "One chapter as Pandoc Markdown: numbers what Quarto numbers, and notes the labels on the way."
-
-    def __init__(self, chapter: Chapter):
-        self.chapter, self.count, self.depth, self.head = chapter, Counter(), 0, ""
-
-    def text(self) -> str:
-        "The whole chapter; references are still to be resolved."
-        return "\n\n".join(self.markdown(source(c)) if c["cell_type"] == "markdown" else self.code(c) for c in self.chapter.cells)
-
-    def number(self, kind: str) -> str:
-        "The next number of its kind: 3.1, or 1 in a chapter without a number."
-        self.count[kind] += 1
-        return ".".join(filter(None, [self.chapter.number, str(self.count[kind])]))
-
-    def label(self, identifier: str, name: str) -> None:
-        if identifier in self.chapter.labels:
-            self.chapter.repeated.append(identifier)
-        self.chapter.labels[identifier] = Label(name, self.chapter.page)
-
-    def markdown(self, text: str) -> str:
-        "A Markdown cell: headings, theorems, callouts and captions by line, then equations."
-        lines, fenced = [], False
-        for line in text.splitlines():
-            fenced ^= line.lstrip().startswith("```")
-            lines.append(line if fenced else self.line(line))
-        return outside_code("\n".join(lines), lambda piece: EQUATION.sub(self.equation, piece))
-
-    def line(self, line: str) -> str:
-        heading = HEADING.match(line)
-        if self.head and line.strip():
-            head, self.head = self.head, ""
-            return f"[{head} ({heading[2]})]{{.head}}\n" if heading else f"[{head}]{{.head}}\n\n{self.line(line)}"
-        if heading and not self.depth:
-            return self.heading(*heading.groups(default=""))
-        if CLOSE.match(line):
-            self.depth -= 1
-        elif opened := OPEN.match(line):
-            self.depth += 1
-            return self.opened(line, opened[2] or opened[3] or "")
-        elif caption := CAPTION.match(line):
-            name = f"Table {self.number('tbl')}"
-            self.label(caption[2], name)
-            return f": [{name}]{{#{caption[2]} .label}} {caption[1]}"
-        return line
-
-    def heading(self, marks: str, title: str, attributes: str) -> str:
-        level = len(marks)
-        identifier = re.search(r"#([\w-]+)", attributes)
-        anchor = identifier[1] if identifier else re.sub(r"\W+", "-", title.lower()).strip("-")
-        if level == 1:
-            self.chapter.title, number = title, self.chapter.number if ".unnumbered" not in attributes else ""
-        else:
-            if level == 2:
-                self.count["subsection"] = 0
-                self.chapter.sections.append((anchor, title))
-            self.count["section" if level == 2 else "subsection"] += 1
-            parts = [self.chapter.number, str(self.count["section"]), str(self.count["subsection"]) if level == 3 else ""]
-            number = ".".join(filter(None, parts)) if self.chapter.number and ".unnumbered" not in attributes else ""
-        if identifier:
-            kind = "Section" if level > 1 else "Appendix" if number.isalpha() else "Chapter"
-            self.label(anchor, f"{kind} {number}" if number else title)
-        prefix = f"[{number}]{{.number}} " if number else ""
-        return f"{marks} {prefix}{title} {{#{anchor}}}"
-
-    def opened(self, line: str, attributes: str) -> str:
-        "The first line of a div; a theorem or a callout gets a head."
-        title = re.search(r'(?:title|name)="([^"]*)"', attributes)
-        if theorem := re.match(rf"#(({'|'.join(THEOREMS)})-[\w-]+)", attributes):
-            name = f"{THEOREMS[theorem[2]]} {self.number(theorem[2])}"
-            self.label(theorem[1], name)
-            self.head = f"**{name}**" + (f" ({title[1]})" if title else "")
-            return f"::: {{#{theorem[1]} .theorem .{theorem[2]}}}"
-        if callout := re.search(r"\.callout-(\w+)", attributes):
-            self.head = f"**{title[1] if title else callout[1].capitalize()}**"
-            return f"::: {{.callout .callout-{callout[1]}}}"
-        if figure := re.match(r"#(fig-[\w-]+)", attributes):
-            self.label(figure[1], f"Figure {self.number('fig')}")
-        return line
-
-    def equation(self, match: re.Match) -> str:
-        if not match[2]:
-            return match[0]
-        number = self.number("eq")
-        self.label(match[2], f"Equation {number}")
-        return f"[{match[1]}[({number})]{{.number}}]{{#{match[2]} .equation}}"
-
-    def code(self, cell: dict) -> str:
-        "A code cell: its source unless hidden, then its outputs, captioned when it has a label."
-        options, body = directives(source(cell))
-        if "hide" in options or options.get("include") == "false":
-            return ""
-        shown = body.strip() and not HIDDEN & options.keys() and options.get("echo") != "false"
-        results = "\n\n".join(filter(None, map(output, cell["outputs"]))) if options.get("output") != "false" else ""
-        if identifier := options.get("label", ""):
-            kind = "tbl" if identifier.startswith("tbl-") else "fig"
-            name = f"{KINDS[kind]} {self.number(kind)}"
-            self.label(identifier, name)
-            caption = f"[{name}]{{.label}} {options.get(f'{kind}-cap', '')}"
-            results = f"::: {{#{identifier} .figure}}\n{results}\n\n::: {{.caption}}\n{caption}\n:::\n:::"
-        anchor = f" #{cell['id']}" if "exports" in options else ""                # the reference links to it
-        return "\n\n".join(filter(None, [f"```{{.python{anchor}}}\n{body}\n```" if shown else "", results]))
-
-
-def output(result: dict) -> str:
-    "One stored output as Markdown: a picture, a table, or text."
-    data = {kind: "".join(value) for kind, value in result.get("data", {}).items() if isinstance(value, str | list)}
-    if "text/markdown" in data:
-        return data["text/markdown"]
-    if "image/svg+xml" in data:
-        body = data["image/svg+xml"]
-    elif "image/png" in data:
-        width = result.get("metadata", {}).get("image/png", {}).get("width", "")
-        body = f'<img alt="" width="{width}" src="data:image/png;base64,{data["image/png"].strip()}">'
-    elif "text/html" in data:
-        body = f'<div class="table">{data["text/html"]}</div>'
-    else:
-        text = data.get("text/plain", "".join(result.get("text", [])))
-        body = f'<pre class="output">{html.escape(text)}</pre>'
-    return f"``````{{=html}}\n{body}\n``````"
 
 
 def docstrings(text: str) -> Iterator[str]:
@@ -300,11 +160,8 @@ def problems() -> list[str]:
     notebooks = sorted((ROOT / "nbs").glob("**/[0-9]*_*.ipynb"))
     found += [f"{path.relative_to(ROOT)} is no chapter of _quarto.yml" for path in notebooks if path not in listed]
     book = [chapter for chapter in book if chapter.path.exists()]
-    for chapter in book:
-        Writer(chapter).text()
-        found += [f"{chapter.path.name}: two things have the label {name}" for name in chapter.repeated]
-    labels = Counter(name for chapter in book for name in chapter.labels)
-    found += [f"the label {name} stands in more than one chapter" for name, times in labels.items() if times > 1]
+    labels = Counter(label for chapter in book for label in chapter.labels)
+    found += [f"{times} things have the label {name}" for name, times in labels.items() if times > 1]
     keys = set(re.findall(r"(?m)^@\w+\{([^,\s]+),", BIBLIOGRAPHY.read_text(encoding="utf-8")))
     for chapter in book:
         for text in prose(chapter):
@@ -382,7 +239,7 @@ LOADED = ("torch", "torch._dynamo", "transformers", *(f"transformers.models.{nam
           ("auto", "bert", "distilbert", "gpt2", "llama", "roberta", "vit")), "transformers.generation.utils", "peft", "datasets", "opacus",
           "dp_accounting.pld.privacy_loss_mechanism", "scipy.stats", "sklearn.datasets", "sklearn.model_selection", "pandas", "seaborn",
           "matplotlib.pyplot", "nbdev.test", "nbdev.showdoc", "IPython.core.interactiveshell", "IPython.core.magics", "dpft.auditing",
-          "dpft.loop", "dpft.book.bench", "dpft.book.evidence", "dpft.book.queue")
+          "dpft.loop", "dpft.book.bench", "dpft.book.evidence")
 
 
 def test_all(paths: list[Path], workers: int) -> list[str]:
@@ -460,7 +317,7 @@ def write_header(path: Path, seconds: float) -> None:
     notebook, torch = json.loads(path.read_text(encoding="utf-8")), sys.modules.get("torch")
     cells = [cell for cell in notebook["cells"] if cell["id"] != HEADER]
     if any(cell["cell_type"] == "code" for cell in cells):
-        line = header(Chapter(path, ""), seconds, torch.get_num_threads() if torch else 1)
+        line = header(Chapter(path), seconds, torch.get_num_threads() if torch else 1)
         cells.insert(1, {"cell_type": "markdown", "id": HEADER, "metadata": {}, "source": [line]})
     notebook["cells"] = cells
     path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

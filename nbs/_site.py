@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
-from _book import CITATION, REFERENCE, ROOT, Label, Writer, chapters
+from _book import CITATION, REFERENCE, ROOT, chapters
 
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
@@ -162,13 +162,13 @@ def with_letters(page: str) -> str:
     return page
 
 
-def with_links(page: str, labels: dict[str, Label], here: str, cited: set[str]) -> str:
+def with_links(page: str, labels: dict[str, str], here: str, cited: set[str]) -> str:
     "`@lem-…` and `@author2020` in code lead to what they name."
 
     def to(match: re.Match) -> str:
         name = match[1]
         if name in labels:
-            target, title = f"{labels[name].page}#{name}", labels[name].name
+            target, title = f"{labels[name]}#{name}", "where it stands"
         elif name in cited:
             target, title = f"references.html#ref-{name}", "in the references"
         else:
@@ -232,15 +232,10 @@ def finish_search(folder: Path, pages: dict[str, str]) -> None:
     path.write_text(json.dumps(entries, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def labels_of_the_book() -> dict[str, Label]:
+def labels_of_the_book() -> dict[str, str]:
     "Every label with its page as the site names it."
-    found = {}
-    for chapter in chapters():
-        if chapter.path.exists():
-            Writer(chapter).text()
-            page = str(chapter.path.relative_to(ROOT).with_suffix(".html"))
-            found |= {name: Label(label.name, page) for name, label in chapter.labels.items()}
-    return found
+    return {label: str(chapter.path.relative_to(ROOT).with_suffix(".html"))
+            for chapter in chapters() if chapter.path.exists() for label in chapter.labels}
 
 
 def finish(folder: Path = SITE) -> list[str]:

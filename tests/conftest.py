@@ -74,22 +74,6 @@ def run(monkeypatch, capsys):
     return program
 
 
-@pytest.fixture
-def tuned_file(tmp_path, monkeypatch):
-    """A folder of results with all that one experiment needs of another, in full and reduced; 1e-3 is best."""
-    from dpft.book.evidence import frost, methods
-    from dpft.book.experiments import write_records
-
-    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    looked_for = {"frost-tuning": frost.METHODS, "methods-tuning": methods.OTHERS, "compositions-parts": methods.PARTS,
-                  "compositions": methods.COMPOSITIONS}
-    for experiment, labels in looked_for.items():
-        write_records(tmp_path / f"{experiment}.jsonl", (
-            {"method": label, "label": label, "learning_rate": rate, "options": {"ratio": 0.25} if label == "DPFrost" else {},
-             "reduced": reduced, "metrics": {"accuracy": 0.1 * label.startswith("LastLayer, then BiTFiT") - abs(rate - 1e-3)}}
-            for label in labels for rate in (1e-2, 1e-3) for reduced in (True, False)))
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     "One that knows the letters, and that files may replace by their own."

@@ -15,7 +15,7 @@ from typing import Any
 
 LOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "peft", "datasets", "opacus",
           "scipy.stats", "sklearn.datasets", "pytest", "hypothesis", *(f"transformers.models.{name}.modeling_{name}" for name in
-          ("bert", "gpt2", "llama", "roberta", "vit")), "dpft.loop", "dpft.cli", "dpft.auditing", "dpft.book.bench", "dpft.book.queue")
+          ("bert", "gpt2", "llama", "roberta", "vit")), "dpft.loop", "dpft.cli", "dpft.auditing", "dpft.book.bench")
 CONTEXT = multiprocessing.get_context("forkserver")
 
 

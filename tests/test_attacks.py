@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpft.book import attacks, evidence
+from dpft.book import attacks
 from dpft.book.attacks import MASK
 from dpft.book.evidence import attacks as attack_runs
 from dpft.book.evidence.language import END, Recipe, blank_gpt2, train_tokenizer
@@ -55,12 +55,6 @@ def test_the_stated_error_is_the_spread():
     found = [attacks.score_attack(generator.normal(1, 1, 50), generator.normal(0, 1, 40)) for _ in range(600)]
     assert np.mean([its.standard_error for its in found]) == pytest.approx(np.std([its.auc for its in found]), rel=0.18)  # 6 / sqrt(1200)
     assert np.mean([its.auc for its in found]) == pytest.approx(stats.norm.cdf(1 / math.sqrt(2)), abs=0.013)  # six standard errors
-
-
-@pytest.mark.parametrize("hits, trials", [(0, 12), (3, 40), (12, 12)])
-def test_an_interval_ends_where_the_count_is_refuted(hits, trials):
-    assert Rate(hits, trials).interval(0.1) == pytest.approx(tuple(stats.binomtest(hits, trials).proportion_ci(0.9, "exact")), abs=1e-9)
-    assert Rate(0, 0).interval() == (0.0, 1.0) and math.isnan(Rate(0, 0).value)
 
 
 @pytest.mark.parametrize("inside, outside, said", [
@@ -164,13 +158,6 @@ def test_samples_are_the_seeds_and_of_one_token_greedy(told):
     assert len(tokenizer(long)["input_ids"]) > 30                        # the end of a text does not end the sample
 
 
-@pytest.mark.parametrize("wrong, said", [({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"length": 0}, "length=0"),
-                                         ({"length": 48}, "length=48")])
-def test_what_cannot_be_sampled_is_refused(told, wrong, said):
-    with pytest.raises(ValueError, match=said):
-        attacks.extraction(told[2], told[0], NAMES[:2], **({"length": 8} | wrong))
-
-
 def test_a_parrot_tells_its_secrets_and_a_blank_model_does_not(told):
     tokenizer, before, parrot = told
     bits = attacks.exposure(parrot, tokenizer, TEXTS, NAMES[:4], NAMES)
@@ -209,15 +196,6 @@ def test_what_cannot_be_ranked_is_refused(told, texts, candidates, answers):
     for attack in (lambda: attacks.exposure(told[2], told[0], texts, answers, candidates),
                    lambda: attacks.reconstruction(told[2], told[0], texts, candidates, answers)):
         with pytest.raises(ValueError, match="no candidate comes twice"):
-            attack()
-
-
-def test_a_language_model_that_is_not_finite_ranks_nothing(told):
-    broken = copy.deepcopy(told[1])
-    broken.transformer.ln_f.bias.data.fill_(math.nan)
-    for attack in (lambda: attacks.exposure(broken, told[0], TEXTS, NAMES[:4], NAMES),
-                   lambda: attacks.reconstruction(broken, told[0], TEXTS, NAMES, NAMES[:4])):
-        with pytest.raises(ValueError, match="0 of the 128 losses of the candidates are finite"):
             attack()
 
 
@@ -264,10 +242,11 @@ def test_a_language_model_is_attacked_and_the_record_says_how_it_went(told, tmp_
     tokenizer.save_pretrained(tmp_path)
     table = TableData({"mr": [f"bar {row}" for row in range(40)], "ref": [f"Near {row}." for row in range(40)]})
     monkeypatch.setattr(attack_runs, "load_data", lambda name: Task(name, "causal", table, table, columns=("mr", "ref")))
-    settings = next(iter(attack_runs.attack_grid()))
-    settings |= {"rows": 30, "canaries": 3, "candidates": 8, "samples": 2, "steps": 2, "batch_size": 8}
+    settings = {**attack_runs.larger_attack_grid()[0], "method": "Full", "physical_batch_size": 64, "rows": 30, "canaries": 3,
+                "candidates": 8, "samples": 2, "steps": 2, "batch_size": 8}
+    monkeypatch.setattr(attack_runs, "study_model", lambda settings: str(tmp_path))
     monkeypatch.setattr(attack_runs, "extraction", lambda *given, **own: attacks.Extraction([], Rate(0, 0), Rate(0, 3)))
-    entry = attack_runs.attack_entry({**settings, "target_epsilon": 8.0, "data": "pairs"}, lambda name: str(tmp_path))
+    entry = attack_runs.attack_entry({**settings, "target_epsilon": 8.0, "data": "pairs"})
     assert len(entry["exposure"]) == 3 and entry["epsilon"] <= 8 and entry["reconstruction"]["trials"] == 3
     assert 0.5 < entry["allowed"]["auc"] < 1 and set(entry["membership"]["true_positives"]) == {"0.001", "0.01"}
     known = attack_runs.planted(str(tmp_path), "pairs", 30, 3, 8, settings["seed"])
@@ -282,20 +261,7 @@ def test_pictures_are_attacked_and_membership_shows_without_privacy(monkeypatch)
     monkeypatch.setattr(attack_runs, "load_data", lambda name, limit: Task(
         name, "image", TensorData(torch.rand(60, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 10), None,
         classes=tuple("0123456789")))
-    settings = next(own for own in attack_runs.attack_grid() if own["data"] == "digits")
-    settings |= {"rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
-    entry = attack_runs.attack_entry(settings, lambda name: name)
+    settings = {"data": "digits", "model": "mlp", "method": "Full", "target_epsilon": "inf", "seed": 0, "delta": 1e-5,
+                "accountant": "rdp", "clip": 0.1, "rows": 60, "shadows": 6, "steps": 40, "batch_size": 20, "learning_rate": 1e-2}
+    entry = attack_runs.attack_entry(settings)
     assert entry["plain"]["auc"] > 0.8 and entry["offline"]["auc"] > 0.8 and entry["allowed"]["auc"] == 1.0 and entry["epsilon"] == "inf"
-
-
-def test_every_entry_of_the_grid_is_known():
-    grid = list(evidence.EXPERIMENTS["attacks"].grid())
-    assert {own["method"] for own in grid} == set(attack_runs.LANGUAGE)
-    assert {own["target_epsilon"] for own in grid} == {"inf", 8.0, 2.0}
-
-
-def test_a_larger_model_is_told_the_same_rows_and_secrets():
-    grid = list(evidence.EXPERIMENTS["attacks-larger"].grid())
-    told = next(attack_runs.attack_grid())
-    assert len(grid) == 20 and {own["model"] for own in grid} == {"smollm2"}
-    assert all(own[name] == told[name] for own in grid for name in ("rows", "canaries", "candidates", "steps", "clip", "samples"))

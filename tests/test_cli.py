@@ -288,10 +288,10 @@ def test_a_pretrained_network_with_batch_normalisation_is_frozen_by_an_option(ru
 def test_the_records_of_the_quick_start_can_be_drawn_again(run, monkeypatch, tmp_path):
     """What a figure that lacks its records advises is done as it says, and the figure is there."""
     from dpft.book import experiments
-    from dpft.book.provenance import read_records, results_file
+    from dpft.book.experiments import read_records, results_file
     kept = [entry for entry in read_records(results_file("quickstart")) if entry["seed"] == 0]
     monkeypatch.setattr(experiments, "quickstart", lambda budgets, seeds: iter(kept))
-    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path / "my results"))
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path / "mine"))
     draw = ("figures", "quickstart", "--output", tmp_path / "drawn")
     status, out, _ = run(*draw)
     advice = out.splitlines()[0].partition("; ")[2].removesuffix(" makes them.")

@@ -1,4 +1,4 @@
-"""A small GPT-2 from its recipe, the scores of texts, what a completion's loss counts, and the grids of the evidence on language."""
+"""A small GPT-2 from its recipe, the scores of texts, what a completion's loss counts."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dpft.book import evidence, experiments
+from dpft.book import experiments
 from dpft.book.evidence import language
 from dpft.book.evidence.language import Recipe, completions, generation_scores
 from dpft.book.text_scores import SCORES, cider, meteor, nist, text_scores
@@ -235,26 +235,7 @@ def test_each_variant_runs_and_states_what_it_spends(variant, small_world, monke
 
 def test_as_published_is_as_published():
     from dpft.rapft.mask import AS_PUBLISHED
-    entry = language.rap_entry(language.RAP, "BiTFiT", 3.0, "as published")
+    entry = language.rap_entry(language.E2E, "BiTFiT", 3.0, "as published")
     assert AS_PUBLISHED.items() <= entry["options"].items() and entry["options"]["relevance_data"] == "paper"
     assert entry["options"]["method"] == ["BiTFiT", {"reinitialise": "random"}] and entry["accounting"] == "paper"
-    assert language.rap_entry(language.RAP, "BiTFiT", 3.0, "tight")["options"]["method"] == ["BiTFiT", {}]
-
-
-LANGUAGE = ("e2e-methods", "rap-tables", "rap-beta")
-
-
-@pytest.mark.parametrize("name", LANGUAGE)
-def test_grids_are_json_without_repetitions_and_begin_with_what_tells_most(name):
-    grid = list(evidence.EXPERIMENTS[name].grid())
-    assert len({json.dumps(settings, sort_keys=True) for settings in grid}) == len(grid) > 0
-    assert all(json.loads(json.dumps(settings)) == settings for settings in grid)
-    seeds = [settings["seed"] for settings in grid]
-    assert seeds == sorted(seeds) and set(seeds) == set(range({"rap-beta": 5}.get(name, 3)))
-    for settings in grid:
-        assert settings["target_epsilon"] in (0.0, 3.0, 5.0, 7.0, 8.0, "inf")
-        assert ("base" in settings) == name.startswith("rap") and settings["model"] == "tiny"
-    if name == "rap-tables":
-        assert {settings["target_epsilon"] for settings in grid[:10]} <= {3.0, "inf"}
-        assert {settings["base"] for settings in grid} == set(language.BASES)
-        assert {settings["variant"] for settings in grid} == {"plain", *language.VARIANTS}
+    assert language.rap_entry(language.E2E, "BiTFiT", 3.0, "tight")["options"]["method"] == ["BiTFiT", {}]

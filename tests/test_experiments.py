@@ -1,86 +1,210 @@
-"""Records, the first experiment, and figures as pure functions of records."""
+"""Records, runs that are made once and continued, the quickstart, and the command `dpft run`."""
 
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 
-from dpft.book import experiments, figures, pretrained
+from dpft.book import evidence, experiments, figures, pretrained
+from dpft.book.experiments import Experiment, make_runs, measured_run, packed, read_records, recorded, results_file, unpacked, write_records
+from dpft.data import VOCABULARY, TableData, Task
+from dpft.models import load_model
+from dpft.tasks import load_data
 
-
-@pytest.fixture(scope="module", autouse=True)
-def short_pretraining():
-    "One epoch on printed digits in place of ten: nothing here depends on how good the network is that fine-tuning begins with."
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiments, "pretrain", partial(experiments.pretrain, epochs=1))
-        yield
-
-
-@pytest.fixture(scope="module")
-def records():
-    return list(experiments.quickstart(epsilons=[4.0, math.inf], seeds=[0], epochs=0.25))
+TINY = {"data": "digits", "model": "mlp", "method": "LastLayer", "target_epsilon": 8.0, "steps": 2, "batch_size": 64, "accountant": "rdp"}
 
 
-def test_a_record_says_all_that_is_needed(records, tmp_path):
-    assert len(records) == 6 and {r["method"] for r in records} == {"Full", "LastLayer", "BiTFiT"}
-    for entry in records:
-        assert {"experiment", "data", "model", "seed", "epsilon", "delta", "accountant", "mechanisms", "metrics", "seconds", "device",
-                "versions", "data_hash", "learning_rate", "batch_size", "epochs", "clip"} <= set(entry)
-        assert entry["epsilon"] == "inf" or entry["epsilon"] <= 4.0
-    experiments.write_records(tmp_path / "r.jsonl", records)
-    assert experiments.read_records(tmp_path / "r.jsonl") == json.loads(json.dumps(records))
-    with open(tmp_path / "r.jsonl", "a") as file:
-        file.write("{broken\n")
-    with pytest.raises(ValueError, match="line 7"):
-        experiments.read_records(tmp_path / "r.jsonl")
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    return tmp_path
+
+
+def noted(settings):
+    return {"metrics": {"accuracy": 0.5}, "process": os.getpid(), "threads": torch.get_num_threads()}
+
+
+def failing(settings):
+    if settings["seed"] == 1:
+        raise ValueError("seed 1 is not for us")
+    return noted(settings)
+
+
+def many(count, measure=noted, **fields):
+    return Experiment("?", lambda: [{"data": "digits", "method": "m", "seed": seed} for seed in range(count)], measure, "nothing", **fields)
+
+
+def odd(settings):
+    return "odd" * (settings["seed"] % 2)
+
+
+def seeds(name):
+    return [entry["seed"] for entry in recorded(results_file(name))]
+
+
+# ---- records
+
+
+def test_a_record_says_all_that_is_needed_and_the_same_seed_gives_it_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "pretrain", partial(experiments.pretrain, epochs=1))
+    records, again = ([*experiments.quickstart(epsilons=[math.inf], seeds=[0], epochs=0.25)] for _ in range(2))
+    assert len(records) == 3 and {r["method"] for r in records} == {"Full", "LastLayer", "BiTFiT"}
+    for entry, other in zip(records, again, strict=True):
+        assert {"experiment", "data", "model", "seed", "delta", "accountant", "mechanisms", "metrics", "device", "versions", "commit",
+                "data_hash", "learning_rate", "batch_size", "epochs", "clip"} <= set(entry)
+        assert entry["epsilon"] == "inf"
+        assert {**entry, "seconds": 0} == {**other, "seconds": 0}
+    write_records(tmp_path / "r.jsonl", records)
+    assert read_records(tmp_path / "r.jsonl") == json.loads(json.dumps(records))
+    (tmp_path / "r.jsonl").write_text("{}\n{broken\n")
+    with pytest.raises(ValueError, match="line 2 is not a record"):
+        read_records(tmp_path / "r.jsonl")
+    table = figures.text_table(records).splitlines()
+    assert len(table) == 5 and "not private" in table[0]
 
 
 def test_records_lie_in_the_checkout_around_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.delenv("DPFT_RESULTS", raising=False)
+    monkeypatch.delenv("DPFT_RESULTS")
     inside = tmp_path / "nbs" / "evidence"
     inside.mkdir(parents=True)
     monkeypatch.chdir(inside)
-    assert experiments.results_file("a") == Path("nbs/results/a.jsonl")          # no checkout around: where it is to be
+    assert results_file("a") == Path("nbs/results/a.jsonl")          # no checkout around: where it is to be
     (tmp_path / "nbs" / "results").mkdir()
-    for folder, above in ((tmp_path, ""), (tmp_path / "nbs", "../"), (inside, "../../")):
-        monkeypatch.chdir(folder)
-        assert experiments.results_file("a") == Path(f"{above}nbs/results/a.jsonl")
-    monkeypatch.setenv("DPFT_RESULTS", "elsewhere")
-    assert experiments.results_file("a") == Path("elsewhere/a.jsonl")
+    assert results_file("a") == Path("../../nbs/results/a.jsonl")
 
 
-def test_full_records_stand_in_place_of_reduced_ones(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    assert experiments.records_of("a", "b") == []
-    experiments.write_records(tmp_path / "a.jsonl", [{"n": 1, "reduced": True}, {"n": 2}])
-    experiments.write_records(tmp_path / "b.jsonl", [{"n": 3, "reduced": True}])
-    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [1, 2, 3]
-    experiments.write_records(tmp_path / "b.jsonl", [{"n": 4, "reduced": False}])
-    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [4] and len(experiments.records_of("a")) == 2
+def test_full_records_stand_in_place_of_reduced_ones(tmp_path):
+    write_records(tmp_path / "a.jsonl", [{"n": 1, "reduced": True}])
+    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [1]
+    write_records(tmp_path / "b.jsonl", [{"n": 4, "reduced": False}])
+    assert [entry["n"] for entry in experiments.records_of("a", "b")] == [4]
 
 
-def test_the_same_seed_gives_the_same_record(records):
-    again = next(iter(experiments.quickstart(epsilons=[4.0], seeds=[0], epochs=0.25)))
-    drop = {"seconds", "peak_memory_mib"}
-    assert {k: v for k, v in again.items() if k not in drop} == {k: v for k, v in records[0].items() if k not in drop}
+def test_answers_are_packed_whole_and_lie_in_the_order_of_the_rows():
+    for values in (torch.tensor([True, False] * 7 + [True]), torch.arange(11) % 10):
+        assert torch.equal(unpacked(packed(values)).long(), values.long())
+    task = load_data("digits", limit=64)
+    model = load_model("mlp", len(task.classes), task.kind, task.image_shape)
+    said, right = experiments.answered(model, task.train)
+    assert torch.equal(said, model(task.train.batch(range(len(task.train)))[0]).argmax(1))
+    assert torch.equal(right, said == torch.as_tensor(task.train.labels))
 
 
-def test_figures_are_deterministic_files_and_tables_hold_every_cell(records, tmp_path):
-    for name in ("a.svg", "b.svg"):
-        figures.save_figure(figures.tradeoff(records), str(tmp_path / name))
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    table = figures.text_table(records).splitlines()
-    assert len(table) == 5 and "ε = 4" in table[0] and "not private" in table[0]
-    assert all(line.count("|") == table[0].count("|") for line in table)
+def test_a_run_records_its_answers_and_the_shares_that_were_clipped():
+    seen = measured_run({**TINY, "seed": 0})
+    assert unpacked(seen["answers"]["accuracy"]["right"]).double().mean().item() == pytest.approx(seen["metrics"]["accuracy"])
+    assert len(seen["steps_seen"]["clipped"]) == len(seen["steps_seen"]["loss"]) == 2
+
+
+def test_held_out_rows_leave_the_training_data_and_nothing_else_is_scored():
+    whole, part = experiments.prepared_task("digits", "mlp"), experiments.prepared_task("digits", "mlp", held_out=100)
+    assert len(part.dev) == 100 and len(part.train) == len(whole.train) - 100 and part.test is None
+    images = {image.numpy().tobytes() for image, _ in part.train}
+    assert sum(image.numpy().tobytes() in images for image, _ in part.dev) <= 2    # equal pictures may occur twice in the data
+
+
+def test_a_task_of_texts_states_each_public_fact_once(monkeypatch):
+    rows = TableData({"text": ["a good film"] * 4, "label": [0, 1, 0, 1]})
+    task = Task("reviews", "text", rows, rows, classes=("no", "yes"), columns=("text", "label"), assumed_public=[VOCABULARY])
+    monkeypatch.setattr(experiments, "load_data", lambda name, limit: task)
+    experiments.prepared_task.cache_clear()
+    assert experiments.prepared_task("reviews", "minilm").assumed_public == [VOCABULARY] == task.assumed_public
+    experiments.prepared_task.cache_clear()
+
+
+# ---- runs
+
+
+def test_what_is_there_is_not_made_again_and_the_rows_come_in_order():
+    said = []
+    assert make_runs({"e": many(2), "f": many(1)}, say=said.append) == 3 and [line.split(":")[0] for line in said] == ["e", "e", "f"]
+    assert make_runs({"e": many(3)}) == 1 and seeds("e") == [0, 1, 2]
+    assert make_runs({"e": many(9)}, wanted=lambda run: run["seed"] > 7) == 1 and make_runs({"e": many(12)}, hours=0.0) == 0
+
+
+def test_the_papers_table_is_another_one_and_marked_as_such():
+    its = many(1, reduced=True, full=lambda: [{"data": "digits", "method": "m", "seed": 9}])
+    for full in (False, True):
+        make_runs({"e": its, "s": many(1)}, full)
+    assert [(entry["seed"], entry["reduced"]) for entry in recorded(results_file("e"))] == [(0, True), (9, False)]
+    assert [entry["reduced"] for entry in recorded(results_file("s"))] == [False]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, its in evidence.EXPERIMENTS.items() if its.grid is None))
+def test_a_table_that_was_run_whole_is_read_from_the_books_records(name):
+    rows, _ = evidence.EXPERIMENTS[name].rows(name)              # wherever new records go
+    assert rows and all({"method", "seed"} <= row.keys() and "metrics" not in row for row in rows)
+    assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(rows)
+
+
+def test_several_processes_have_one_thread_each_and_a_group_stays_in_one():
+    make_runs({"e": many(6, group=odd)}, workers=2)
+    records = recorded(results_file("e"))
+    assert sorted(entry["seed"] for entry in records) == [*range(6)] and {entry["threads"] for entry in records} == {1}
+    assert len({entry["process"] for entry in records if entry["seed"] % 2}) == 1 and os.getpid() not in {e["process"] for e in records}
+
+
+def test_the_first_run_that_fails_ends_it():
+    with pytest.raises(ValueError, match="seed 1 is not for us"):
+        make_runs({"e": many(3, failing)})
+    assert seeds("e") == [0]
+
+
+def later():
+    if not seeds("first"):
+        raise ValueError("make the first before")
+    return [{"data": "d", "method": "m", "seed": 7}]
+
+
+def test_a_table_that_stands_on_other_records_waits_for_them():
+    assert make_runs({"second": Experiment("?", later, noted, "nothing"), "first": many(1)}) == 2 and seeds("second") == [7]
+    (results_file("first")).unlink()
+    with pytest.raises(ValueError, match="make the first"):
+        make_runs({"second": Experiment("?", later, noted, "nothing")})
+
+
+def test_the_command_lists_plans_makes_and_repeats(run, monkeypatch, results):
+    its = Experiment("?", lambda: [{**TINY, "method": method, "seed": seed} for method in ("Full", "LastLayer") for seed in range(2)],
+                     lambda settings: {"metrics": {"accuracy": 0.5}}, "nothing")
+    monkeypatch.setitem(evidence.EXPERIMENTS, "pair", its)
+    words = ("run", "pair", "--workers", 1)
+    assert all(name in run("run")[1] for name in evidence.EXPERIMENTS)
+    assert "4 of 4 runs are missing" in run(*words, "--plan")[1] and not (results / "pair.jsonl").exists()
+    assert "4 runs made" in run(*words)[1] and "0 runs made" in run(*words)[1]
+    before = read_records(results / "pair.jsonl")
+    for more in (["--method", "Ful"], ["--data", "digit"]):
+        status, _, err = run(*words, "--again", *more)
+        assert status == 1 and "no such runs" in err and read_records(results / "pair.jsonl") == before
+    assert "2 runs made" in run(*words, "--again", "--method", "Full")[1]
+    made = read_records(results / "pair.jsonl")                                 # the others are untouched
+    assert made[:2] == before[2:] and [(e["method"], e["seed"]) for e in made[2:]] == [("Full", 0), ("Full", 1)]
+    assert "did you mean pair" in run("run", "pairr")[2]
+
+
+def test_a_run_without_its_data_stops_at_once_and_says_what_to_set(run, monkeypatch, tmp_path):
+    monkeypatch.delenv("DPFT_DATA", raising=False)
+    status, out, err = run("run", "frost-text", "--output", tmp_path / "new", "--workers", 1)
+    assert status == 1 and not out and err.count("\n") == 1 and "set the environment variable DPFT_DATA" in err and "root" not in err
+    assert not (tmp_path / "new" / "frost-text.jsonl").exists()
+
+
+def test_what_runs_stand_on_is_looked_for_where_their_records_go(run, tmp_path):
+    status, _, err = run("run", "digits", "--plan", "--output", tmp_path / "new")     # it has a tuning among the records of the book
+    assert status == 1 and "digits-tuning.jsonl" in err and "make it first" in err
+
+
+# ---- weights
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_wheel_whose_code_is_run_has_a_checksum(tmp_path, monkeypatch, right):
     import hashlib
     import zipfile
+    from types import SimpleNamespace
 
     wheel = tmp_path / "code-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as made:

@@ -117,10 +117,10 @@ def test_fences_are_as_high_as_what_they_hold(site):
 
 
 def test_references_in_code_lead_to_what_they_name(site):
-    labels = {"lem-a": site.Label("Lemma 1.2", "nbs/1_start/01_a.html")}
+    labels = {"lem-a": "nbs/1_start/01_a.html"}
     page = '<pre class="sourceCode python"><span class="co">By @lem-a and @paper, not @lem-b or me@paper.</span></pre> @lem-a'
     assert site.with_links(page, labels, "nbs/2_methods/02_b.html", {"paper"}) == (
-        '<pre class="sourceCode python"><span class="co">By <a href="../1_start/01_a.html#lem-a" title="Lemma 1.2">@lem-a</a> and '
+        '<pre class="sourceCode python"><span class="co">By <a href="../1_start/01_a.html#lem-a" title="where it stands">@lem-a</a> and '
         '<a href="../../references.html#ref-paper" title="in the references">@paper</a>, not @lem-b or me@paper.</span></pre> @lem-a')
 
 

@@ -9,9 +9,9 @@ from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, L
 
 from dpft.book import experiments, pretrained
 from dpft.book.evidence import language, protocol
-from dpft.book.evidence.protocol import STUDIES, experiments_of, study_verdict
-from dpft.book.experiments import make_record, results_file, write_records
-from dpft.book.pretrained import EfficientNetLite0, measured
+from dpft.book.evidence.protocol import STUDIES, measure_of, study_grid, study_verdict, tuning_grid
+from dpft.book.experiments import make_record, recorded, results_file, settings_in, write_records
+from dpft.book.pretrained import EfficientNetLite0
 from dpft.data import TableData, Task, TensorData
 from dpft.losses import logits
 from dpft.models import load_tokenizer
@@ -145,13 +145,12 @@ def promised(study, label):
 def whole_way(name, label, study):
     "One real run of the tuning and one of the study; the others get scores by their rates, so that the ladder ends."
     study = replace(study, ways={label: study.ways[label]})
-    both = experiments_of(name, study, "?", "nothing", protocol.MEASURES.get(name, measured))
     file, done = results_file(f"{name}-tuning"), []
     sign = -1 if study.shared["data"] == "e2e" else 1
     for round in range(9):
-        new = [run for run in both[f"{name}-tuning"].grid() if run not in done]
+        new = [run for run in tuning_grid(f"{name}-tuning", study) if run not in done]
         if not round:
-            entry = make_record(f"{name}-tuning", both[f"{name}-tuning"].measure, new[-1], False)
+            entry = make_record(f"{name}-tuning", measure_of(study), new[-1], False)
             assert entry["metrics"] and float(entry["epsilon"]) <= promised(study, label)
             assert bool(entry["mechanisms"]) == (promised(study, label) < float("inf"))
         if not new:
@@ -162,22 +161,21 @@ def whole_way(name, label, study):
         done += new
     else:
         raise AssertionError(f"the tuning of {label} does not end")
-    runs = list(both[name].grid())
+    runs = study_grid(name, study)
     assert len({run["seed"] for run in runs if run["target_epsilon"] == study.epsilons[0]}) == study.headline
-    entry = make_record(name, both[name].measure, runs[0], False)
+    entry = make_record(name, measure_of(study), runs[0], False)
     write_records(results_file(name), [with_scores(run, entry["metrics"][next(iter(with_scores(run, 0)["metrics"]))] + 1e-3 * run["seed"],
                                                    experiment=name) for run in runs])
     return entry
 
 
-# the other studies have the ways of these, in other lengths, and those of `frost-design` differ in one option of one method
-MADE = {**{name: STUDIES[name].ways for name in ("digits", "images-head", "images-small", "text-head", "text-full", "language",
-                                                 "language-open", "language-small")}, "frost-design": ("MGNA", "entries"),
-        "text-short": ("LastLayer, then Full",)}
+# a way of each kind of data, model and method; the others differ in settings
+MADE = {"digits": ("LoRA + BiTFiT",), "images-head": ("LastLayer",), "images-small": ("DPFrost", "LastLayer, then BiTFiT"),
+        "text-short": ("RandomPartitions",),
+        "language": ("LoRA",), "language-small": ("LoRA, Rap-FT as published", "BiTFiT, Rap-FT at true ε")}
 
 
-@pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels
-                                         if label != "Compacter"])
+@pytest.mark.parametrize("name,label", [(name, label) for name, labels in MADE.items() for label in labels])
 def test_a_way_goes_from_its_tuning_to_its_runs(name, label, world):
     study = small(name)
     entry = whole_way(name, label, study)
@@ -243,11 +241,11 @@ def test_records_of_a_study_come_to_a_verdict(name, world):
         its = replace(study, ways={label: study.ways[label]})
         sign = -1 if name == "language" else 1
         for _ in range(9):
-            there = protocol._scores(f"{name}-tuning")
-            new = [run for run in protocol.tuning_grid(f"{name}-tuning", its) if protocol._key(run) not in there]
+            there = [settings_in(entry) for entry in recorded(results_file(f"{name}-tuning"))]
+            new = [run for run in tuning_grid(f"{name}-tuning", its) if run not in there]
             write_records(results_file(f"{name}-tuning"),
                           [with_scores(run, 5 - sign * abs(run["learning_rate"] / its.ways[label].rate - 1), experiment="") for run in new])
-        runs = [run for run in protocol.study_grid(name, its) if run["target_epsilon"] == study.epsilons[0]]
+        runs = [run for run in study_grid(name, its) if run["target_epsilon"] == study.epsilons[0]]
         more = [{**runs[0], "seed": seed} for seed in range(5)]
         write_records(results_file(name), [
             with_scores(run, 5 - sign * rank + 1e-3 * ((run["seed"] * (rank + 2)) % 5), experiment="") for run in more])

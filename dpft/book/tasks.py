@@ -33,25 +33,18 @@ def _file(
     name: str,                # path of the file inside it
 ) -> Path:
     "A local data file; the error names it and says how to give its folder."
-    folder = root or os.environ.get("DPFT_DATA")
-    if not folder:
-        raise ValueError(f"{name} is a local file: give root=, or set the environment "
-                         "variable DPFT_DATA to the folder that holds it")
-    path = Path(folder) / name
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; give root=, or set DPFT_DATA, "
-                         f"to the folder that holds {name}")
+    folder = root or os.environ.get("DPFT_DATA", "")
+    if not (path := Path(folder) / name).exists():
+        raise ValueError(f"{name} is not in {folder or 'any data folder'}: set the "
+                         "environment variable DPFT_DATA to the folder that holds it")
     return path
 
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #tasks-tables
-def _table(path: Path) -> TableData:
-    "A parquet file as columns."
+def _tables(root: str | Path | None, name: str) -> list[TableData]:
+    "Training, development and test data as columns."
     from pyarrow.parquet import read_table
 
-    return TableData(read_table(path).to_pydict())
-
-def _tables(root: str | Path | None, name: str) -> list[TableData]:
-    return [_table(_file(root, f"{name}_{part}.parquet"))
+    return [TableData(read_table(_file(root, f"{name}_{part}.parquet")).to_pydict())
             for part in ("train", "dev", "test")]
 
 # %% ../../nbs/6_appendices/111_benchmarks.ipynb #tasks-sheet

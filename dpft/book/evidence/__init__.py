@@ -5,24 +5,21 @@ from functools import partial
 from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS
-from dpft.book.evidence.attacks import attack_entry, attack_grid, larger_attack_grid
+from dpft.book.evidence.attacks import attack_entry, larger_attack_grid
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
-from dpft.book.evidence.language import study_model
 from dpft.book.evidence.methods import EXPERIMENTS as METHODS
 from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
 from dpft.book.experiments import Experiment
 from dpft.book.figures import Drawing
 
-attacked = partial(attack_entry, language_model=lambda name: study_model({"model": name}))
 EXPERIMENTS = {
     **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL,
-    "attacks": Experiment("What can an attacker learn about single rows?", attack_grid, attacked,
+    "attacks": Experiment("What can an attacker learn about single rows?", None, attack_entry,
                           "E2E, digits; about half an hour on one core", reduced=True),
-    "attacks-larger": Experiment("Does a model of 135 million parameters memorise secrets?", larger_attack_grid, attacked,
-                                 "E2E, SmolLM2; 20 runs, about 15 minutes each on one core",
-                                 priority=lambda settings: settings["seed"], seconds=lambda settings: 900.0),
+    "attacks-larger": Experiment("Does a model of 135 million parameters memorise secrets?", larger_attack_grid, attack_entry,
+                                 "E2E, SmolLM2; 20 runs, about 15 minutes each on one core"),
     "audits": Experiment("Does any method reveal more than it claims?", partial(audit_grid, False), audit_entry,
                          "synthetic canaries; 26 audits, 14 minutes on a busy machine, 4 on a free core", reduced=True,
                          full=partial(audit_grid, True))}
