@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from ...data import Task
 from ...engine import Engine
-from ...freezing.distortion import (
-    ClipGroups, StatusChanges, clip_groups, freezing_effect,
-    status_changes, true_gradient)
 from ...freezing.schedule import LAST_STEPS, PAPER, layers, lower_half
 from ...losses import accuracy, default_loss, device_of, to_device
 from ...method import Context, Method
@@ -31,6 +28,8 @@ from ...models import load_model
 from ...norms import Partition
 from ...privacy import SampledGaussian, epsilon
 from ...processes import own_device
+from ..distortion import (
+    clip_groups, freezing_effect, status_changes, true_gradient)
 from ..experiments import Experiment, Settings, prepared_task
 from ..similarity import activations, pwcca
 from ..tasks import fingerprint
@@ -331,24 +330,16 @@ def _look(settings: Settings, model: nn.Module, task: Task, kept: list[Partition
     status = {clip: status_changes(model, loss, batches, clip, kept) for clip in CLIPS}
     for parameter, flag in zip(model.parameters(), trains, strict=True):
         parameter.requires_grad_(flag)
-    return {"step": t, "frozen": not all(trains), **effect.record(),
-            "groups": {str(clip): _of_groups(groups[clip]) for clip in CLIPS},
-            "status": {str(clip): _of_status(status[clip]) for clip in CLIPS}}
+    return {"step": t, "frozen": not all(trains), **effect,
+            "groups": {str(clip): _plain(groups[clip]) for clip in CLIPS},
+            "status": {str(clip): _plain(status[clip]) for clip in CLIPS}}
 
-def _of_groups(found: ClipGroups) -> dict[str, Any]:
-    return {"clipped": found.clipped, "unclipped": found.unclipped,
-            "clipped_angle": _plain(found.clipped_angle),
-            "unclipped_angle": _plain(found.unclipped_angle),
-            "gain": _plain(found.gain)}
-
-def _of_status(found: StatusChanges) -> dict[str, Any]:
-    return {"clipped_before": found.clipped_before,
-            "clipped_after": found.clipped_after,
-            "turned_clipped": _plain(found.turned_clipped),
-            "turned_unclipped": _plain(found.turned_unclipped)}
-
-def _plain(values: Tensor) -> list[float | None]:
-    return [None if value.isnan() else round(value.item(), 6) for value in values]
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    "Angles to six decimal places, None where there is none."
+    def short(value: float) -> float | None:
+        return None if value != value else round(value, 6)
+    return {name: [*map(short, value)] if isinstance(value, list) else value
+            for name, value in found.items() if name != "examples"}
 
 # %% ../../../nbs/6_appendices/105_freezing_runs.ipynb #freezing-evidence-experiments
 def same_trunk(settings: Settings) -> str:
