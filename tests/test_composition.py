@@ -12,7 +12,7 @@ from torch import nn
 from zoo import toy
 
 import dpft
-from dpft.auditing import Stopped, stopping
+from dpft.book.audits import Stopped, stopping
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
 from dpft.composition import Chain, Then
 from dpft.engine import Engine

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import toy
 
 import dpft
-from dpft.auditing import Stopped, stopping
+from dpft.book.audits import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpft.auditing import Stopped, stopping
+from dpft.book.audits import Stopped, stopping
 from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
 from dpft.clipping import effective_noise_multiplier

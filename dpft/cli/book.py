@@ -323,7 +323,8 @@ def audit(
 ) -> None:
     ("Audit the engine: plant canaries, try to tell which were in the data, and fail "
      "if that refutes the claimed epsilon.")
-    from dpft import auditing
+    from dpft.auditing import audit as audited
+    from dpft.book.audits import method_to_audit
 
     if full:
         check_idle("beside --full, which audits every method", method=method,
@@ -338,14 +339,14 @@ def audit(
         audit_outputs(method, option or (), as_json)
         return
     check_positive(steps=steps)
-    name, make = auditing.method_to_audit(method, option or ())
-    told(name, auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate,
+    name, make = method_to_audit(method, option or ())
+    told(name, audited(make(steps), epsilon, delta, canaries, steps, sample_rate,
                               seed=seed, precision=precision, accountant=accountant),
          as_json)
 
 def told(name: str, found: Any, as_json: bool) -> None:
     "Print the result of one audit; ValueError if it refutes the claim."
-    from dpft.auditing import ACCUSED
+    from dpft.book.audits import ACCUSED
 
     bounds, chance = (
         {kind: found.lower_bound(kind) for kind in found.kinds}, found.p_value())
@@ -385,7 +386,7 @@ def audit_outputs(method: str, option: Sequence[str], as_json: bool) -> None:
 
 def audit_all(output: Path | None, as_json: bool) -> None:
     "Make every audit in full, and print all results."
-    from dpft import auditing
+    from dpft.book.audits import audit_table
     from dpft.book.evidence import EXPERIMENTS
     from dpft.book.experiments import recorded, results_file
 
@@ -396,7 +397,7 @@ def audit_all(output: Path | None, as_json: bool) -> None:
     records = recorded(results_file("audits") if output is None
                        else output / "audits.jsonl")
     whole = [entry for entry in records if not entry["reduced"]]
-    table = auditing.audit_table(whole)
+    table = audit_table(whole)
     if as_json:
         print_json(whole)
     else:

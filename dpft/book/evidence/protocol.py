@@ -23,7 +23,7 @@ from itertools import pairwise
 from math import log
 from typing import Any
 
-from ...auditing import refuted
+from ..audits import refuted
 from ...rapft.mask import AS_PUBLISHED
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import less, paired
