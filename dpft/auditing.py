@@ -27,7 +27,6 @@ from .lower_bounds import (
     mu_of_rates, separation_bound)
 from .method import Method
 from .privacy import SampledGaussian
-from .registry import Known, known_methods, method_named, method_type
 
 # %% ../nbs/3_found/43_auditing.ipynb #auditing-models
 # weight of the head in `CanaryLayers`, small so that it masks nothing below it

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpft.book.audits import Stopped, stopping
 from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
+from dpft.book.audits import Stopped, stopping
 from dpft.clipping import clip_factor
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
 from dpft.loop import fine_tune

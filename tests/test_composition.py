@@ -12,8 +12,8 @@ from torch import nn
 from zoo import toy
 
 import dpft
-from dpft.book.audits import Stopped, stopping
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
+from dpft.book.audits import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.engine import Engine
 from dpft.freezing import LayerFreeze

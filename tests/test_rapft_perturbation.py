@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpft.book.audits import Stopped, stopping
 from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
+from dpft.book.audits import Stopped, stopping
 from dpft.clipping import effective_noise_multiplier
 from dpft.composition import Chain, Then
 from dpft.data import Public

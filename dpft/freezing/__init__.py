@@ -1,5 +1,5 @@
 """DP-SGD-LF: freeze the lower layers late."""
 
-from dpft.freezing.schedule import LayerFreeze, layers, paper_settings
+from dpft.freezing.schedule import LayerFreeze, layers
 
-__all__ = ["LayerFreeze", "layers", "paper_settings"]
+__all__ = ["LayerFreeze", "layers"]

@@ -7,7 +7,6 @@ __all__ = ['UNPAID', 'OF_MAP', 'optimal_noise', 'allocate', 'relevance_blocks', 
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-imports
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..forms import full
 from ..method import Context, Method, check_method
 from ..models import fresh_head
 from ..norms import Block, Partition, members
-from ..oracle import batch_rows, trainable
+from ..oracle import trainable
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_mask, relevance_mask
 from .propagation import attention_configs
@@ -121,29 +120,26 @@ class RapFT(Method):
                 "later what has no relevance now; wrap each phase by itself: "
                 "Then(RapFT(a), n, RapFT(b)), or select once")
         source = relevance_data if isinstance(relevance_data, str) else "public"
-        if source not in ("private", "random", "paper") and not isinstance(
-                relevance_data, Public):
-            raise ValueError('relevance_data must be Public(data, source), "private", '
-                             '"random", or "paper"')
-        if (source == "private") != (share is not None):
-            raise ValueError(f"relevance_data={source!r} and share={share}: private "
-                             "relevance, and no other, needs a share of epsilon, such "
-                             "as share=0.05")
-        if source == "paper" and not allow_non_private:
-            raise ValueError(
-                'relevance_data="paper" takes the mask from private data without '
-                "a charge, so the run has no privacy guarantee; set "
-                'allow_non_private=True if you accept that, or choose "private"')
-        if level not in ("parameter", "group") or (
-                level == "group" and source != "private"):
-            raise ValueError(f"level={level!r} must be 'parameter', or 'group' for "
-                             "private relevance")
-        if relevance_clip <= 0 or (preference is not None and preference <= 0):
-            raise ValueError(f"relevance_clip={relevance_clip} and preference="
-                             f"{preference} must be positive")
-        if unknown := options.keys() - {*OF_MAP, *MASK_CHOICES}:
-            raise ValueError(f"RapFT has no option {min(unknown)!r}; of the relevance "
-                             f"it takes {', '.join((*OF_MAP, *MASK_CHOICES))}")
+        known = *OF_MAP, *MASK_CHOICES
+        for wrong, why in (
+            (source not in ("private", "random", "paper") and not isinstance(
+                relevance_data, Public), 'relevance_data must be Public(data, source), '
+             '"private", "random", or "paper"'),
+            ((source == "private") != (share is not None), f"share={share}: private "
+             "relevance, and no other, needs a share of epsilon, such as share=0.05"),
+            (source == "paper" and not allow_non_private, 'relevance_data="paper" takes '
+             "the mask from private data without a charge, so the run has no privacy "
+             "guarantee; set allow_non_private=True if you accept that"),
+            (level not in ("parameter", "group") or (level, source) in (
+                ("group", "public"), ("group", "random"), ("group", "paper")),
+             f"level={level!r} must be 'parameter', or 'group' for private relevance"),
+            (not relevance_clip > 0, f"relevance_clip={relevance_clip} must be "
+             "positive"),
+            (options.keys() - {*known}, f"RapFT has no such option among "
+             f"{', '.join(options)}; of the relevance it takes {', '.join(known)}"),
+        ):
+            if wrong:
+                raise ValueError(why)
         self.method, self.relevance_data, self.share = method, relevance_data, share
         self.irrelevance, self.allocation = irrelevance, allocation
         self.preference, self.warmup_steps = preference, warmup_steps
@@ -182,7 +178,7 @@ class RapFT(Method):
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves none of the "
                              f"{context.steps} steps for Rap-FT; choose fewer")
         if self.relevance_data == "paper":
-            context.forfeit(UNPAID)
+            context.void_guarantee(UNPAID)
         own = self.method.requests(context.part(0, 0))
         return own if self.share is None else [
             *own, Request(self.relevance_rate, 1, self.share, "relevance")]
@@ -233,18 +229,13 @@ class RapFT(Method):
                 return {name: torch.rand(p.shape) for name, p in parameters.items()}
         if self.share is not None:
             return self._released(context, parameters)
-        def look() -> dict[str, Tensor]:
+        def measure() -> dict[str, Tensor]:
             data = self.relevance_data
             batches = (context.public_batches(data) if isinstance(data, Public) else
-                       context.draw_unpaid(self.relevance_rate, "relevance"))
-            begin = next((batch for batch in batches if batch_rows(batch)), None)
-            if begin is None:
-                raise ValueError(
-                    "there are no examples to take relevance from; give some, or "
-                    f"raise relevance_rate={self.relevance_rate}")
-            found = relevance_map(context.model, chain([begin], batches), **self._map)
+                       context.draw_uncharged(self.relevance_rate, "relevance"))
+            found = relevance_map(context.model, batches, **self._map)
             return {name: values.cpu() for name, values in found.items()}
-        return context.first(look)
+        return context.first(measure)
 
     def _released(self, context: Context,
                   parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

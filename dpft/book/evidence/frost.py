@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['METHODS', 'RATES', 'TEXT', 'DIGITS', 'PICTURES', 'VISION_RATES', 'BESIDE', 'CHOSEN', 'VARIANTS', 'EXPERIMENTS',
            'tuning_grid', 'tuned', 'text_grid', 'on_digits', 'ablation_grid', 'reselection_grid', 'rate_grid',
-           'vision_grid', 'measured']
+           'vision_grid', 'selection_record', 'measured']
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-imports
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...frost.selection import RATIOS, DPFrost
+from torch import Tensor
+
+from ...frost.selection import DPFrost, Selection
 from ..experiments import (
     Experiment, Settings, measured_run, recorded, results_file)
 
@@ -53,7 +55,7 @@ def tuning_grid() -> Iterator[Settings]:
     for method in METHODS:
         for rate in RATES[method]:
             for options in ([{"ratio": ratio, "sample_rate": 0.01}
-                             for ratio in RATIOS[:2]] if method == "DPFrost" else [{}]):
+                             for ratio in (0.25, 0.0625)] if method == "DPFrost" else [{}]):
                 yield {**TEXT, "held_out": 1500, "method": method, "options": options,
                        "learning_rate": rate, "target_epsilon": 2.0, "seed": 100}
 
@@ -122,11 +124,21 @@ def vision_grid() -> list[Settings]:
             for seed in range(3) for method in METHODS]
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-measure
+def selection_record(found: Selection) -> Settings:
+    "A selection as plain JSON, null where nothing was measured."
+    def plain(value: Any) -> Any:
+        return ([None if x != x else x for x in value.tolist()]
+                if isinstance(value, Tensor) else value)
+    parts = [{"name": part.name, "size": part.size} for part in found.partitions]
+    return {"ratio": found.ratio, "partitions": parts, "chosen": found.numbers,
+            "rounds": [{name: plain(value) for name, value in vars(past).items()}
+                       for past in found.rounds]}
+
 def measured(settings: Settings) -> Settings:
     "A run, with the partitions that it selected if its method selects."
     own = {name: value for name, value in settings.items() if name != "label"}
     return measured_run(own, lambda run, method: (
-        {"selection": method.selection.record()} if isinstance(method, DPFrost)
+        {"selection": selection_record(method.selection)} if isinstance(method, DPFrost)
         else {}))
 
 # %% ../../../nbs/6_appendices/104_frost_runs.ipynb #frost-evidence-experiments
