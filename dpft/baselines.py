@@ -170,21 +170,17 @@ def check_fits(
         raise ValueError("nothing outside a fresh head may train, so there is no "
                          "partition to choose from; choose LastLayer(), or let more "
                          "train")
-    total = sum(piece.size for piece in pieces)
-    room = admitted(ratio, total)
-    fitting = [piece for piece in pieces if piece.size <= room]
-    share = sum(piece.size for piece in fitting) / total
-    if share > 0.1 or len(fitting) == len(pieces):
-        return
-    least = min((piece for piece in pieces if piece.size > room),
-                key=lambda piece: piece.size)
-    needed = math.ceil(least.size / total * 1e6) / 1e6
-    allowed = f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and "
-    hint = f", {least.name} ({least.size:,} entries), would from ratio={needed:g} on"
-    if not fitting:
-        raise ValueError(f"{allowed}no partition is that small; the smallest{hint}")
-    warnings.warn(f"{allowed}only {len(fitting)} of {len(pieces)} partitions fit, with "
-                  f"{share:.1%} of all entries; the next{hint}", stacklevel=3)
+    total, least = sum(p.size for p in pieces), min(pieces, key=lambda p: p.size)
+    sizes = [p.size for p in pieces if p.size <= admitted(ratio, total)]
+    if not sizes:
+        raise ValueError(
+            f"ratio={ratio:g} of {total:,} entries is less than any partition; the "
+            f"smallest, {least.name} ({least.size:,} entries), would fit from "
+            f"ratio={math.ceil(least.size / total * 1e6) / 1e6:g} on")
+    if sum(sizes) <= 0.1 * total and len(sizes) < len(pieces):
+        warnings.warn(f"only {len(sizes)} of {len(pieces)} partitions, with "
+                      f"{sum(sizes) / total:.1%} of all entries, fit into "
+                      f"ratio={ratio:g}; raise it to choose among more", stacklevel=3)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-random
 class RandomPartitions(Method):
@@ -262,13 +258,6 @@ class LargestWeights(Method):
     def choose(
         self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "The parameters that hold any of the largest entries."
-        inside = {id(parameter) for parameter in among}
-        for name, p in context.model.named_parameters():
-            if id(p) in inside and place(name)[1]:
-                raise ValueError(
-                    f"{name} is not pre-trained, so its size carries no information; "
-                    "let LargestWeights choose before an adapter is added, or choose "
-                    "among adapters with DPFrost or RandomPartitions")
         parameters = [p for piece in offered(context, among) for p in piece.parameters]
         magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
         self._masks = largest(magnitudes, self.ratio, parameters)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .baselines import Full, LastLayer, Trainable, masked_block
+from .baselines import Full, Trainable, masked_block
 from .method import Context, Method, NotRunning, check_method
 from .models import fresh_head
 from .norms import Block, members
@@ -62,26 +62,25 @@ def refusal(
     before: Sequence[Method],  # the parts before it
 ) -> str:                      # empty: it may be there
     "Why a method cannot be at this place of a chain."
-    name, first = type(part).__name__, type(before[-1]).__name__ if before else ""
+    name = type(part).__name__
     def masks(method: Method) -> bool:
         return type(method).blocks is not Method.blocks
-    if any(part is other for other in before):
-        return f"the same {name} object is there twice; make another one"
-    if masks(part) and not part.adds and not part.selects:
-        return (f"{name} holds other methods or cuts what trains into blocks of its "
-                f"own; put the chain into it: {name}(Chain(…), …)")
-    if before and (isinstance(part, (Full, Trainable))
-                   or not (part.adds or part.selects)):
-        return (f"{name} says by itself what trains, which undoes {first}; it can only "
-                "come first")
-    if masks(part) and any(map(masks, before)):
-        return (f"{name} is the second method that chooses single entries, and each "
-                "would count what the other has taken; keep one")
-    once = type(part).step is Method.step or part.may_spend
-    if part.selects and once and any(other.unfreezes for other in before):
-        return (f"a method before it may select anew what {name} was never asked "
-                f"about; put {name} first, or select once")
-    return ""
+    alone = isinstance(part, (Full, Trainable)) or not (part.adds or part.selects)
+    decides_once = part.selects and (type(part).step is Method.step or part.may_spend)
+    reasons = {
+        f"the same {name} object is there twice; make another one":
+            any(part is other for other in before),
+        f"{name} holds other methods or cuts what trains into blocks of its own; put "
+        f"the chain into it: {name}(Chain(…), …)":
+            masks(part) and not part.adds and not part.selects,
+        f"{name} says by itself what trains, so it can only come first":
+            bool(before) and alone,
+        f"{name} is the second method that chooses single entries; keep one":
+            masks(part) and any(map(masks, before)),
+        f"a method before it may select anew what {name} was never asked about; put "
+        f"{name} first, or select once":
+            decides_once and any(other.unfreezes for other in before)}
+    return next((why for why, holds in reasons.items() if holds), "")
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-rehearse
 def rehearse(method: Method, context: Context) -> None:
@@ -145,10 +144,6 @@ class Chain(Several):
 
     def start(self, context: Context) -> None:
         "Each part adds to the trainable set, or selects from it."
-        probes = any(isinstance(part, LastLayer) for part in self.parts[1:])
-        if probes and fresh_head(context.model):
-            raise ValueError("this Chain makes no sense: LastLayer adds nothing, for a "
-                             "fresh head trains in every method; leave it out")
         if context.running and self.may_spend:
             rehearse(self, context)
         self._sets = []
@@ -181,8 +176,8 @@ class Chain(Several):
                 continue
             before, effect = set(self._trains(context, number)), self._sets[number]
             adds = self._adds(number)
-            shown = before | effect if adds else set(body) - effect
-            self._let_train(context, [p for p in body if p in shown])
+            now = before | effect if adds else set(body) - effect
+            self._let_train(context, [p for p in body if p in now])
             part.step(view, t)
             after = {p for p in body if p.requires_grad}
             self._sets[number] = (effect & after | after - before if adds

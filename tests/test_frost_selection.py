@@ -266,7 +266,7 @@ def test_a_selection_whose_step_a_crash_has_lost_is_made_at_the_next_step():
     (lambda: DPFrost(0.5, gap=-1.0), "gap=-1.0"), (lambda: DPFrost(0.5, kind="x"), "kind='x'"), (lambda: DPFrost(0.5, order=3), "order=3"),
     (lambda: engine(DPFrost(0.5, sample_rate=1.5)), "sample_rate=1.5"), (lambda: engine(DPFrost(0.5, clip=-1.0)), "clip=-"),
     (lambda: engine(DPFrost(0.4, reselect=9)), "reselect=9 selections do not fit into 4 steps"),
-    (lambda: engine(DPFrost(0.001)), "no partition is that small; the smallest, "),
+    (lambda: engine(DPFrost(0.001)), "is less than any partition; the smallest, "),
     (lambda: engine(DPFrost(0.5), nn.Sequential(nn.Flatten(), nn.Linear(16, 3))), "choose LastLayer"),
     (lambda: engine(EntrySelection(1e-9)), "lets no entry train"), (lambda: DPFrost(0.5).selection, "nothing has been selected yet"),
     (lambda: DPFrost(0.5).start(Context(net(), zoo.image_loss, 1, 4, 10)), "needs a run")])

@@ -17,13 +17,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dpft.baselines import insert_adapters, partitions
+from dpft.baselines import insert_adapters
 from dpft.bitfit import biases
 from dpft.forms import Groups
-from dpft.gradients import Partition, gradients, per_example_gradients
+from dpft.gradients import gradients, per_example_gradients
 from dpft.losses import logits
 from dpft.networks import TemperedSigmoid
-from dpft.oracle import evaluating, select_rows, trainable
+from dpft.oracle import evaluating, select_rows
 from dpft.rapft.propagation import relevance_rules
 from dpft.rapft.relevance import Initialisation, clipped_relevance, initial_relevance, relevance_loss, relevance_map
 from dpft.rapft.rules import Rules
@@ -321,26 +321,17 @@ def test_maps_are_those_of_one_example_at_a_time(kind, rule):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*no fast rule")
         found = clipped_relevance(model, batch, clip, rule=rule)
-        pieces = [Partition(name, (parameter,)) for name, parameter in trainable(model).items()]
-        table = torch.stack([values.flatten(1).sum(1) for values in rows.values()], 1)
-        numbers = clipped_relevance(model, batch, 0.1 * clip, rule=rule, groups=pieces)
     for name, values in found.items():
         torch.testing.assert_close(values, torch.tensordot(factors, rows[name], 1))
-    wanted = (table * (0.1 * clip / table.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
-    torch.testing.assert_close(numbers, wanted)
 
 
-def test_units_and_groups_of_every_form_of_gradient():
+def test_the_rows_of_a_unit_are_clipped_together():
     model, _, batch = zoo.build("gpt2-lm", rows=4)
-    rows = rows_by_oracle(model, batch)
-    pieces = partitions(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    table = torch.stack([sum(rows[names[id(p)]].flatten(1).sum(1) for p in piece.parameters) for piece in pieces], 1)
-    torch.testing.assert_close(clipped_relevance(model, batch, 1e6, groups=pieces), table.sum(0))
-    units = Groups(torch.tensor([0, 1, 0, 2]))
-    merged = torch.stack([table[0] + table[2], table[1], table[3]])
-    wanted = (merged * (0.1 / merged.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
-    torch.testing.assert_close(clipped_relevance(model, batch, 0.1, groups=pieces, units=units), wanted)
+    rows = {name: torch.stack([values[0] + values[2], values[1], values[3]]) for name, values in rows_by_oracle(model, batch).items()}
+    norms = torch.stack([values.flatten(1).square().sum(1) for values in rows.values()]).sum(0).sqrt()
+    found = clipped_relevance(model, batch, 0.1, units=Groups(torch.tensor([0, 1, 0, 2])))
+    for name, values in found.items():
+        torch.testing.assert_close(values, torch.tensordot((0.1 / norms).clamp(max=1), rows[name], 1), rtol=1e-5, atol=1e-8)
 
 
 class Net(nn.Module):
@@ -353,20 +344,17 @@ class Net(nn.Module):
 
 
 def size(found):
-    return torch.cat([values.flatten() for values in found.values()]).norm().item() if isinstance(found, dict) else found.norm().item()
+    return torch.cat([values.flatten() for values in found.values()]).norm().item()
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 10**6), st.floats(1e-3, 10), st.floats(0.1, 1e3), st.booleans())
-def test_one_example_moves_the_sum_by_at_most_the_clip(seed, clip, scale, grouped):
+@given(st.integers(0, 10**6), st.floats(1e-3, 10), st.floats(0.1, 1e3))
+def test_one_example_moves_the_sum_by_at_most_the_clip(seed, clip, scale):
     torch.manual_seed(seed)
     net, rows = Net(), drawn(4, 3, seed=seed) * scale
-    options = {"groups": partitions(net, head=())} if grouped else {}
-    whole = clipped_relevance(net, (rows,), clip, **options)
-    less = clipped_relevance(net, (rows[1:],), clip, **options)
-    apart = {name: whole[name] - less[name] for name in whole} if isinstance(whole, dict) else whole - less
-    assert size(apart) <= clip * (1 + 1e-6)
-    assert size(clipped_relevance(net, (rows[:0],), clip, **options)) == 0
+    whole, less = clipped_relevance(net, (rows,), clip), clipped_relevance(net, (rows[1:],), clip)
+    assert size({name: whole[name] - less[name] for name in whole}) <= clip * (1 + 1e-6)
+    assert size(clipped_relevance(net, (rows[:0],), clip)) == 0
 
 
 def test_an_example_that_is_not_finite_contributes_nothing():
@@ -374,12 +362,9 @@ def test_an_example_that_is_not_finite_contributes_nothing():
     net, rows = Net(), drawn(4, 3)
     bad = rows.clone()
     bad[2, 1] = float("inf")
-    pieces = partitions(net, head=())
-    keep = torch.tensor([0, 1, 3])
-    for options in ({}, {"groups": pieces}):
-        found, wanted = clipped_relevance(net, (bad,), 0.1, **options), clipped_relevance(net, (rows[keep],), 0.1, **options)
-        for one, other in zip(*((v.values() if isinstance(v, dict) else [v]) for v in (found, wanted)), strict=True):
-            torch.testing.assert_close(one, other)
+    found, wanted = clipped_relevance(net, (bad,), 0.1), clipped_relevance(net, (rows[[0, 1, 3]],), 0.1)
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name])
     with pytest.raises(ValueError, match=r"body\.weight: its relevance is not finite"):
         relevance_map(net, [(bad,)])
 

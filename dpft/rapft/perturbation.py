@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..baselines import offered
 from ..composition import Then
 from ..data import Public
 from ..forms import full
 from ..method import Context, Method, check_method
-from ..models import fresh_head
-from ..norms import Block, Partition, members
+from ..norms import Block, members
 from ..oracle import trainable
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_mask, relevance_mask
@@ -109,7 +107,6 @@ class RapFT(Method):
         warmup_steps: int = 0,             # plain private steps before the map is taken
         relevance_clip: float = 0.01,      # R_c, bound on one example's map in 2-norm
         relevance_rate: float = 0.1,       # q_R of the draw from private data
-        level: str = "parameter",          # "parameter" | "group": what is released
         allow_non_private: bool = False,   # needed for "paper"
         **options: Any,                    # of `relevance_map` and of `relevance_mask`
     ):
@@ -130,9 +127,6 @@ class RapFT(Method):
             (source == "paper" and not allow_non_private, 'relevance_data="paper" takes '
              "the mask from private data without a charge, so the run has no privacy "
              "guarantee; set allow_non_private=True if you accept that"),
-            (level not in ("parameter", "group") or (level, source) in (
-                ("group", "public"), ("group", "random"), ("group", "paper")),
-             f"level={level!r} must be 'parameter', or 'group' for private relevance"),
             (not relevance_clip > 0, f"relevance_clip={relevance_clip} must be "
              "positive"),
             (options.keys() - {*known}, f"RapFT has no such option among "
@@ -144,7 +138,6 @@ class RapFT(Method):
         self.irrelevance, self.allocation = irrelevance, allocation
         self.preference, self.warmup_steps = preference, warmup_steps
         self.relevance_clip, self.relevance_rate = relevance_clip, relevance_rate
-        self.level = level
         self.allow_non_private, self.options = allow_non_private, options
         self._map = {name: options[name] for name in OF_MAP if name in options}
         self._ranks = {name: options[name] for name in MASK_CHOICES if name in options}
@@ -218,7 +211,7 @@ class RapFT(Method):
         entries = {name: mask.to(relevance[name].device)
                    for name, (_, mask) in whole.items() if mask is not None}
         weak = relevance_mask(relevance, self.irrelevance, entries=entries,
-                              normalise=self.level == "parameter", **self._ranks)
+                              **self._ranks)
         self._weak = {p: weak[name].to(p.device) for name, (p, _) in whole.items()}
 
     def _relevance(self, context: Context) -> dict[str, Tensor]:
@@ -241,27 +234,15 @@ class RapFT(Method):
                   parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         "The noisy sum of clipped maps over a batch; @def-private-relevance."
         own = context.part(len(self.method.requests(context.part(0, 0))), 1)
-        groups, head = None, fresh_head(own.model)
-        if self.level == "group":       # the partitions, and a fresh head as one more
-            groups = [*offered(own, list(parameters.values())),
-                      *([Partition("head", tuple(head))] if head else [])]
         sizes = [p.numel() for p in parameters.values()]
-        like = full(next(iter(parameters.values())).detach())
-        total = like.new_zeros(sum(sizes) if groups is None else len(groups))
+        total = full(next(iter(parameters.values())).detach()).new_zeros(sum(sizes))
         for batch in own.draw(self.relevance_rate):
             found = clipped_relevance(own.model, batch, self.relevance_clip,
-                                      groups=groups, units=own.groups(batch),
-                                      **self._map)
-            total += found if isinstance(found, Tensor) else torch.cat(
-                [found[name].flatten() for name in parameters])
+                                      units=own.groups(batch), **self._map)
+            total += torch.cat([found[name].flatten() for name in parameters])
         noisy = own.release(total, self.relevance_clip)
-        if groups is None:
-            return {name: part.view_as(p) for (name, p), part in zip(
-                parameters.items(), noisy.split(sizes), strict=True)}
-        density = {id(p): value / group.size
-                   for group, value in zip(groups, noisy, strict=True)
-                   for p in group.parameters}
-        return {name: density[id(p)].expand_as(p) for name, p in parameters.items()}
+        return {name: part.view_as(p) for (name, p), part in zip(
+            parameters.items(), noisy.split(sizes), strict=True)}
 
     def blocks(self, context: Context) -> list[Block]:
         "The method's blocks; once there is a mask, the weak and strong part of each."

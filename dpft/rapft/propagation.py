@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..networks import TemperedSigmoid
 from .rules import (
-    MATRIX_PRODUCTS, Rules, Through, activation, branches, group_norm, held_root,
+    MATRIX_PRODUCTS, Rules, activation, branches, group_norm, held_root,
     layer_norm, linear, product, rms_norm, skip)
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-attention
@@ -187,11 +187,11 @@ class Propagation(TorchFunctionMode):
 
 # %% ../../nbs/2_methods/28_rapft_propagation.ipynb #propagation-whole
 @contextmanager
-def as_one(module: nn.Module) -> Iterator[None]:
+def as_one(module: nn.Module, rules: Rules) -> Iterator[None]:
     "Treat an activation module as one function."
     before = module.forward
-    module.forward = lambda values: Through.apply(  # type: ignore[method-assign]
-        values, before)
+    module.forward = partial(  # type: ignore[method-assign]
+        activation, rules, before)
     try:
         yield
     finally:
@@ -223,5 +223,5 @@ def relevance_rules(
             theirs = type(module).__module__ == "transformers.activations"
             fixed = not any(True for _ in module.parameters())
             if isinstance(module, TemperedSigmoid) or (theirs and fixed):
-                stack.enter_context(as_one(module))
+                stack.enter_context(as_one(module, rules))
         yield stack.enter_context(Propagation(rules))

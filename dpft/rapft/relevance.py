@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['IN_PLACE', 'Initialisation', 'best_beams', 'starting', 'counted', 'shifts', 'initial_relevance', 'relevance_loss',
-           'check_started', 'check_map', 'relevance_map', 'inner_with', 'check_layout', 'clipped_relevance']
+           'check_started', 'check_map', 'relevance_map', 'check_layout', 'clipped_relevance']
 
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-imports
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping import clip_factor
-from ..forms import Contribution, Groups, Outer, Rows, by_example, full
+from ..forms import Groups, full
 from ..gradients import gradients
 from ..losses import logits
-from ..norms import Partition
 from ..oracle import evaluating
 from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, select_rows
 from ..oracle import trainable
@@ -210,21 +209,6 @@ def relevance_map(
     check_map(maps)
     return maps
 
-# %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-inner
-def inner_with(
-    use: Contribution,
-    values: Tensor,    # of the parameter's shape
-) -> Tensor:           # (B,)
-    """Inner product of each example's gradient with fixed values, for factored and
-    row-sparse gradients without materialising them."""
-    if isinstance(use, Rows):
-        return (full(use.right) * values[use.index]).sum((1, 2))
-    if isinstance(use, Outer):
-        matrices = values.reshape(use.left.shape[1], use.left.shape[3],
-                                  use.right.shape[3])
-        return (full(use.left) * (full(use.right) @ matrices.mT)).flatten(1).sum(1)
-    return by_example(use.dense() * values).sum(1)
-
 # %% ../../nbs/2_methods/26_rapft_relevance.ipynb #relevance-layout
 def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                  mode: Propagation) -> None:
@@ -245,15 +229,14 @@ def check_layout(model: nn.Module, loss_fn: LossFunction, batch: Batch,
 def clipped_relevance(
     model: nn.Module,
     batch: Batch,                    # physical batch; of no examples gives zeros
-    clip: float,                     # bound on one example's map, or its M numbers
+    clip: float,                     # bound on one example's map
     init: str | None = None,         # where relevance begins; see `Initialisation`
-    groups: Sequence[Partition] | None = None,  # M: one number for each, and no map
     rule: str | Rules = "epsilon",   # as `relevance_map` takes it
     k: int = 5,                      # tokens that "top-k" keeps at each position
     p: float = 0.9,                  # probability of those that "top-p" keeps
     beams: int = 5,                  # most probable sequences that "beam" keeps
     units: Groups | None = None,     # rows of each privacy unit; None: every row is one
-) -> dict[str, Tensor] | Tensor:                # name -> relevance, or (M,)
+) -> dict[str, Tensor]:              # name -> relevance
     """Sum of the examples' relevance maps, each clipped.
 
     One example, added or removed, moves it by at most `clip` in 2-norm.
@@ -269,14 +252,6 @@ def clipped_relevance(
         found = gradients(model, loss, batch, units)
     values = {name: full(parameter.detach())
               for name, parameter in found.parameters.items()}
-    if groups is not None:           # the sum of each group's relevances
-        zero = found.losses.new_zeros(found.size)
-        table = torch.stack([sum(
-            (inner_with(use, values[found.names[id(p)]]) for p in group.parameters
-             if id(p) in found.names for use in found.uses[found.names[id(p)]]), zero)
-            for group in groups], 1)                               # (B, M)
-        factors = clip_factor(table.norm(dim=1), clip)[:, None]    # 0: not finite
-        return (table * factors).masked_fill(factors == 0, 0).sum(0)
     squares = []
     for name, value in values.items():                  # and their rounding error
         norms = found.square_norms(name, mask=value).sqrt()        # @lem-rounding
