@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LORA', 'ADAPTER', 'PART', 'QUERIES_AND_VALUES', 'FEED_FORWARD', 'ATTENTION_ENDS', 'FEED_FORWARD_ENDS', 'BLOCK_ENDS',
            'Full', 'LastLayer', 'Trainable', 'NormOnly', 'place', 'partitions', 'offered', 'admitted', 'check_ratio',
-           'check_fits', 'RandomPartitions', 'masked_block', 'largest', 'LargestWeights', 'linear_layers',
+           'check_fits', 'RandomPartitions', 'masked_block', 'largest', 'Masked', 'LargestWeights', 'linear_layers',
            'matching_layers', 'drawn_from', 'LoRA', 'merge_lora', 'Adapted', 'adapter_parameters', 'remove_adapters',
            'insert_adapters', 'Adapter']
 
@@ -233,39 +233,63 @@ def largest(
     return {p: mask.view_as(p) for p, mask in zip(parameters, masks, strict=True)
             if bool(mask.any())}
 
-# %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest
-class LargestWeights(Method):
-    """The single entries of the largest pre-trained magnitude train, and a fresh head.
+class Masked(Method):
+    """A method of single entries: the optimizer steps on all entries, and the engine
+    restores those outside the masks, bit for bit."""
 
-    PVAL of DP-FROST, after @luo2021.
-    The optimizer steps on all entries, and the engine restores those outside the mask,
-    bit for bit; @lem-public-choice.
-    """
-
-    def __init__(
-        self,
-        ratio: float = 0.25,  # share of entries outside the head that train, (0, 1]
-    ):
+    def __init__(self, ratio: float):
         check_ratio(ratio)
         self.ratio = ratio
         self._masks: dict[nn.Parameter, Tensor] = {}
+        self._names: list[str] = []  # of the parameters, when they were chosen
 
     @property
     def masks(self) -> dict[nn.Parameter, Tensor]:
         "Which entries train, of the parameters that have any."
         return self._masks
 
+    def keep(self, context: Context, values: Tensor,
+             parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "Let the entries of the largest values train."
+        self._masks = largest(values, self.ratio, parameters)
+        names = {id(p): name for name, p in context.model.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self._masks]
+        return list(self._masks)
+
+    def blocks(self, context: Context) -> list[Block]:
+        "One bound over the chosen entries and everything else that trains."
+        return [masked_block(list(trainable(context.model).values()), self._masks)]
+
+    def state(self, context: Context) -> dict[str, Tensor]:
+        "The masks, by name."
+        return dict(zip(self._names, self._masks.values(), strict=True))
+
+    def restore(self, context: Context, state: dict[str, Tensor]) -> None:
+        "Restore the masks."
+        named, self._names = dict(context.model.named_parameters()), list(state)
+        self._masks = {named[name]: mask.to(named[name].device)
+                       for name, mask in state.items()}
+        context.train_only([*self._masks, *fresh_head(context.model)])
+
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest
+class LargestWeights(Masked):
+    """The single entries of the largest pre-trained magnitude train, and a fresh head.
+
+    PVAL of DP-FROST, after @luo2021; @lem-public-choice.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.25,  # share of entries outside the head that train, (0, 1]
+    ):
+        super().__init__(ratio)
+
     def choose(
         self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "The parameters that hold any of the largest entries."
         parameters = [p for piece in offered(context, among) for p in piece.parameters]
         magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
-        self._masks = largest(magnitudes, self.ratio, parameters)
-        return list(self._masks)
-
-    def blocks(self, context: Context) -> list[Block]:
-        "One bound over the chosen entries and everything else that trains."
-        return [masked_block(list(trainable(context.model).values()), self.masks)]
+        return self.keep(context, magnitudes, parameters)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-linear-layers
 def linear_layers(

@@ -249,7 +249,7 @@ class Then(Several):
         self.steps, self.rate = steps, rate
         self.parts = [first, second]
         self._second = False                        # whether the second phase has begun
-        self._boundary: dict[str, Any] | None = None # for checkpoints of the second
+        self._ended: Any = None                     # state of the first phase then
 
     def lengths(self, context: Context) -> list[int]:
         "Steps of both phases; ValueError unless each has one."
@@ -268,7 +268,7 @@ class Then(Several):
 
     def start(self, context: Context) -> None:
         "The first phase begins; in a rehearsal, the second too."
-        self._boundary, self._second = None, False
+        self._ended, self._second = None, False
         if context.running:
             rehearse(self, context)
         for method, view in self.views(context)[:1 + context.rehearses]:
@@ -278,20 +278,11 @@ class Then(Several):
         "The step of the present phase, counted from its own beginning."
         length = self.lengths(context)[0]
         if t >= length and not self._second:
-            if context.running and context.engine.account.folder is not None:
-                self._boundary = self._at_boundary(context)
+            self._ended = self.first.state(self._now(context)[1])
             self._begin_second(context)
             context.begin_phase()
         method, view = self._now(context)
         method.step(view, t - length if self._second else t)
-
-    def _at_boundary(self, context: Context) -> dict[str, Any]:
-        method, view = self._now(context)
-        weights = {name: p.detach().clone()
-                   for name, p in context.model.named_parameters()
-                   if id(p) in context.engine.touched}
-        return {"first": method.state(view), "trains": sorted(trainable(context.model)),
-                "weights": weights}
 
     def _begin_second(self, context: Context, *state: Any) -> None:
         "The second method begins, or resumes from its state."
@@ -313,21 +304,15 @@ class Then(Several):
                 else self.rate * second.rate_factor(late, t - length))
 
     def state(self, context: Context) -> dict[str, Any]:
-        "The state of the present phase, and in the second the boundary."
+        "The states of the phases that have begun, the first as it ended."
         method, view = self._now(context)
-        return {"boundary": self._boundary,
-                "second" if self._second else "first": method.state(view)}
+        own = method.state(view)
+        return {"first": self._ended, "second": own} if self._second else {"first": own}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
-        "Resume in the phase; in the second, on the weights with which it began."
-        boundary = self._boundary = state["boundary"]
-        self._second = False
+        "Resume in the present phase."
+        self._ended, self._second = state["first"], False
         first, view = self._now(context)
-        first.restore(view, (boundary or state)["first"])
-        if boundary is not None:
-            named = dict(context.model.named_parameters())
-            with torch.no_grad():
-                for name, value in boundary["weights"].items():
-                    named[name].copy_(value)
-            context.train_only(named[name] for name in boundary["trains"])
+        first.restore(view, self._ended)
+        if "second" in state:
             self._begin_second(context, state["second"])

@@ -190,8 +190,10 @@ class Propagation(TorchFunctionMode):
 def as_one(module: nn.Module, rules: Rules) -> Iterator[None]:
     "Treat an activation module as one function."
     before = module.forward
-    module.forward = partial(  # type: ignore[method-assign]
-        activation, rules, before)
+    def forward(values: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():    # its operations get no rule
+            return activation(rules, before, values)
+    module.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
