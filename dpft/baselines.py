@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LORA', 'ADAPTER', 'PART', 'QUERIES_AND_VALUES', 'FEED_FORWARD', 'ATTENTION_ENDS', 'FEED_FORWARD_ENDS', 'BLOCK_ENDS',
            'Full', 'LastLayer', 'Trainable', 'NormOnly', 'place', 'partitions', 'offered', 'admitted', 'check_ratio',
-           'check_fits', 'RandomPartitions', 'masked_block', 'largest', 'LargestWeights', 'linear_layers',
+           'check_fits', 'RandomPartitions', 'masked_block', 'largest', 'Masked', 'LargestWeights', 'linear_layers',
            'matching_layers', 'drawn_from', 'LoRA', 'merge_lora', 'Adapted', 'adapter_parameters', 'remove_adapters',
            'insert_adapters', 'Adapter']
 
@@ -170,21 +170,17 @@ def check_fits(
         raise ValueError("nothing outside a fresh head may train, so there is no "
                          "partition to choose from; choose LastLayer(), or let more "
                          "train")
-    total = sum(piece.size for piece in pieces)
-    room = admitted(ratio, total)
-    fitting = [piece for piece in pieces if piece.size <= room]
-    share = sum(piece.size for piece in fitting) / total
-    if share > 0.1 or len(fitting) == len(pieces):
-        return
-    least = min((piece for piece in pieces if piece.size > room),
-                key=lambda piece: piece.size)
-    needed = math.ceil(least.size / total * 1e6) / 1e6
-    allowed = f"ratio={ratio:g} lets {room:,} of {total:,} entries train, and "
-    hint = f", {least.name} ({least.size:,} entries), would from ratio={needed:g} on"
-    if not fitting:
-        raise ValueError(f"{allowed}no partition is that small; the smallest{hint}")
-    warnings.warn(f"{allowed}only {len(fitting)} of {len(pieces)} partitions fit, with "
-                  f"{share:.1%} of all entries; the next{hint}", stacklevel=3)
+    total, least = sum(p.size for p in pieces), min(pieces, key=lambda p: p.size)
+    sizes = [p.size for p in pieces if p.size <= admitted(ratio, total)]
+    if not sizes:
+        raise ValueError(
+            f"ratio={ratio:g} of {total:,} entries is less than any partition; the "
+            f"smallest, {least.name} ({least.size:,} entries), would fit from "
+            f"ratio={math.ceil(least.size / total * 1e6) / 1e6:g} on")
+    if sum(sizes) <= 0.1 * total and len(sizes) < len(pieces):
+        warnings.warn(f"only {len(sizes)} of {len(pieces)} partitions, with "
+                      f"{sum(sizes) / total:.1%} of all entries, fit into "
+                      f"ratio={ratio:g}; raise it to choose among more", stacklevel=3)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-random
 class RandomPartitions(Method):
@@ -237,46 +233,63 @@ def largest(
     return {p: mask.view_as(p) for p, mask in zip(parameters, masks, strict=True)
             if bool(mask.any())}
 
-# %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest
-class LargestWeights(Method):
-    """The single entries of the largest pre-trained magnitude train, and a fresh head.
+class Masked(Method):
+    """A method of single entries: the optimizer steps on all entries, and the engine
+    restores those outside the masks, bit for bit."""
 
-    PVAL of DP-FROST, after @luo2021.
-    The optimizer steps on all entries, and the engine restores those outside the mask,
-    bit for bit; @lem-public-choice.
-    """
-
-    def __init__(
-        self,
-        ratio: float = 0.25,  # share of entries outside the head that train, (0, 1]
-    ):
+    def __init__(self, ratio: float):
         check_ratio(ratio)
         self.ratio = ratio
         self._masks: dict[nn.Parameter, Tensor] = {}
+        self._names: list[str] = []  # of the parameters, when they were chosen
 
     @property
     def masks(self) -> dict[nn.Parameter, Tensor]:
         "Which entries train, of the parameters that have any."
         return self._masks
 
-    def choose(
-        self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        "The parameters that hold any of the largest entries."
-        inside = {id(parameter) for parameter in among}
-        for name, p in context.model.named_parameters():
-            if id(p) in inside and place(name)[1]:
-                raise ValueError(
-                    f"{name} is not pre-trained, so its size carries no information; "
-                    "let LargestWeights choose before an adapter is added, or choose "
-                    "among adapters with DPFrost or RandomPartitions")
-        parameters = [p for piece in offered(context, among) for p in piece.parameters]
-        magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
-        self._masks = largest(magnitudes, self.ratio, parameters)
+    def keep(self, context: Context, values: Tensor,
+             parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "Let the entries of the largest values train."
+        self._masks = largest(values, self.ratio, parameters)
+        names = {id(p): name for name, p in context.model.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self._masks]
         return list(self._masks)
 
     def blocks(self, context: Context) -> list[Block]:
         "One bound over the chosen entries and everything else that trains."
-        return [masked_block(list(trainable(context.model).values()), self.masks)]
+        return [masked_block(list(trainable(context.model).values()), self._masks)]
+
+    def state(self, context: Context) -> dict[str, Tensor]:
+        "The masks, by name."
+        return dict(zip(self._names, self._masks.values(), strict=True))
+
+    def restore(self, context: Context, state: dict[str, Tensor]) -> None:
+        "Restore the masks."
+        named, self._names = dict(context.model.named_parameters()), list(state)
+        self._masks = {named[name]: mask.to(named[name].device)
+                       for name, mask in state.items()}
+        context.train_only([*self._masks, *fresh_head(context.model)])
+
+# %% ../nbs/2_methods/13_baselines.ipynb #baselines-largest
+class LargestWeights(Masked):
+    """The single entries of the largest pre-trained magnitude train, and a fresh head.
+
+    PVAL of DP-FROST, after @luo2021; @lem-public-choice.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.25,  # share of entries outside the head that train, (0, 1]
+    ):
+        super().__init__(ratio)
+
+    def choose(
+        self, context: Context, among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        "The parameters that hold any of the largest entries."
+        parameters = [p for piece in offered(context, among) for p in piece.parameters]
+        magnitudes = torch.cat([p.detach().abs().flatten() for p in parameters])
+        return self.keep(context, magnitudes, parameters)
 
 # %% ../nbs/2_methods/13_baselines.ipynb #baselines-linear-layers
 def linear_layers(

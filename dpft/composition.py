@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .baselines import Full, LastLayer, Trainable, masked_block
+from .baselines import Full, Trainable, masked_block
 from .method import Context, Method, NotRunning, check_method
 from .models import fresh_head
 from .norms import Block, members
@@ -62,26 +62,25 @@ def refusal(
     before: Sequence[Method],  # the parts before it
 ) -> str:                      # empty: it may be there
     "Why a method cannot be at this place of a chain."
-    name, first = type(part).__name__, type(before[-1]).__name__ if before else ""
+    name = type(part).__name__
     def masks(method: Method) -> bool:
         return type(method).blocks is not Method.blocks
-    if any(part is other for other in before):
-        return f"the same {name} object is there twice; make another one"
-    if masks(part) and not part.adds and not part.selects:
-        return (f"{name} holds other methods or cuts what trains into blocks of its "
-                f"own; put the chain into it: {name}(Chain(…), …)")
-    if before and (isinstance(part, (Full, Trainable))
-                   or not (part.adds or part.selects)):
-        return (f"{name} says by itself what trains, which undoes {first}; it can only "
-                "come first")
-    if masks(part) and any(map(masks, before)):
-        return (f"{name} is the second method that chooses single entries, and each "
-                "would count what the other has taken; keep one")
-    once = type(part).step is Method.step or part.may_spend
-    if part.selects and once and any(other.unfreezes for other in before):
-        return (f"a method before it may select anew what {name} was never asked "
-                f"about; put {name} first, or select once")
-    return ""
+    alone = isinstance(part, (Full, Trainable)) or not (part.adds or part.selects)
+    decides_once = part.selects and (type(part).step is Method.step or part.may_spend)
+    reasons = {
+        f"the same {name} object is there twice; make another one":
+            any(part is other for other in before),
+        f"{name} holds other methods or cuts what trains into blocks of its own; put "
+        f"the chain into it: {name}(Chain(…), …)":
+            masks(part) and not part.adds and not part.selects,
+        f"{name} says by itself what trains, so it can only come first":
+            bool(before) and alone,
+        f"{name} is the second method that chooses single entries; keep one":
+            masks(part) and any(map(masks, before)),
+        f"a method before it may select anew what {name} was never asked about; put "
+        f"{name} first, or select once":
+            decides_once and any(other.unfreezes for other in before)}
+    return next((why for why, holds in reasons.items() if holds), "")
 
 # %% ../nbs/2_methods/29_composition.ipynb #composition-rehearse
 def rehearse(method: Method, context: Context) -> None:
@@ -145,10 +144,6 @@ class Chain(Several):
 
     def start(self, context: Context) -> None:
         "Each part adds to the trainable set, or selects from it."
-        probes = any(isinstance(part, LastLayer) for part in self.parts[1:])
-        if probes and fresh_head(context.model):
-            raise ValueError("this Chain makes no sense: LastLayer adds nothing, for a "
-                             "fresh head trains in every method; leave it out")
         if context.running and self.may_spend:
             rehearse(self, context)
         self._sets = []
@@ -181,8 +176,8 @@ class Chain(Several):
                 continue
             before, effect = set(self._trains(context, number)), self._sets[number]
             adds = self._adds(number)
-            shown = before | effect if adds else set(body) - effect
-            self._let_train(context, [p for p in body if p in shown])
+            now = before | effect if adds else set(body) - effect
+            self._let_train(context, [p for p in body if p in now])
             part.step(view, t)
             after = {p for p in body if p.requires_grad}
             self._sets[number] = (effect & after | after - before if adds
@@ -254,7 +249,7 @@ class Then(Several):
         self.steps, self.rate = steps, rate
         self.parts = [first, second]
         self._second = False                        # whether the second phase has begun
-        self._boundary: dict[str, Any] | None = None # for checkpoints of the second
+        self._ended: Any = None                     # state of the first phase then
 
     def lengths(self, context: Context) -> list[int]:
         "Steps of both phases; ValueError unless each has one."
@@ -273,7 +268,7 @@ class Then(Several):
 
     def start(self, context: Context) -> None:
         "The first phase begins; in a rehearsal, the second too."
-        self._boundary, self._second = None, False
+        self._ended, self._second = None, False
         if context.running:
             rehearse(self, context)
         for method, view in self.views(context)[:1 + context.rehearses]:
@@ -283,20 +278,11 @@ class Then(Several):
         "The step of the present phase, counted from its own beginning."
         length = self.lengths(context)[0]
         if t >= length and not self._second:
-            if context.running and context.engine.account.folder is not None:
-                self._boundary = self._at_boundary(context)
+            self._ended = self.first.state(self._now(context)[1])
             self._begin_second(context)
             context.begin_phase()
         method, view = self._now(context)
         method.step(view, t - length if self._second else t)
-
-    def _at_boundary(self, context: Context) -> dict[str, Any]:
-        method, view = self._now(context)
-        weights = {name: p.detach().clone()
-                   for name, p in context.model.named_parameters()
-                   if id(p) in context.engine.touched}
-        return {"first": method.state(view), "trains": sorted(trainable(context.model)),
-                "weights": weights}
 
     def _begin_second(self, context: Context, *state: Any) -> None:
         "The second method begins, or resumes from its state."
@@ -318,21 +304,15 @@ class Then(Several):
                 else self.rate * second.rate_factor(late, t - length))
 
     def state(self, context: Context) -> dict[str, Any]:
-        "The state of the present phase, and in the second the boundary."
+        "The states of the phases that have begun, the first as it ended."
         method, view = self._now(context)
-        return {"boundary": self._boundary,
-                "second" if self._second else "first": method.state(view)}
+        own = method.state(view)
+        return {"first": self._ended, "second": own} if self._second else {"first": own}
 
     def restore(self, context: Context, state: dict[str, Any]) -> None:
-        "Resume in the phase; in the second, on the weights with which it began."
-        boundary = self._boundary = state["boundary"]
-        self._second = False
+        "Resume in the present phase."
+        self._ended, self._second = state["first"], False
         first, view = self._now(context)
-        first.restore(view, (boundary or state)["first"])
-        if boundary is not None:
-            named = dict(context.model.named_parameters())
-            with torch.no_grad():
-                for name, value in boundary["weights"].items():
-                    named[name].copy_(value)
-            context.train_only(named[name] for name in boundary["trains"])
+        first.restore(view, self._ended)
+        if "second" in state:
             self._begin_second(context, state["second"])

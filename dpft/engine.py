@@ -347,7 +347,7 @@ class Engine:
     # for the method
 
     def _whole_draw(self, rate: float, name: str) -> Iterator[Batch]:
-        "A draw that is not sliced, for a method that has called `forfeit`."
+        "A draw that is not sliced, for a method that has called `void_guarantee`."
         for batch in self.draws.draw(rate, name, whole=True):
             self._set_modes()
             yield batch

@@ -135,9 +135,6 @@ def arguments_of(
     made = type(method).__init__
     parameters = {} if made is object.__init__ else inspect.signature(made).parameters
     for name, parameter in list(parameters.items())[1:]:
-        if not hasattr(method, name):
-            raise TypeError(f"{type(method).__name__} does not keep its argument "
-                            f"{name!r}; write self.{name} = {name} in its __init__")
         value = getattr(method, name)
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             yield from (f"{key}={shown(each)}" for key, each in value.items())
@@ -306,24 +303,23 @@ class Context:
         self.note_public(data)
         return self.engine._batches_of(data)
 
-    def forfeit(self, what: str) -> None:
+    def void_guarantee(self, what: str) -> None:
         """In requests(context): this access is uncharged, and the run has no privacy
         guarantee."""
         if self.running and what not in self.unpaid:
-            raise ValueError("call forfeit in requests(context): by now the run is "
-                             "recorded as a private one")
+            raise ValueError("call void_guarantee in requests(context): by now the run "
+                             "is recorded as a private one")
         noted(self.unpaid, what)
 
-    def draw_unpaid(
+    def draw_uncharged(
         self,
         sample_rate: float,
         name: str,  # what the draw is for: it keys the draw
     ) -> Iterator[Batch]:
-        "A whole draw of the private data that is not charged; only after `forfeit`."
+        "A whole draw of the private data, which is not charged."
         if not self.unpaid:
-            raise ValueError("draw_unpaid reads private data without a charge; call "
-                             "context.forfeit(what) in requests(context), which leaves "
-                             "the run without a privacy guarantee")
+            raise ValueError("draw_uncharged reads private data without a charge; call "
+                             "context.void_guarantee(what) in requests(context) first")
         return self.needs()._whole_draw(sample_rate, name)
 
     # several processes, phases and parts
@@ -334,7 +330,7 @@ class Context:
         return self.needs().processes.total(sums)[0]
 
     def first(self, work: Callable[[], Any]) -> Any:  # what it gives must be picklable
-        "What `work` returns on the first process, told to all."
+        "What `work` returns on the first process, sent to all."
         return self.needs().processes.first(work)
 
     def random_state(self, *context: str | int) -> AbstractContextManager[None]:

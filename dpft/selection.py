@@ -20,8 +20,8 @@ from .privacy import (
     rdp_conversion, rdp_moment)
 
 # %% auto #0
-__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'as_list', 'selection_epsilon', 'Price',
-           'repeated', 'price', 'Charge', 'trial_noise', 'settle', 'TunedGuarantee']
+__all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'repeated',
+           'price', 'Charge', 'trial_noise', 'least_charge', 'TunedGuarantee']
 
 # %% ../nbs/5_notes/83_selection.ipynb #tuning-law
 # the shape eta; infinite: Poisson, the limit
@@ -141,12 +141,6 @@ def trial_leaks(
     return np.exp(np.minimum(exponents.min(axis=1), 0))
 
 
-def as_list(mechanisms: SampledGaussian | Iterable[SampledGaussian],
-            ) -> list[SampledGaussian]:
-    "One mechanism, or several, as a list."
-    return [mechanisms] if isinstance(mechanisms, SampledGaussian) else [*mechanisms]
-
-
 def selection_epsilon(
     mechanisms: SampledGaussian | Iterable[SampledGaussian], # of one trial
     delta: float,            # in (0, 1)
@@ -154,11 +148,9 @@ def selection_epsilon(
     accountant: str = "prv", # for the Poisson bound's deltas; the rest is RDP
 ) -> float:
     "Epsilon of the best of a random number of trials; @thm-selection."
-    plan = as_list(mechanisms)
+    plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else [*mechanisms]
     if accountant not in ("prv", "rdp"):
         raise ValueError(f'accountant="{accountant}" is unknown; use "prv" or "rdp"')
-    if not 0 < delta < 1:
-        raise ValueError(f"delta={delta}: it must lie strictly between 0 and 1")
     history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps)
                            for m in plan if m.steps))
     renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),
@@ -203,7 +195,8 @@ def price(
     different: int | None = None, # trials under composition, if fewer; None: all
 ) -> Price:
     "Epsilon of a search by composition and by selection; @lem-trials, @thm-selection."
-    plan, chosen = as_list(mechanisms), TrialLaw(law, float(trials))
+    plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else [*mechanisms]
+    chosen = TrialLaw(law, float(trials))
     published = epsilon(repeated(plan, trials if different is None else different),
                         delta, accountant)
     return Price(published, selection_epsilon(plan, delta, chosen, accountant), chosen)
@@ -232,8 +225,6 @@ def trial_noise(
     tolerance: float = 1e-3, # of the noise multiplier
 ) -> float:                  # noise multiplier of each trial
     "Smallest noise with which a search meets its target; @lem-trials, @thm-selection."
-    if charge not in CHARGES[1:]:
-        raise ValueError(f"charge={charge!r}: choose {', '.join(CHARGES[1:])}")
     if charge != "selection":
         count = trials if charge == "composition" else 1
         return noise_multiplier(target_epsilon, delta, sample_rate, count * steps,
@@ -247,26 +238,22 @@ def trial_noise(
     low = high = noise_multiplier(target_epsilon, delta, sample_rate, steps,
                                   accountant=accountant, tolerance=tolerance)
     while excess(high, "rdp") > 0:
-        low, high = high, 2 * high
+        high *= 2
         if high > NOISE_CAP:
             raise BudgetError(f"epsilon={target_epsilon:g} cannot be met by a "
                               f"selection among about {chosen.mean:g} trials at "
                               f"delta={delta:.3g}, whatever the noise; ask for a "
                               "larger epsilon or expect fewer trials")
-    first = low
-    while high - low > tolerance:
-        middle = (low + high) / 2
-        low, high = (low, middle) if excess(middle, "rdp") <= 0 else (middle, high)
-    if accountant == "rdp" or chosen.shape < math.inf or excess(first) <= 0:
-        return high
+    if excess(low) <= 0:
+        return low
     from scipy.optimize import brentq
-    sigma = float(brentq(excess, first, high, xtol=tolerance / 2))
+    sigma = float(brentq(excess, low, high, xtol=tolerance / 2))
     while excess(sigma) > 0:
         sigma += tolerance / 2
     return sigma
 
 
-def settle(
+def least_charge(
     target_epsilon: float,
     delta: float,
     sample_rate: float,

@@ -235,8 +235,6 @@ NONE = {  # what they have and we do not: why, or what to do
         "of physical_batch_size= rows",
     "gradient_checkpointing":
         "call model.gradient_checkpointing_enable() before the run",
-    "max_length max_seq_length":
-        "encode the texts with dpft.texts.encode(…, max_length=…)",
     "device use_cpu no_cuda":
         "a run is on the model's device; call model.to(device) before",
     "poisson_sampling group_by_length dataloader_num_workers":

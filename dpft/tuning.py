@@ -36,7 +36,7 @@ from .registry import did_you_mean
 from .sampling import units_of
 from .scores import NoisyAccuracy, check_apart, noisy_accuracy, scorable, scored
 from .selection import (
-    CHARGES, Charge, Price, TunedGuarantee, price, repeated, settle, trial_noise)
+    CHARGES, Charge, Price, TunedGuarantee, least_charge, price, repeated, trial_noise)
 from .settings import Settings
 
 # %% auto #0
@@ -288,8 +288,8 @@ def tune(
     paid, both, rate = Charge("none", different, 0.0, None), None, batch_size / size
     sigma = score.noise_multiplier if isinstance(score, NoisyAccuracy) else None
     if epsilon < math.inf:
-        paid = settle(epsilon, delta, rate, count, trials, different, charge, law,
-                      asked.accountant)
+        paid = least_charge(epsilon, delta, rate, count, trials, different, charge,
+                            law, asked.accountant)
         planned = SampledGaussian(paid.noise_multiplier, rate, count)
         both = price(planned, delta, trials, law, asked.accountant, different)
         common["noise_multiplier"] = paid.noise_multiplier

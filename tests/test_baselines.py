@@ -226,7 +226,7 @@ def test_the_mask_holds_the_largest_entries_and_exactly_as_many_as_fit(sizes, ra
 def test_a_random_choice_fits_and_nothing_more_would(sizes, ratio, seed):
     model, room = Rounded(sizes, 0), admitted(ratio, sum(sizes))
     if min(sizes) > room:
-        with pytest.raises(ValueError, match="no partition is that small; the smallest, body"):
+        with pytest.raises(ValueError, match="is less than any partition; the smallest, body"):
             RandomPartitions(ratio, seed).start(Context(model, unseen, 1, 1, 1))
         return
     RandomPartitions(ratio, seed).start(Context(model, unseen, 1, 1, 1))
@@ -260,8 +260,6 @@ def test_selectors_choose_among_what_is_there():
     among = [p for key, p in model.named_parameters() if "lora_" in key]
     chosen = {id(p) for p in RandomPartitions(0.5).choose(context, among)}
     assert len(chosen) == 4 and chosen < {id(p) for p in among}                  # two pairs of four
-    with pytest.raises(ValueError, match=r"lora_A.default.weight is not pre-trained"):
-        LargestWeights(0.5).choose(context, among)
     biases = [p for key, p in model.named_parameters() if key.endswith("bias") and not key.startswith("classifier")]
     method = LargestWeights(0.5)
     assert {id(p) for p in method.choose(context, biases)} <= {id(p) for p in biases}
@@ -476,19 +474,18 @@ class HalfABlock(nn.Module):
     (Adapter(), load_model("mlp", 10), "after can be 1, 3"), (Adapter(), HalfABlock(), r"not both ends.*after="),
     (Chain(LoRA(2), LoRA(1)), "bert", "already.*merge_lora"), (Chain(Adapter(2), Adapter(1)), "bert", "already.*remove_adapters"),
     (NormOnly(), load_model("mlp", 10), "has no norm layer"),
-    (RandomPartitions(1e-9), "bert", r"no partition is that small; the smallest")])
+    (RandomPartitions(1e-9), "bert", r"is less than any partition; the smallest, .* would fit from ratio=")])
 def test_what_cannot_be_is_refused_with_the_way_out(method, model, words):
     model = zoo.build(model)[0] if isinstance(model, str) else model
     with pytest.raises(ValueError, match=words):
         method.start(Context(model, unseen, 1, 1, 1))
 
 
-def test_a_small_ratio_says_what_fits_and_what_ratio_admits_more():
+def test_a_small_ratio_says_what_fits():
     with torch.device("meta"):
         roberta = RobertaForSequenceClassification(RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1))
-    with pytest.warns(UserWarning, match=r"only 27 of 100 partitions.*0.3%.*query \(590,592 entries\), would from ratio=0.004761 on"):
+    with pytest.warns(UserWarning, match=r"only 27 of 100 partitions, with 0.3% of all entries, fit into ratio=0.00390625"):
         check_fits(partitions(roberta), 0.25**4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for ratio in (0.25, 0.25**2, 0.25**3, 1.0):
-            check_fits(partitions(roberta), ratio)
+        check_fits(partitions(roberta), 0.25**3)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpft.auditing import Stopped, stopping
-from dpft.bitfit import BiTFiT, add_biases, biases, remove_added
+from dpft.bitfit import BiTFiT, add_biases, biases
+from dpft.book.audits import Stopped, stopping
 from dpft.clipping import clip_factor
 from dpft.gradients import clipped_sum, per_example_gradients, weighted_sum
 from dpft.loop import fine_tune
@@ -233,9 +233,9 @@ ADDED = {  # name -> layers that get a bias, with norms and without
 
 @pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("name", ADDED)
-def test_added_zeros_change_nothing_and_come_off_again(name, norms):
+def test_added_zeros_change_nothing(name, norms):
     model, _, batch = without_biases(name)
-    before, answers = copy.deepcopy(model), outputs(model, batch)
+    answers = outputs(model, batch)
     known = set(biases(model))
     added = add_biases(model, norms=norms)
     if name != "resnet":
@@ -245,12 +245,6 @@ def test_added_zeros_change_nothing_and_come_off_again(name, norms):
     assert not any("lm_head" in key or id(parameter) in head for key, parameter in added.items())
     assert torch.allclose(outputs(model, batch), answers, rtol=1e-12, atol=1e-12)  # plus zero, by whatever kernel adds
     assert add_biases(model, norms=norms) == {}
-    for parameter in added.values():
-        parameter.data.normal_()
-    assert torch.equal(outputs(model, batch), answers) == (not added)
-    assert sorted(remove_added(model)) == sorted(added)
-    assert torch.equal(outputs(model, batch), answers) and list(model.state_dict()) == list(before.state_dict())
-    assert remove_added(model) == []
 
 
 @pytest.mark.parametrize("style", ["flat", "automatic"])

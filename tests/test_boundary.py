@@ -26,7 +26,7 @@ from dpft import (
     RapFT,
     Then,
 )
-from dpft.auditing import Stopped, stopping
+from dpft.book.audits import Stopped, stopping
 from dpft.boundary import SETTINGS, audit_boundary, differing, files_in, given_out, influence, leaks, neighbours, toy_network, toy_pictures
 from dpft.data import Public
 from dpft.engine import Engine

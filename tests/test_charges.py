@@ -32,9 +32,9 @@ def test_the_size_of_an_evaluation_set_is_in_no_guarantee():
 def test_a_guarantee_is_given_up_before_the_run_is_recorded():
     class Peek(Method):
         def choose(self, context, among):
-            context.forfeit("the gradient of one batch")
+            context.void_guarantee("the gradient of one batch")
             return list(among)
-    with pytest.raises(ValueError, match=r"call forfeit in requests\(context\)"):
+    with pytest.raises(ValueError, match=r"call void_guarantee in requests\(context\)"):
         fine_tune(nn.Linear(4, 2), TensorDataset(torch.randn(40, 4), torch.arange(40) % 2), Peek(), **KNOBS)
 
 

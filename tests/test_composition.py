@@ -12,8 +12,8 @@ from torch import nn
 from zoo import toy
 
 import dpft
-from dpft.auditing import Stopped, stopping
 from dpft.baselines import Full, LargestWeights, LastLayer, LoRA, NormOnly, RandomPartitions
+from dpft.book.audits import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.engine import Engine
 from dpft.freezing import LayerFreeze
@@ -359,7 +359,7 @@ def test_a_rehearsal_leaves_nothing_behind():
         torch.manual_seed(3)
         method, model = Chain(DPFrost(0.6, **SELECT), LoRA(targets=("1", "4"))), net()
         run = tune(method, model, seed=5)
-        return run, method.parts[0].selection.record(), torch.rand(1)
+        return run, method.parts[0].selection.numbers, torch.rand(1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dpft.composition, "rehearse", lambda method, context: None)
         plain, chosen, after = go()
@@ -449,12 +449,11 @@ BAD = [
     (lambda: Chain(), "needs at least one"),
     (lambda: Chain(twice, twice), "there twice"), (lambda: Chain(dpft.BiTFiT(), Then(Full(), 1, dpft.BiTFiT())), r"Then\(Chain\("),
     (lambda: Chain(dpft.BiTFiT(), OwnBlocks()), r"OwnBlocks\(Chain\("), (lambda: Chain(OwnBlocks()), r"OwnBlocks\(Chain\("),
-    (lambda: Chain(dpft.BiTFiT(), Full()), "Full says by itself.*undoes BiTFiT"),
+    (lambda: Chain(dpft.BiTFiT(), Full()), "Full says by itself"),
     (lambda: Chain(Full(), OwnStart()), "OwnStart says by itself"),
     (lambda: Chain(LargestWeights(0.5), EntrySelection(0.5)), "EntrySelection is the second method that chooses single entries"),
     (lambda: Chain(DPFrost(0.5, reselect=2), RandomPartitions(0.5)), "put RandomPartitions first"),
     (lambda: begun(Chain(LastLayer(), RandomPartitions(0.5))), "only the head trains before RandomPartitions"),
-    (lambda: begun(Chain(dpft.BiTFiT(), LastLayer())), "LastLayer adds nothing"),
     (lambda: Then(Full(), None, dpft.BiTFiT()), "either epochs or steps"),
     (lambda: Then(Full(), 1, dpft.BiTFiT(), steps=3), "either epochs or steps"),
     (lambda: Then(Full(), None, dpft.Trainable(), steps=1), "can only be the first phase"),

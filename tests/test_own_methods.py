@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import dpft
-from dpft.auditing import Stopped, audit, stopping
+from dpft.auditing import audit
+from dpft.book.audits import Stopped, stopping
 from dpft.data import TensorData
 from dpft.ledger import Ledger
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpft.auditing import Stopped, stopping
 from dpft.baselines import Adapter, Full, LargestWeights, LoRA
 from dpft.bitfit import BiTFiT
+from dpft.book.audits import Stopped, stopping
 from dpft.clipping import effective_noise_multiplier
 from dpft.composition import Chain, Then
 from dpft.data import Public
 from dpft.engine import Engine
 from dpft.frost import DPFrost
-from dpft.gradients import Block, Partition, gradients, per_example_gradients
+from dpft.gradients import Block, gradients, per_example_gradients
 from dpft.guarantee import Guarantee, verify
 from dpft.ledger import Ledger
 from dpft.loop import fine_tune
@@ -151,7 +151,6 @@ def test_a_block_that_has_frozen_leaves_the_other_alone_and_a_stranger_is_refuse
 ROWS, PUBLIC = 24, 8  # a rate of 1 is priced by a formula, others by series that take seconds
 SETTINGS = dict(batch_size=ROWS, steps=4, clip=0.5, seed=0, accountant="rdp", delta=1e-3, progress=False, learning_rate=1e-2)
 SOURCES = {"public": {}, "private": dict(relevance_data="private", share=0.1, relevance_rate=1.0),
-           "group": dict(relevance_data="private", share=0.1, relevance_rate=1.0, level="group"),
            "random": dict(relevance_data="random"), "paper": dict(relevance_data="paper", allow_non_private=True, relevance_rate=0.5)}
 METHODS = {"lora": lambda: LoRA(rank=2), "bitfit": BiTFiT, "adapter": lambda: Adapter(width=3)}
 
@@ -185,7 +184,7 @@ def test_a_run_with_each_method_and_each_source(what, where, tmp_path):
     sizes = {id(p): p.numel() for p in method.masks}
     assert sum(int(mask.sum()) for mask in method.masks.values()) == round(0.7 * sum(sizes.values()))
     assert set(run.trained) == {name for name, p in run.model.named_parameters() if id(p) in sizes}
-    paid = [("relevance", 1)] if where in ("private", "group") else []
+    paid = [("relevance", 1)] if where == "private" else []
     if where == "paper":
         assert run.epsilon == math.inf and not run.mechanisms and not Ledger(tmp_path / "ledger.sqlite").runs()
     else:
@@ -237,34 +236,23 @@ def test_what_is_released_of_private_data_is_bounded_by_the_clip(monkeypatch):
         seen.append((len(total), bound))
         return original(self, total, bound)
     monkeypatch.setattr(Context, "release", watch)
-    for level in ("parameter", "group"):
-        method = RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1.0, relevance_clip=0.3, level=level)
-        tune(method)
-    entries = sum(p.numel() for p in method.masks)
-    assert seen == [(entries, 0.3), (13, 0.3)]                                   # six layers of each block, and the last norm
-    assert len({float(mask.float().mean()) for mask in method.masks.values()} - {0.0, 1.0}) <= 1   # a group is cut once at most
+    method = RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1.0, relevance_clip=0.3)
+    tune(method)
+    assert seen == [(sum(p.numel() for p in method.masks), 0.3)]
 
 
 def test_an_empty_draw_is_noise_alone_and_no_crash():
-    for level in ("parameter", "group"):
-        run = tune(RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1e-9, level=level))
-        assert [m.name for m in run.mechanisms] == ["train", "relevance"]
+    run = tune(RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1e-9))
+    assert [m.name for m in run.mechanisms] == ["train", "relevance"]
 
 
-@pytest.mark.parametrize("level", ["parameter", "group"])
-def test_without_noise_the_mask_is_that_of_the_clipped_sums(level):
-    method = RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1.0, level=level)
+def test_without_noise_the_mask_is_that_of_the_clipped_sums():
+    method = RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=1.0)
     run = tune(method, epsilon=math.inf, physical_batch_size=7)
     assert run.epsilon == math.inf and not run.guarantee.unpaid
     model, _, rows, collate, _ = language()
     zoo.freeze(model, "biases")
-    own = trainable(model)
-    if level == "parameter":
-        wanted = relevance_mask(clipped_relevance(model, collate(rows), 0.01))
-    else:
-        totals = clipped_relevance(model, collate(rows), 0.01, groups=[Partition(name, (p,)) for name, p in own.items()])
-        each = {name: torch.full_like(p, float(total) / p.numel()) for (name, p), total in zip(own.items(), totals, strict=True)}
-        wanted = relevance_mask(each, normalise=False)
+    wanted = relevance_mask(clipped_relevance(model, collate(rows), 0.01))
     found = {name: method.masks[p] for name, p in run.model.named_parameters() if p in method.masks}
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -371,7 +359,7 @@ def rap(**settings):
     (lambda: rap(allocation="weighted", **PAID), "with a preference"), (lambda: rap(relevance_clip=0.0, **PAID), "clip=0"),
     (lambda: rap(irrelevance=1.0, **PAID), "irrelevance=1.0"), (lambda: rap(irrelevance=math.nan, **PAID), "irrelevance"),
     (lambda: rap(ranks="tensor", **PAID), "ranks='tensor'"), (lambda: rap(init="x", **PAID), "init='x'"),
-    (lambda: rap(colour=1, **PAID), "no option 'colour'"), (lambda: rap(relevance_data=HERE, level="group"), "level='group'"),
+    (lambda: rap(colour=1, **PAID), "no such option among colour"),
     (lambda: RapFT(RapFT(BiTFiT(), relevance_data=HERE), relevance_data=HERE), "wrap each phase"),
     (lambda: RapFT(Then(Full(), 1, BiTFiT()), relevance_data=HERE), "wrap each phase"),
     (lambda: RapFT(DPFrost(0.5, reselect=2), relevance_data=HERE), "wrap each phase"),

@@ -6,7 +6,8 @@ import inspect
 import pytest
 
 import dpft
-from dpft import auditing, registry
+from dpft import registry
+from dpft.book.audits import method_to_audit
 from dpft.registry import METHODS, known_methods, method_from, method_named, method_type
 
 MINE = '''
@@ -77,12 +78,12 @@ def test_an_installed_package_names_its_methods_and_renames_none_of_ours(mine, m
 
 
 def test_the_options_of_an_audit_are_those_of_its_method():
-    method = auditing.method_to_audit("dp-frost", ["rounds=1"])[1](6)
-    plain = auditing.method_to_audit("dp-frost")[1](6)
+    method = method_to_audit("dp-frost", ["rounds=1"])[1](6)
+    plain = method_to_audit("dp-frost")[1](6)
     assert method.rounds == 1 != plain.rounds and method.ratio == plain.ratio
     for given, said in ((["nonsense=1"], "DPFrost has no option 'nonsense'"), (["ratio=x"], "ratio=x of method DPFrost: give a number")):
         with pytest.raises(ValueError, match=said):
-            auditing.method_to_audit("dp-frost", given)[1](6)
+            method_to_audit("dp-frost", given)[1](6)
 
 
 def test_text_needs_no_quotes_and_a_list_is_json(mine):

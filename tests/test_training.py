@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from zoo import toy
 
 import dpft
-from dpft.auditing import Stopped, stopping
+from dpft.book.audits import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
 from dpft.data import TensorData
 from dpft.gradients import Block, clipped_sum, per_example_gradients

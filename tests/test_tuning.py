@@ -35,10 +35,10 @@ from dpft.selection import (
     Charge,
     TrialLaw,
     TunedGuarantee,
+    least_charge,
     price,
     selected_renyi,
     selection_epsilon,
-    settle,
     trial_leaks,
     trial_noise,
 )
@@ -212,13 +212,13 @@ def test_the_solved_noise_meets_the_target_and_less_does_not(way, law, accountan
     assert cost(sigma) <= 2.0 < cost(sigma - 2e-3)
 
 
-def test_settle_takes_the_smaller_noise():
-    ways = [settle(1.0, 1e-4, 0.1, 20, 12, 12, way, "geometric", "rdp") for way in CHARGES]
+def test_the_charge_takes_the_smaller_noise():
+    ways = [least_charge(1.0, 1e-4, 0.1, 20, 12, 12, way, "geometric", "rdp") for way in CHARGES]
     assert ways[0].noise_multiplier == min(ways[1].noise_multiplier, ways[2].noise_multiplier) and ways[0].way == "selection"
-    few = settle(1.0, 1e-4, 0.1, 20, 12, 1, "cheapest", "geometric", "rdp")
+    few = least_charge(1.0, 1e-4, 0.1, 20, 12, 1, "cheapest", "geometric", "rdp")
     assert few.way == "composition" and few.trials == 1 and few.noise_multiplier == pytest.approx(ways[3].noise_multiplier)
     with pytest.raises(BudgetError, match="cannot be met by a selection"):
-        settle(0.02, 1e-5, 0.1, 20, 16, 16, "selection", "geometric", "prv")
+        least_charge(0.02, 1e-5, 0.1, 20, 16, 16, "selection", "geometric", "prv")
 
 
 # Scores

@@ -287,19 +287,20 @@ def audit(
 ) -> None:
     ("Audit the engine: plant canaries, try to tell which were in the data, and fail "
      "if that refutes the claimed epsilon.")
-    from dpft import auditing
+    from dpft.auditing import audit as audited
+    from dpft.book.audits import ACCUSED, method_to_audit
 
     if boundary:
         check_idle("beside --boundary", precision=precision)
         audit_outputs(method, option or (), as_json)
         return
     check_positive(steps=steps)
-    name, make = auditing.method_to_audit(method, option or ())
-    found = auditing.audit(make(steps), epsilon, delta, canaries, steps, sample_rate,
-                           seed=seed, precision=precision, accountant=accountant)
+    name, make = method_to_audit(method, option or ())
+    found = audited(make(steps), epsilon, delta, canaries, steps, sample_rate,
+                    seed=seed, precision=precision, accountant=accountant)
     bounds, chance = (
         {kind: found.lower_bound(kind) for kind in found.kinds}, found.p_value())
-    refuted = chance < auditing.ACCUSED
+    refuted = chance < ACCUSED
     if as_json:
         print_json({"method": name, "epsilon": found.epsilon, "delta": found.delta,
                     "claim": found.claim, "audited": bounds, "p_value": chance,

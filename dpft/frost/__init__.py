@@ -3,8 +3,8 @@
 from dpft.baselines import partitions
 from dpft.frost.entries import EntrySelection
 from dpft.frost.estimation import Estimate, estimate
-from dpft.frost.magnitude import exact_magnitudes, gradient_magnitudes, sensitivity
-from dpft.frost.selection import DPFrost, Selection, paper_settings, select
+from dpft.frost.magnitude import gradient_magnitudes, sensitivity
+from dpft.frost.selection import DPFrost, Selection, select
 
-__all__ = ["DPFrost", "EntrySelection", "Estimate", "Selection", "estimate", "exact_magnitudes", "gradient_magnitudes",
-           "paper_settings", "partitions", "select", "sensitivity"]
+__all__ = ["DPFrost", "EntrySelection", "Estimate", "Selection", "estimate", "gradient_magnitudes",
+           "partitions", "select", "sensitivity"]

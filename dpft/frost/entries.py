@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..baselines import check_ratio, largest, masked_block, offered
+from ..baselines import Masked, offered
 from ..forms import GroupsOf
-from ..method import Context, Method
-from ..models import fresh_head
-from ..norms import Block, Partition
+from ..method import Context
+from ..norms import Partition
 from ..oracle import Batch, LossFunction, evaluating
 from ..privacy import Request
 from .magnitude import Reduce, bounded_sums, check_kind
@@ -39,7 +38,7 @@ def entry_magnitudes(
     return torch.cat([total.flatten() for total in reduce(sums).values()]).abs()
 
 # %% ../../nbs/2_methods/18_frost_entries.ipynb #entries-class
-class EntrySelection(Method):
+class EntrySelection(Masked):
     """Single entries of the largest noisy gradient magnitude train, and a fresh head.
 
     PARAM of DP-FROST's ablation, Section 5.2: one release of a vector as long as the
@@ -55,17 +54,10 @@ class EntrySelection(Method):
         order: int = 1,  # which norm of an example's gradient is bounded, 1 or 2
         clip: float = 1.0,
     ):
-        check_ratio(ratio)
+        super().__init__(ratio)
         check_kind(kind, order)
-        self.ratio, self.sample_rate, self.share = ratio, sample_rate, share
+        self.sample_rate, self.share = sample_rate, share
         self.kind, self.order, self.clip = kind, order, clip
-        self._masks: dict[nn.Parameter, Tensor] = {}
-        self._names: list[str] = []  # of parameters with a mask, when they were chosen
-
-    @property
-    def masks(self) -> dict[nn.Parameter, Tensor]:
-        "Of each parameter with chosen entries, which entries train."
-        return self._masks
 
     def requests(self, context: Context) -> list[Request]:
         "One release."
@@ -73,8 +65,7 @@ class EntrySelection(Method):
 
     def choose(self, context: Context,
                among: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters that hold a chosen entry;
-        `blocks` lets only these entries train."""
+        "The parameters that hold a chosen entry."
         pieces = offered(context, among)
         parameters = [parameter for part in pieces for parameter in part.parameters]
         if context.rehearses:
@@ -85,23 +76,9 @@ class EntrySelection(Method):
                 self.kind == "mgna", self.order, self.clip, context.total,
                 context.groups)
             noisy = context.release(total, self.clip, summed=True)
-        self._masks = largest(noisy, self.ratio, parameters)
-        names = {id(p): name for name, p in context.model.named_parameters()}
-        self._names = [names[id(parameter)] for parameter in self._masks]
-        return list(self._masks)
-
-    def blocks(self, context: Context) -> list[Block]:
-        "One bound over the chosen entries and the head."
-        return [masked_block([*self._masks, *fresh_head(context.model)], self._masks)]
-
-    def state(self, context: Context) -> dict[str, Tensor]:
-        "The masks, by name."
-        return dict(zip(self._names, self._masks.values(), strict=True))
+        return self.keep(context, noisy, parameters)
 
     def restore(self, context: Context, state: dict[str, Tensor]) -> None:
-        "Restore the masks."
-        named, self._names = dict(context.model.named_parameters()), list(state)
-        self._masks = {named[name]: mask.to(named[name].device)
-                       for name, mask in state.items()}
+        "Restore the masks, which are neither measured nor charged again."
+        super().restore(context, state)
         context.already_released(1)
-        context.train_only([*self._masks, *fresh_head(context.model)])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'Reduce', 'absolute_norms', 'absolute_sum', 'norm_table', 'check_kind', 'threshold', 'bounded_sums',
-           'partition_norms', 'roots_of', 'gradient_magnitudes', 'exact_magnitudes', 'sensitivity']
+           'partition_norms', 'roots_of', 'gradient_magnitudes', 'sensitivity']
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-imports
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from ..clipping import clip_factor
 from ..forms import GroupsOf, Outer, Rows, full, only_rows
 from ..gradients import gradients
 from ..norms import Gradients, Partition, plain_arithmetic
-from ..oracle import Batch, LossFunction, only_training, per_example_losses
+from ..oracle import Batch, LossFunction, only_training
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-norms
 def absolute_norms(taken: Gradients, name: str) -> Tensor:
@@ -154,29 +154,6 @@ def gradient_magnitudes(
     found = (sums["norms"] if as_norms else
              partition_norms(reduce(sums).values(), partitions, order))
     return found / roots.to(found)                              # mu_P
-
-# %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-exact
-def exact_magnitudes(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batches: Iterable[Batch],
-    partitions: Sequence[Partition],
-    order: int = 1,
-) -> Tensor:  # (M,)
-    """The magnitudes of @def-magnitude, neither bounded nor perturbed.
-
-    For public data and experiments, never for a private run.
-    """
-    parameters = [p for part in partitions for p in part.parameters]
-    sums = [torch.zeros_like(p) for p in parameters]
-    with only_training(model, parameters):
-        for batch in batches:
-            found = torch.autograd.grad(
-                per_example_losses(model, loss_fn, batch).sum(), parameters,
-                materialize_grads=True)
-            sums = [total + own for total, own in zip(sums, found, strict=True)]
-    norms = partition_norms(sums, partitions, order)
-    return norms / roots_of(partitions, order).to(norms)
 
 # %% ../../nbs/2_methods/15_frost_magnitude.ipynb #magnitude-sensitivity
 def sensitivity(

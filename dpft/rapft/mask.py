@@ -59,7 +59,6 @@ def relevance_mask(
     ranks: str = "model",             # "model": over all layers; "layer": within each
     ranking: str = "magnitude",  # "magnitude": by |R|; "signed": by R, as the paper
     rounding: str = "nearest",        # of the count: "nearest", or "up" as the paper
-    normalise: bool = True,           # stretch each layer to [0, 1] first
     # of a parameter that trains in part: which entries do
     entries: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:               # name -> True where an entry is weak
@@ -76,7 +75,7 @@ def relevance_mask(
     scores = []                            # (m_l,) of the entries that train
     for name, values in relevance.items():
         own = (values.abs() if ranking == "magnitude" else values)[inside[name]]
-        scores.append(stretched(own.double()) if normalise else own.double())
+        scores.append(stretched(own.double()))
     weak = torch.cat([smallest(row, irrelevance, rounding) for row in (
         scores if ranks == "layer" else [torch.cat(scores)])])
     if bool(weak.all()) or not bool(weak.any()):

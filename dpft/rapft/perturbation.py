@@ -7,20 +7,17 @@ __all__ = ['UNPAID', 'OF_MAP', 'optimal_noise', 'allocate', 'relevance_blocks', 
 
 # %% ../../nbs/2_methods/24_rapft_perturbation.ipynb #perturbation-imports
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..baselines import offered
 from ..composition import Then
 from ..data import Public
 from ..forms import full
 from ..method import Context, Method, check_method
-from ..models import fresh_head
-from ..norms import Block, Partition, members
-from ..oracle import batch_rows, trainable
+from ..norms import Block, members
+from ..oracle import trainable
 from ..privacy import Request
 from .mask import MASK_CHOICES, check_mask, relevance_mask
 from .propagation import attention_configs
@@ -110,7 +107,6 @@ class RapFT(Method):
         warmup_steps: int = 0,             # plain private steps before the map is taken
         relevance_clip: float = 0.01,      # R_c, bound on one example's map in 2-norm
         relevance_rate: float = 0.1,       # q_R of the draw from private data
-        level: str = "parameter",          # "parameter" | "group": what is released
         allow_non_private: bool = False,   # needed for "paper"
         **options: Any,                    # of `relevance_map` and of `relevance_mask`
     ):
@@ -121,34 +117,27 @@ class RapFT(Method):
                 "later what has no relevance now; wrap each phase by itself: "
                 "Then(RapFT(a), n, RapFT(b)), or select once")
         source = relevance_data if isinstance(relevance_data, str) else "public"
-        if source not in ("private", "random", "paper") and not isinstance(
-                relevance_data, Public):
-            raise ValueError('relevance_data must be Public(data, source), "private", '
-                             '"random", or "paper"')
-        if (source == "private") != (share is not None):
-            raise ValueError(f"relevance_data={source!r} and share={share}: private "
-                             "relevance, and no other, needs a share of epsilon, such "
-                             "as share=0.05")
-        if source == "paper" and not allow_non_private:
-            raise ValueError(
-                'relevance_data="paper" takes the mask from private data without '
-                "a charge, so the run has no privacy guarantee; set "
-                'allow_non_private=True if you accept that, or choose "private"')
-        if level not in ("parameter", "group") or (
-                level == "group" and source != "private"):
-            raise ValueError(f"level={level!r} must be 'parameter', or 'group' for "
-                             "private relevance")
-        if relevance_clip <= 0 or (preference is not None and preference <= 0):
-            raise ValueError(f"relevance_clip={relevance_clip} and preference="
-                             f"{preference} must be positive")
-        if unknown := options.keys() - {*OF_MAP, *MASK_CHOICES}:
-            raise ValueError(f"RapFT has no option {min(unknown)!r}; of the relevance "
-                             f"it takes {', '.join((*OF_MAP, *MASK_CHOICES))}")
+        known = *OF_MAP, *MASK_CHOICES
+        for wrong, why in (
+            (source not in ("private", "random", "paper") and not isinstance(
+                relevance_data, Public), 'relevance_data must be Public(data, source), '
+             '"private", "random", or "paper"'),
+            ((source == "private") != (share is not None), f"share={share}: private "
+             "relevance, and no other, needs a share of epsilon, such as share=0.05"),
+            (source == "paper" and not allow_non_private, 'relevance_data="paper" takes '
+             "the mask from private data without a charge, so the run has no privacy "
+             "guarantee; set allow_non_private=True if you accept that"),
+            (not relevance_clip > 0, f"relevance_clip={relevance_clip} must be "
+             "positive"),
+            (options.keys() - {*known}, f"RapFT has no such option among "
+             f"{', '.join(options)}; of the relevance it takes {', '.join(known)}"),
+        ):
+            if wrong:
+                raise ValueError(why)
         self.method, self.relevance_data, self.share = method, relevance_data, share
         self.irrelevance, self.allocation = irrelevance, allocation
         self.preference, self.warmup_steps = preference, warmup_steps
         self.relevance_clip, self.relevance_rate = relevance_clip, relevance_rate
-        self.level = level
         self.allow_non_private, self.options = allow_non_private, options
         self._map = {name: options[name] for name in OF_MAP if name in options}
         self._ranks = {name: options[name] for name in MASK_CHOICES if name in options}
@@ -182,7 +171,7 @@ class RapFT(Method):
             raise ValueError(f"warmup_steps={self.warmup_steps} leaves none of the "
                              f"{context.steps} steps for Rap-FT; choose fewer")
         if self.relevance_data == "paper":
-            context.forfeit(UNPAID)
+            context.void_guarantee(UNPAID)
         own = self.method.requests(context.part(0, 0))
         return own if self.share is None else [
             *own, Request(self.relevance_rate, 1, self.share, "relevance")]
@@ -222,7 +211,7 @@ class RapFT(Method):
         entries = {name: mask.to(relevance[name].device)
                    for name, (_, mask) in whole.items() if mask is not None}
         weak = relevance_mask(relevance, self.irrelevance, entries=entries,
-                              normalise=self.level == "parameter", **self._ranks)
+                              **self._ranks)
         self._weak = {p: weak[name].to(p.device) for name, (p, _) in whole.items()}
 
     def _relevance(self, context: Context) -> dict[str, Tensor]:
@@ -233,44 +222,27 @@ class RapFT(Method):
                 return {name: torch.rand(p.shape) for name, p in parameters.items()}
         if self.share is not None:
             return self._released(context, parameters)
-        def look() -> dict[str, Tensor]:
+        def measure() -> dict[str, Tensor]:
             data = self.relevance_data
             batches = (context.public_batches(data) if isinstance(data, Public) else
-                       context.draw_unpaid(self.relevance_rate, "relevance"))
-            begin = next((batch for batch in batches if batch_rows(batch)), None)
-            if begin is None:
-                raise ValueError(
-                    "there are no examples to take relevance from; give some, or "
-                    f"raise relevance_rate={self.relevance_rate}")
-            found = relevance_map(context.model, chain([begin], batches), **self._map)
+                       context.draw_uncharged(self.relevance_rate, "relevance"))
+            found = relevance_map(context.model, batches, **self._map)
             return {name: values.cpu() for name, values in found.items()}
-        return context.first(look)
+        return context.first(measure)
 
     def _released(self, context: Context,
                   parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         "The noisy sum of clipped maps over a batch; @def-private-relevance."
         own = context.part(len(self.method.requests(context.part(0, 0))), 1)
-        groups, head = None, fresh_head(own.model)
-        if self.level == "group":       # the partitions, and a fresh head as one more
-            groups = [*offered(own, list(parameters.values())),
-                      *([Partition("head", tuple(head))] if head else [])]
         sizes = [p.numel() for p in parameters.values()]
-        like = full(next(iter(parameters.values())).detach())
-        total = like.new_zeros(sum(sizes) if groups is None else len(groups))
+        total = full(next(iter(parameters.values())).detach()).new_zeros(sum(sizes))
         for batch in own.draw(self.relevance_rate):
             found = clipped_relevance(own.model, batch, self.relevance_clip,
-                                      groups=groups, units=own.groups(batch),
-                                      **self._map)
-            total += found if isinstance(found, Tensor) else torch.cat(
-                [found[name].flatten() for name in parameters])
+                                      units=own.groups(batch), **self._map)
+            total += torch.cat([found[name].flatten() for name in parameters])
         noisy = own.release(total, self.relevance_clip)
-        if groups is None:
-            return {name: part.view_as(p) for (name, p), part in zip(
-                parameters.items(), noisy.split(sizes), strict=True)}
-        density = {id(p): value / group.size
-                   for group, value in zip(groups, noisy, strict=True)
-                   for p in group.parameters}
-        return {name: density[id(p)].expand_as(p) for name, p in parameters.items()}
+        return {name: part.view_as(p) for (name, p), part in zip(
+            parameters.items(), noisy.split(sizes), strict=True)}
 
     def blocks(self, context: Context) -> list[Block]:
         "The method's blocks; once there is a mask, the weak and strong part of each."

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from dpft.auditing import audit_entry, audit_grid
+from dpft.book.audits import audit_entry, audit_grid
 from dpft.book.bench import cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS
 from dpft.book.evidence.attacks import attack_entry, larger_attack_grid

@@ -22,7 +22,7 @@ from math import log
 from statistics import mean
 from typing import Any
 
-from ...auditing import refuted
+from ..audits import refuted
 from ...rapft.mask import AS_PUBLISHED
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import grouped, label_of, less, paired, paired_by_seed
