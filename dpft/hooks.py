@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .forms import Contribution, Dense, Groups
 from .layer_rules import Rule, Tap, rule_for
@@ -194,8 +195,9 @@ class Hooks:
         for module in self.model.modules():
             own = {local: names[id(p)] for local, p in module._parameters.items()
                    if id(p) in names}
-            # native recurrence reads a weight without its shape, so it gets no copies
-            if own and not isinstance(module, nn.RNNBase):
+            # native recurrence, and a layer whose weight is computed from these, read
+            # a weight without its shape, so they get no copies
+            if own and not isinstance(module, nn.RNNBase | ParametrizationList):
                 self.handles += self._on(module, own)
 
     def _on(self, module: nn.Module, own: dict[str, str]) -> list[Any]:

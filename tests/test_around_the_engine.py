@@ -158,17 +158,6 @@ def test_a_later_selection_is_measured_without_dropout_as_the_first_one_is(monke
 # ---- optimizers
 
 
-def test_a_run_that_is_refused_for_its_optimizer_leaves_the_folder_to_a_corrected_one(tmp_path):
-    def run(**knobs):
-        torch.manual_seed(0)
-        return fine_tune(nn.Linear(4, 2), pictures(), Full(), steps=2, batch_size=20, checkpoint=tmp_path, **KNOBS, **knobs)
-
-    for wrong in (dict(optimizer="adamW"), dict(optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))):
-        with pytest.raises(ValueError):
-            run(**wrong)
-    run()
-
-
 def test_the_lowest_bits_of_a_paid_score_tell_nothing():
     "Every score is a whole number of steps of one grid, however many answers are right."
     model = nn.Linear(2, 2)

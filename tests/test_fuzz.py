@@ -1,17 +1,14 @@
 """Random models, batches, freeze sets, masks and bounds: what must hold of every one of them; `make fuzz` tries many more."""
 
-import ast
 import copy
 import itertools
 import math
 import os
-import re
 import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +20,6 @@ from scipy import stats
 from torch import nn
 
 import dpft
-from dpft.checkpoint import CheckpointError
 from dpft.forms import Groups
 from dpft.gradients import Block, clipped_sum, gradients
 from dpft.method import Method
@@ -502,71 +498,3 @@ def test_streams_of_different_contexts_and_secrets_share_nothing(contexts, size,
         assert unsurprising(whole, PER_EXAMPLE)
         if size >= 8:
             assert all(abs(correlation(a, b)) < 1 for a, b in itertools.combinations(found, 2))
-
-
-# 3. nothing is unpickled or evaluated ---------------------------------------------------------------------------------------------------
-
-
-FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
-
-
-def unsafe(source):
-    """Lines that could run what a file says: loading without weights_only, allow_pickle, unpicklers, eval, exec and functions made of
-    code; `compile` alone runs nothing."""
-    tree, called = ast.parse(source), set()
-    for node in ast.walk(tree):
-        where = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Call):
-            name, keywords = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
-            called.add(id(node.func))
-            if name == "torch.load" and keywords.get("weights_only") != "True":
-                yield where, "torch.load without weights_only=True"
-            if keywords.get("allow_pickle", "False") != "False":
-                yield where, "allow_pickle"
-            if re.fullmatch(r"((builtins|types)\.)?(eval|exec|FunctionType|__import__)", name):
-                yield where, name
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            if any(name.split(".")[0] in FORBIDDEN for name in names):
-                yield where, "an unpickler"
-            if getattr(node, "module", "") == "torch" and "load" in names:
-                yield where, "torch.load under another name"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" and id(node) not in called:
-            yield node.lineno, "torch.load under another name"
-
-
-def test_no_file_of_the_package_unpickles_or_evaluates():
-    files = sorted(Path(dpft.__file__).parent.rglob("*.py"))
-    assert len(files) > 25
-    assert {str(file): list(unsafe(file.read_text())) for file in files if list(unsafe(file.read_text()))} == {}
-
-
-@pytest.mark.parametrize("line", [
-    "torch.load(path)", "torch.load(path, weights_only=False)", "torch.load(path, weights_only=flag)", "load = torch.load",
-    "from torch import load", "import pickle", "from pickle import loads", "import dill as d", "np.load(path, allow_pickle=True)",
-    "eval('1')", "exec(compile(text, '', 'exec'))", "types.FunctionType(code, {})()", "__import__(name)"])
-def test_each_unsafe_line_is_seen(line):
-    assert list(unsafe(line))
-
-
-def test_a_state_that_is_no_plain_data_is_refused(tmp_path):
-    "A checkpoint that someone put a program into does not run it."
-    from test_processes import tune
-
-    class Program:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    class Fails(torch.optim.SGD):
-        def step(self, closure=None):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune(checkpoint=tmp_path / "run", optimizer=Fails)
-    torch.save({"step": 0, "method": Program()}, tmp_path / "run" / "state.pt")
-    with pytest.raises(CheckpointError, match=r"is damaged or not dpft.s .UnpicklingError."):
-        tune(checkpoint=tmp_path / "run", optimizer=Fails)
-    assert not (tmp_path / "ran").exists()
-
-
