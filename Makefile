@@ -75,8 +75,8 @@ preview: $(READY) ## every chapter as HTML under _preview/, without Quarto
 bench: $(READY) ## time and memory; the only place where a clock decides
 	@$(BIN)/python -m dpft bench
 
-fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test; counts into nbs/results/fuzz.jsonl
-	@$(ONE_CORE) DPFT_PROFILE=full DPFT_FUZZ=nbs/results/fuzz.jsonl $(BIN)/python -m pytest -q tests/test_fuzz.py
+fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test
+	@$(ONE_CORE) DPFT_PROFILE=full $(BIN)/python -m pytest -q tests/test_fuzz.py
 
 clean: ## remove what the targets made, apart from the environment
 	@rm -rf build dist *.egg-info _docs _preview reference _proc .quarto quickstart llm bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis

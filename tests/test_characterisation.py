@@ -307,7 +307,6 @@ LAYERS = {  # the model and its input
     "mixture of experts": (lambda: With(Experts()), WORDS),
     "checkpointed": (lambda: With(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)),
                                   lambda layer, x: checkpoint(layer, x, use_reentrant=False)), WORDS),
-    "compiled": (lambda: With(nn.Linear(4, 3), lambda layer, x: torch.compile(layer, backend="eager")(x)), WORDS),
     "a function of one's own": (lambda: With(nn.Linear(4, 3), lambda layer, x: Square.apply(layer(x))), WORDS),
     "bilinear": (lambda: With(nn.Bilinear(4, 4, 3), lambda layer, x: layer(x, x.sin())), FLAT),
     "attention": (lambda: With(nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, activation="gelu", batch_first=True)), WORDS),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpft.device_noise import BLOCKS, CHUNK, device_bits, device_pieces, scrambled, words_of
-from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, secure_pieces, side_by_side
+from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, in_threads, secure_pieces
 from dpft.processes import Processes
 from dpft.step import add_noise, release
 
@@ -92,5 +92,5 @@ def test_an_error_in_a_thread_is_an_error(workers):
         raise OSError(f"item {item}")
 
     with pytest.raises(OSError, match="item 0"):
-        side_by_side(fail, range(4), workers)
-    assert side_by_side(lambda x: x * x, range(5), workers) == [0, 1, 4, 9, 16]
+        in_threads(fail, range(4), workers)
+    assert in_threads(lambda x: x * x, range(5), workers) == [0, 1, 4, 9, 16]

@@ -12,6 +12,7 @@ from zoo import toy
 
 import dpft
 from dpft.auditing import Stopped, stopping
+from dpft.book import networks as networks  # names wrn-16-4
 from dpft.composition import Chain, Then
 from dpft.features import Features
 from dpft.freezing.schedule import PAPER, LayerFreeze, layers, paper_settings

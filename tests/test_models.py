@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from dpft.book.networks import StandardisedConv2d
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_characterisation import agrees, wave
@@ -27,7 +28,7 @@ from dpft.models import (
     set_modes,
     validate,
 )
-from dpft.networks import StandardisedConv2d, TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8
+from dpft.networks import TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8
 from dpft.tasks import digits, font_digits
 
 SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "tempered-cnn-8": (3, 16, 16), "cnn": (1, 8, 8),

@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_processes import Ranks, engine, net, run_all, tune
+from test_processes import engine, net, run_all, tune
 
 import dpft
 import dpft.noise as noise_module
-from dpft.card import assumptions
 from dpft.engine import check_secure
 from dpft.guarantee import Guarantee, verify
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, perturbed_on_grid, secure_std
-from dpft.privacy import SampledGaussian
 
 # the grid --------------------------------------------------------------------------------------------------------------------------
 
@@ -203,13 +201,6 @@ def one_step(**settings):
     return [(value.numpy(), np.asarray(step)) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("secure") / "meeting")
-    yield ranks
-    ranks.close()
-
-
 def test_two_processes_add_up_exactly_and_only_the_first_adds_noise(two):
     (first, gradients, size), (second, same, _) = two(one_step)
     assert all(np.array_equal(a, b) for a, b in zip(gradients, same, strict=True))
@@ -221,15 +212,6 @@ def test_two_processes_add_up_exactly_and_only_the_first_adds_noise(two):
 
 
 # what is said ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_says_what_is_assumed_of_the_arithmetic():
-    def said(**fields):
-        return assumptions(Guarantee([SampledGaussian(2.0, 0.1, 3)], target_delta=1e-4, accountant="rdp", **fields))
-
-    assert "nobody reads the lowest bits" in said(secure_mode=False) and "secure_mode=True" in said(secure_mode=False)
-    assert "secure mode: sums and noise" in said(secure_mode=True) and "nobody reads" not in said(secure_mode=True)
-    assert "arithmetic" not in said() and "arithmetic" not in said(secure_mode=False, private=False)
 
 
 def test_verify_holds_the_mode_against_the_ledger(tmp_path):

@@ -63,46 +63,6 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step_and_parameter():
-    class Zero(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
-
-        def forward(self, x):
-            return 0 * self.b(self.a(x.flatten(1)[:, :1].expand(-1, 100)))[:, :3]
-
-    e = engine(Zero(), noise_multiplier=1.3, epsilon=None, steps=3, clip=0.2, check=False)
-    seen = []
-    for step in e:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        seen += [20 * e.model.a.weight.grad.flatten(), 20 * e.model.b.weight.grad.flatten()]
-        step.done()
-    noise = torch.stack(seen).double()                       # six draws of 10,000
-    variance = (noise / (1.3 * 0.2)).square().mean(1)
-    assert ((variance - 1).abs() < 5 * math.sqrt(2 / 10_000)).all()
-    correlation = torch.corrcoef(noise) - torch.eye(6, dtype=torch.float64)
-    assert correlation.abs().max() < 5 / math.sqrt(10_000)
-
-
-def test_an_empty_draw_is_a_noise_only_step():
-    e = engine(batch_size=1, steps=30, epsilon=None, noise_multiplier=1.0)
-    drawn = []
-    for step in e:
-        count = 0
-        for batch in step:
-            step.add(batch)
-            count += len(batch[1])
-        drawn.append(count)
-        step.privatize()
-        assert all(p.grad.abs().sum() > 0 for p in e.model.parameters())
-        step.done()
-    assert 0 in drawn and max(drawn) > 1                     # Poisson, not fixed batches
-    assert sum(m.steps for m in e.guarantee.mechanisms) == 30
-
-
 def test_physical_batches_do_not_change_the_step():
     assert torch.allclose(*(sums_of(engine(physical_batch_size=size))[0] for size in (64, 3)), atol=1e-5)
 

@@ -40,6 +40,7 @@ from ..processes import own_device
 from ..registry import method_from
 from ..tasks import font_digits
 from ..texts import encode
+from . import networks as networks   # names wrn-16-4
 from .provenance import provenance, read_records, results_file, write_records
 from .tasks import fingerprint
 from .tasks import load_data
