@@ -267,12 +267,10 @@ class Hooks:
                     losses, plain, rtol=near, atol=near, equal_nan=True):
                 raise RuntimeError("copies of a parameter change the losses")
             def passes(loss: Tensor, keep: bool = True) -> list[Tensor]:
-                found: Sequence[Tensor | None] = [None] * len(parameters)
-                if loss.requires_grad:
-                    found = torch.autograd.grad(loss, parameters, retain_graph=keep,
-                                                allow_unused=True)
-                return [torch.zeros_like(p) if g is None else g
-                        for p, g in zip(parameters, found, strict=True)]
+                if not loss.requires_grad:
+                    return [torch.zeros_like(p) for p in parameters]
+                return [*torch.autograd.grad(loss, parameters, retain_graph=keep,
+                                             materialize_grads=True)]
             own = [passes(losses[row]) for row in rows]
             into.listens = True
             passes(losses.sum(), keep=False)

@@ -6,7 +6,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from dpft.book.networks import StandardisedConv2d
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_characterisation import agrees, wave
@@ -14,6 +13,7 @@ from torch import nn, tensor
 
 import dpft
 import dpft.models as models
+from dpft.book.networks import StandardisedConv2d
 from dpft.gradients import gradients
 from dpft.losses import accuracy, default_loss, example_losses, logits
 from dpft.method import Context
@@ -28,7 +28,7 @@ from dpft.models import (
     set_modes,
     validate,
 )
-from dpft.networks import TemperedSigmoid, cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8
+from dpft.networks import cnn, mlp, tempered_cnn, tempered_cnn_5, tempered_cnn_8
 from dpft.tasks import digits, font_digits
 
 SHAPES = {"tempered-cnn": (1, 28, 28), "tempered-cnn-5": (3, 32, 32), "tempered-cnn-8": (3, 16, 16), "cnn": (1, 8, 8),
@@ -73,20 +73,6 @@ def text_batch(causal, lengths, seed, width=None):
     mask = (torch.arange(ids.shape[1]) < tensor(lengths)[:, None]).long()
     labels = torch.where(mask.bool(), ids, -100) if causal else torch.arange(len(lengths)) % 3
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def test_tempered_cnn_is_the_papers():
-    model = tempered_cnn()
-    assert size(model) == 26_010
-    assert [tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1] == [
-        (16, 1, 8, 8),
-        (32, 16, 4, 4),
-        (32, 512),
-        (10, 32),
-    ]
-    activations = [module for module in model if isinstance(module, TemperedSigmoid)]
-    assert [(a.scale, a.inverse_temperature, a.offset) for a in activations] == [(1.58, 3.0, 0.71)] * 3
-    assert not any(isinstance(module, nn.ReLU) for module in [*model, *tempered_cnn_5(), *tempered_cnn_8()])
 
 
 @given(st.integers(14, 40), st.integers(14, 40), st.integers(1, 3), st.integers(2, 5))
@@ -440,19 +426,6 @@ def test_the_form_of_its_gradients_is_the_cheaper_one_and_flat_channels_are_righ
     batch = (torch.randn(5, 4, side, side, dtype=torch.float64),)
     agrees(layer, wave, batch)
     assert type(gradients(layer, wave, batch).uses["weight"][0]).__name__ == form
-
-
-def test_wide_resnet_is_the_one_of_the_paper():
-    model = load_model("wrn-16-4", 10, image_shape=(3, 32, 32))
-    assert size(model) == 2_753_818
-    convolutions = [module for module in model.modules() if isinstance(module, StandardisedConv2d)]
-    assert [c.out_channels for c in convolutions if c.kernel_size == (3, 3)] == [16, *[64] * 4, *[128] * 4, *[256] * 4]
-    assert [c.out_channels for c in convolutions if c.kernel_size == (1, 1)] == [64, 128, 256]
-    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
-    assert len(norms) == 16 and {norm.num_groups for norm in norms} == {16}
-    assert not any(isinstance(module, nn.Conv2d) for module in model.modules())
-    shapes = [tuple(model[:n](torch.zeros(1, 3, 32, 32)).shape[1:]) for n in (1, 2, 3, 4)]
-    assert shapes == [(16, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8)]
 
 
 @pytest.mark.parametrize("method", [lambda: dpft.LoRA(2), dpft.Adapter], ids=["LoRA", "Adapter"])

@@ -606,26 +606,6 @@ def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
     assert drawn > 200 and peaks[1] <= peaks[0] + 16 * 256   # a draw's row numbers
 
 
-def test_sums_that_share_memory_are_added_apart():
-    "Without privacy, autograd gives two parameters one tensor; a step of several batches must not add to it twice."
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-
-        def forward(self, images):
-            return images.flatten(1)[:, :3] + (self.a + self.b)
-
-    step = next(iter(engine(Both(), data=toy(24), batch_size=24, physical_batch_size=6, steps=1, epsilon=math.inf)))
-    for batch in step:
-        before = {name: value.clone() for name, value in step.sums.items()}
-        step.add(batch)
-        loss = zoo.image_loss(step.engine.model, batch).sum()
-        wanted = torch.autograd.grad(loss, step.engine.parameters())
-        for (name, value), gradient in zip(step.sums.items(), wanted, strict=True):
-            assert torch.allclose(value - before[name], gradient, atol=1e-5)
-
-
 def test_a_draw_that_must_drown_in_its_noise_is_warned_of():
     with pytest.warns(UserWarning, match="batch_size=1 is small for 163 entries"):
         engine(batch_size=1, steps=1, noise_multiplier=1.0, epsilon=None)
