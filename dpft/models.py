@@ -217,7 +217,7 @@ def load_pretrained(
     name: str | Path,
     **options: Any,    # for its from_pretrained
 ) -> Any:
-    "Load weights, in float32 unless asked otherwise, without notices and progress bars."
+    "Load weights, in float32 by default, without notices and progress bars."
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
