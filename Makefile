@@ -29,7 +29,7 @@ ELSEWHERE ?= MKL_CBWR=COMPATIBLE MKL_CBWR=SSE4_2 MKL_CBWR=AVX2 MKL_CBWR=AVX512 \
   THREADS=1 THREADS=2,WORKERS=1
 UNDER = MAKE="$(MAKE)" NOTEBOOKS="$(NOTEBOOKS)" TESTS="$(TESTS)" .ci/under
 
-.PHONY: help run llm test $(STAGES) salted elsewhere ranges export notebooks site preview bench fuzz mutants clean
+.PHONY: help run llm test $(STAGES) salted elsewhere ranges export notebooks site preview bench fuzz clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/make \1 @\2/' | column -t -s @
@@ -76,11 +76,8 @@ preview: $(READY) ## the book in a browser by Quarto's own preview, each page ma
 bench: $(READY) ## time and memory; the only place where a clock decides
 	@$(BIN)/python -m dpft bench
 
-fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test; counts into nbs/results/fuzz.jsonl
-	@$(ONE_CORE) DPFT_PROFILE=full DPFT_FUZZ=nbs/results/fuzz.jsonl $(BIN)/python -m pytest -q tests/test_fuzz.py
-
-mutants: $(READY) ## change the engine in small ways, and see which fast test notices each; resumes from nbs/results/mutants.jsonl
-	@$(ONE_CORE) $(BIN)/python tests/mutants.py $(FLAGS)
+fuzz: $(READY) ## ten times as many random models, batches and bounds as in make test
+	@$(ONE_CORE) DPFT_PROFILE=full $(BIN)/python -m pytest -q tests/test_fuzz.py
 
 clean: ## remove what the targets made, apart from the environment
 	@rm -rf build dist *.egg-info _docs reference _proc .quarto quickstart llm bench figures .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -69,15 +69,14 @@ def _accelerators(model: nn.Module) -> list[torch.device]:
 def generators_kept(model: nn.Module) -> Iterator[None]:
     "Whatever was drawn or seeded meanwhile, all generators go on from where they were."
     python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
-    kept = [(d, getattr(torch, d.type).get_rng_state(d)) for d in _accelerators(model)]
+    devices = _accelerators(model)
+    kind = devices[0].type if devices else "cuda"
     try:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng(devices, device_type=kind):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(arrays)  # noqa: NPY002
-        for device, state in kept:
-            getattr(torch, device.type).set_rng_state(state, device)
 
 def _drawn(model: nn.Module) -> list[Any]:
     "The state of the generators, to see whether a pass draws from them."

@@ -403,9 +403,9 @@ class Groups:
             rows = contribution.dense()
             return Dense(rows.new_zeros(self.units, *rows.shape[1:]).index_add_(
                 0, self.on(rows.device)[0], rows))
-        return contribution.map(self._side_by_side)
+        return contribution.map(self._as_tokens)
 
-    def _side_by_side(self, rows: Tensor) -> Tensor:
+    def _as_tokens(self, rows: Tensor) -> Tensor:
         """(B, ..., T, p) or (B, T) to (U, ..., K T, p) or (U, K T): a unit's rows
         become more tokens; what is missing is zero."""
         tokens = 1 if rows.ndim == 2 else rows.ndim - 2

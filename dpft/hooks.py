@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .forms import Contribution, Dense, Groups
 from .layer_rules import Rule, Tap, rule_for
@@ -194,8 +195,9 @@ class Hooks:
         for module in self.model.modules():
             own = {local: names[id(p)] for local, p in module._parameters.items()
                    if id(p) in names}
-            # native recurrence reads a weight without its shape, so it gets no copies
-            if own and not isinstance(module, nn.RNNBase):
+            # native recurrence, and a layer whose weight is computed from these, read
+            # a weight without its shape, so they get no copies
+            if own and not isinstance(module, nn.RNNBase | ParametrizationList):
                 self.handles += self._on(module, own)
 
     def _on(self, module: nn.Module, own: dict[str, str]) -> list[Any]:
@@ -265,12 +267,10 @@ class Hooks:
                     losses, plain, rtol=near, atol=near, equal_nan=True):
                 raise RuntimeError("copies of a parameter change the losses")
             def passes(loss: Tensor, keep: bool = True) -> list[Tensor]:
-                found: Sequence[Tensor | None] = [None] * len(parameters)
-                if loss.requires_grad:
-                    found = torch.autograd.grad(loss, parameters, retain_graph=keep,
-                                                allow_unused=True)
-                return [torch.zeros_like(p) if g is None else g
-                        for p, g in zip(parameters, found, strict=True)]
+                if not loss.requires_grad:
+                    return [torch.zeros_like(p) for p in parameters]
+                return [*torch.autograd.grad(loss, parameters, retain_graph=keep,
+                                             materialize_grads=True)]
             own = [passes(losses[row]) for row in rows]
             into.listens = True
             passes(losses.sum(), keep=False)

@@ -32,11 +32,10 @@ from .texts import collate_for
 
 # %% auto #0
 __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 'minilm_folder', 'check_name', 'own_classes',
-           'name_classes', 'load_model', 'gguf_of', 'gguf_options', 'description_of', 'check_saved', 'load_pretrained',
+           'name_classes', 'load_model', 'gguf_of', 'description_of', 'check_saved', 'load_pretrained',
            'load_tokenizer', 'head_parameters', 'output_layer', 'fresh_head', 'positions', 'FrozenBatchNorm',
            'frozen_weight', 'FrozenBatchNorm1d', 'FrozenBatchNorm2d', 'FrozenBatchNorm3d', 'frozen_class',
-           'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'mixing_layers', 'validate', 'set_modes',
-           'Modes', 'pretrain']
+           'freeze_batchnorm', 'frozen_statistics', 'replace_batchnorm', 'validate', 'set_modes', 'Modes', 'pretrain']
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mean-pooled
 @cache
@@ -167,15 +166,6 @@ def gguf_of(
     folder, _, file = name.rpartition("/")
     return folder or ".", file
 
-def gguf_options(file: str | None) -> dict[str, str]:
-    "The options for a GGUF file; ValueError if none can be read."
-    from importlib.util import find_spec
-
-    if file is not None and find_spec("gguf") is None:
-        raise ValueError("GGUF files are read by a package that is not installed; "
-                         "run: pip install gguf")
-    return {} if file is None else {"gguf_file": file}
-
 def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
     "What a saved run says of its model; ValueError if that is damaged."
     path = folder / "dpft.json"
@@ -189,9 +179,7 @@ def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
 
 def check_saved(folder: Path) -> None:
     "ValueError for a saved run whose weights Transformers would not find."
-    said = description_of(folder)
-    if said is None:
-        return
+    said = description_of(folder) or {}
     part = said.get("part")
     if part or said.get("added") or said.get("adapters"):
         what = "only what a run trained" if part else "layers that a run added"
@@ -206,7 +194,7 @@ def _load_transformers(
     name, gguf_file = gguf_of(name, gguf_file)
     check_name(name)
     check_saved(Path(name))
-    file = gguf_options(gguf_file)
+    file = {"gguf_file": gguf_file} if gguf_file else {}
     saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
     pooled = "MeanPooledClassifier" in saved_as and kind == "text"
     auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
@@ -229,7 +217,7 @@ def load_pretrained(
     name: str | Path,
     **options: Any,    # for its from_pretrained
 ) -> Any:
-    "Load weights, in float32 unless told otherwise, without notices and progress bars."
+    "Load weights, in float32 by default, without notices and progress bars."
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -263,9 +251,9 @@ def load_tokenizer(
             raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
                              "base model; load the tokenizer of the base")
         return load_tokenizer(base)
-    file = gguf_options(gguf_file)
-    folder = minilm_folder() if name == "minilm" else name
-    tokenizer = AutoTokenizer.from_pretrained(folder, **file)
+    tokenizer = AutoTokenizer.from_pretrained(
+        minilm_folder() if name == "minilm" else name,
+        **({"gguf_file": gguf_file} if gguf_file else {}))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -386,8 +374,8 @@ def freeze_batchnorm(
         if not module.track_running_stats or module.running_mean is None:
             raise ValueError(f"{called} keeps no statistics that could be frozen; use "
                              "dpft.models.replace_batchnorm(model)")
-        spread = torch.as_tensor(module.running_var)
-        if not module.running_mean.any() and bool((spread == 1).all()):
+        variance = torch.as_tensor(module.running_var)
+        if not module.running_mean.any() and bool((variance == 1).all()):
             warnings.warn(
                 f"{called} has measured nothing yet; to train from scratch use "
                 "dpft.models.replace_batchnorm(model)", stacklevel=2)
@@ -426,24 +414,6 @@ def _groups(module: _NormBase) -> int:
     return max(groups for groups in range(1, most + 1) if channels % groups == 0)
 
 # %% ../nbs/5_notes/74_models.ipynb #models-mixing
-def mixing_layers(
-    model: nn.Module,
-    dropout: bool = True,  # False: the run is in evaluation mode throughout
-) -> Iterator[tuple[str, _NormBase]]:
-    "Layers whose output for one example depends on others in a run of this model."
-    reached = not any(p.requires_grad for p in model.parameters())  # nothing is known
-    for name, module in model.named_modules():
-        own = any(p.requires_grad for p in module.parameters(recurse=False))
-        reached = reached or own
-        if not isinstance(module, _NormBase) or isinstance(module, FrozenBatchNorm):
-            continue
-        instance = isinstance(module, _InstanceNorm)
-        if not module.track_running_stats or module.running_mean is None:
-            if not instance:                   # no statistics but those of the batch
-                yield name, module
-        elif dropout and reached:              # in training mode
-            yield name, module
-
 def validate(
     model: nn.Module,
     dropout: bool = True,  # False: the run is in evaluation mode throughout
@@ -452,13 +422,20 @@ def validate(
 
     Call it when it is known what trains: a layer below all of that is harmless.
     """
-    for name, module in mixing_layers(model, dropout):
+    reached = not any(p.requires_grad for p in model.parameters())  # nothing is known
+    for name, module in model.named_modules():
+        reached |= any(p.requires_grad for p in module.parameters(recurse=False))
+        if not isinstance(module, _NormBase) or isinstance(module, FrozenBatchNorm):
+            continue
         instance = isinstance(module, _InstanceNorm)
-        kind = "InstanceNorm with running statistics" if instance else "BatchNorm"
-        raise ValueError(
-            f"{name or type(module).__name__}: {kind} mixes examples, so no "
-            "per-example bound exists; use dpft.models.replace_batchnorm(model), or of "
-            "a pre-trained model dpft.models.freeze_batchnorm(model)")
+        measured = module.track_running_stats and module.running_mean is not None
+        # in training mode, or always, where there are none but the batch's statistics
+        if (dropout and reached) if measured else not instance:
+            kind = "InstanceNorm with running statistics" if instance else "BatchNorm"
+            raise ValueError(
+                f"{name or type(module).__name__}: {kind} mixes examples, so no "
+                "per-example bound exists; use dpft.models.replace_batchnorm(model), "
+                "or of a pre-trained model dpft.models.freeze_batchnorm(model)")
 
 # %% ../nbs/5_notes/74_models.ipynb #models-modes
 def set_modes(
@@ -476,18 +453,19 @@ def set_modes(
 
 # %% ../nbs/5_notes/74_models.ipynb #models-modes-kept
 class Modes:
-    "The mode of each layer in which a run was checked; ValueError for one that mixes."
+    """The modes in which a run trains, whatever else sets others in between;
+    ValueError for a layer that mixes examples."""
 
     def __init__(self, model: nn.Module, dropout: bool):
         self.model = model
         validate(model, dropout)
         set_modes(model, dropout)
-        self.checked = [(module, module.training) for module in model.modules()]
+        self.modes = [(module, module.training) for module in model.modules()]
 
     def keep(self, only_training: bool = False) -> None:
         """Restore modes that a loop or a score has changed, before data pass the model;
         with `only_training`, leave evaluation mode as it is."""
-        for module, mode in self.checked:
+        for module, mode in self.modes:
             if module.training != mode and (module.training or not only_training):
                 module.training = mode
 

@@ -6,22 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-
-from .forms import Contribution, Dense, Outer, full
-from .layer_rules import RULES, Rule, channel_bias, unfolded
 
 # %% auto #0
-__all__ = ['BUILT', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small', 'Projected',
-           'StandardisedConv2d', 'standardised_weight', 'Affine', 'wide_layer', 'WideBlock', 'wide_resnet']
+__all__ = ['BUILT', 'TemperedSigmoid', 'tempered_cnn', 'tempered_cnn_8', 'tempered_cnn_5', 'cnn', 'mlp', 'vit_small']
 
 # %% ../nbs/5_notes/73_networks.ipynb #models-tempered
 class TemperedSigmoid(nn.Module):
@@ -44,10 +35,6 @@ class TemperedSigmoid(nn.Module):
         steep = torch.sigmoid(self.inverse_temperature * inputs)
         return self.scale * steep - self.offset
 
-    def extra_repr(self) -> str:
-        return (f"scale={self.scale}, inverse_temperature={self.inverse_temperature}, "
-                f"offset={self.offset}")
-
 # %% ../nbs/5_notes/73_networks.ipynb #models-tempered-cnn
 def tempered_cnn(
     classes: int = 10,
@@ -58,7 +45,9 @@ def tempered_cnn(
     26,010 parameters on 28 x 28.
     """
     channels, *sides = image_shape
-    _check_sides("tempered-cnn", sides, 14, "'cnn' or 'mlp'")
+    if min(sides) < 14:
+        raise ValueError("tempered-cnn needs images of at least 14 x 14, not "
+                         f"{sides[0]} x {sides[1]}; use 'cnn' or 'mlp'")
     height, width = (((side - 2) // 2 - 4) // 2 for side in sides)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 8, stride=2, padding=3), TemperedSigmoid(),
@@ -67,11 +56,14 @@ def tempered_cnn(
         nn.Flatten(), nn.Linear(32 * height * width, 32), TemperedSigmoid(),
         nn.Linear(32, classes))
 
-def _check_sides(name: str, sides: list[int], least: int, instead: str) -> None:
-    "ValueError for images that are too small for a network."
-    if min(sides) < least:
-        raise ValueError(f"{name} needs images of at least {least} x {least}, "
-                         f"not {sides[0]} x {sides[1]}; use {instead}")
+def _tempered(channels: int, each: int) -> list[nn.Module]:
+    "Groups of so many convolutions of equal width, pooling in between, and one more."
+    layers: list[nn.Module] = []
+    for before, after in ((channels, 32), (32, 64), (64, 128)):
+        for width in (before, after)[:each]:
+            layers += [nn.Conv2d(width, after, 3, padding=1), TemperedSigmoid()]
+        layers += [nn.AvgPool2d(2)]
+    return [*layers, nn.Conv2d(128, 256, 3, padding=1), TemperedSigmoid()]
 
 def tempered_cnn_8(
     classes: int = 10,
@@ -81,15 +73,7 @@ def tempered_cnn_8(
 
     605,226 parameters on three channels.
     """
-    channels, *sides = image_shape
-    _check_sides("tempered-cnn-8", sides, 8, "'mlp'")
-    layers: list[nn.Module] = []
-    for before, after in ((channels, 32), (32, 64), (64, 128)):
-        for width in (before, after):
-            layers += [nn.Conv2d(width, after, 3, padding=1), TemperedSigmoid()]
-        layers += [nn.AvgPool2d(2)]
-    layers += [nn.Conv2d(128, 256, 3, padding=1), TemperedSigmoid()]
-    network = nn.Sequential(*layers)
+    network = nn.Sequential(*_tempered(image_shape[0], 2))
     network.add_module("classifier", nn.Conv2d(256, classes, 3, padding=1))
     network.add_module("mean", nn.AdaptiveAvgPool2d(1))
     network.add_module("flat", nn.Flatten())
@@ -103,15 +87,8 @@ def tempered_cnn_5(
 
     A five-layer form of Table 2 of @tempered.
     """
-    channels, *sides = image_shape
-    _check_sides("tempered-cnn-5", sides, 8, "'mlp'")
-    layers: list[nn.Module] = []
-    for before, after in ((channels, 32), (32, 64), (64, 128)):
-        convolution = nn.Conv2d(before, after, 3, padding=1)
-        layers += [convolution, TemperedSigmoid(), nn.AvgPool2d(2)]
-    layers += [nn.Conv2d(128, 256, 3, padding=1), TemperedSigmoid()]
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, classes))
+    return nn.Sequential(*_tempered(image_shape[0], 1), nn.AdaptiveAvgPool2d(1),
+                         nn.Flatten(), nn.Linear(256, classes))
 
 # %% ../nbs/5_notes/73_networks.ipynb #models-cnn
 def cnn(
@@ -120,7 +97,6 @@ def cnn(
 ) -> nn.Sequential:
     "Three convolutions with GroupNorm, which uses one example at a time; @groupnorm."
     channels, *sides = image_shape
-    _check_sides("cnn", sides, 4, "'mlp'")
     layers: list[nn.Module] = []
     for before, after in ((channels, 16), (16, 32), (32, 32)):
         convolution = nn.Conv2d(before, after, 3, padding=1)
@@ -154,151 +130,8 @@ def vit_small(
     config.num_labels = classes
     return ViTForImageClassification(config)
 
-# %% ../nbs/5_notes/73_networks.ipynb #networks-projected
-@dataclass
-class Projected(Contribution):
-    "Gradients minus, in each channel, the part along a unit vector; @lem-standardised."
-    outer: Outer   # of centred patches
-    units: Tensor  # (p, d), rows of length 1, or 0 where nothing is taken away
-
-    def _along(self) -> Tensor:
-        "(B, p) the part that is subtracted in each channel."
-        left, right = full(self.outer.left[:, 0]), full(self.outer.right[:, 0])
-        return (left * (right @ self.units.T)).sum(1)        # (B, T, p) and (B, T, d)
-
-    def _project(self, values: Tensor) -> Tensor:
-        "(..., *shape) without the part along the unit vectors."
-        units = self.units.view(self.outer.shape)       # (p, channels, height, width)
-        return values - (values * units).sum((-3, -2, -1), keepdim=True) * units
-
-    def dense(self, into: Tensor | None = None) -> Tensor:
-        return self._project(self.outer.dense())
-
-    def weighted(self, factors: Tensor) -> Tensor:
-        return self._project(self.outer.weighted(factors))
-
-    def inner(self, other: Contribution) -> Tensor:
-        if not isinstance(other, Projected):
-            return super().inner(other)
-        return self.outer.inner(other.outer) - (self._along() * other._along()).sum(1)
-
-    def length(self) -> Tensor:
-        return self.outer.length()
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Projected:
-        return Projected(self.outer.map(change), self.units)
-
-    @property
-    def size(self) -> int:
-        return self.outer.size
-
-class StandardisedConv2d(_ConvNd):
-    """A convolution whose weights are centred and of norm 1, channel by channel.
-
-    They are standardised at each use; @weightstandardisation.
-    """
-
-    def __init__(
-        self,
-        channels: int,     # that come in
-        filters: int,      # that go out
-        kernel: int = 3,   # height and width, odd
-        stride: int = 1,
-    ):
-        super().__init__(channels, filters, (kernel, kernel), (stride, stride),
-                         (kernel // 2, kernel // 2), (1, 1), False, (0, 0), 1, False,
-                         "zeros")
-        nn.init.normal_(self.weight, std=(channels * kernel**2) ** -0.5)
-
-    def standardised(self) -> tuple[Tensor, Tensor, Tensor]:
-        "The weights as used, (p, d); each channel's factor; whether it varies, (p, 1)."
-        rows = full(self.weight).flatten(1)
-        centred = rows - rows.mean(1, keepdim=True)
-        squares = centred.square().sum(1, keepdim=True)
-        scale = squares.clamp(min=1e-4).rsqrt()              # at most 100
-        return centred * scale, scale, squares >= 1e-4
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        weight = self.standardised()[0].view(self.weight.shape).to(self.weight.dtype)
-        return F.conv2d(inputs, weight, None, self.stride, self.padding)
-
-@torch.no_grad()
-def standardised_weight(
-    module: StandardisedConv2d, gradient: Tensor, inputs: Tensor) -> Contribution:
-    "The rule of convolutions on centred patches, then projected; @lem-standardised."
-    used, scale, varies = module.standardised()
-    patches = full(unfolded(cast(Any, module), inputs))
-    left = full(gradient).flatten(2).mT[:, None] * scale[:, 0]         # (B, 1, T, p)
-    outer = Outer(left, patches - patches.mean(3, keepdim=True), module.weight.shape)
-    found = Projected(outer, used * varies)
-    _, _, tokens, p = left.shape
-    d = used.shape[1]
-    return Dense(found.dense()) if p * d <= tokens * (p + d) else found
-
-
-RULES[StandardisedConv2d] = Rule(standardised_weight, channel_bias)
-
-# %% ../nbs/5_notes/73_networks.ipynb #models-wide
-class Affine(nn.Module):
-    "A gain and a shift for every channel."
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(channels, 1, 1))
-        self.bias = nn.Parameter(torch.zeros(channels, 1, 1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.gain + self.bias
-
-def wide_layer(
-    channels: int, filters: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
-    "ReLU, GroupNorm in 16 groups, a standardised convolution with its gain and shift."
-    return nn.Sequential(
-        nn.ReLU(), nn.GroupNorm(16, channels),
-        StandardisedConv2d(channels, filters, kernel, stride), Affine(filters))
-
-class WideBlock(nn.Module):
-    "Two layers and a path around them, which has a layer of its own if sizes change."
-
-    def __init__(self, channels: int, filters: int, stride: int, changes: bool):
-        super().__init__()
-        other = wide_layer(channels, filters, 1, stride) if changes else nn.Identity()
-        self.around = other
-        self.through = nn.Sequential(
-            wide_layer(channels, filters, 3, stride), wide_layer(filters, filters))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.through(inputs) + self.around(inputs)
-
-def wide_resnet(
-    classes: int = 10,
-    image_shape: tuple[int, int, int] = (3, 32, 32),  # (C, H, W), H and W at least 4
-    depth: int = 16,                                  # 4 more than a multiple of 6
-    width: int = 4,                                   # times 16, 32 and 64 channels
-) -> nn.Sequential:
-    """Wide-ResNet with GroupNorm and weight standardisation; @de2022.
-
-    2,753,818 parameters at 16-4 on colour images.
-    """
-    channels, *sides = image_shape
-    _check_sides("wrn-16-4", sides, 4, "'mlp'")
-    if depth < 10 or (depth - 4) % 6:
-        raise ValueError(f"depth={depth}: a Wide-ResNet has 10, 16, 22, ... layers")
-    stem = nn.Sequential(StandardisedConv2d(channels, 16), Affine(16))
-    layers: dict[str, nn.Module] = {"stem": stem}
-    before = 16
-    for number, filters in enumerate((16 * width, 32 * width, 64 * width)):
-        first = WideBlock(before, filters, 2 if number else 1, True)
-        rest = [WideBlock(filters, filters, 1, False)
-                for _ in range((depth - 4) // 6 - 1)]
-        layers[f"group{number + 1}"] = nn.Sequential(first, *rest)
-        before = filters
-    layers |= {"activation": nn.ReLU(), "norm": nn.GroupNorm(16, before),
-               "pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
-    return nn.Sequential(OrderedDict(layers | {"head": nn.Linear(before, classes)}))
-
 # %% ../nbs/5_notes/73_networks.ipynb #networks-built
 BUILT: dict[str, Callable[..., nn.Module]] = {
     "tempered-cnn": tempered_cnn, "tempered-cnn-5": tempered_cnn_5,
     "tempered-cnn-8": tempered_cnn_8, "cnn": cnn, "mlp": mlp,
-    "vit-small": vit_small, "wrn-16-4": wide_resnet}
+    "vit-small": vit_small}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Batch', 'LossFunction', 'tensors', 'batch_rows', 'each_value', 'select_rows', 'per_example_losses', 'check_kinds',
-           'trainable', 'evaluating', 'only_training', 'per_example_gradients', 'single_gradient']
+           'trainable', 'evaluating', 'only_training', 'per_example_gradients']
 
 # %% ../nbs/1_start/04_gradients.ipynb #gradients-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,21 +132,12 @@ def per_example_gradients(
     """
     check_kinds(model)
     parameters = trainable(model)
-    rows = [single_gradient(model, loss_fn, select_rows(batch, torch.tensor([i])),
-                             list(parameters.values()))
+    def one(batch: Batch) -> Sequence[Tensor]:  # zeros where a loss uses no parameter
+        loss = per_example_losses(model, loss_fn, batch).sum()
+        if not loss.requires_grad:
+            return [torch.zeros_like(parameter) for parameter in parameters.values()]
+        return torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
+    rows = [one(select_rows(batch, torch.tensor([i])))
             for i in range(batch_rows(batch))]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(values) for name, values in columns}
-
-# %% ../nbs/1_start/04_gradients.ipynb #gradients-single-gradient
-def single_gradient(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch,
-    parameters: Sequence[nn.Parameter], number: int = 0,
-) -> list[Tensor]:
-    "Gradient of the loss of one example; zeros for parameters that it does not use."
-    loss = per_example_losses(model, loss_fn, batch)[number]
-    if not loss.requires_grad:
-        return [torch.zeros_like(parameter) for parameter in parameters]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g
-            for p, g in zip(parameters, gradients, strict=True)]

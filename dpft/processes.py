@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HOW_TO_GO_ON', 'Result', 'SAME_INPUT', 'SAME_CHOICE', 'WHOLE', 'ProcessError', 'reached', 'tried', 'Processes',
            'fsdp_modules', 'shards', 'shard_of', 'Layered', 'Divided', 'processes_of', 'saved_whole', 'check_whole',
-           'form', 'launched', 'own_device', 'start', 'stop', 'speaks', 'told_to_stop', 'at_first_signal',
+           'form', 'launched', 'own_device', 'start', 'stop', 'speaks', 'on_terminate', 'at_first_signal',
            'worker_context']
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-imports
@@ -158,7 +158,7 @@ class Processes:
         return {name: part.view_as(value).to(value) for (name, value), part
                 in zip(sums.items(), parts, strict=True)}, numbers.tolist()
 
-    def spread(self, model: nn.Module) -> None:
+    def broadcast(self, model: nn.Module) -> None:
         """Copy parameters and buffers of the first process's model, bit for bit,
         into the models of all others, but for what is divided."""
         for value in () if self.alone else (*model.parameters(), *model.buffers()):
@@ -320,7 +320,7 @@ class Divided(Processes):
             with engine.random_state("idle", engine.t):
                 batch = engine.draws.read(engine.population.data, torch.tensor([0]),
                                           engine.population.collate_fn)
-                gradients(engine.model, engine.losses.of_view, batch,
+                gradients(engine.model, engine.step_loss, batch,
                           hooks=engine.hooks)
 
     def scattered(self, total: Tensor, like: Any, std: Tensor | float,
@@ -432,14 +432,9 @@ def own_device(device: str | None) -> str:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not launched() or not kind.startswith("cuda"):
         return kind
-    number, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if kind != "cuda" or number >= there:
-        raise ValueError(
-            f"device={kind}: each process takes a GPU of its own, and this machine has "
-            f"{there}; start no more processes than that and ask for --device cuda, "
-            "or for --device cpu")
-    torch.cuda.set_device(number)
-    return f"cuda:{number}"
+    own = f"cuda:{os.environ['LOCAL_RANK']}"
+    torch.cuda.set_device(own)
+    return own
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-start-code
 # shared by the processes of one `torchrun`; None: only one process
@@ -450,7 +445,7 @@ def start(
 ) -> str:                       # this process's own
     "Join the processes that `torchrun` started, if it did; @sec-torchrun."
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, told_to_stop)
+        signal.signal(signal.SIGTERM, on_terminate)
     if not launched():
         return own_device(device)
     store, rank, size = next(iter(dist.rendezvous("env://")))
@@ -480,7 +475,7 @@ def speaks() -> bool:
         return True
 
 # %% ../nbs/5_notes/77_processes.ipynb #processes-told-to-stop
-def told_to_stop(number: int, frame: Any) -> None:
+def on_terminate(number: int, frame: Any) -> None:
     """For SIGTERM, by which `torchrun` also ends the others when one has failed:
     a sentence, and an exit that undoes what is half done."""
     if speaks():
@@ -492,9 +487,9 @@ def told_to_stop(number: int, frame: Any) -> None:
 # %% ../nbs/5_notes/77_processes.ipynb #processes-first-signal
 @contextmanager
 def at_first_signal(
-    told: Callable[[int], None], # gets the signal's number
+    handle: Callable[[int], None], # gets the signal's number
 ) -> Iterator[None]:
-    """Within this context, the first SIGTERM or SIGINT calls `told`; not in a side
+    """Within this context, the first SIGTERM or SIGINT calls `handle`; not in a side
     thread, and not for a signal that the process ignores."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -506,7 +501,7 @@ def at_first_signal(
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
     def first(number: int, frame: Any) -> None:
         try:
-            told(number)
+            handle(number)
         finally:
             put_back()
     for number in before:

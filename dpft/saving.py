@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .guarantee import visible_files
 from .ledger import check_copy
 from .models import (
-    BUILT, description_of, gguf_of, gguf_options, load_model, load_pretrained,
+    BUILT, description_of, gguf_of, load_model, load_pretrained,
     mean_pooled_classifier, minilm_folder)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-target
@@ -267,7 +267,7 @@ def load_base(
         torch.manual_seed(0)
         return load_pretrained(
             model_class, source, config=config, ignore_mismatched_sizes=True,
-            dtype=getattr(torch, dtype), **gguf_options(file))
+            dtype=getattr(torch, dtype), **({"gguf_file": file} if file else {}))
 
 def named_base(
     model: nn.Module,

@@ -75,6 +75,16 @@ def run(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    "Two processes, which do the same task."
+    from test_processes import Ranks
+
+    ranks = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
 def tokenizer():
     "One that knows the letters, and that files may replace by their own."
     from tokenizers import Tokenizer, models, pre_tokenizers, processors

@@ -236,7 +236,7 @@ BUGS = [
     Bug("mean by the actual batch", mean_by_the_actual_batch,
         partial(named_test, "test_planted_bugs", "test_the_mean_divides_by_the_expected_size")),
     Bug("shuffled batches accounted as Poisson", shuffled_batches,
-        partial(named_test, "test_training", "test_an_empty_draw_is_a_noise_only_step")),
+        partial(named_test, "test_characterisation", "test_an_empty_draw_is_a_step")),
     Bug("stale freeze set", stale_freeze_set, partial(named_test, "test_training", "test_what_trains_may_change_at_any_step_both_ways")),
     Bug("uncharged selection", unpaid_requests,
         partial(named_test, "test_frost_selection", "test_the_budget_is_met_and_the_ledger_has_every_round",

@@ -163,7 +163,7 @@ def test_coupled_examples_are_refused(model, loss_fn, data, why):
     with pytest.raises(Coupled, match=why):
         checked(model(), loss_fn, data())
 
-@pytest.mark.parametrize("row", range(0, B, 3))
+@pytest.mark.parametrize("row", (0, 7, B - 1))
 def test_an_example_that_is_not_finite_is_left_out_and_hides_no_coupling(row):
     for loss_fn in (ce, contrastive):
         (x, y), _ = vectors()
@@ -265,7 +265,7 @@ def test_a_norm_over_time_is_refused_and_a_norm_over_features_is_not(seed, monke
     with pytest.raises(Coupled, match="padding"):
         check(*speech("group", seed))
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_augmentation_is_accepted_and_a_collator_that_mixes_is_not(seed):
     torch.manual_seed(seed)
     images, labels = torch.randn(B, 3, 6, 6), F.one_hot(torch.randint(0, 3, (B,)), 3).float()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpft.device_noise import BLOCKS, CHUNK, device_bits, device_pieces, scrambled, words_of
-from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, secure_pieces, side_by_side
+from dpft.noise import SHARE, Keystream, add_pieces, cipher_bits, cipher_pieces, in_threads
 from dpft.processes import Processes
 from dpft.step import add_noise, release
 
@@ -45,14 +45,6 @@ def test_numbers_of_a_device_are_those_of_the_cpu(numbers):
     add_pieces(wanted, cipher_pieces(key, numbers, 0.5))
     add_pieces(found, device_pieces(key, numbers, 0.5, "cpu"))
     assert torch.allclose(found, wanted, rtol=0, atol=1e-14)
-
-
-def test_secure_noise_is_made_where_it_is_wanted(monkeypatch):
-    stream = Keystream(SECRET)
-    stream.secure_normal((3,), "a", device="meta")                       # torch loads what it needs for this device
-    monkeypatch.setattr(torch, "Generator", None)
-    assert {piece.device.type for piece in secure_pieces(stream, 70_000, "a", device="meta")} == {"meta"}
-    assert stream.secure_normal((3, 5), "a", device="meta").shape == (3, 5)
 
 
 # pieces and threads ------------------------------------------------------------------------------------------------------------------
@@ -92,5 +84,5 @@ def test_an_error_in_a_thread_is_an_error(workers):
         raise OSError(f"item {item}")
 
     with pytest.raises(OSError, match="item 0"):
-        side_by_side(fail, range(4), workers)
-    assert side_by_side(lambda x: x * x, range(5), workers) == [0, 1, 4, 9, 16]
+        in_threads(fail, range(4), workers)
+    assert in_threads(lambda x: x * x, range(5), workers) == [0, 1, 4, 9, 16]

@@ -117,13 +117,6 @@ def first_mean(divided, method="full", make=Small, double=False, people=False, *
             here / sum(p.numel() * p.element_size() for p in model.parameters()))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two") / "meeting")
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("settings", [
     *(dict(method=name) for name in METHODS), dict(make=roberta), dict(method="biases", make=roberta), dict(double=True, batch_size=60),
     dict(batch_size=1), dict(people=True, physical_batch_size=7)])

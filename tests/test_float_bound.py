@@ -64,13 +64,13 @@ def cancelling(p, d, seeds, gap, dtype=torch.float32):
     return torch.stack(left)[:, None].to(dtype), torch.stack(right)[:, None].to(dtype)
 
 
-SHAPES = [(768, 768), (768, 3072), (1024, 4096), (768, 30522), (768, 50257)]
+SHAPES = [(768, 768), (768, 3072), (768, 30522)]
 
 
 @pytest.mark.parametrize(("d", "p"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_tokens_that_nearly_cancel_have_no_norm_that_is_too_small(d, p, dtype):
-    seeds = range(30, 50) if p < 5000 else range(42, 46)
+    seeds = range(40, 50) if p < 5000 else range(42, 44)
     for gap in (0.0, 1e-5, 1e-3, 3e-3, 1e-2):
         left, right = cancelling(p, d, seeds, gap, dtype)
         use = Outer(left, right, torch.Size([p, d]))

@@ -11,6 +11,7 @@ from torch import nn
 from zoo import toy
 
 import dpft
+from dpft.book import networks as networks  # names wrn-16-4
 from dpft.book.audits import Stopped, stopping
 from dpft.composition import Chain, Then
 from dpft.features import Features

@@ -1,17 +1,9 @@
 """Random models, batches, freeze sets, masks and bounds: what must hold of every one of them; `make fuzz` tries many more."""
 
-import ast
 import copy
 import itertools
 import math
-import os
-import re
-import time
 import warnings
-from collections import defaultdict
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,54 +15,12 @@ from scipy import stats
 from torch import nn
 
 import dpft
-from dpft.checkpoint import CheckpointError
 from dpft.forms import Groups
 from dpft.gradients import Block, clipped_sum, gradients
 from dpft.method import Method
 from dpft.noise import Keystream
 from dpft.norms import members
 from dpft.oracle import batch_rows, select_rows
-
-# what was tried --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Tally:
-    "How often a property was tried, how often it failed, and the largest that was seen of what it bounds."
-    examples: int = 0
-    failures: int = 0
-    seconds: float = 0.0
-    largest: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
-TALLIES: dict[str, Tally] = defaultdict(Tally)
-
-
-@contextmanager
-def tried(what):
-    "One example of a property."
-    tally, began = TALLIES[what], time.perf_counter()
-    tally.examples += 1
-    try:
-        yield tally
-    except Exception as error:
-        tally.failures += isinstance(error, AssertionError | ValueError | RuntimeError)
-        raise
-    finally:
-        tally.seconds += time.perf_counter() - began
-
-
-@pytest.fixture(scope="module", autouse=True)
-def record():
-    "With DPFT_FUZZ, a file, what was tried goes into it."
-    yield
-    if path := os.environ.get("DPFT_FUZZ"):
-        from dpft.book.contenders import provenance
-        from dpft.book.experiments import write_records
-
-        write_records(path, [{"experiment": "fuzz", "data": "made", "method": what, "examples": tally.examples, "failures": tally.failures,
-                              "largest": dict(tally.largest), "seconds": round(tally.seconds, 1), **provenance()}
-                             for what, tally in TALLIES.items()])
 
 
 @pytest.fixture(autouse=True)
@@ -316,18 +266,15 @@ def is_rounding(case):
 @given(cases())
 def test_one_unit_more_or_less_moves_the_sum_by_no_more_than_the_bound(case):
     assume(not is_rounding(case))
-    with tried("influence of one unit on a sum") as tally:
-        units = torch.tensor(range(len(case.kinds)) if case.units is None else case.units)
-        rest = torch.nonzero(units != units[case.out])[:, 0]
-        whole, without = summed(case, torch.arange(len(units))), summed(case, rest)
-        moved = {name: whole[name] - without[name] for name in whole}
-        alone = summed(case, torch.nonzero(units == units[case.out])[:, 0])
-        for name, value in (*whole.items(), *without.items()):
-            assert value.isfinite().all(), name
-        for ratio, own in zip(block_lengths(moved, case), block_lengths(alone, case), strict=True):
-            kind = "float64" if case.dtype == torch.float64 else "float32"
-            tally.largest[kind] = max(tally.largest[kind], ratio, own)
-            assert max(ratio, own) <= 1 + rounding(case)
+    units = torch.tensor(range(len(case.kinds)) if case.units is None else case.units)
+    rest = torch.nonzero(units != units[case.out])[:, 0]
+    whole, without = summed(case, torch.arange(len(units))), summed(case, rest)
+    moved = {name: whole[name] - without[name] for name in whole}
+    alone = summed(case, torch.nonzero(units == units[case.out])[:, 0])
+    for name, value in (*whole.items(), *without.items()):
+        assert value.isfinite().all(), name
+    for ratio, own in zip(block_lengths(moved, case), block_lengths(alone, case), strict=True):
+        assert max(ratio, own) <= 1 + rounding(case)
 
 
 def square_norms(case, one):
@@ -342,26 +289,23 @@ def square_norms(case, one):
 @HALF
 @given(cases())
 def test_what_is_not_finite_contributes_exactly_nothing(case):
-    with tried("not finite, nothing contributed") as tally:
-        for row in range(len(case.kinds)):
-            one = select_rows(case.batch, torch.tensor([row]))
-            if square_norms(case, one).isfinite().all():
-                continue
-            tally.largest["examples not finite"] += 1
-            sums = gradients(case.model, case.loss, one).clipped_sum(case.blocks, case.style)[0]
-            assert not any(value.any() or value.isnan().any() for value in sums.values())
+    for row in range(len(case.kinds)):
+        one = select_rows(case.batch, torch.tensor([row]))
+        if square_norms(case, one).isfinite().all():
+            continue
+        sums = gradients(case.model, case.loss, one).clipped_sum(case.blocks, case.style)[0]
+        assert not any(value.any() or value.isnan().any() for value in sums.values())
 
 
 @QUARTER
 @given(models(), st.sampled_from(["flat", "automatic"]), st.data())
 def test_an_empty_batch_and_zero_gradients_sum_to_zero(made, style, data):
-    with tried("empty batches and zero gradients"):
-        model, batch = made
-        freeze(data.draw, model)
-        nothing = (batch[0], torch.zeros_like(batch[1]))
-        for rows in (nothing, select_rows(batch, torch.arange(0)), select_rows(nothing, torch.arange(1))):
-            sums = clipped_sum(model, wave, rows, 0.5, style)
-            assert len(sums) > 0 and not any(value.any() for value in sums.values()) and batch_rows(rows) in (0, 1, len(batch[1]))
+    model, batch = made
+    freeze(data.draw, model)
+    nothing = (batch[0], torch.zeros_like(batch[1]))
+    for rows in (nothing, select_rows(batch, torch.arange(0)), select_rows(nothing, torch.arange(1))):
+        sums = clipped_sum(model, wave, rows, 0.5, style)
+        assert len(sums) > 0 and not any(value.any() for value in sums.values()) and batch_rows(rows) in (0, 1, len(batch[1]))
 
 
 # 2. the engine: the sum before the noise, and the noise -------------------------------------------------------------------------------
@@ -406,21 +350,18 @@ def collected(engine):
 @given(cases(), st.integers(1, 3), st.booleans())
 def test_a_data_set_with_one_unit_less_has_a_sum_within_the_bound(case, physical, secure):
     "Draws of everything, cut into physical batches: the engine's own sums, for data sets of one unit more or less."
-    with tried("influence of one unit on an engine's sum") as tally:
-        units = list(range(len(case.kinds))) if case.units is None else case.units
-        rest = [row for row, unit in enumerate(units) if unit != units[case.out]]
-        assume(rest)
-        sums = []
-        for rows in (list(range(len(units))), rest):
-            e = fuzzed_engine(case.model, select_rows(case.batch, torch.tensor(rows)), case.blocks, case.loss, clipping=case.style,
-                              unit=[units[row] for row in rows] if len({units[row] for row in rows}) < len(rows) else None,
-                              physical_batch_size=physical, secure_mode=secure)
-            sums.append(collected(e).sums)
-        moved = {name: sums[0][name] - sums[1][name] for name in sums[0]}
-        for ratio in block_lengths(moved, case):
-            kind = "float64" if case.dtype == torch.float64 else "float32"
-            tally.largest[kind] = max(tally.largest[kind], ratio)
-            assert ratio <= 1 + rounding(case)
+    units = list(range(len(case.kinds))) if case.units is None else case.units
+    rest = [row for row, unit in enumerate(units) if unit != units[case.out]]
+    assume(rest)
+    sums = []
+    for rows in (list(range(len(units))), rest):
+        e = fuzzed_engine(case.model, select_rows(case.batch, torch.tensor(rows)), case.blocks, case.loss, clipping=case.style,
+                          unit=[units[row] for row in rows] if len({units[row] for row in rows}) < len(rows) else None,
+                          physical_batch_size=physical, secure_mode=secure)
+        sums.append(collected(e).sums)
+    moved = {name: sums[0][name] - sums[1][name] for name in sums[0]}
+    for ratio in block_lengths(moved, case):
+        assert ratio <= 1 + rounding(case)
 
 
 PER_EXAMPLE = 1e-6 / 10_000  # a family of up to 10,000 examples accuses honest noise once in a million times
@@ -433,39 +374,37 @@ def unsurprising(noise, error):
 
 def noise_of_runs(pool, made, sigma, secure, seed, data):
     "The gradients are zero, so what is released is the noise: two steps of one run, and one of another."
-    with tried("noise of a step") as tally:
-        model, batch = made
-        model.register_parameter("spare", nn.Parameter(torch.zeros(40, 40)))  # enough numbers to see a tenth less noise
-        trains = [*freeze(data.draw, model), *[model.spare] * (not model.spare.requires_grad)]
-        blocks = blocks_of(data.draw, trains, 1.0)
-        scale = data.draw(st.sampled_from([0.01, 1.0, 30.0]))
-        drawn = []
-        for run in range(2):
-            own = None if run else seed
-            e = fuzzed_engine(model, batch, blocks, lambda model, batch: 0 * wave(model, batch), noise_multiplier=sigma, steps=2 - run,
-                              clip=scale, seed=own, secure_mode=secure, check=False)   # no gradient is any's, rightly
-            total = sum((b.clip / b.noise) ** 2 for b in e.blocks) ** -0.5
-            assert sigma * (1 - 1e-9) <= total <= sigma * (1 + 1e-4)
-            stated = scale * sigma * math.sqrt(sum(block.clip**2 for block in blocks))   # of every entry, by the lemma on blocks
-            before = {name: parameter.detach().clone() for name, parameter in e.trains.items()}
-            optimizer = torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.3)
-            for step in e:
-                step.take(optimizer)
-                for name, parameter in e.trains.items():
-                    where = torch.stack([torch.ones(p.shape, dtype=torch.bool) if mask is None else mask
-                                         for block in blocks for p, mask in members(block) if p is parameter]).any(0)
-                    noise = parameter.grad.double() * e.plan.batch_size / stated
-                    assert not noise[~where].any()
-                    assert torch.equal(parameter[~where], before[name][~where])
-                    drawn.append(noise[where])
-                    pool.extend([] if own is not None else [noise[where]])   # a seed may come again, and with it the noise
-        together = torch.cat(drawn)
-        assert unsurprising(together, PER_EXAMPLE)
-        tally.largest["entries of noise"] += len(together)
-        values = together.numpy()
-        assert len(np.unique(values)) >= len(values) - 4                 # float32 may meet by chance, two equal tensors meet everywhere
-        for a, b in itertools.combinations([part for part in drawn if len(part) >= 8], 2):
-            assert abs(correlation(a, b)) < 1
+    model, batch = made
+    model.register_parameter("spare", nn.Parameter(torch.zeros(40, 40)))  # enough numbers to see a tenth less noise
+    trains = [*freeze(data.draw, model), *[model.spare] * (not model.spare.requires_grad)]
+    blocks = blocks_of(data.draw, trains, 1.0)
+    scale = data.draw(st.sampled_from([0.01, 1.0, 30.0]))
+    drawn = []
+    for run in range(2):
+        own = None if run else seed
+        e = fuzzed_engine(model, batch, blocks, lambda model, batch: 0 * wave(model, batch), noise_multiplier=sigma, steps=2 - run,
+                          clip=scale, seed=own, secure_mode=secure, check=False)   # no gradient is any's, rightly
+        total = sum((b.clip / b.noise) ** 2 for b in e.blocks) ** -0.5
+        assert sigma * (1 - 1e-9) <= total <= sigma * (1 + 1e-4)
+        stated = scale * sigma * math.sqrt(sum(block.clip**2 for block in blocks))   # of every entry, by the lemma on blocks
+        before = {name: parameter.detach().clone() for name, parameter in e.trains.items()}
+        optimizer = torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.3)
+        for step in e:
+            step.take(optimizer)
+            for name, parameter in e.trains.items():
+                where = torch.stack([torch.ones(p.shape, dtype=torch.bool) if mask is None else mask
+                                     for block in blocks for p, mask in members(block) if p is parameter]).any(0)
+                noise = parameter.grad.double() * e.plan.batch_size / stated
+                assert not noise[~where].any()
+                assert torch.equal(parameter[~where], before[name][~where])
+                drawn.append(noise[where])
+                pool.extend([] if own is not None else [noise[where]])   # a seed may come again, and with it the noise
+    together = torch.cat(drawn)
+    assert unsurprising(together, PER_EXAMPLE)
+    values = together.numpy()
+    assert len(np.unique(values)) >= len(values) - 4                 # float32 may meet by chance, two equal tensors meet everywhere
+    for a, b in itertools.combinations([part for part in drawn if len(part) >= 8], 2):
+        assert abs(correlation(a, b)) < 1
 
 
 def test_noise_is_as_stated_fresh_and_only_where_something_trains():
@@ -473,7 +412,6 @@ def test_noise_is_as_stated_fresh_and_only_where_something_trains():
     HALF(given(st.just(pool), models(), st.floats(0.3, 5.0), st.booleans(), st.none() | st.integers(0, 2**30), st.data())(noise_of_runs))()
     whole = torch.cat(pool)
     assert unsurprising(whole, 1e-6), f"standard deviation {whole.std():.4f} of {len(whole):,} numbers, 1 was stated"
-    TALLIES["noise of a step"].largest["pooled standard deviation"] = whole.std().item()
 
 
 def correlation(a, b):
@@ -490,83 +428,14 @@ CONTEXTS = st.lists(st.tuples(st.text(max_size=4), st.integers(0, 9)), min_size=
 @QUARTER
 @given(CONTEXTS, st.integers(1, 4000), st.booleans())
 def test_streams_of_different_contexts_and_secrets_share_nothing(contexts, size, secure):
-    with tried("streams of noise"):
-        first, second = Keystream(), Keystream()
+    first, second = Keystream(), Keystream()
 
-        def draw(stream, context):
-            return stream.secure_normal((size,), *context) if secure else stream.normal((size,), 1.0, *context, dtype=torch.float64)
+    def draw(stream, context):
+        return stream.secure_normal((size,), *context) if secure else stream.normal((size,), 1.0, *context, dtype=torch.float64)
 
-        found = [draw(stream, context) for stream in (first, second) for context in contexts]
-        whole = torch.cat(found)
-        assert len(whole.unique()) == len(whole)
-        assert unsurprising(whole, PER_EXAMPLE)
-        if size >= 8:
-            assert all(abs(correlation(a, b)) < 1 for a, b in itertools.combinations(found, 2))
-
-
-# 3. nothing is unpickled or evaluated ---------------------------------------------------------------------------------------------------
-
-
-FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
-
-
-def unsafe(source):
-    """Lines that could run what a file says: loading without weights_only, allow_pickle, unpicklers, eval, exec and functions made of
-    code; `compile` alone runs nothing."""
-    tree, called = ast.parse(source), set()
-    for node in ast.walk(tree):
-        where = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Call):
-            name, keywords = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
-            called.add(id(node.func))
-            if name == "torch.load" and keywords.get("weights_only") != "True":
-                yield where, "torch.load without weights_only=True"
-            if keywords.get("allow_pickle", "False") != "False":
-                yield where, "allow_pickle"
-            if re.fullmatch(r"((builtins|types)\.)?(eval|exec|FunctionType|__import__)", name):
-                yield where, name
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            if any(name.split(".")[0] in FORBIDDEN for name in names):
-                yield where, "an unpickler"
-            if getattr(node, "module", "") == "torch" and "load" in names:
-                yield where, "torch.load under another name"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load" and id(node) not in called:
-            yield node.lineno, "torch.load under another name"
-
-
-def test_no_file_of_the_package_unpickles_or_evaluates():
-    files = sorted(Path(dpft.__file__).parent.rglob("*.py"))
-    assert len(files) > 25
-    assert {str(file): list(unsafe(file.read_text())) for file in files if list(unsafe(file.read_text()))} == {}
-
-
-@pytest.mark.parametrize("line", [
-    "torch.load(path)", "torch.load(path, weights_only=False)", "torch.load(path, weights_only=flag)", "load = torch.load",
-    "from torch import load", "import pickle", "from pickle import loads", "import dill as d", "np.load(path, allow_pickle=True)",
-    "eval('1')", "exec(compile(text, '', 'exec'))", "types.FunctionType(code, {})()", "__import__(name)"])
-def test_each_unsafe_line_is_seen(line):
-    assert list(unsafe(line))
-
-
-def test_a_state_that_is_no_plain_data_is_refused(tmp_path):
-    "A checkpoint that someone put a program into does not run it."
-    from test_processes import tune
-
-    class Program:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    class Fails(torch.optim.SGD):
-        def step(self, closure=None):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        tune(checkpoint=tmp_path / "run", optimizer=Fails)
-    torch.save({"step": 0, "method": Program()}, tmp_path / "run" / "state.pt")
-    with pytest.raises(CheckpointError, match=r"is damaged or not dpft.s .UnpicklingError."):
-        tune(checkpoint=tmp_path / "run", optimizer=Fails)
-    assert not (tmp_path / "ran").exists()
-
-
+    found = [draw(stream, context) for stream in (first, second) for context in contexts]
+    whole = torch.cat(found)
+    assert len(whole.unique()) == len(whole)
+    assert unsurprising(whole, PER_EXAMPLE)
+    if size >= 8:
+        assert all(abs(correlation(a, b)) < 1 for a, b in itertools.combinations(found, 2))

@@ -173,11 +173,6 @@ def cases(suite):
             yield test
 
 
-def said(counts):
-    """One line for each kind of model."""
-    return "\n".join(f"{kind}: " + ", ".join(f"{number} {what}" for what, number in found.items()) for kind, found in counts.items())
-
-
 @pytest.mark.parametrize("name", CLAIMED)
 def test_layers_that_we_claim(name, monkeypatch):
     """Convolutions with every option are among the layers, or more layers are drawn: most random groups divide no channels."""
@@ -186,7 +181,6 @@ def test_layers_that_we_claim(name, monkeypatch):
         result, counts = run_suite(name, monkeypatch, times * EXAMPLES.get(name, FEW))
         if not name.startswith("conv") or all(counts.get(kind, {}).get(f"with {what}") for what in VARIANTS):
             break
-    print(said(counts))
     assert result.testsRun and not result.failures and not result.errors, [text for _, text in result.failures + result.errors]
     assert set(counts) == {kind}
     found = counts[kind]
@@ -197,7 +191,6 @@ def test_layers_that_we_claim(name, monkeypatch):
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_that_we_do_not_claim(name, monkeypatch):
     result, counts = run_suite(name, monkeypatch, examples=10)
-    print(said(counts))
     assert result.testsRun and not result.failures and not result.errors, [text for _, text in result.failures + result.errors]
     assert counts
 

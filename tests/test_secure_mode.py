@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_processes import Ranks, engine, net, run_all, tune
+from test_processes import engine, net, run_all, tune
 
 import dpft
 import dpft.noise as noise_module
-from dpft.card import assumptions
 from dpft.engine import check_secure
 from dpft.guarantee import Guarantee, verify
 from dpft.noise import GRID_BITS, Keystream, grid_step, on_grid, perturbed_on_grid, secure_std
-from dpft.privacy import SampledGaussian
 
 # the grid --------------------------------------------------------------------------------------------------------------------------
 
@@ -85,29 +83,6 @@ def test_half_of_four_draws_is_standard_normal_and_each_draw_counts():
     assert np.array_equal(sum(parts), sample)
     assert np.abs(np.corrcoef(parts) - np.eye(4)).max() < 5 / math.sqrt(len(sample))
     assert abs(np.corrcoef(sample, stream.normal((500_000,), 1.0, "a", dtype=torch.float64).numpy())[0, 1]) < 5 / math.sqrt(len(sample))
-
-
-@pytest.mark.parametrize("method", ["Full", "Half"])
-def test_a_step_has_the_stated_noise_where_there_is_any(method):
-    "Over many seeds of one step: each block's noise, in units of its own deviation, passes a chi-square at 1e-6."
-    from test_training import Half  # not at the top, for the processes below begin with this file
-
-    found = []
-    for seed in range(10):
-        e = engine(method={"Full": dpft.Full, "Half": Half}[method](), secure_mode=True, seed=seed)
-        step = next(iter(e))
-        for batch in step:
-            step.add(batch)
-        sums = {name: value.clone() for name, value in step.sums.items()}
-        step.privatize()
-        for name, p in e.trains.items():
-            spread = torch.as_tensor(e.spread[id(p)]).expand(p.shape)
-            noise = p.grad.double() * e.plan.batch_size - sums[name]
-            assert not noise[spread == 0].any()
-            found.append((noise / spread)[spread > 0])
-    noise = torch.cat(found)
-    assert 1e-6 < stats.chi2.sf(noise.square().sum().item(), len(noise)) < 1 - 1e-6
-    assert abs((noise**4).mean() - 3) < 5 * math.sqrt(96 / len(noise))
 
 
 # the attack ------------------------------------------------------------------------------------------------------------------------
@@ -226,13 +201,6 @@ def one_step(**settings):
     return [(value.numpy(), np.asarray(step)) for value, step in own.values()], [p.grad.numpy() for p in e.parameters()], e.plan.batch_size
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("secure") / "meeting")
-    yield ranks
-    ranks.close()
-
-
 def test_two_processes_add_up_exactly_and_only_the_first_adds_noise(two):
     (first, gradients, size), (second, same, _) = two(one_step)
     assert all(np.array_equal(a, b) for a, b in zip(gradients, same, strict=True))
@@ -244,15 +212,6 @@ def test_two_processes_add_up_exactly_and_only_the_first_adds_noise(two):
 
 
 # what is said ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_says_what_is_assumed_of_the_arithmetic():
-    def said(**fields):
-        return assumptions(Guarantee([SampledGaussian(2.0, 0.1, 3)], target_delta=1e-4, accountant="rdp", **fields))
-
-    assert "nobody reads the lowest bits" in said(secure_mode=False) and "secure_mode=True" in said(secure_mode=False)
-    assert "secure mode: sums and noise" in said(secure_mode=True) and "nobody reads" not in said(secure_mode=True)
-    assert "arithmetic" not in said() and "arithmetic" not in said(secure_mode=False, private=False)
 
 
 def test_verify_holds_the_mode_against_the_ledger(tmp_path):

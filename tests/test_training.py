@@ -1,14 +1,16 @@
 """The engine and `fine_tune`: noise, sampling, blocks, checkpoints, bad input."""
 
 import copy
-import dataclasses
+import fcntl
 import itertools
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,29 +18,23 @@ import torch
 import zoo
 from torch import nn, tensor
 from transformers import TrainerCallback
-from zoo import toy
+from zoo import net, toy
 
 import dpft
 from dpft.book.audits import Stopped, stopping
 from dpft.checkpoint import CheckpointError, earlier_runs
 from dpft.data import TensorData
-from dpft.gradients import Block, clipped_sum, per_example_gradients
+from dpft.gradients import Block, per_example_gradients
 from dpft.guarantee import CHECKED
 from dpft.ledger import Ledger, PlanSpent
 from dpft.method import Method
 from dpft.plan import noise_spread, scaled_blocks
 from dpft.privacy import Request
-from dpft.settings import Settings
 from dpft.step import Step
 from dpft.updates import make_optimizer, make_schedule
 
 CHECK = "that the start-up check of a batch passed"
 NOISE = dict(epsilon=None, noise_multiplier=1.0)  # nothing to solve
-
-
-def net(seed=0, dropout=0.0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
 
 
 def engine(model=None, method=None, data=None, **settings):
@@ -53,77 +49,22 @@ def run_all(e, optimizer=None):
     return e
 
 
+def sums_of(e):
+    "The sums of one step before noise, flat, and the batches."
+    step = next(iter(e))
+    batches = []
+    for batch in step:
+        step.add(batch)
+        batches.append(batch)
+    return torch.cat([value.flatten() for value in step.sums.values()]).double(), batches, step
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_one_step_is_the_clipped_sum_plus_noise_over_the_expected_size():
-    model = net()
-    e = engine(copy.deepcopy(model), noise_multiplier=0.7, epsilon=None)
-    step = next(iter(e))
-    batches = list(step)
-    for batch in batches:
-        step.add(batch)
-    exact = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for x, y in batches:
-        for name, value in clipped_sum(model, zoo.image_loss, (x, y), 0.5).items():
-            exact[name] += value
-    step.privatize()
-    noise = torch.cat([(20 * p.grad - exact[name]).flatten() for name, p in e.model.named_parameters()])
-    assert abs(noise.std() / (0.7 * 0.5) - 1) < 0.3 and noise.abs().min() > 0
-
-
-def test_noise_has_the_stated_deviation_and_is_fresh_in_each_step_and_parameter():
-    class Zero(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
-
-        def forward(self, x):
-            return 0 * self.b(self.a(x.flatten(1)[:, :1].expand(-1, 100)))[:, :3]
-
-    e = engine(Zero(), noise_multiplier=1.3, epsilon=None, steps=3, clip=0.2, check=False)
-    seen = []
-    for step in e:
-        for batch in step:
-            step.add(batch)
-        step.privatize()
-        seen += [20 * e.model.a.weight.grad.flatten(), 20 * e.model.b.weight.grad.flatten()]
-        step.done()
-    noise = torch.stack(seen).double()                       # six draws of 10,000
-    variance = (noise / (1.3 * 0.2)).square().mean(1)
-    assert ((variance - 1).abs() < 5 * math.sqrt(2 / 10_000)).all()
-    correlation = torch.corrcoef(noise) - torch.eye(6, dtype=torch.float64)
-    assert correlation.abs().max() < 5 / math.sqrt(10_000)
-
-
-def test_an_empty_draw_is_a_noise_only_step():
-    e = engine(batch_size=1, steps=30, epsilon=None, noise_multiplier=1.0)
-    drawn = []
-    for step in e:
-        count = 0
-        for batch in step:
-            step.add(batch)
-            count += len(batch[1])
-        drawn.append(count)
-        step.privatize()
-        assert all(p.grad.abs().sum() > 0 for p in e.model.parameters())
-        step.done()
-    assert 0 in drawn and max(drawn) > 1                     # Poisson, not fixed batches
-    assert sum(m.steps for m in e.guarantee.mechanisms) == 30
-
-
 def test_physical_batches_do_not_change_the_step():
-    whole, parts = (run_all(engine(physical_batch_size=size)) for size in (64, 3))
-    assert torch.allclose(weights(whole.model), weights(parts.model), atol=0.2)
-    grads = []
-    for size in (64, 3):
-        e = engine(physical_batch_size=size)
-        step = next(iter(e))
-        for batch in step:
-            step.add(batch)
-        grads.append(torch.cat([value.flatten() for value in step.sums.values()]))
-    assert torch.allclose(*grads, atol=1e-5)
+    assert torch.allclose(*(sums_of(engine(physical_batch_size=size))[0] for size in (64, 3)), atol=1e-5)
 
 
 def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
@@ -131,10 +72,8 @@ def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted():
     sums = []
     for value in (math.inf, 1e38):
         data.images[7] = value                               # the second overflows in the norm
-        step = next(iter(engine(data=data, batch_size=60)))
-        for batch in step:
-            step.add(batch)
-        sums.append(torch.cat([total.flatten() for total in step.sums.values()]))
+        found, _, step = sums_of(engine(data=data, batch_size=60))
+        sums.append(found)
         assert step.not_finite == 1
     assert torch.isfinite(sums[0]).all() and torch.allclose(*sums, atol=1e-6)
     run = dpft.fine_tune(net(), data, dpft.Full(), epsilon=3.0, steps=2, batch_size=60, accountant="rdp", show_loss=True)
@@ -148,31 +87,16 @@ def norms_of(model, data):
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_the_share_of_clipped_examples_is_kept_where_the_loss_is_shown(clipping):
+def test_the_share_of_clipped_examples_is_kept_where_the_loss_is_shown_and_nowhere_else(clipping):
     norms = norms_of(net(), toy()).sort().values
     clip = ((norms[len(norms) // 2 - 1] + norms[len(norms) // 2]) / 2).item()    # half of them are longer
     run = tune(steps=2, batch_size=len(norms), clip=clip, clipping=clipping, show_loss=True, learning_rate=1e-9)
     assert [entry["clipped"] for entry in run.history] == [0.5, 0.5]
     assert "the share of gradients that were clipped" in run.guarantee.uncharged and "were clipped" in run.report()
-    assert [entry["clipped"] for entry in tune(steps=2, clip=1e6, show_loss=True).history] == [0.0, 0.0]
     assert [entry["clipped"] for entry in tune(steps=2, epsilon=math.inf, show_loss=True).history] == [0.0, 0.0]
-
-
-def test_the_share_of_clipped_examples_is_not_counted_unless_it_is_asked_for():
-    run = tune()
-    assert all("clipped" not in entry for entry in run.history) and "were clipped" not in run.report()
-    e = engine()
-    step = next(iter(e))
-    for batch in step:
-        step.add(batch)
+    _, _, step = sums_of(engine())
     with pytest.raises(ValueError, match="show_loss=True"):
         assert step.clipped
-    assert not any("clipped" in what for what in e.guarantee.uncharged)
-    shown = dpft.Engine(net(), zoo.image_loss, dpft.Full(), toy(), settings=Settings(
-        epsilon=2.0, batch_size=20, steps=4, clip=1e-6, seed=0, accountant="rdp", show_loss=True))
-    step = next(iter(shown))
-    step.take()
-    assert step.clipped == 1.0 and "the share of gradients that were clipped" in shown.guarantee.uncharged
 
 
 def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same():
@@ -183,10 +107,7 @@ def test_same_seed_same_run_other_seed_other_run_and_no_seed_is_never_the_same()
 def test_without_privacy_the_step_is_the_plain_gradient():
     model = net()
     e = engine(copy.deepcopy(model), epsilon=math.inf, batch_size=60)
-    step = next(iter(e))
-    batches = list(step)
-    for batch in batches:
-        step.add(batch)
+    _, batches, step = sums_of(e)
     step.privatize()
     loss = sum(zoo.image_loss(model, batch).sum() for batch in batches) / 60
     for p, g in zip(e.model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
@@ -274,27 +195,6 @@ def test_blocks_are_rescaled_to_the_solved_multiplier():
         scaled_blocks([dpft.Block([a])], [a, b], 0.2, 1.1)
     with pytest.raises(ValueError, match="lies in 2 blocks"):
         scaled_blocks([dpft.Block([a, b]), dpft.Block([b])], [a, b], 0.2, 1.1)
-
-
-class Half(Method):
-    """Half of the entries of the first weight train, in a block of their own, beside the head."""
-
-    def start(self, context):
-        context.train_only([context.model[1].weight, *context.head])
-
-    def blocks(self, context):
-        weight = context.model[1].weight
-        mask = torch.arange(weight.numel()).reshape(weight.shape) % 2 == 0
-        return [dpft.Block([weight], [mask], clip=0.5, noise=2.0), dpft.Block(context.head)]
-
-
-def test_masked_entries_stay_where_they_are_under_momentum_and_decay():
-    model = net()
-    before = model[1].weight.detach().clone()
-    e = engine(model, Half())
-    run_all(e, torch.optim.AdamW(e.parameters(), 0.1, weight_decay=0.5))
-    moved = (model[1].weight != before).flatten()
-    assert moved[::2].all() and not moved[1::2].any()
 
 
 class Selecting(Method):
@@ -392,8 +292,9 @@ def test_fine_tune_learns_and_reports():
 @pytest.mark.parametrize("progress", [False, True])
 def test_no_loss_is_kept_or_shown_unless_it_is_asked_for(progress, capsys):
     run = tune(progress=progress)
-    assert all("loss" not in entry and "not_finite" not in entry for entry in run.history)
-    assert "loss" not in capsys.readouterr().err and "training loss" not in run.report()
+    assert all(not {"loss", "not_finite", "clipped"} & entry.keys() for entry in run.history) and "training loss" not in run.report()
+    said = capsys.readouterr()
+    assert "loss" not in said.err and (progress or said.out == said.err == "")
     assert "loss" in tune(show_loss=True).history[0]
 
 
@@ -425,8 +326,7 @@ def ledger_of(folder):
     return Ledger(folder.with_name(f"{folder.name}.ledger"))
 
 
-@pytest.mark.parametrize("at", [1, 4, 6])
-@pytest.mark.parametrize("average", [None, 0.9])
+@pytest.mark.parametrize("at, average", [(1, None), (4, 0.9)])
 def test_a_seeded_run_repeats_the_steps_that_were_lost(tmp_path, at, average):
     settings, folder = dict(average=average, schedule="linear", learning_rate=0.05), tmp_path / "run"
     interrupted(folder, at, **settings)
@@ -454,22 +354,18 @@ def test_a_loop_of_ones_own_names_after_a_break_what_it_has_read(tmp_path):
     assert second.guarantee.not_checked == ["the weather"]
 
 
-@pytest.mark.parametrize("change, word", [
-    (dict(data=toy(59)), "data"), (dict(epsilon=2.0), "epsilon"), (dict(method=dpft.BiTFiT()), "method"),
-    (dict(learning_rate=0.1), "learning_rate"), (dict(optimizer="sgd"), "optimizer"), (dict(precision="bf16"), "precision"),
-    (dict(average=0.9), "average"), (dict(loss_fn=zoo.image_loss), "loss_fn"), (dict(seed=None), "seed")])
-def test_a_checkpoint_of_something_else_is_refused_and_others_may_have_its_folder(tmp_path, change, word):
-    import fcntl
+def test_a_checkpoint_of_something_else_is_refused_and_others_may_have_its_folder(tmp_path):
     interrupted(tmp_path / "run", 4)
-    with pytest.raises(CheckpointError, match=f"another {word}"):
-        tune(checkpoint=tmp_path / "run", **{"learning_rate": 0.05, "optimizer": ADAMW} | change)
-    number = os.open(tmp_path / "run", os.O_RDONLY)
-    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(number)
+    for word, other in dict(data=toy(59), epsilon=2.0, method=dpft.BiTFiT(), learning_rate=0.1, optimizer="sgd", precision="bf16",
+                            average=0.9, loss_fn=zoo.image_loss, seed=None).items():
+        with pytest.raises(CheckpointError, match=f"another {word}"):
+            tune(checkpoint=tmp_path / "run", **{"learning_rate": 0.05, "optimizer": ADAMW} | {word: other})
+        number = os.open(tmp_path / "run", os.O_RDONLY)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(number)
 
 
-@pytest.mark.parametrize("ledger", [False, True])
-@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("ledger, seed", [(False, None), (True, 0)])
 def test_a_run_that_the_check_refuses_has_claimed_nothing_and_leaves_its_folder_to_a_corrected_one(tmp_path, ledger, seed):
     own = {"checkpoint": tmp_path / "run", "ledger": tmp_path / "shared" if ledger else None, "seed": seed}
     model = net()
@@ -479,6 +375,27 @@ def test_a_run_that_the_check_refuses_has_claimed_nothing_and_leaves_its_folder_
     with Ledger(own["ledger"] or tmp_path / "run.ledger") as found:
         assert found.runs() == []
     assert tune(model, **own).epsilon <= 3.0 and earlier_runs(model)
+
+
+def test_a_state_that_is_no_plain_data_is_refused(tmp_path):
+    "A checkpoint that someone put a program into does not run it."
+    class Program:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    interrupted(tmp_path / "run", 4)
+    torch.save({"step": 0, "method": Program()}, tmp_path / "run" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"is damaged or not dpft.s .UnpicklingError."):
+        tune(checkpoint=tmp_path / "run", optimizer=ADAMW, learning_rate=0.05)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_file_of_the_package_loads_more_than_tensors():
+    "What unpickles or evaluates otherwise, ruff refuses."
+    for file in Path(dpft.__file__).parent.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert "allow_pickle" not in text and not re.search(r"from torch import [^\n]*\bload\b", text), file
+        assert all("weights_only=True" in text[found.end():found.end() + 150] for found in re.finditer(r"torch\.load\b", text)), file
 
 
 # claims ----------------------------------------------------------------------------------------------------------------------------
@@ -645,7 +562,7 @@ BAD = [
     (dict(method=Unlabelled()), "nothing to train"),
     (dict(model=nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 3))), "BatchNorm"),
     (dict(model="mpl"), "mlp"), (dict(loss_fn=lambda m, b: zoo.image_loss(m, b).mean()), "one loss for each example"),
-    (dict(loss_fn=lambda m, b: zoo.image_loss(m, b) / zoo.image_loss(m, b).sum()), "changes with the contents of the examples beside it"),
+    (dict(cache_folder="."), "cache_folder= does nothing without cache="),
 ]
 
 
@@ -656,15 +573,7 @@ def test_bad_input_is_one_sentence_that_names_it(settings, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_method_without_start_says_so():
-    with pytest.raises(NotImplementedError, match="start"):
-        engine(method=Method())
-
-
 # ---- features of frozen layers
-
-
-SGD = "SGD at 0.1"  # a run that names its loop has the same noise however its sums are rounded
 
 
 class OnlyTheHead(Method):
@@ -676,12 +585,6 @@ class OnlyTheHead(Method):
     def step(self, context, t):
         if t == 2:
             context.train_only(context.model[-1].parameters())
-
-
-def test_features_change_nothing_but_the_work():
-    cached, plain = (run_all(engine(method=OnlyTheHead(), batch_size=30, steps=12, cache=cache, loop=SGD)) for cache in (1.0, 0))
-    assert torch.allclose(weights(cached.model), weights(plain.model), atol=1e-6)
-    assert plain.features is None and cached.features.hits > 0 and cached.features.store.bytes == 0   # nothing stays after the run
 
 
 def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
@@ -703,26 +606,6 @@ def test_peak_memory_is_set_by_the_physical_batch_and_not_by_the_draw():
     assert drawn > 200 and peaks[1] <= peaks[0] + 16 * 256   # a draw's row numbers
 
 
-def test_sums_that_share_memory_are_added_apart():
-    "Without privacy, autograd gives two parameters one tensor; a step of several batches must not add to it twice."
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-
-        def forward(self, images):
-            return images.flatten(1)[:, :3] + (self.a + self.b)
-
-    step = next(iter(engine(Both(), data=toy(24), batch_size=24, physical_batch_size=6, steps=1, epsilon=math.inf)))
-    for batch in step:
-        before = {name: value.clone() for name, value in step.sums.items()}
-        step.add(batch)
-        loss = zoo.image_loss(step.engine.model, batch).sum()
-        wanted = torch.autograd.grad(loss, step.engine.parameters())
-        for (name, value), gradient in zip(step.sums.items(), wanted, strict=True):
-            assert torch.allclose(value - before[name], gradient, atol=1e-5)
-
-
 def test_a_draw_that_must_drown_in_its_noise_is_warned_of():
     with pytest.warns(UserWarning, match="batch_size=1 is small for 163 entries"):
         engine(batch_size=1, steps=1, noise_multiplier=1.0, epsilon=None)
@@ -734,16 +617,6 @@ def test_a_draw_that_must_drown_in_its_noise_is_warned_of():
 # ---- several views of one picture
 
 
-def sums_of(e):
-    "The sums of one step before noise, flat, and the batches."
-    step = next(iter(e))
-    batches = []
-    for batch in step:
-        step.add(batch)
-        batches.append(batch)
-    return torch.cat([value.flatten() for value in step.sums.values()]).double(), batches, step
-
-
 def mean_gradients(model, batches, copies):
     "For each picture the mean over its views, by the slow oracle; (n, entries)."
     rows = [per_example_gradients(model, zoo.image_loss, batch) for batch in batches]
@@ -751,8 +624,7 @@ def mean_gradients(model, batches, copies):
     return flat.unflatten(0, (-1, copies)).mean(1)
 
 
-@pytest.mark.parametrize("physical", [1, 5, 7, 64])
-@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("physical, clipping", [(1, "flat"), (5, "automatic"), (7, "flat"), (64, "automatic")])
 def test_the_mean_over_views_is_bounded_whatever_the_batches(physical, clipping):
     model, augment = net(), dpft.Augmentation(copies=3, crop=1)
     e = engine(copy.deepcopy(model), augment=augment, physical_batch_size=physical, clipping=clipping)
@@ -779,15 +651,6 @@ def test_a_person_brings_the_mean_views_of_all_her_rows():
     assert float((found - exact).norm() / exact.norm()) < 1e-4     # the margin for rounding keeps it below the bound by some 1e-5
 
 
-def test_an_example_with_all_its_views_moves_the_sum_by_no_more_than_the_bound():
-    data = toy(20)
-    data.images[-1] *= 1e3                                                                    # long gradients, were they not bounded
-    settings = dict(augment=dpft.Augmentation(copies=8, crop=1), clip=0.5, seed=3, delta=0.01)
-    whole, _, _ = sums_of(engine(data=data, batch_size=20, **settings))
-    without, _, _ = sums_of(engine(data=data.subset(range(19)), batch_size=19, **settings))
-    assert 0.45 < (whole - without).norm() <= 0.5 * (1 + 1e-4)
-
-
 # ---- the average when what trains changes
 
 
@@ -804,8 +667,7 @@ class Thaws(Method):
             context.train_only(context.model.parameters())
 
 
-@pytest.mark.parametrize("method", [dpft.Full, OnlyTheHead, Thaws])
-@pytest.mark.parametrize("decay", [0.3, 0.99])
+@pytest.mark.parametrize("method, decay", [(dpft.Full, 0.99), (OnlyTheHead, 0.3), (Thaws, 0.3)])
 def test_the_average_is_that_of_whole_models_whatever_trains_when(tmp_path, method, decay):
     start, models = net(), []
     model = copy.deepcopy(start)
@@ -838,40 +700,7 @@ def test_an_optimizer_keeps_its_moments_while_the_phase_lasts():
     assert [int(state["step"]) for state in optimizer.state.values()] == [4] * 4
 
 
-def test_other_processes_count_the_claims_of_the_first():
-    e = engine(**NOISE)
-    e.account._ledger, e.account.claims = None, {"train": 3}
-    assert e.spent == e.guarantee.spent == [dataclasses.replace(e.plan.mechanisms[0], steps=3)]
-    with pytest.raises(ValueError, match="only the first process"):
-        _ = e.ledger
-
-
-def test_the_loop_is_silent_without_progress(capsys):
-    tune(steps=2, **NOISE)
-    said = capsys.readouterr()
-    assert said.out == said.err == ""
-
-
-class Unused(nn.Module):
-    "One parameter that no example uses."
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.unused = net(), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-class ThawsAll(Thaws):
-    "What `Thaws` does, for a model around the small one."
-
-    def start(self, context):
-        context.train_only(context.model.body[-1].parameters())
-
-
-def test_what_is_new_may_stay_where_it_is_when_its_gradient_is_zero_and_not_otherwise():
-    run_all(engine(Unused(), ThawsAll(), epsilon=math.inf))            # the smallest of the new ones has no gradient
+def test_what_is_new_must_be_held_by_the_optimizer():
     e = engine(method=Thaws(), **NOISE)
     with pytest.raises(ValueError, match="the optimizer does not hold the parameters"):
         run_all(e, torch.optim.SGD(e.parameters(), 0.1))
@@ -953,8 +782,3 @@ def test_a_schedule_goes_past_lost_steps_without_a_warning(tmp_path):
         optimizer = torch.optim.SGD(e.parameters(), 1.0)
         e.resume(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_a_folder_for_a_cache_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="cache_folder= does nothing without cache="):
-        tune(cache_folder=tmp_path)

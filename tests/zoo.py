@@ -151,6 +151,12 @@ def toy(size=60, seed=0):
     return TensorData(torch.randn(size, 1, 4, 4, generator=generator) + labels[:, None, None, None], labels)
 
 
+def net(seed=0, dropout=0.0):
+    "Two layers for those pictures."
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3))
+
+
 class Plain(nn.Module):
     """A model whose per-example gradient is the example itself, in parameters of the given sizes; its loss is `inner`."""
 

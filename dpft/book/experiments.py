@@ -48,6 +48,7 @@ from ..processes import own_device, worker_context
 from ..registry import method_from
 from ..tasks import font_digits
 from ..texts import encode
+from . import networks as networks   # names wrn-16-4
 from .tasks import fingerprint
 from .tasks import load_data
 
