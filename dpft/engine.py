@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
 from .checks import check
 from .data import Public, column_names, has_batch_protocol
+from .defaults import default_learning_rate, default_sizes
 from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory, share_known
@@ -36,7 +38,7 @@ from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import Plan, check_secure, choice_hash, make_plan, named_apart
 from .plan import (
-    noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
+    entries, noise_spread, scaled_blocks, secured_blocks, warn_of_noise)
 from .prepared import checked_rows
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of, shards
@@ -116,11 +118,14 @@ class Engine:
         self.loss_fn, self.features, self.unit = (
             self.losses.plain, self.losses.features, self.population.unit)
         size = given.public_size or self.population.size
-        self.context = Context(model, self.loss_fn, *sizes_of(given, size), size)
+        batch_size, steps, clip = default_sizes(given, size)
+        given = self.settings = replace(
+            given, batch_size=batch_size, steps=steps, clip=clip)
+        self.context = Context(model, self.loss_fn, batch_size, steps, size)
         self.requests = named_apart(method.requests(self.context))
         rows = f"{self.context.size} {self.unit}s of {sorted(column_names(train))}"
         known = facts(model, method, given.facts() | {"loop": loop}, rows)
-        plan = self._make_plan(known)
+        plan = self._make_plan(known, clip)
         frozen = frozen_statistics(model)
         self.assumed_public = [
             f"the number of {self.unit}s, {plan.size}", *assumed_public,
@@ -142,7 +147,7 @@ class Engine:
             self.account.close()
             raise
 
-    def _make_plan(self, known: dict[str, str]) -> Plan:
+    def _make_plan(self, known: dict[str, str], clip: float) -> Plan:
         "The plan of a run, on which all processes agree."
         given, context, processes = self.settings, self.context, self.processes
         processes.check_alike(
@@ -152,7 +157,7 @@ class Engine:
         processes.spread(self.model)
         plan = processes.first(lambda: make_plan(
             context.size, context.batch_size, context.steps, given.epsilon,
-            given.noise_multiplier, given.delta, given.clip, given.clipping,
+            given.noise_multiplier, given.delta, clip, given.clipping,
             given.accountant, self.requests))
         check_secure(given.secure_mode, plan.private, self.device)
         processes.check_plan(plan.private and bool(given.check), self.requests)
@@ -182,6 +187,10 @@ class Engine:
             model_after_method_start=None if processes.alone else form(self.model))
         processes.spread(self.model)
         self.refresh()
+        self.learning_rate: float = (   # for an optimizer like AdamW
+            self.settings.learning_rate or state.get("learning_rate")
+            or default_learning_rate(sum(map(entries, self.blocks)), self.plan.steps))
+        self.settings = replace(self.settings, learning_rate=self.learning_rate)
         if self.plan.private:
             warn_of_noise(self.plan, sum(p.numel() for p in self.trains.values()))
 
@@ -442,6 +451,7 @@ class Engine:
         state = snapshot(
             self.model, self._trained(), optimizer, schedule, step=self.t, more=more,
             method=self.method.state(self.context), trains=[*self.trains],
+            learning_rate=self.learning_rate,
             uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
             not_checked=self.not_checked if self.checked else None)
         state = self.processes.gathered(state)

@@ -21,13 +21,14 @@ from tqdm.auto import tqdm
 
 from .checkpoint import restate
 from .data import Public, Task, as_dataset, unit_for
+from .defaults import default_sizes
 from .guarantee import Guarantee
 from .ledger import Ledger
 from .loop import Run, fine_tune
 from .losses import default_loss
 from .method import Context, Method
 from .noise import Keystream
-from .plan import check_sizes, sizes_of, usual_delta
+from .plan import check_sizes, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .registry import did_you_mean
@@ -243,7 +244,7 @@ def tune(
     charge: str = "cheapest",        # "cheapest", "composition", "selection" or "none"
     law: str = "poisson",            # of the number of trials under selection
     delta: float | None = None,      # None: 1 / (2 N)
-    epochs: float = 3,               # of each trial
+    epochs: float | None = None,     # of each trial; None: by the rule
     steps: int | None = None,        # of each trial, instead of epochs
     batch_size: int | None = None,   # None: 1,024, or an eighth of a small data set
     accountant: str = "prv",         # "prv" or "rdp"
@@ -276,11 +277,11 @@ def tune(
     rows = as_dataset(train.train if isinstance(train, Task) else train)
     score = check_apart(score, rows, unit)
     size = public_size or len(units_of(rows, unit, unit_cap) or rows)
-    asked = Settings(epochs=epochs, steps=steps, batch_size=batch_size,
-                     clip=settings.get("clip", Settings.clip))
-    batch_size, count = sizes_of(asked, size)
+    batch_size, count, clip = default_sizes(Settings(
+        epochs=epochs, steps=steps, batch_size=batch_size,
+        clip=settings.get("clip")), size)
     delta = usual_delta(size) if delta is None else delta
-    check_sizes(size, batch_size, count, delta, asked.clip)
+    check_sizes(size, batch_size, count, delta, clip)
     for one in [method, *(each["method"] for each in grid if "method" in each)]:
         if isinstance(model, nn.Module):
             context = Context(model, default_loss(model), batch_size, count, size)

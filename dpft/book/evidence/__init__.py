@@ -6,6 +6,7 @@ from dpft.auditing import audit_entry, audit_grid
 from dpft.book.bench import cost_figure, model_figure
 from dpft.book.drawings import DRAWINGS
 from dpft.book.evidence.attacks import attack_entry, attack_grid, larger_attack_grid
+from dpft.book.evidence.defaults import EXPERIMENTS as DEFAULTS
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
@@ -17,7 +18,7 @@ from dpft.book.figures import Drawing
 
 attacked = partial(attack_entry, language_model=lambda name: study_model({"model": name}))
 EXPERIMENTS = {
-    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL,
+    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL, **DEFAULTS,
     "attacks": Experiment("What can an attacker learn about single rows?", attack_grid, attacked,
                           "E2E, digits; about half an hour on one core", reduced=True),
     "attacks-larger": Experiment("Does a model of 135 million parameters memorise secrets?", larger_attack_grid, attacked,
