@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ from torch import Tensor, nn
 
 from ..experiments import (
     Experiment, Settings, cache_folder, outcome, printed_digits_network)
-from ..pretrained import (
-    efficientnet_lite0, enlarged, head_alone, vectors)
+from ..pretrained import efficientnet_lite0, enlarged, head_alone, vectors
 from ..tasks import load_data
 from ...data import TableData, Task, TensorData
 from ...loop import fine_tune
@@ -80,10 +80,11 @@ def parts_of(name: str) -> dict[str, tuple[list[str], list[int]]]:
         tables = {"train": hospital_notes(), "dev": hospital_notes(seed=1)}
         return {part: (table["note"], table["outcome"])
                 for part, table in tables.items()}
-    file = f"{os.environ['DPFT_DATA']}/english_novels.txt.xz"
-    novels = lzma.open(file, "rt", encoding="utf8").read().split("\n\n\n")
+    packed = Path(os.environ["DPFT_DATA"], "english_novels.txt.xz").read_bytes()
+    novels = lzma.decompress(packed).decode().split("\n\n\n")
     rng, rows = random.Random(0), list[tuple[str, int]]()
-    for label, words in enumerate(novel.split() for novel in novels if len(novel) > 1e4):
+    long = (novel.split() for novel in novels if len(novel) > 1e4)
+    for label, words in enumerate(long):
         for first in (rng.randrange(len(words) - 50) for _ in range(250)):
             rows.append((" ".join(words[first:first + 50]), label))
     rng.shuffle(rows)
@@ -133,7 +134,8 @@ def task_of(name: str) -> tuple[Task, nn.Module]:
             head_alone(len(classes), known["train"].shape[1]))
 
 # %% ../../../nbs/6_appendices/109_default_runs.ipynb #default-runs-grid
-HELD_IN, HELD_OUT = ("digits", "sst2", "cifar10"), ("fashion_mnist", "novels", "hospital")
+HELD_IN = ("digits", "sst2", "cifar10")
+HELD_OUT = ("fashion_mnist", "novels", "hospital")
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 SMALL = (0.001, 0.003, 0.01, 0.03, 0.1)  # for more than a head
 
@@ -175,4 +177,5 @@ EXPERIMENTS = {"defaults": Experiment(
     "Do the default settings come near tuned ones?", default_grid, default_run,
     "digits, SST-2, CIFAR-10, Fashion-MNIST and novels; about 300 runs of a second or "
     "two on one core", seconds=lambda settings: 2.0,
-    priority=lambda settings: ("learning_rate" in settings) * (1.0 + settings["seed"]))}
+    priority=lambda settings: ("learning_rate" in settings)
+    * (1.0 + settings["seed"]))}
