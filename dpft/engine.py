@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from .account import Account
+from .card import Statement
 from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
 from .checks import check
 from .data import Public, column_names, has_batch_protocol
-from .defaults import default_learning_rate, default_sizes
+from .defaults import default_learning_rate, default_sizes, left_out, said
 from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory, share_known
@@ -118,6 +119,9 @@ class Engine:
         self.loss_fn, self.features, self.unit = (
             self.losses.plain, self.losses.features, self.population.unit)
         size = given.public_size or self.population.size
+        # a loop of one's own has a rate of its own
+        self.by_rule = [name for name in left_out(given)
+                        if loop or name != "learning_rate"]
         batch_size, steps, clip = default_sizes(given, size)
         given = self.settings = replace(
             given, batch_size=batch_size, steps=steps, clip=clip)
@@ -191,6 +195,10 @@ class Engine:
             self.settings.learning_rate or state.get("learning_rate")
             or default_learning_rate(sum(map(entries, self.blocks)), self.plan.steps))
         self.settings = replace(self.settings, learning_rate=self.learning_rate)
+        stated = self.settings.statement or Statement()
+        if self.by_rule and not stated.hyperparameters:
+            stated = replace(stated, hyperparameters=said(self.settings, self.by_rule))
+            self.settings = replace(self.settings, statement=stated)
         if self.plan.private:
             warn_of_noise(self.plan, sum(p.numel() for p in self.trains.values()))
 
