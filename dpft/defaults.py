@@ -32,7 +32,7 @@ def default_learning_rate(
 
 # %% ../nbs/1_start/10_defaults.ipynb #defaults-said
 def left_out(given: Settings) -> list[str]:
-    "The settings that are left to the rule; the learning rate comes last."
+    "The settings that are left to the rule."
     return [name for name in RULED if getattr(given, name) is None
             and not (name == "steps" and given.epochs is not None)]
 
