@@ -26,9 +26,10 @@ def default_sizes(
 def default_learning_rate(
     entries: int,  # that train
     steps: int,
-) -> float:        # for AdamW
+    noise: float = 1.0,  # SGD: standard deviation of a gradient's noise in an entry
+) -> float:
     "The learning rate: smaller for more entries and for more steps."
-    return float(f"{0.1 * (100 / (entries * steps))**0.25:.2g}")
+    return float(f"{0.1 * (100 / (entries * steps))**0.25 / noise:.2g}")
 
 # %% ../nbs/1_start/10_defaults.ipynb #defaults-said
 def left_out(given: Settings) -> list[str]:

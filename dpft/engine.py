@@ -191,9 +191,12 @@ class Engine:
             model_after_method_start=None if processes.alone else form(self.model))
         processes.spread(self.model)
         self.refresh()
-        self.learning_rate: float = (   # for an optimizer like AdamW
+        plan, noise = self.plan, 1.0
+        if plan.private and self.settings.optimizer in ("sgd", torch.optim.SGD):
+            noise = plan.mechanisms[0].noise_multiplier * plan.clip / plan.batch_size
+        self.learning_rate: float = (
             self.settings.learning_rate or state.get("learning_rate")
-            or default_learning_rate(sum(map(entries, self.blocks)), self.plan.steps))
+            or default_learning_rate(sum(map(entries, self.blocks)), plan.steps, noise))
         self.settings = replace(self.settings, learning_rate=self.learning_rate)
         stated = self.settings.statement or Statement()
         if self.by_rule and not stated.hyperparameters:

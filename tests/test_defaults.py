@@ -79,3 +79,9 @@ def test_the_hospital_finds_its_complaints_by_default():
     runs = [one for one in recorded(results_file("defaults")) if one["data"] == "hospital" and "learning_rate" not in one]
     assert len(runs) == 5 and mean(one["metrics"]["recall_of_the_rarest"] for one in runs) >= 0.35
     assert all(math.isclose(one["epsilon"], 3, abs_tol=1e-3) for one in runs)
+
+
+def test_sgd_moves_under_noise_as_far_as_adamw_does():
+    run = tune(steps=2, optimizer="sgd")
+    noise = run.mechanisms[0].noise_multiplier / 5
+    assert math.isclose(run.history[0]["learning_rate"], default_learning_rate(58, 2) / noise, rel_tol=0.1)

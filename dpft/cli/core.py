@@ -121,7 +121,7 @@ METHOD = typer.Option(help=f"Fine-tuning method: {', '.join(METHODS)}, one that 
 AS_JSON = typer.Option("--json", help="Print the result as JSON.")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
     "optimizer": str, "schedule": str, "columns": str | None, "unit": str | None,
-    "learning_rate": float | None, "cache_folder": str | None, "ledger": str | None,
+    "cache_folder": str | None, "ledger": str | None,
     "checkpoint": str | None, "output": str | None, "check": bool}
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
