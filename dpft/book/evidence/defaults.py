@@ -86,7 +86,8 @@ def features(name: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     if name == "digits":
         task = load_data(name)
-        network = printed_digits_network(task)[:-1].eval()
+        network = printed_digits_network(task)
+        network = network[:-1].eval()
         return {key: value for part in ("train", "dev") for key, value in (
             (part, vectors(network, getattr(task, part))),
             (f"{part}_y", getattr(task, part).labels))}
@@ -145,8 +146,8 @@ def head_by_hand(
     sigma = noise_multiplier(epsilon, 0.5 / size, batch_size / size, steps,
                              accountant="rdp")
     optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=0.0)
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
     for _ in range(steps):
         rows = torch.rand(size) < batch_size / size
         some = inputs[rows]
@@ -154,8 +155,8 @@ def head_by_hand(
             errors = head(some).softmax(1) - F.one_hot(labels[rows], head.out_features)
             norms = errors.norm(dim=1) * (some.square().sum(1) + 1).sqrt()
             errors *= (clip / norms).clamp(max=1)[:, None]
-        for parameter, total in ((head.weight, errors.T @ some),
-                                 (head.bias, errors.sum(0))):
+        for parameter, total in zip(head.parameters(), (
+                errors.T @ some, errors.sum(0)), strict=True):
             noise = sigma * clip * torch.randn_like(total)
             parameter.grad = (total + noise) / batch_size
         optimizer.step()
