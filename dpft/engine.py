@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from .account import Account
+from .card import Statement
 from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
 from .checks import check
 from .data import Public, column_names, has_batch_protocol
+from .defaults import default_learning_rate, default_sizes, left_out, said
 from .features import Features
 from .forms import Groups
 from .gradients import reuse_memory, share_known
@@ -36,7 +39,7 @@ from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import check_secure, choice_hash, make_plan, named_apart
 from .plan import (
-    noise_spread, scaled_blocks, secured_blocks, sizes_of, warn_of_noise)
+    entries, noise_spread, scaled_blocks, secured_blocks, warn_of_noise)
 from .prepared import checked_rows
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of
@@ -99,7 +102,13 @@ class Engine:
             self.step_loss = Share(self.step_loss, given.augment.copies)
         self.step_loss = self.processes.in_step(self.step_loss)
         size = given.public_size or self.population.size
-        self.context = Context(model, self.loss_fn, *sizes_of(given, size), size)
+        # a loop of one's own has a rate of its own
+        self.by_rule = [name for name in left_out(given)
+                        if loop or name != "learning_rate"]
+        batch_size, steps, clip = default_sizes(given, size)
+        given = self.settings = replace(
+            given, batch_size=batch_size, steps=steps, clip=clip)
+        self.context = Context(model, self.loss_fn, batch_size, steps, size)
         self.requests = named_apart(method.requests(self.context))
         rows = f"{self.context.size} {self.unit}s of {sorted(column_names(train))}"
         known = facts(model, method, given.facts() | {"loop": loop}, rows)
@@ -114,7 +123,7 @@ class Engine:
         self.draws = Draws(self.population, self.keystream, self.processes, self.device)
         self.account = Account(
             partial(make_plan, size, self.context.batch_size, self.context.steps,
-                    given.epsilon, given.noise_multiplier, given.delta, given.clip,
+                    given.epsilon, given.noise_multiplier, given.delta, clip,
                     given.clipping, given.accountant, self.requests), given, known,
             {"data": rows, "unit": self.unit, "method": repr(method),
              "seed": given.seed, "secure_mode": given.secure_mode},
@@ -175,6 +184,17 @@ class Engine:
             model_after_method_start=None if processes.alone else form(self.model))
         processes.broadcast(self.model)
         self.refresh()
+        plan, noise = self.plan, 1.0
+        if plan.private and self.settings.optimizer in ("sgd", torch.optim.SGD):
+            noise = plan.mechanisms[0].noise_multiplier * plan.clip / plan.batch_size
+        self.learning_rate: float = (
+            self.settings.learning_rate or state.get("learning_rate")
+            or default_learning_rate(sum(map(entries, self.blocks)), plan.steps, noise))
+        self.settings = replace(self.settings, learning_rate=self.learning_rate)
+        stated = self.settings.statement or Statement()
+        if self.by_rule and not stated.hyperparameters:
+            stated = replace(stated, hyperparameters=said(self.settings, self.by_rule))
+            self.settings = replace(self.settings, statement=stated)
         if self.plan.private:
             warn_of_noise(self.plan, sum(p.numel() for p in self.trains.values()))
 
@@ -435,6 +455,7 @@ class Engine:
         state = snapshot(
             self.model, self._trained(), optimizer, schedule, step=self.t, more=more,
             method=self.method.state(self.context), trains=[*self.trains],
+            learning_rate=self.learning_rate,
             uncharged=list(self.uncharged), assumed_public=list(self.assumed_public),
             not_checked=self.not_checked if self.checked else None)
         state = self.processes.gathered(state)

@@ -39,14 +39,18 @@ class Settings:
     noise_multiplier: float | None = setting(
         None, "noise multiplier, in place of epsilon")
     accountant: str = setting("prv", "privacy accountant: 'prv' or 'rdp'")
-    epochs: float = setting(3, "expected passes over the data")
+    epochs: float | None = setting(
+        None, "expected passes over the data; None: 3, or 100 steps if that is more")
     steps: int | None = setting(None, "training steps, instead of epochs")
     batch_size: int | None = setting(
         None, "expected privacy units in a batch; "
         "None: 1,024, or an eighth of a small data set")
-    clip: float = setting(0.1, "bound on the 2-norm of one unit's gradient")
+    clip: float | None = setting(
+        None, "bound on the 2-norm of one unit's gradient; None: 1")
     clipping: str = setting("flat", "clipping rule: 'flat' or 'automatic'")
-    learning_rate: float = setting(1e-3, "learning rate", "loop")
+    learning_rate: float | None = setting(
+        None, "learning rate; None: by the number of entries that train and of steps",
+        "loop")
     schedule: Any = setting(
         "constant",
         "a schedule of Transformers' get_scheduler, or optimizer -> LRScheduler",

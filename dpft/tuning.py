@@ -23,13 +23,14 @@ from tqdm.auto import tqdm
 
 from .checkpoint import restate
 from .data import Public, Task, as_dataset, unit_for
+from .defaults import default_sizes
 from .guarantee import Guarantee
 from .ledger import Ledger
 from .loop import Run, fine_tune
 from .losses import default_loss
 from .method import Context, Method
 from .noise import Keystream
-from .plan import check_sizes, sizes_of, usual_delta
+from .plan import check_sizes, usual_delta
 from .prepared import prepare
 from .privacy import BudgetError, SampledGaussian
 from .registry import did_you_mean
@@ -267,9 +268,9 @@ def tune(
     rows = as_dataset(train.train if isinstance(train, Task) else train)
     score = check_apart(score, rows, unit)
     size = asked.public_size or len(units_of(rows, unit, asked.unit_cap) or rows)
-    batch_size, count = sizes_of(asked, size)
+    batch_size, count, clip = default_sizes(asked, size)
     delta = usual_delta(size) if asked.delta is None else asked.delta
-    check_sizes(size, batch_size, count, delta, asked.clip)
+    check_sizes(size, batch_size, count, delta, clip)
     for one in [method, *(each["method"] for each in grid if "method" in each)]:
         if isinstance(model, nn.Module):
             context = Context(model, default_loss(model), batch_size, count, size)

@@ -165,7 +165,7 @@ class Updates:
     def __init__(self, engine: Engine):
         given, method, self.engine = engine.settings, engine.method, engine
         every = [*engine.model.parameters()] if method.changes else engine.parameters()
-        self.optimizer = make_optimizer(given.optimizer, every, given.learning_rate,
+        self.optimizer = make_optimizer(given.optimizer, every, engine.learning_rate,
                                         given.weight_decay, engine.model)
         self.schedule = make_schedule(self.optimizer, given.schedule,
                                       engine.plan.steps, given.warmup)

@@ -132,14 +132,13 @@ METHOD = typer.Option(help=f"Fine-tuning method: {', '.join(METHODS)}, one that 
 AS_JSON = typer.Option("--json", help="Print the result as JSON.")
 TYPES: dict[str, Any] = {  # where `Settings` takes more than text can express
     "epsilon": float | None, "optimizer": str, "schedule": str, "columns": str | None,
-    "unit": str | None, "learning_rate": float | None, "cache_folder": str | None,
+    "unit": str | None, "cache_folder": str | None,
     "ledger": str | None, "checkpoint": str | None, "output": str | None, "check": bool}
 PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 # given another form before `fine_tune` sees them
-SET_HERE = ("columns", "label", "learning_rate")
+SET_HERE = ("columns", "label")
 HELP = {"columns": "columns to read, separated by commas: the texts, then the label; "
                    "None: found by name and type",
-        "learning_rate": "learning rate; None: depends on the method",
         "optimizer": "optimizer: 'adamw', 'adam' or 'sgd'",
         "schedule": "learning-rate schedule: 'constant', 'linear', 'cosine', or "
                     "another of Transformers",
@@ -228,16 +227,14 @@ def train(
     if settings["ledger"] is None:
         check_idle("without --ledger", who=who)
     check_device(device)
-    chosen, rate = method_named(method, option or ())
+    chosen, _ = method_named(method, option or ())
     for name in PLACES:
         if settings[name] == "":   # a Path would be the folder that one is in
             raise ValueError(f"--{name.replace('_', '-')} is empty; name a place, or "
                              "leave it out")
         settings[name] = settings[name] and str(Path(settings[name]).expanduser())
     columns = settings["columns"] and names_typed(settings["columns"])
-    typed = settings["learning_rate"]
-    rate = typed if typed is not None else rate or Settings.learning_rate
-    settings |= {"columns": columns, "learning_rate": rate}
+    settings["columns"] = columns
     later = None if score == "none" else object()    # a part of the data
     Settings(**settings, evaluate=later)   # refused before the data is read
     device = start(device)
