@@ -91,7 +91,8 @@ def plan_table(
             sigma = math.inf
         ratio = batch_size / (sigma * math.sqrt(trainable))
         cells.append(Cell(batch_size, count, sigma, ratio, ratio * math.sqrt(count),
-                          pace and pace.seconds(size, batch_size, count)))
+                          None if pace is None
+                          else pace.seconds(size, batch_size, count)))
     return cells
 
 
@@ -133,7 +134,7 @@ class DataShape:
     size: int                                  # privacy units
     kind: str                                  # "image", "text" or "causal"
     classes: int = 2
-    image_shape: tuple[int, ...] | None = None # (C, H, W)
+    image_shape: tuple[int, int, int] | None = None   # (C, H, W)
     tokens: int = 128                          # of a text
     rows: float = 1.0                          # of one unit
 

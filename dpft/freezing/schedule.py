@@ -210,13 +210,14 @@ def increasing(
     least: int,
 ) -> list[int]:
     "One number or several as a list; ValueError for anything that is no schedule."
-    numbers = list(value) if isinstance(value, (list, tuple, range)) else [value]
+    several = isinstance(value, (list, tuple, range))
+    numbers: list[Any] = list(value) if several else [value]
     if (not numbers or any(type(number) is not int for number in numbers)
             or numbers[0] < least or not all(a < b for a, b in pairwise(numbers))):
         raise ValueError(
             f"{name}={value!r} must be a whole number, {least} or more, or an "
             "increasing list of them, fixed before the run")
-    return numbers  # type: ignore[return-value]
+    return numbers
 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-ordered
 def ordered(
