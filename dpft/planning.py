@@ -134,7 +134,7 @@ class DataShape:
     size: int                                  # privacy units
     kind: str                                  # "image", "text" or "causal"
     classes: int = 2
-    image_shape: tuple[int, int, int] | None = None   # (C, H, W)
+    image_shape: Any = None  # (C, H, W)
     tokens: int = 128                          # of a text
     rows: float = 1.0                          # of one unit
 

@@ -10,6 +10,7 @@ __all__ = ['Piece', 'AFTER_BLOCKS', 'SIDE', 'UNORDERED', 'NORMS', 'LAST_STEPS', 
 # %% ../../nbs/2_methods/19_freezing_schedule.ipynb #schedule-imports
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -211,7 +212,7 @@ def increasing(
 ) -> list[int]:
     "One number or several as a list; ValueError for anything that is no schedule."
     several = isinstance(value, (list, tuple, range))
-    numbers: list[Any] = list(value) if several else [value]
+    numbers: Any = list(value) if several else [value]
     if (not numbers or any(type(number) is not int for number in numbers)
             or numbers[0] < least or not all(a < b for a, b in pairwise(numbers))):
         raise ValueError(
