@@ -211,8 +211,8 @@ def increasing(
     least: int,
 ) -> list[int]:
     "One number or several as a list; ValueError for anything that is no schedule."
-    several = isinstance(value, (list, tuple, range))
-    numbers: Any = list(value) if several else [value]
+    several = isinstance(value, list | tuple | range)
+    numbers: Any = [*value] if several else [value]  # type: ignore[misc]
     if (not numbers or any(type(number) is not int for number in numbers)
             or numbers[0] < least or not all(a < b for a, b in pairwise(numbers))):
         raise ValueError(
