@@ -17,12 +17,13 @@ from .data import (
 from .losses import (
     NUMBERS, SINGLE, TOKENS, Collate, aligned, evaluation_batches, evaluation_order,
     full, labels_of, logits, measure_for, problem_of, task_of)
+from .models import positions
 from .oracle import evaluating
 from .prepared import Prepared
 
 # %% auto #0
-__all__ = ['ONE_CLASS', 'answers_to', 'problem_in', 'without_labels', 'written', 'predictions', 'named', 'Evaluation',
-           'evaluation', 'check_not_trained_on']
+__all__ = ['MOST_WRITTEN', 'ONE_CLASS', 'answers_to', 'problem_in', 'without_labels', 'written', 'predictions', 'named',
+           'Evaluation', 'evaluation', 'check_not_trained_on']
 
 # %% ../nbs/5_notes/86_predictions.ipynb #predictions-scores
 @torch.no_grad()
@@ -79,15 +80,16 @@ def without_labels(
             "." if schema.kind == "causal" else first] * rows
     return ready.encoded(TableData(table))
 
+MOST_WRITTEN = 64  # tokens after a prompt
+
 @torch.no_grad()
 def written(
     ready: Prepared,
     data: Any,             # encoded; for a causal model with a stand-in completion
-    most: int = 64,        # tokens to write
 ) -> list[Any]:            # a text for each row; tokens without a tokenizer
     "What a language model writes after each prompt, by its likeliest tokens."
     model: Any = ready.model
-    found, tokenizer = [], ready.tokenizer
+    found, tokenizer, most = [], ready.tokenizer, MOST_WRITTEN
     with evaluating(model):
         for row in range(len(data)):
             tokens = torch.as_tensor(data[row]["input_ids"])
@@ -95,6 +97,7 @@ def written(
                 open_ = (torch.as_tensor(data[row]["labels"]) != -100).long()
                 last = int((open_.diff(prepend=open_.new_zeros(1)) == 1).nonzero()[-1])
                 tokens = tokens[:last]
+                most = min(MOST_WRITTEN, (positions(model) or 2**20) - last)
             prompt = tokens[None].to(model.device)
             said = model.generate(prompt, attention_mask=torch.ones_like(prompt),
                                   max_new_tokens=most, do_sample=False,
@@ -137,65 +140,55 @@ ONE_CLASS = ("every row was given the class {name!r}, so the model has learned t
              "clip= and more steps= (`dpft plan` compares plans, `dpft.tune` settings)")
 
 class Evaluation(dict[str, Any]):
-    "Scores by name, printed as a table; `warning` says what is wrong with the model."
-    warning = ""
+    "Scores by name, printed with a table; `warning` says what is wrong with the model."
+    table = warning = ""
 
     def __repr__(self) -> str:
         lines = [f"{name}: {value:.4g}" for name, value in self.items()
                  if isinstance(value, (int, float))]
-        if classes := self.get("classes"):
-            wide = max(map(len, classes))
-            lines += ["", f"{'':{wide}} precision recall   f1  rows  given: "
-                      + ", ".join(classes)]
-            lines += [f"{name:{wide}} {one['precision']:9.3f} {one['recall']:6.3f} "
-                      f"{one['f1']:.3f} {one['rows']:5}  {given}" for (name, one), given
-                      in zip(classes.items(), self["confusion"], strict=True)]
-        return "\n".join([*lines, *filter(None, [self.warning])])
+        return "\n".join([*lines, *filter(None, [self.table, self.warning])])
 
 def evaluation(
     ready: Prepared,        # a run's, or a saved folder's
     data: Any,              # labelled rows as the model reads them
 ) -> Evaluation:
     "The usual scores of a model's task, by name; @sec-scores-of-a-model."
-    model, collate = ready.model, ready.collate
-    if task_of(model) in TOKENS and task_of(model) != "tagging":
-        measure = measure_for(model, data, collate)
-        return Evaluation(rows=len(data), **{measure.name: measure(
-            model, data, collate)})
     from sklearn import metrics
-    scores, found = answers_to(model, data, collate)
-    if not found:
-        raise ValueError("the rows have no labels to be compared with; predict gives "
-                         "predictions for such rows")
-    if task_of(model) == "tagging":
-        said, labels, problem = torch.cat(scores), torch.cat(found), str(SINGLE)
-    else:
-        said, labels = torch.stack(scores), torch.stack(found)
-        problem = problem_in(model, said, labels) or ""
+    model, collate, task = ready.model, ready.collate, task_of(ready.model)
+    problem, said, labels = None, Tensor(), Tensor()
+    if task == "tagging" or task not in TOKENS:
+        scores, found = answers_to(model, data, collate)
+        if not found:
+            raise ValueError("the rows have no labels to be compared with; predict "
+                             "gives predictions for such rows")
+        join = torch.cat if task == "tagging" else torch.stack
+        said, labels = join(scores), join(found)
+        problem = SINGLE if task in ("tagging", "choice") else problem_in(
+            model, said, labels)
     if problem == NUMBERS:
-        pair = labels.flatten(1 if labels.ndim > 1 else 0), said.squeeze(-1)
+        pair = labels, said.view_as(labels)
         return Evaluation(rows=len(data), mse=metrics.mean_squared_error(*pair),
                           mae=metrics.mean_absolute_error(*pair),
                           r2=metrics.r2_score(*pair))
-    if problem != SINGLE and task_of(model) != "choice":
+    if problem != SINGLE:
         measure = measure_for(model, data, collate)
-        return Evaluation(rows=len(data), **{measure.name: measure(
-            model, data, collate)})
-    labels = labels.flatten()
-    said, labels = said[labels != -100], labels[labels != -100]
-    names, given = named(ready.classes, said.shape[-1]), said.argmax(-1)
-    numbers = range(len(names))
-    parts = metrics.precision_recall_fscore_support(
-        labels, given, labels=numbers, zero_division=0)
+        return Evaluation(rows=len(data),
+                          **{measure.name: measure(model, data, collate)})
+    counted = labels.flatten() != -100
+    labels, said = labels.flatten()[counted], said[counted]
+    given, names = said.argmax(-1), named(ready.classes, said.shape[-1])
+    options: Any = {"labels": range(len(names)), "target_names": names,
+                    "zero_division": 0}
+    each = metrics.classification_report(labels, given, output_dict=True, **options)
     result = Evaluation(rows=len(data), accuracy=metrics.accuracy_score(labels, given),
-                        f1=float(parts[2][parts[3] > 0].mean()))
-    if len(names) == 2 and len(labels.unique()) == 2:
+                        f1=each["macro avg"]["f1-score"])
+    if len(names) == 2 == len(labels.unique()):
         result["auc"] = float(metrics.roc_auc_score(labels, said.softmax(-1)[:, 1]))
-    result["classes"] = {
-        name: {"precision": float(p), "recall": float(r), "f1": float(f), "rows": int(n)}
-        for name, p, r, f, n in zip(names, *parts, strict=True)}
-    result["confusion"] = metrics.confusion_matrix(
-        labels, given, labels=numbers).tolist()        # a row for each true class
+    result["classes"] = {name: each[name] for name in names}
+    result["confusion"] = metrics.confusion_matrix(     # a row for each true class
+        labels, given, labels=range(len(names))).tolist()
+    result.table = metrics.classification_report(labels, given, digits=3, **options) + (
+        f"\nconfusion, a row for each true class: {result['confusion']}")
     if len(given.unique()) == 1 and len(labels.unique()) > 1:
         result.warning = ONE_CLASS.format(name=names[int(given[0])])
     return result

@@ -30,7 +30,7 @@ from .models import (
     mean_pooled_classifier, minilm_folder)
 
 # %% ../nbs/5_notes/79_saving.ipynb #saving-target
-# moved last, in this order; if one of them exists, there is something to lose
+# moved last, in this order
 KEPT = ("dpft.json", "README.md", "ledger.sqlite", "guarantee.json")
 STATE = 4 # numbers for each trained one: itself, two moments, its average
 
@@ -40,9 +40,10 @@ def lies_in(folder: Path, place: str | Path) -> bool:
 
 def files_of_run(folder: Path) -> list[str]:
     "Names of the files of the run that a folder holds, if any."
-    names = (description_of(folder) or {}).get("files", [])
-    return [name for name in [*names, *KEPT]
-            if lies_in(folder, folder / name) and (folder / name).is_file()]
+    said = description_of(folder)
+    return [name for name in [*said.get("files", []), *KEPT]
+            if lies_in(folder, folder / name) and (folder / name).is_file()
+            ] if said else []
 
 def free_folder(
     path: str | Path,        # the folder that a run is to be saved in
@@ -50,29 +51,23 @@ def free_folder(
     **apart: Any,            # paths that may not lie in it, by their settings
 ) -> Path:                   # the folder, which exists now
     "A folder that a run may be saved in; ValueError for any other."
-    if not str(path):
-        raise ValueError("the name of the folder to save in is empty; give one")
     folder = Path(path)
     for name, given in apart.items():
         place = getattr(given, "path", given)    # a ledger's
         if isinstance(place, str | Path) and lies_in(folder, place):
             raise ValueError(f"{name}={str(place)!r} lies in the folder that is "
                              f"published, {folder}; choose a place outside it")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; a run is saved in a folder, so name "
-                         "another")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(prefix=".", dir=folder):
         pass                                     # it can be written
-    found = [name for name in KEPT if (folder / name).exists()]
-    if found and not overwrite:
-        raise ValueError(f"{folder} holds {found[0]} already, which saving would "
-                         "replace; name another folder, or say overwrite=True")
     check_copy(folder / "ledger.sqlite")
-    own = files_of_run(folder)
-    if other := next((name for name in visible_files(folder) if name not in own), None):
+    found, own = [*visible_files(folder)], files_of_run(folder)
+    if other := next((name for name in found if name not in own), None):
         raise ValueError(f"{folder} holds {other}, which no run wrote, and a run is "
                          "published as a whole folder; name one of its own")
+    if found and not overwrite:
+        raise ValueError(f"{folder} holds a run already, which saving would replace; "
+                         "name another folder, or say overwrite=True")
     return folder
 
 def check_room(
@@ -373,22 +368,19 @@ def how_to_load(
     description: dict[str, Any],  # as `write_model` gave it
 ) -> str:                         # Markdown
     "The end of a model card: how to load the model, with this package and without."
-    said, kind, base = description, description["class"], description["base"]
-    needs = base is None if said["form"] == "part" else said["own"]
-    ours = said["form"] == "model" and kind == "MeanPooledClassifier"
-    lines = [f"`dpft.load(path{', model=…' if needs else ''})` gives the model, and "
+    form, kind, base = (description[name] for name in ("form", "class", "base"))
+    own = base is None if form == "part" else description["own"]
+    lines = [f"`dpft.load(path{', model=…' if own else ''})` gives the model, and "
              "`dpft.predict(path, data)` its predictions."]
-    given = f"`{base}`" if base else "in the folder `base`"
     lines += [{
         "model": f"Without this package: `{kind}.from_pretrained(path)`.",
         "adapter": "Without this package: `PeftModel.from_pretrained(base, path)`, "
-                   f"where `base` is the {kind} {given}, with a head of the same size.",
-        "part": f"It holds only the {len(said['names'])} parameters that trained, of "
-                f"a {kind}" + (f" from {given}." if base else ", to be given as model="
-                               "."),
-        "all": "Transformers alone refuses it, since a method added parameters to the "
-               f"{kind} or it is a class of its author's."
-    }["all" if ours else said["form"]]]
+                   f"where `base` is the {kind} {base or 'in the folder `base`'}, with "
+                   "a head of the same size.",
+        "part": f"It holds only the {len(description['names'])} parameters that "
+                f"trained, of a {kind} {base or ', to be given as model='}.",
+        "all": "Transformers alone refuses it."
+    }["all" if kind == "MeanPooledClassifier" and form == "model" else form]]
     if pictures := description.get("pictures"):
         shape = " × ".join(map(str, pictures["shape"]))
         mean, deviation = (", ".join(f"{value:g}" for value in pictures[name])
