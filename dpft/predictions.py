@@ -67,17 +67,16 @@ def without_labels(
     if schema.kind in ("items", "tokens"):
         return replace(ready, schema=replace(schema, label=None)).encoded(data)
     table = {name: column(data, name) for name in schema.reads}
-    first, rows = (*ready.classes, 0.5)[0], len(data)
+    first, label = (*ready.classes, 0.5)[0], schema.label or "label"
     if schema.kind == "tagging":
-        table[schema.label] = [[first] * len(words) for words in table[schema.reads[0]]]
+        table[label] = [[first] * len(words) for words in table[schema.reads[0]]]
     elif schema.kind == "causal" and not schema.reads:      # conversations
-        table[schema.label] = [
+        table[label] = [
             [*(said[:-1] if said[-1]["role"] == "assistant" else said),
              {"role": "assistant", "content": "."}]
-            for said in column(data, schema.label)]
+            for said in column(data, label)]
     else:
-        table[schema.label or "label"] = [
-            "." if schema.kind == "causal" else first] * rows
+        table[label] = ["." if schema.kind == "causal" else first] * len(data)
     return ready.encoded(TableData(table))
 
 MOST_WRITTEN = 64  # tokens after a prompt
