@@ -308,7 +308,7 @@ def test_a_folder_to_save_in_is_checked_before_training(tmp_path):
     (folder / "README.md").write_text("{}")
     with pytest.raises(ValueError, match=r"holds README\.md, which no run wrote"):
         free_folder(folder, overwrite=True)
-    (folder / "dpft.json").write_text("{}")
+    (folder / "dpft.json").write_text('{"files": []}')
     with pytest.raises(ValueError, match=r"holds a run already, .*overwrite=True"):
         free_folder(folder)
     assert free_folder(folder, overwrite=True) == folder and (folder / "README.md").read_text() == "{}"

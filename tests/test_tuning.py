@@ -310,7 +310,7 @@ def test_under_selection_nothing_tells_how_many_trials_there_were_or_which_won(d
         said = capsys.readouterr()
         outputs.append((files.keys(), files["README.md"].decode().replace(found.guarantee.run, "run"), text, said.out, said.err,
                         [str(one.message) for one in heard], found.report().replace(found.guarantee.run, "run"),
-                        found.trials, found.charge, found.price, files["model.safetensors"]))
+                        found.trials, found.charge, found.price, files["dpft.safetensors"]))
     assert outputs[0] == outputs[1]
 
 
