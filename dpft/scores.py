@@ -98,7 +98,8 @@ def apart(
 
     def name(person: Hashable) -> str:     # the same for 7, 7.0, '7' and '7.0'
         return re.sub(r"^(\d+)\.0*$", r"\1", str(one_spelling(person)))
-    trained, scored = {*map(name, people_of(as_dataset(rows), unit))}, score.people or []
+    trained = {*map(name, people_of(as_dataset(rows), unit))}
+    scored = score.people or []
     if shared := [row for row, who in enumerate(scored) if name(who) in trained]:
         raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to "
                          "people who are trained on too, the first is row "
