@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dpft.frost import DPFrost, EntrySelection
     from dpft.guarantee import Guarantee, verify
     from dpft.ledger import Ledger
-    from dpft.loop import Run, fine_tune, load
+    from dpft.loop import Run, evaluate, fine_tune, load, predict
     from dpft.method import Context, Method
     from dpft.models import freeze_batchnorm, load_model
     from dpft.norms import Block, Partition
@@ -50,7 +50,7 @@ _HOMES = {  # module -> what it gives to the package
     "frost": "DPFrost EntrySelection",
     "guarantee": "Guarantee verify",
     "ledger": "Ledger",
-    "loop": "Run fine_tune load",
+    "loop": "Run evaluate fine_tune load predict",
     "method": "Context Method",
     "models": "freeze_batchnorm load_model",
     "norms": "Block Partition",

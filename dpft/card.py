@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context, Decimal
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['QUESTIONS', 'FACTOR_CAP', 'CAUTION', 'ARITHMETIC', 'Statement', 'check_statement', 'rounded_up', 'mechanism_text',
-           'table', 'meaning', 'assumptions', 'claim', 'card']
+           'table', 'one_of', 'meaning', 'assumptions', 'claim', 'card']
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-statement
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
              for row in rows if row[1]]
     return "\n".join(["| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in cells)])
 
+
+def one_of(unit: str) -> str:
+    "What one unit is called in a sentence: of a column patient_id, a patient."
+    word = re.sub(r"(?i)[_ -]?(id|ids|name|no|nr|number|code|key|hash)$", "", unit)
+    return word.replace("_", " ") or "unit"
+
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-meaning
 FACTOR_CAP = 1000.0 # a larger factor between probabilities is called "more than" this
 CAUTION = 10.0      # a larger epsilon gets a warning
@@ -91,7 +98,7 @@ CAUTION = 10.0      # a larger epsilon gets a warning
 
 def meaning(guarantee: Guarantee) -> list[str]:
     "Warnings, what the guarantee means for one person, and what it does not cover."
-    unit, value, found = guarantee.unit, guarantee.epsilon(), []
+    unit, value, found = one_of(guarantee.unit), guarantee.epsilon(), []
     if value > CAUTION:
         found += [f"**Caution: epsilon is above {CAUTION:g}.** By itself, such a value "
                   f"promises one {unit} very little. Do not call this model anonymous."]
@@ -109,33 +116,46 @@ def meaning(guarantee: Guarantee) -> list[str]:
     factor = f"a factor that may be more than {FACTOR_CAP:,.0f}"
     if value <= math.log(FACTOR_CAP):
         factor = f"at most a factor of {rounded_up(math.exp(value), 3):.3g}"
-    found += [
-        f"What it means: take any one {unit} and train twice, once with it and once "
-        "without. Whatever anybody then does with the model, the probability of every "
-        f"outcome differs by {factor}, apart from a probability of "
-        f"{rounded_up(guarantee.target_delta, 3):.2e}. "
-        f"An attacker who knows everything else, must decide whether the {unit} was "
-        "there, and accepts 1 % of false alarms, detects it with a probability of at "
-        f"most {rounded_up(100 * guarantee.tpr(0.01), 3):.3g} %; a guess detects it "
-        "with 1 %."]
+    small = rounded_up(guarantee.target_delta, 3)
+    count, times = "", ""
+    if guarantee.units:
+        count = f" (1 / {guarantee.units:,} here)"
+        times = f"; times the {guarantee.units:,} it is " \
+                f"{rounded_up(guarantee.target_delta * guarantee.units, 2):.2g}"
     two, ten = (rounded_up(guarantee.epsilon(group=size)) for size in (2, 10))
     replaced = guarantee.replace_epsilon()
     note = "" if replaced > value else (" (less than the value above only because "
                                         f"{guarantee.accountant} is the looser "
                                         "accountant)")
-    found += [
-        f"What the unit is: one {unit}. A person to whom two of them belong is "
-        f"protected with epsilon {two:.2f}, one with ten of them with {ten:.2f}, at "
-        f"the same delta. If neighbours replace one {unit} instead of adding or "
-        f"removing it, epsilon is {rounded_up(replaced):.2f}{note}."]
+    several = (f"A person who has two of them is protected with epsilon {two:.2f}, one "
+               f"with ten with {ten:.2f}," if unit == "example" else
+               f"Two taken together, such as one {unit} under two names, are protected "
+               f"with epsilon {two:.2f}, ten with {ten:.2f},")
     runs = {True: "The ledger that this run belongs to has charged more than this "
                   "run; ask its owner what the total is.",
             False: "The run's ledger had charged nothing else when this was stated.",
             None: "Other runs on the same data have a privacy cost too, which is not "
                   "counted here."}
-    return [*found, "What is not covered: what the data reveal about people whether or "
-            "not they took part, and all that is listed below as public or not "
-            "charged. " + runs[guarantee.others]]
+    return [*found,
+        f"What it means: take any one {unit} and train twice, with its data and "
+        "without. Whatever anybody then does with the model, the probability of every "
+        f"outcome differs by {factor}, apart from a probability of {small:.2e}. "
+        f"An attacker who knows everything else, must decide whether the {unit} was "
+        "in the data, and accepts 1 % of false alarms, is right about one who was with "
+        f"a probability of at most {rounded_up(100 * guarantee.tpr(0.01), 3):.3g} %; "
+        "a guess is right with 1 %.",
+        f"What delta is: the probability, {small:.2e}, by which that factor may be "
+        f"missed. A run that published one {unit}'s data as they are, drawn at random, "
+        f"would have a delta of 1 / N{count}, so delta must be below it, and "
+        f"by default is half of it{times}. An auditor asks for this comparison, "
+        "and where N is small often for a smaller delta: `delta=`, at a larger epsilon "
+        "or with more noise.",
+        f"What the unit is: one {unit}. {several} at the same delta. If neighbours "
+        f"replace one {unit} instead of adding or removing it, epsilon is "
+        f"{rounded_up(replaced):.2f}{note}.",
+        "What is not covered: what the data reveal about people whether or "
+        "not they took part, and all that is listed below as public or not "
+        "charged. " + runs[guarantee.others]]
 
 # %% ../nbs/5_notes/63_card.ipynb #guarantee-assumptions
 ARITHMETIC: dict[bool | None, list[str]] = {  # by `secure_mode`
@@ -180,7 +200,7 @@ def claim(guarantee: Guarantee) -> str:
         return f"**No privacy guarantee.** {reason} may reveal any training example."
     return (f"**({rounded_up(guarantee.epsilon()):.2f}, "
             f"{rounded_up(guarantee.target_delta, 3):.2e})-differentially private** "
-            f"with respect to adding or removing one {guarantee.unit}.")
+            f"with respect to adding or removing one {one_of(guarantee.unit)}.")
 
 
 def card(guarantee: Guarantee) -> str:
@@ -202,7 +222,7 @@ def card(guarantee: Guarantee) -> str:
     protects = "Whom it protects: nobody."
     if private:
         protects = (
-            f"Whom it protects: each {guarantee.unit} of the training data. "
+            f"Whom it protects: each {one_of(guarantee.unit)} of the training data. "
             "From whom: anybody who sees everything that the run gave out (weights, "
             "this card, the published ledger, logs that are not marked private) and "
             "knows all records but one; not from those who read the memory of its "

@@ -96,6 +96,7 @@ class Guarantee:
     spent: list[SampledGaussian] = field(default_factory=list)   # as charged, by draw
     planned: list[SampledGaussian] = field(default_factory=list) # before the first draw
     unit: str = "example"             # one of these may be added or removed
+    units: int | None = None          # how many, as is public; None: unsaid
     adjacency: str = "add/remove one unit" # which data sets are neighbours
     accountant: str = "prv"           # "prv" | "rdp"
     assumed_public: list[str] = field(default_factory=list) # known to everybody
@@ -166,29 +167,6 @@ class Guarantee:
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         return privacy_curve(tuple(self.stated), group, relation)
 
-    def delta(
-        self,
-        epsilon: float, # >= 0
-    ) -> float:         # smallest delta that goes with it; from above
-        "The other axis of the same curve; with RDP, its inverse to within 1 %."
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon={epsilon}: it must be 0 or more")
-        return self._smallest_delta(epsilon) if self.private else 1.0
-
-    def _smallest_delta(self, epsilon: float) -> float:
-        if self.accountant == "rdp":
-            return self._inverse(epsilon)
-        return max(float(self._curve(one).delta(epsilon)) for one in ("remove", "add"))
-
-    def _inverse(self, epsilon: float) -> float:
-        "By bisection; to within 1 %, not below 1e-10, from above."
-        low, high = math.log(1e-10), 0.0
-        while high - low > 0.01:
-            middle = (low + high) / 2
-            enough = self.epsilon(math.exp(middle)) <= epsilon
-            low, high = (low, middle) if enough else (middle, high)
-        return math.exp(high)
-
     def tpr(
         self,
         fpr: float, # false-positive rate, in [0, 1]
@@ -225,17 +203,17 @@ class Guarantee:
         cls,
         path: str | Path, # written by `save`
     ) -> "Guarantee":
-        "Read a guarantee back; its epsilon is computed anew, and missing fields too."
+        "Read a guarantee back; its epsilon is computed anew."
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-            for name in (*VALUES, "data", "secrets"):  # the last two: of older versions
-                content.pop(name, None)
+            for name in VALUES:
+                content.pop(name)
             if kind := content.pop("kind", None):
                 room, name = KINDS[KINDS.index(kind)].split(":")
                 cls = getattr(import_module(room), name)
             for name in ("mechanisms", "spent", "planned"):
                 content[name] = [SampledGaussian(**m) for m in content[name]]
-            content["statement"] = Statement(**content.get("statement", {}))
+            content["statement"] = Statement(**content["statement"])
             return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a guarantee that this version can read "
@@ -286,6 +264,7 @@ def promised(engine: Any) -> Guarantee:  # the engine of @sec-engine
     spent, planned = (account.spent, list(plan.mechanisms)) if charges else ([], [])
     return Guarantee(
         spent, target_delta=plan.delta, spent=spent, planned=planned, unit=engine.unit,
+        units=plan.size,
         unpaid=", or ".join(unpaid), accountant=plan.accountant,
         assumed_public=list(engine.assumed_public),
         uncharged=[*unpaid, *engine.uncharged], method=repr(engine.method),
@@ -333,7 +312,8 @@ def _record(guarantee: Guarantee, content: dict[str, Any], book: Ledger,
             ) -> Iterator[str]:
     "The ledger is intact and states what the guarantee does, and the sums are right."
     yield f"ledger {book.path}: all rows in place" # verified when it was opened
-    plans = [book.plan(run) for run in guarantee.runs]
+    runs = guarantee.runs
+    plans = [book.plan(run) for run in runs]
     if (head := guarantee.ledger_head) and not book.knows(head):
         raise VerificationError(f"ledger {book.path} was rewritten since the guarantee "
                                 f"was stated: its row {head[:12]}… is gone")
@@ -344,23 +324,21 @@ def _record(guarantee: Guarantee, content: dict[str, Any], book: Ledger,
         if stated[name] not in [plan[name] for plan in plans]: # trials differ
             _agree(name, stated[name], plans[0][name])
     if guarantee.secure_mode:
-        _agree("secure_mode", True,
-               all(plan.get("secure_mode", False) for plan in plans))
+        _agree("secure_mode", True, all(plan.get("secure_mode") for plan in plans))
     yield (f"run {guarantee.run}: {', '.join(names) or 'nothing but its mechanisms'} "
            "as recorded before the first draw")
-    spent = book.spent(guarantee.runs)
-    recorded = {"planned": book.planned(guarantee.runs), "spent": spent,
-                "mechanisms": spent,
-                "stated": [m for run in guarantee.runs for m in book.stated(run)]}
-    for name, its in recorded.items():
+    spent = book.spent(runs)
+    for name, its in {"planned": book.planned(runs), "spent": spent,
+                      "mechanisms": spent,
+                      "stated": [m for run in runs for m in book.stated(run)]}.items():
         _agree(name, history_of(getattr(guarantee, name)), history_of(its))
     for m in guarantee.spent:
         yield f"{m.name}: {mechanism_text(m)}, as charged"
-    if not all(map(book.finished, guarantee.runs)):
+    if not all(map(book.finished, runs)):
         yield "the run never finished: the guarantee states its whole plan"
     values = (guarantee.epsilon(), guarantee.replace_epsilon(), guarantee.tpr(0.01))
     for name, value in zip(VALUES, values):
-        said = content.get(name)
+        said = content[name]
         if not isinstance(said, (int, float)) or not math.isclose(said, value,
                                                                   rel_tol=2e-3):
             raise VerificationError(f"{name}: the guarantee says {said}, the ledger's "
@@ -371,16 +349,11 @@ def _record(guarantee: Guarantee, content: dict[str, Any], book: Ledger,
                                 f"below {other} from {whose}")
     yield (f"epsilon {values[0]:.4f} at delta {guarantee.target_delta:.3g}: computed "
            f"again with {guarantee.accountant}, and not below {other:.4f} from {whose}")
-    digest = content_digest(content)
-    if all(book.sealed(run, digest) for run in guarantee.runs):
-        yield "every word of the guarantee: as sealed in the ledger"
-    elif guarantee.files or any(map(book.sealed, guarantee.runs)):
+    if not all(book.sealed(run, content_digest(content)) for run in runs):
         raise VerificationError("the guarantee is not the one that was sealed in the "
                                 "ledger: something in it was changed afterwards, or "
                                 "the seal was removed")
-    else:
-        yield ("the guarantee was never sealed, so what it alone states (on public "
-               "data and uncharged accesses) could not be checked, nor the weights")
+    yield "every word of the guarantee: as sealed in the ledger"
 
 
 def _same_files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
@@ -389,15 +362,11 @@ def _same_files(guarantee: Guarantee, folder: Path) -> Iterator[str]:
         found = file_digests(folder)
     except ValueError as error:    # a link to a folder
         raise VerificationError(str(error)) from error
-    for name, digest in guarantee.files.items():
-        if found.get(name) != digest:
-            what = "was changed" if name in found else "is missing"
-            raise VerificationError(f"{folder / name} {what}: it is not as it was when "
-                                    "the guarantee was sealed")
-    if added := sorted(found.keys() - guarantee.files.keys()):
-        raise VerificationError(f"{folder / added[0]} was added after the guarantee "
-                                "was sealed, which says nothing about it; remove it, "
-                                "or have guarantee.publish(folder, ledger) seal it")
+    for name in sorted(found.keys() | guarantee.files.keys()):
+        if found.get(name) != guarantee.files.get(name):
+            what = ("was added after" if name not in guarantee.files else "is missing "
+                    "since" if name not in found else "was changed after")
+            raise VerificationError(f"{folder / name} {what} the guarantee was sealed")
     weights = [name for name in found if name.endswith(".safetensors")]
     yield (f"{', '.join(weights) or 'no weights'}, the model card, all {len(found)} "
            "files beside the ledger and the guarantee: none changed, missing or added")

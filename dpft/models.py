@@ -41,12 +41,18 @@ __all__ = ['HUB_NAMES', 'AUTOS', 'LABELLED', 'HEADS', 'mean_pooled_classifier', 
 @cache
 def mean_pooled_classifier() -> Any:
     "The class `MeanPooledClassifier`, made on demand so that `import dpft` is fast."
-    from transformers import BertConfig, BertModel, BertPreTrainedModel
+    from transformers import AutoConfig, BertConfig, BertModel, BertPreTrainedModel
     from transformers.modeling_outputs import SequenceClassifierOutput
+
+    class MeanPooledConfig(BertConfig):
+        "A BERT's; of another type, or Transformers would read the weights as a BERT."
+        model_type = "mean-pooled-bert"
+
+    AutoConfig.register(MeanPooledConfig.model_type, MeanPooledConfig, exist_ok=True)
 
     class MeanPooledClassifier(BertPreTrainedModel):
         "BERT, the mean of its token vectors, and a linear head; no dropout; @sbert."
-        config_class = BertConfig
+        config_class = MeanPooledConfig
         _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012, as Transformers has it
             r"pooler\.", r"position_ids"]
 
@@ -179,12 +185,13 @@ def description_of(folder: Path) -> dict[str, Any] | None: # None: no saved run
 
 def check_saved(folder: Path) -> None:
     "ValueError for a saved run whose weights Transformers would not find."
-    said = description_of(folder) or {}
-    part = said.get("part")
-    if part or said.get("added") or said.get("adapters"):
-        what = "only what a run trained" if part else "layers that a run added"
-        raise ValueError(f"{folder} holds {what}; dpft.load({str(folder)!r}) puts it "
-                         "in its place, and the model that it returns can train on")
+    said = description_of(folder)
+    if said is None:
+        return
+    if said["form"] != "model":
+        raise ValueError(f"{folder} holds what a run trained or added, not a model as "
+                         f"its class has it; dpft.load({str(folder)!r}) gives the "
+                         "whole model, which can train on")
 
 def _load_transformers(
     name: str, classes: int, kind: str, gguf_file: str | None) -> nn.Module:
@@ -195,8 +202,8 @@ def _load_transformers(
     check_name(name)
     check_saved(Path(name))
     file = {"gguf_file": gguf_file} if gguf_file else {}
-    saved_as = hf.AutoConfig.from_pretrained(name, **file).architectures or [""]
-    pooled = "MeanPooledClassifier" in saved_as and kind == "text"
+    said = description_of(Path(name)) or {}
+    pooled = said.get("class") == "MeanPooledClassifier" and kind == "text"
     auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
     head = {"num_labels": classes, "ignore_mismatched_sizes": True}
     model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
@@ -246,11 +253,7 @@ def load_tokenizer(
         check_name(name)
     saved = description_of(Path(name))
     if saved is not None and not (Path(name) / "tokenizer_config.json").exists():
-        base = (saved.get("base") or {}).get("name")    # whose tokenizer it is
-        if base is None:
-            raise ValueError(f"{name} holds neither a tokenizer nor the name of its "
-                             "base model; load the tokenizer of the base")
-        return load_tokenizer(base)
+        raise ValueError(f"{name} holds no tokenizer, for its run read no texts")
     tokenizer = AutoTokenizer.from_pretrained(
         minilm_folder() if name == "minilm" else name,
         **({"gguf_file": gguf_file} if gguf_file else {}))

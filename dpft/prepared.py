@@ -27,7 +27,7 @@ from .losses import (
 from .losses import task_of as head_of
 from .method import Method, check_method, said_of
 from .models import (
-    load_model, load_tokenizer, minilm_folder, name_classes, own_classes, positions)
+    load_model, load_tokenizer, name_classes, own_classes, positions)
 from .oracle import evaluating
 from .processes import check_whole
 from .settings import Settings
@@ -121,20 +121,6 @@ class Prepared:
             return token_rows(data, names, pad_id, classes)
         whole = [*names.values()] == [*column_names(data)]
         return data if whole else Selected(data, names, pad_id)
-
-    def save_tokenizer(
-        self, folder: Path,
-        base: dict[str, Any] | None,  # of the saved part, as in dpft.json
-    ) -> str | None:                  # "saved", "base" or None, as in dpft.json
-        "Save the tokenizer; that of the base is left out, so that a part stays small."
-        if self.tokenizer is None:
-            return None
-        name = base and base["name"]
-        if name and self.tokenizer.name_or_path in (
-                name, str(minilm_folder()) if name == "minilm" else name):
-            return "base"
-        self.tokenizer.save_pretrained(folder)
-        return "saved"
 
 def save_scaling(
     pictures: dict[str, Any] | None,  # as `Prepared.pictures`

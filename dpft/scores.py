@@ -15,21 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from .data import (
-    Public, as_dataset, bare, column, has_batch_protocol, is_missing, unit_for)
-from .data import check_disjoint_rows
+    Public, as_dataset, bare, check_disjoint_rows, column, has_batch_protocol,
+    is_missing, unit_for)
 from .engine import Engine
 from .guarantee import Guarantee
 from .losses import Collate, answers, evaluation_batches, measure_for
 from .noise import Keystream, grid_step, on_grid
-from .prepared import Prepared
-from .prepared import SCORED, concerning
+from .prepared import SCORED, Prepared, concerning
 from .privacy import SampledGaussian, noise_multiplier
 from .registry import plain_asked
 from .sampling import check_exact, check_kinds, one_spelling
 
 # %% auto #0
-__all__ = ['people_of', 'NoisyAccuracy', 'one_name', 'apart', 'check_apart', 'right_answers', 'noisy_accuracy', 'scored',
-           'scorable', 'Paid', 'Scores']
+__all__ = ['people_of', 'NoisyAccuracy', 'apart', 'check_apart', 'noisy_accuracy', 'right_answers', 'scored', 'scorable', 'Paid',
+           'Scores']
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-people
 def people_of(
@@ -37,8 +36,7 @@ def people_of(
     unit: str | Sequence[Hashable] | Tensor, # the column that names them, or the names
 ) -> list[Hashable]:                       # one for each row
     "The owner of each row; ValueError if one is unknown, or may have two names."
-    data = data.data if isinstance(data, Public) else data
-    found = column(data, unit) if isinstance(unit, str) else unit
+    found = column(bare(data), unit) if isinstance(unit, str) else unit
     names = found.tolist() if isinstance(found, Tensor) else list(found)
     if len(names) != len(data):
         raise ValueError(f"unit names {len(names)} rows and the scored data has "
@@ -69,22 +67,11 @@ class NoisyAccuracy:
             raise ValueError("the development set has no rows to score on")
         self.people = None if self.unit is None else people_of(data, self.unit)
         self.most = max(Counter(self.people or [0]).values())  # rows of one unit
-
-    @property
-    def protects(self) -> str:
-        "Whom the noise protects."
-        return f"{'row' if self.people is None else 'unit'} of the development set"
-
-    @property
-    def public(self) -> list[str]:
-        "What is assumed public about the development set."
-        most = [f"that nobody has more than {self.most} of them"]
-        return [f"the number of rows, {len(self.data)}", *most * bool(self.people)]
-
-
-def one_name(name: Hashable) -> str:
-    "A person's name as text, the same for 7, 7.0, '7' and '7.0'."
-    return re.sub(r"^(\d+)\.0*$", r"\1", str(one_spelling(name)))
+        owner = "row" if self.people is None else "unit"
+        self.protects = f"{owner} of the development set"      # whom the noise protects
+        self.public = [f"the number of rows, {len(data)}"]     # assumed of the set
+        if self.people:
+            self.public.append(f"that nobody has more than {self.most} of them")
 
 
 def apart(
@@ -108,9 +95,12 @@ def apart(
             raise ValueError("unit= protects people, so the development set must name "
                              "each row's person too: NoisyAccuracy(data, unit=[...])")
         score = NoisyAccuracy(score.data, score.noise_multiplier, unit)
-    trained = set(map(one_name, people_of(as_dataset(rows), unit)))
+
+    def name(person: Hashable) -> str:     # the same for 7, 7.0, '7' and '7.0'
+        return re.sub(r"^(\d+)\.0*$", r"\1", str(one_spelling(person)))
+    trained = {*map(name, people_of(as_dataset(rows), unit))}
     scored = score.people or []
-    if shared := [row for row, name in enumerate(scored) if one_name(name) in trained]:
+    if shared := [row for row, who in enumerate(scored) if name(who) in trained]:
         raise ValueError(f"{len(shared)} of the {len(scored)} scored rows belong to "
                          "people who are trained on too, the first is row "
                          f"{shared[0]}; leave them out")
@@ -132,30 +122,6 @@ def check_apart(
 
 # %% ../nbs/5_notes/84_scores.ipynb #tuning-right
 @torch.no_grad()
-def right_answers(
-    model: nn.Module,
-    data: Any,                       # labelled rows
-    collate: Collate | None = None,  # the user's; None: that of `collate_for`
-) -> int:                            # one row changes it by at most one
-    "How many rows are answered correctly; ValueError if a row has several answers."
-    home = type(bare(data)).__module__.partition(".")[0]
-    theirs = has_batch_protocol(data) and home != "dpft"
-    right, others = 0, theirs or collate is not None
-    for batch in evaluation_batches(model, data, collate, 1 if others else 256):
-        said, labels, counted = answers(model, batch)
-        if labels.ndim > 1:
-            raise ValueError(
-                "NoisyAccuracy counts rows that are answered right, and this model "
-                "answers for each token of a row; score it on public data instead")
-        if others and len(labels) != 1:
-            raise ValueError(
-                f"{'collate_fn' if collate else 'batch'} gives one row {len(labels)} "
-                "answers, and NoisyAccuracy counts one of each; score it on public "
-                "data instead")
-        right += int(((said == labels) & counted).sum())
-    return right
-
-
 def noisy_accuracy(
     model: nn.Module,
     data: Any,                       # labelled rows
@@ -172,6 +138,20 @@ def noisy_accuracy(
     # a grid that holds all whole numbers, however many rows there are
     step = max(grid_step(std).item(), 2.0**-20)
     return float(right + on_grid(noise, step)) / len(data)
+
+def right_answers(model: nn.Module, data: Any, collate: Collate | None) -> int:
+    "How many rows are answered correctly; ValueError if a row has several answers."
+    home = type(bare(data)).__module__.partition(".")[0]
+    theirs = has_batch_protocol(data) and home != "dpft"
+    right, others = 0, theirs or collate is not None
+    for batch in evaluation_batches(model, data, collate, 1 if others else 256):
+        said, labels, counted = answers(model, batch)
+        if labels.ndim > 1 or (others and len(labels) != 1):
+            raise ValueError("NoisyAccuracy counts the rows that are answered right, "
+                             "and here one row has several answers; score it on public "
+                             "data instead")
+        right += int(((said == labels) & counted).sum())
+    return right
 
 # %% ../nbs/5_notes/84_scores.ipynb #evaluation-scored
 def scored(
@@ -218,8 +198,10 @@ class Scores:
         self.engine, self.given, self.data, self.collate = (
             engine, given, given, ready.collate)
         self.paid = isinstance(given, NoisyAccuracy)
+        self.uncharged = not (given is None or self.paid or isinstance(given, Public))
         self.higher: bool | None = None    # whether more is better; None: by its name
         self.planned: list[Paid] = []
+        fact = None
         if given is not None and not callable(given):
             self.data, self.higher = scorable(given, ready)
         if self.paid:
@@ -240,14 +222,8 @@ class Scores:
         elif given is not None:
             source = "a function of the user's" if callable(given) else "examples"
             engine.note_uncharged(f"scores on {source}, unless they are public")
-        if (self.paid or isinstance(given, Public)) and (
-                fact not in engine.assumed_public):
+        if fact and fact not in engine.assumed_public:
             engine.assumed_public.append(fact)
-
-    @property
-    def uncharged(self) -> bool:
-        "Whether private rows may be read without a charge."
-        return not (self.given is None or self.paid or isinstance(self.given, Public))
 
     def due(self) -> bool:
         "Whether to score after the step that was just done."

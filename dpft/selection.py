@@ -305,9 +305,6 @@ class TunedGuarantee(Guarantee):
         "Replacing one unit is removing one and adding one: a group of two, @lem-group."
         return self.epsilon(delta, group=2)
 
-    def _smallest_delta(self, epsilon: float) -> float:
-        return self._inverse(epsilon) # there is no composed curve to read it from
-
     def tpr(
         self,
         fpr: float, # false-positive rate, in [0, 1]
@@ -317,7 +314,7 @@ class TunedGuarantee(Guarantee):
 
     def _curve(self, relation: str, group: int = 1) -> PrivacyCurve:
         raise BudgetError("a selected run has no composed privacy curve; read "
-                          "epsilon, delta and tpr")
+                          "epsilon and tpr")
 
     def report(self) -> str:
         "Markdown for a model card."

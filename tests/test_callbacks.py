@@ -313,6 +313,12 @@ def test_a_noisy_accuracy_counts_rows_whatever_their_labels():
         model.weight.copy_(torch.eye(2)), model.bias.zero_()
     some = [(torch.eye(2)[0], 0)] * 3 + [(torch.eye(2)[0], -100)] * 97
     assert noisy_accuracy(model, some, 1e-9, Keystream(0), 0) == pytest.approx(0.03, abs=1e-6)
+    import transformers as hf
+    tagger = hf.BertForTokenClassification(hf.BertConfig(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1,
+                                                         intermediate_size=4, max_position_embeddings=8))
+    tagged = [{"input_ids": torch.ones(5, dtype=torch.long), "labels": torch.ones(5, dtype=torch.long)}] * 4
+    with pytest.raises(ValueError, match="one row has several answers"):
+        noisy_accuracy(tagger, tagged, 1.0, Keystream(0), 0)
 
 
 def swapped(items):
@@ -329,6 +335,25 @@ def test_a_paid_score_reads_its_rows_as_training_reads_its_own():
     right = (said == 1 - many.tensors[1]).double().mean().item()
     assert abs(right - 0.5) > 0.05                                            # else both readings would agree
     assert run.scores["accuracy"] == pytest.approx(right, abs=0.02)
+
+
+def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
+    """Two answers of one row would move the count by two, and rows that are mixed by more: each row is read alone."""
+    def twice(items):
+        x, y = swapped(items)
+        return x.repeat(2, 1), y.repeat(2)
+
+    def mixed(items):
+        x, y = swapped(items)
+        return x.mean(0).expand_as(x), y[:1].expand_as(y)
+
+    with pytest.raises(ValueError, match="one row has several answers"):
+        tuned(collate_fn=twice, evaluate=NoisyAccuracy(OTHER, noise_multiplier=2.0))
+    with pytest.raises(ValueError, match=r"collate_fn made \d+ rows of \d+, and each is bounded by itself"):
+        tuned(collate_fn=twice)
+    model = nn.Linear(4, 2)
+    assert noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=mixed) == pytest.approx(
+        noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=swapped), abs=1e-6)
 
 
 # ---- schedules of the user's

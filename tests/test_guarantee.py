@@ -32,12 +32,6 @@ def example(**changes) -> Guarantee:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def test_epsilon_is_the_accountants():
-    for accountant in ("rdp", "prv"):
-        for delta in (1e-5, 1e-6):
-            assert example(accountant=accountant).epsilon(delta) == epsilon([TRAIN, SELECT], delta, accountant)
-
-
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
 def test_a_guarantee_holds_for_a_unit_added_as_well_as_for_one_removed(accountant):
     """Under little sampled noise the curve of adding is far above that of removing."""
@@ -46,30 +40,12 @@ def test_a_guarantee_holds_for_a_unit_added_as_well_as_for_one_removed(accountan
     assert Guarantee(plan, target_delta=1e-5, accountant=accountant).epsilon() >= max(removed, added)
 
 
-@given(st.floats(0.1, 6), st.floats(0, 3))
-@settings(max_examples=20, deadline=None)
-def test_delta_inverts_epsilon_with_rdp(sigma, value):
-    """The pair that `delta` returns is true, and 1 % less would not have been shown."""
-    guarantee = Guarantee([SampledGaussian(sigma, 0.01, 50)], target_delta=1e-5, accountant="rdp")
-    delta = guarantee.delta(value)
-    assert delta == 1 or guarantee.epsilon(delta) <= value
-    assert delta < 1.02e-10 or guarantee.epsilon(delta / 1.02) > value
-
-
 @pytest.mark.parametrize("sigma", [0.7, 2.0, 10.0])
 def test_tpr_is_the_best_attack_on_the_gaussian(sigma):
     guarantee = Guarantee([SampledGaussian(sigma, 1.0, 1)], target_delta=1e-5)
     for fpr in np.geomspace(1e-5, 1, 20):
         exact = stats.norm.cdf(stats.norm.ppf(fpr) + 1 / sigma)
         assert exact - 1e-12 <= guarantee.tpr(fpr) <= exact + 3e-6
-
-
-def test_tpr_is_the_best_attack_on_a_sampled_step():
-    """Neyman and Pearson: thresholds on the output, for a unit that is drawn with probability 0.3."""
-    guarantee = Guarantee([SampledGaussian(0.8, 0.3, 1)], target_delta=1e-5, accountant="rdp")
-    for fpr in (1e-4, 0.01, 0.2, 0.5, 0.9):
-        exact = 0.7 * fpr + 0.3 * stats.norm.sf(stats.norm.isf(fpr, scale=0.8), loc=1, scale=0.8)
-        assert guarantee.tpr(fpr) == pytest.approx(exact, abs=3e-6)
 
 
 @given(PLANS)
@@ -99,7 +75,7 @@ def test_larger_groups_cost_more_and_replacing_lies_between_one_unit_and_two():
 
 @pytest.mark.parametrize("call, words", [
     (lambda: example(target_delta=1.0), "target_delta=1.0"), (lambda: example(target_delta=math.nan), "target_delta=nan"),
-    (lambda: example(planned=[TRAIN]), "more was released than planned"), (lambda: example().delta(-1.0), "epsilon=-1.0: it must"),
+    (lambda: example(planned=[TRAIN]), "more was released than planned"),
     (lambda: example().tpr(math.nan), "fpr=nan: it must"), (lambda: example().epsilon(group=1001), "group=1001")])
 def test_a_wrong_argument_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
@@ -112,23 +88,25 @@ def test_a_wrong_argument_is_refused(call, words):
 def test_without_noise_it_says_so_plainly():
     for guarantee in (Guarantee([], target_delta=1e-5), example(private=False), example(unpaid="the relevance map")):
         assert guarantee.epsilon() == math.inf == guarantee.epsilon(group=3) == guarantee.replace_epsilon()
-        assert guarantee.delta(10.0) == guarantee.tpr(0.001) == 1.0
+        assert guarantee.tpr(0.001) == 1.0
         assert guarantee.report().startswith("**No privacy guarantee.**")
         assert "differentially private" not in guarantee.report()
     assert "No noise was added to the relevance map" in guarantee.report()
 
 
 COMPUTED = [  # what a run answers of the list of NIST SP 800-226
-    "| unit | patient |", "| adjacency | add/remove one unit |", "protected with epsilon", "If neighbours replace one patient instead",
+    "| unit | patient_id |", "one patient", "a delta of 1 / N (1 / 400 here)", "times the 400 it is 0.004",
+    "| adjacency | add/remove one unit |", "such as one patient under two names", "If neighbours replace one patient instead",
     "| sampling | Poisson |", "| accountant | rdp |", "noise multiplier 0.8838", "197 steps", "flat, bound 0.1", "the two classes",
     "development accuracy", "Assumed about the arithmetic:", "| version of torch |", "What is not covered:", "accepts 1 % of false alarms",
     "Other runs on the same data have a privacy cost too", "fixed seed", "BiTFiT()", "a1b2", "no layer mixes examples", "other rows"]
 
 
 def test_a_card_says_all_that_a_run_knows_and_never_rounds_down():
-    report = example(unit="patient", reproducible=True, method="BiTFiT()", run="a1b2", checked=["no layer mixes examples"],
+    report = example(unit="patient_id", units=400, reproducible=True, method="BiTFiT()", run="a1b2", checked=["no layer mixes examples"],
                      not_checked=["other rows"], secure_mode=False).report()
     assert [text for text in COMPUTED if text not in report] == [] and "fixed seed" not in example().report()
+    assert "A person who has two of them" in example().report() and "has charged more than this run" in example(others=True).report()
     claimed = float(report.split("(")[1].split(",")[0])
     assert example().epsilon() <= claimed < example().epsilon() + 0.01
     assert "(1.99, 7.43e-06)" in claim(Guarantee([TRAIN], target_delta=1 / (2 * 67349)))
@@ -166,12 +144,6 @@ def test_a_run_that_ended_early_states_its_plan_unless_its_owner_declares_why():
     assert "before the end" not in example().report()
 
 
-@pytest.mark.parametrize("others, text", [(True, "has charged more than this run"), (False, "charged nothing else"),
-                                          (None, "is not counted here")])
-def test_other_runs_are_named_without_numbers(others, text):
-    assert text in example(others=others).report()
-
-
 # --- a file ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,9 +156,6 @@ def test_round_trip(tmp_path, guarantee):
     assert loaded == guarantee and [m.name for m in loaded.mechanisms] == [m.name for m in guarantee.mechanisms]
     assert content["epsilon"] == (guarantee.epsilon() if guarantee.private else None)
     assert content_digest(content) == content_digest(loaded.content())
-    path.write_text(json.dumps({name: value for name, value in content.items() if name not in ("run", "files", "others", "statement")}
-                               | {"data": "cd" * 32, "secrets": ["x"]}))  # as older versions wrote it
-    assert Guarantee.load(path) == replace(guarantee, run="", statement=Statement())
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"mechanisms": 3}', b"\xff\xfe", *(
@@ -234,14 +203,6 @@ def folder_of(place: Path, others: int = 0, steps: int = 3, **kind) -> Path:
     return folder
 
 
-def unsealed(place: Path, steps: int = 3) -> Path:
-    """A guarantee and a copy of its ledger's rows, without seal and list of files."""
-    with Ledger(place / "owner.sqlite") as ledger:
-        claimed(ledger, steps)
-        stated(ledger, ledger_head=ledger.publish(place / "ledger.sqlite", "demo")).save(place / "guarantee.json")
-    return place
-
-
 def changed(folder: Path, **others) -> Path:
     path = folder / "guarantee.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | others, indent=1) + "\n")
@@ -283,45 +244,37 @@ def test_every_changed_field_is_caught(tmp_path, name):
         verify(changed(folder, **{name: other_value(content[name])}))
 
 
-@pytest.mark.parametrize("name", ["mechanisms", "spent", "planned", "target_delta", "accountant", "clip", "clipping", "method", "run",
-                                  "ledger_head", *VALUES])
-def test_what_the_record_knows_is_caught_without_a_seal(tmp_path, name):
-    unsealed(tmp_path)
-    assert any("never sealed" in sentence for sentence in verify(tmp_path))
-    content = json.loads((tmp_path / "guarantee.json").read_text())
-    with pytest.raises(ValueError):
-        verify(changed(tmp_path, **{name: other_value(content[name])}))
-
-
-@pytest.mark.parametrize("field, value", [("noise_multiplier", 1.2), ("sample_rate", 0.05), ("steps", 2)])
-@pytest.mark.parametrize("where", ["mechanisms", "spent", "planned"])
-def test_every_changed_mechanism_is_caught(tmp_path, where, field, value):
-    lines = json.loads((unsealed(tmp_path) / "guarantee.json").read_text())[where]
-    lines[0][field] = value
-    with pytest.raises(ValueError, match=f"{where}|more was released than planned"):
-        verify(changed(tmp_path, **{where: lines}))
+@pytest.mark.parametrize("name, words", [
+    *((name, f"{name}: the guarantee says|more was released than planned") for name in (
+        "mechanisms", "spent", "planned", "accountant", "clip", "clipping", "method", *VALUES)),
+    ("target_delta", "delta: the guarantee says"), ("run", '"demox" is not in'), ("ledger_head", "was rewritten"),
+    ("uncharged", "not the one that was sealed")])
+def test_what_the_record_knows_is_caught_by_the_record(tmp_path, name, words):
+    content = json.loads((folder_of(tmp_path) / "guarantee.json").read_text())
+    with pytest.raises(ValueError, match=words):
+        verify(changed(tmp_path / "model", **{name: other_value(content[name])}))
 
 
 def test_a_lie_that_is_consistent_in_itself_and_one_that_is_said_twice_are_caught(tmp_path):
     """Everything in the file says the smaller epsilon; only the ledger knows better."""
-    path = unsealed(tmp_path) / "guarantee.json"
+    path = folder_of(tmp_path) / "guarantee.json"
     honest = path.read_text()
     path.write_text(honest.replace("{", '{\n "uncharged": [],\n "epsilon": 0.1,', 1))  # a reader would see the first, a check the last
     with pytest.raises(VerificationError, match="it was edited"):
-        verify(tmp_path)
+        verify(path.parent)
     path.write_text(honest)
     replace(Guarantee.load(path), mechanisms=RELEASED[:1], spent=RELEASED[:1], planned=RELEASED[:1]).save(path)
     with pytest.raises(VerificationError, match="planned"):
-        verify(tmp_path)
+        verify(path.parent)
 
 
 def test_steps_after_the_statement_are_caught(tmp_path):
-    unsealed(tmp_path, steps=2)
-    assert any("never finished" in sentence for sentence in verify(tmp_path, tmp_path / "owner.sqlite"))
+    folder_of(tmp_path, steps=2)
+    assert any("never finished" in sentence for sentence in verify(tmp_path / "model", tmp_path / "owner.sqlite"))
     with Ledger(tmp_path / "owner.sqlite") as ledger:
         ledger.claim("demo", "train")
     with pytest.raises(VerificationError, match="spent"):
-        verify(tmp_path, tmp_path / "owner.sqlite")
+        verify(tmp_path / "model", tmp_path / "owner.sqlite")
 
 
 def test_a_changed_row_a_rewritten_chain_and_a_missing_seal_are_caught(tmp_path):
@@ -383,17 +336,6 @@ def test_weights_card_and_all_files_are_bound(tmp_path, name, content, message):
     if message == "was changed":  # and listing it anew breaks the seal
         with pytest.raises(VerificationError, match="not the one that was sealed"):
             verify(changed(tmp_path / "model", files=file_digests(tmp_path / "model")))
-
-
-def test_a_folder_made_up_as_a_whole_passes_alone_and_fails_against_the_owners_ledger(tmp_path):
-    """What no check of the folder can catch; it is said in the chapter."""
-    folder = folder_of(tmp_path)
-    with Ledger(tmp_path / "forged.sqlite") as book:
-        claimed(book, 1, PLAN | {"mechanisms": [asdict(replace(RELEASED[0], steps=1))]})
-        stated(book).publish(folder, book)
-    assert verify(folder)
-    with pytest.raises(VerificationError):
-        verify(folder, tmp_path / "owner.sqlite")
 
 
 def test_hidden_files_are_not_compared_and_links_to_folders_are_refused(tmp_path):

@@ -411,7 +411,7 @@ def test_a_killed_process_ends_all_with_one_sentence_and_the_same_command_contin
         assert 4 <= sum(m.steps for m in ledger.spent()) <= 5 and sum(m.steps for m in ledger.charged()) == 6
     for done in (torchrun(tmp_path, "killed"), torchrun(tmp_path, "whole")):
         assert done.returncode == 0 and done.stdout.count("differentially private") == 1, done.stderr
-    found, expected = (load_file(tmp_path / f"{name}-output" / "model.safetensors") for name in ("killed", "whole"))
+    found, expected = (load_file(tmp_path / f"{name}-output" / "dpft.safetensors") for name in ("killed", "whole"))
     assert found and all(np.array_equal(found[name], value) for name, value in expected.items())
 
 

@@ -6,14 +6,16 @@
 __all__ = ['app', 'EXTRAS', 'METHOD', 'AS_JSON', 'TYPES', 'PLACES', 'SET_HERE', 'HELP', 'main', 'check_names', 'tell',
            'show_version', 'root', 'check_positive', 'check_idle', 'names_typed', 'increasing', 'print_json',
            'complete_method', 'epsilon_typed', 'setting_options', 'with_settings', 'train', 'name_of_part',
-           'scored_part', 'check_device', 'check_reads', 'check_learnable', 'check_written', 'prepared_model',
-           'pretrained', 'plan', 'shape_and_model']
+           'scored_part', 'tested', 'print_scores', 'predict', 'check_device', 'check_reads', 'check_learnable',
+           'check_written', 'prepared_model', 'pretrained', 'plan', 'shape_and_model']
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-imports
+import csv
 import json
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import Field, asdict, fields, replace
 from inspect import Parameter, signature
 from math import isfinite
@@ -202,6 +204,9 @@ def train(
     score: Annotated[str | None, typer.Option(
         help="Part of the data to score at the end: dev, test or none. (default: dev, "
              "if the data have one)")] = None,
+    test: Annotated[Path | None, typer.Option(
+        exists=True, help="File of rows that are not trained on, to score at the "
+                          "end.")] = None,
     who: Annotated[str | None, typer.Option(
         help="Your name, which the ledger records with this run.")] = None,
     device: Annotated[str | None, typer.Option(
@@ -235,7 +240,7 @@ def train(
         settings[name] = settings[name] and str(Path(settings[name]).expanduser())
     columns = settings["columns"] and names_typed(settings["columns"])
     settings["columns"] = columns
-    later = None if score == "none" else object()    # a part of the data
+    later = None if score == "none" and not test else object() # a part of the data
     Settings(**settings, evaluate=later)   # refused before the data is read
     device = start(device)
     known = classes and (int(classes) if classes.isdecimal() else names_typed(classes))
@@ -245,6 +250,7 @@ def train(
     task = load_data(data, root, limit=limit, columns=columns, unit=settings["unit"],
                      classes=known, label=settings.pop("label"))
     check_learnable(task)
+    task, score = tested(task, test, score)
     made, tokenizer = prepared_model(model, task, device)
     if pretrain:
         pretrained(made, task, pretrain)
@@ -262,8 +268,7 @@ def train(
                         evaluate=scored_part(task, score), **settings)
     if first:
         print(run.report())
-        for name, value in run.scores.items():
-            print(f"{name} on {name_of_part(task, score)}: {value:.4f}")
+        print_scores(run, task, score, test)
         if run.unsaved:
             raise ValueError(f"the run is complete, but {run.unsaved}, and its weights "
                              "end with this process; start again with --checkpoint, "
@@ -287,6 +292,55 @@ def scored_part(task: Any, score: str | None) -> Any:
         raise ValueError(f"{task.name} has no {score} part; give a folder with train "
                          f"and {file} files, or choose --score none")
     return part
+
+# %% ../../nbs/5_notes/87_command_line.ipynb #cli-predict
+def tested(task: Any, test: Path | None, score: str | None) -> tuple[Any, str | None]:
+    "The task with the rows of `--test`, and the part to score."
+    from dpft.predictions import check_not_trained_on
+    from dpft.tasks import read_file
+    if test is None:
+        return task, score
+    if score is not None:
+        raise ValueError(f"--score {score} and --test name different rows to score; "
+                         "leave out one of them")
+    unit = task.unit if isinstance(task.unit, str) else None
+    rows = read_file(test, unit)
+    check_not_trained_on(rows, task.train)
+    return replace(task, test=rows), "test"
+
+def print_scores(run: Any, task: Any, score: str | None, test: Path | None) -> None:
+    "The scores of a run, or why there are none."
+    if test is not None:
+        print(run.evaluate(task.test))
+    for name, value in run.scores.items() if test is None else ():
+        print(f"{name} on {name_of_part(task, score)}: {value:.4f}")
+    if not run.scores and score is None:
+        print(f"nothing was scored, for {task.name} has no development part; give rows "
+              "that are not trained on with --test FILE")
+
+@app.command()
+def predict(
+    folder: Annotated[Path, typer.Argument(
+        exists=True, help="Folder of a saved run.")],
+    file: Annotated[Path, typer.Argument(
+        exists=True, help="File of rows, labelled or not, with the columns that the "
+                          "run was trained on.")],
+    output: Annotated[Path | None, typer.Option(
+        help="CSV file to write. (default: print it)")] = None,
+) -> None:
+    "Predict each row of a file by a saved run, as CSV."
+    from dpft.loop import load, ready_for
+    from dpft.predictions import predictions
+    from dpft.tasks import read_file
+    rows, ready = read_file(file), ready_for(load(folder))
+    table = {name: rows[name][:] for name in rows.column_names
+             if name not in ready.schema.reads}
+    for name, values in predictions(ready, rows).items():
+        table[name] = [round(one, 6) if isinstance(one, float) else one
+                       for one in values]
+    with output.open("w", newline="", encoding="utf-8") if output else (
+            nullcontext(sys.stdout)) as out:
+        csv.writer(out).writerows([[*table], *zip(*table.values(), strict=True)])
 
 # %% ../../nbs/5_notes/87_command_line.ipynb #cli-checked
 def check_device(device: str | None) -> None:
