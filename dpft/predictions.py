@@ -198,7 +198,7 @@ def check_not_trained_on(
     trained: Any,  # the training data, read for a model or not
 ) -> None:
     "ValueError if any of the scored rows are among the training data."
-    scored, table = as_dataset(scored), getattr(trained, "table", None)
+    scored, table = as_dataset(scored), getattr(bare(trained), "table", None)
     trained = bare(trained if table is None else table)
     names = sorted({*column_names(scored)} & {*column_names(trained)})
     if not names or has_batch_protocol(scored) or has_batch_protocol(trained):

@@ -6,13 +6,12 @@ from statistics import mean
 
 import pytest
 import torch
-from dpft.book.provenance import results_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpft
-from dpft.auditing import Stopped, stopping
-from dpft.book.experiments import recorded
+from dpft.book.audits import Stopped, stopping
+from dpft.book.experiments import recorded, results_file
 from dpft.defaults import default_learning_rate, default_sizes
 from dpft.settings import Settings
 
