@@ -10,6 +10,7 @@ __all__ = ['LEAST', 'ENOUGH', 'Reached', 'random_state', 'splits', 'Store', 'bla
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -105,6 +106,7 @@ class Store:
                 self.file.close()
             self.file = tempfile.TemporaryFile(  # noqa: SIM115
                 dir=self.folder, buffering=0)
+            weakref.finalize(self, self.file.close)
 
     def put(self, key: Hashable, row: Tensor) -> None:
         "Admit a row on the CPU if there is room."

@@ -105,6 +105,13 @@ class Ledger:
                 raise LedgerError(f"there is no ledger at {self.path}: {error.strerror}"
                                   "; name a file that you may use") from error
             place = self.path.absolute().as_uri() + "?mode=ro" * self._read_only
+        elif self.path is not None:
+            there = next(folder for folder in self.path.absolute().parents
+                         if folder.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK)):
+                raise LedgerError(f"there can be no ledger at {self.path}, since "
+                                  f"{there} is no folder that you may write; name "
+                                  "another file")
         self._file = sqlite3.connect(place, self._timeout, isolation_level=None,
                                      uri=True)
         try:

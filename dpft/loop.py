@@ -246,7 +246,7 @@ def fine_tune(
     epsilon: float | str | None = None, # target; inf; "left": the rest of a budget
     **further: Any,
 ) -> Run:
-    """Fine-tune under differential privacy: draw, bound, add noise, step; @sec-one-call.
+    """Fine-tune with differential privacy: draw, bound, add noise, step; @sec-one-call.
 
     The call returns a `Run`: its model, history, guarantee and report.
 
@@ -442,7 +442,7 @@ class Progress:
         return seconds * steps * math.ceil(rows / engine.population.most)
 
     def epsilon(self) -> float:
-        "What is spent by now; within a twentieth of a long run, what will be by its end."
+        "What is spent by now; in a long run, what will be by the next twentieth of it."
         plan, t = self.engine.plan, self.engine.t
         if t > self.until:
             every = max(1, plan.steps // 20)

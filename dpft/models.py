@@ -57,6 +57,10 @@ def mean_pooled_classifier() -> Any:
             r"pooler\.", r"position_ids"]
 
         def __init__(self, config: Any):
+            if not isinstance(config, MeanPooledConfig):
+                config = MeanPooledConfig(**{
+                    name: value for name, value in config.to_dict().items()
+                    if name != "model_type"})
             config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
             super().__init__(config)
             self.bert = BertModel(config, add_pooling_layer=False)
@@ -202,9 +206,10 @@ def _load_transformers(
     check_name(name)
     check_saved(Path(name))
     file = {"gguf_file": gguf_file} if gguf_file else {}
-    said = description_of(Path(name)) or {}
-    pooled = said.get("class") == "MeanPooledClassifier" and kind == "text"
-    auto = mean_pooled_classifier() if pooled else getattr(hf, AUTOS[kind])
+    mean_pooled = mean_pooled_classifier()
+    config = hf.AutoConfig.from_pretrained(name, **file)
+    pooled = kind == "text" and isinstance(config, mean_pooled.config_class)
+    auto = mean_pooled if pooled else getattr(hf, AUTOS[kind])
     head = {"num_labels": classes, "ignore_mismatched_sizes": True}
     model = load_pretrained(auto, name, **(head if kind in LABELLED else {}), **file)
     if getattr(model.config, "pad_token_id", None) is None:

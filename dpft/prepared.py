@@ -76,9 +76,6 @@ class Prepared:
             schema = replace(schema, reads=tuple(reads), label=label)
         if schema.kind in ("text", "causal", "tagging") and self.tokenizer:
             limit = f"; at most {self.most} tokens of a row"
-            lengths = getattr(self.train, "lengths", torch.tensor([]))
-            if full := int((lengths >= self.most).sum()):
-                limit += f", which {full} of {len(lengths)} rows fill"
         return "\n".join([schema.line() + limit, *schema.hints])
 
     @property

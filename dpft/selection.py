@@ -16,8 +16,8 @@ import numpy as np
 from .curve import PrivacyCurve, best_of_pairs, check_group, grouped
 from .guarantee import Guarantee
 from .privacy import (
-    NOISE_CAP, BudgetError, History, SampledGaussian, epsilon, noise_multiplier,
-    rdp_conversion, rdp_moment)
+    NOISE_CAP, BudgetError, History, SampledGaussian, check, epsilon,
+    noise_multiplier, rdp_conversion, rdp_moment)
 
 # %% auto #0
 __all__ = ['LAWS', 'ORDERS', 'CHARGES', 'TrialLaw', 'selected_renyi', 'trial_leaks', 'selection_epsilon', 'Price', 'repeated',
@@ -151,6 +151,7 @@ def selection_epsilon(
     plan = [mechanisms] if isinstance(mechanisms, SampledGaussian) else [*mechanisms]
     if accountant not in ("prv", "rdp"):
         raise ValueError(f'accountant="{accountant}" is unknown; use "prv" or "rdp"')
+    check(0 < delta < 1, f"delta={delta} must lie between 0 and 1")
     history = tuple(sorted((m.noise_multiplier, m.sample_rate, m.steps)
                            for m in plan if m.steps))
     renyi = sum((T * _step_renyi(sigma, q) for sigma, q, T in history),

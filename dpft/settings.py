@@ -110,7 +110,7 @@ class Settings:
         "loop", fixed=False)
     callbacks: Any = setting(
         None, "list of callbacks as Transformers' Trainer takes them",
-        "loop")
+        "loop", fixed=False)
     ledger: Any = setting(None, "Ledger or its path; None: the run's own", fixed=False)
     checkpoint: Any = setting(
         None, "checkpoint folder, to continue an interrupted run", fixed=False)

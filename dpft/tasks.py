@@ -91,7 +91,7 @@ def read_arrays(
     "Pictures and labels in arrays that are called x_train, y_train, x_test, y_test."
     packed = path.read_bytes()
     packed = lzma.decompress(packed) if path.suffix == ".xz" else packed
-    arrays = np.load(BytesIO(packed), allow_pickle=False)
+    arrays = np.load(BytesIO(packed))
     if not {"x_train", "y_train"} <= {*arrays}:
         raise ValueError(f"{path.name} holds {', '.join(arrays)}; name the arrays "
                          "x_train, y_train, x_test and y_test")

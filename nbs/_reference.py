@@ -28,6 +28,7 @@ SPELLED = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])|<class '|'>")  # a module 
 
 SHARED = {  # descriptions of parameters by name, used where a parameter has none of its own
     "model": "the model; changed in place where the docstring says so",
+    "options": "options of `relevance_map` and of `relevance_mask`",
     "loss_fn": "`loss_fn(model, batch)` returns one loss per example, (B,)",
     "batch": "a batch as a data loader yields it: a dictionary or tuple of tensors with one row per example",
     "batches": "physical batches, in order",
@@ -128,7 +129,8 @@ def parameters(its: Any) -> list[tuple[str, str, str, str]]:
     from dpft.settings import Settings
 
     settings = {field.name: field.metadata.get("help", "") for field in fields(Settings)}
-    found = docments(its, full=True, returns=True)
+    taken = {*inspect.signature(its).parameters, "return"}    # a class without __init__ takes none
+    found = {name: one for name, one in docments(its, full=True, returns=True).items() if name in taken}
     rows = []
     for name, one in found.items():
         kind, default = spelled(one["anno"]), one["default"]

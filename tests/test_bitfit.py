@@ -297,8 +297,8 @@ def test_a_run_that_is_stopped_goes_on_with_its_added_biases(tmp_path):
         model, loss_fn, batch = without_biases("llama")
         data, collate = zoo.as_data(batch)
         return fine_tune(model, data, BiTFiT(add_missing=True, values="random", reinitialise="random"), noise_multiplier=1.0, steps=4,
-                         batch_size=3, clip=0.5, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01, seed=0,
-                         checkpoint=folder, checkpoint_every=folder and 2, optimizer=optimizer, progress=False)
+                         batch_size=3, clip=0.5, learning_rate=1e-3, loss_fn=loss_fn, collate_fn=collate, accountant="rdp", delta=0.01,
+                         seed=0, checkpoint=folder, checkpoint_every=folder and 2, optimizer=optimizer, progress=False)
 
     with pytest.raises(Stopped):
         run(tmp_path, stopping(3, torch.optim.SGD))

@@ -68,8 +68,8 @@ def by_unit(rows, units):
     return rows.new_zeros(int(units.max()) + 1, rows.shape[1]).index_add_(0, units, rows)
 
 
-def off(found, wanted):
-    return ((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+def off(found, wanted, least=1e-12):
+    return ((found.double() - wanted).norm() / wanted.norm().clamp(min=least)).item()
 
 
 def agrees(model, loss_fn, batch):
@@ -84,9 +84,9 @@ def agrees(model, loss_fn, batch):
               "weighted": off(joined(weighted_sum(model, loss_fn, batch, factors)), factors @ rows),
               "absolute": off(joined(weighted_sum(model, loss_fn, batch, factors.abs(), absolute=True)), factors.abs() @ rows.abs())}
     for style in ("flat", "automatic"):
-        errors[style] = off(joined(clipped_sum(model, loss_fn, batch, clip, style)), bounded(rows, clip, style).sum(0))
+        errors[style] = off(joined(clipped_sum(model, loss_fn, batch, clip, style)), bounded(rows, clip, style).sum(0), clip)
         errors[f"{style}, units"] = off(joined(clipped_sum(model, loss_fn, batch, clip, style, groups=units)),
-                                        bounded(by_unit(rows, units), clip, style).sum(0))
+                                        bounded(by_unit(rows, units), clip, style).sum(0), clip)
     assert max(errors.values()) <= EXACT, errors
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import dpft
 from dpft.auditing import audit
-from dpft.book.audits import Stopped, stopping
+from dpft.book.audits import Stopped, resumed, stopping
 from dpft.data import TensorData
 from dpft.ledger import Ledger
 
@@ -141,7 +141,7 @@ def test_one_person_moves_the_mean_by_no_more_than_the_bound():
 
 def test_it_is_audited():
     "A p-value of an honest claim is below 1e-6 in at most one of a million runs."
-    found = audit(PrivateNorms(1, sample_rate=1.0), 8.0, canaries=60, stop_at=3, accountant="rdp", cache=0.0)
+    found = audit(PrivateNorms(1, sample_rate=1.0), 8.0, canaries=60, tune=resumed(3), accountant="rdp", cache=0.0)
     assert found.p_value() > 1e-6 and [m.name for m in found.mechanisms] == ["train", "norms"]
 
 

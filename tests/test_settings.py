@@ -54,7 +54,7 @@ def test_the_table_of_names_holds_none_of_ours():
     assert not known & ELSEWHERE.keys() and OURS.keys() <= known | {"model", "train"}
 
 
-FIRST = "    epsilon: float | None = setting("
+FIRST = "    epsilon: float | str | None = setting("
 NEW = '    shade: float = setting(0.5, "darkness of a test")\n'
 TRIED = """
 import inspect, json, sys

@@ -197,7 +197,7 @@ CALLS = [
     (dict(secure_mode=True, epsilon=float("inf"), noise_multiplier=None), "secure_mode=True with epsilon=inf"),
     (dict(cache_folder=__file__, cache=0.1), "File exists: .*test_wrong_inputs.py"),
     (dict(checkpoint_every=1), "checkpoint_every=1 does nothing without checkpoint="),
-    (dict(learning_rate="1e-3"), "learning_rate='1e-3': give a number"), (dict(learning_rate=None), "learning_rate=None: give a number"),
+    (dict(learning_rate="1e-3"), "learning_rate='1e-3': give a number"),
     (dict(clip=[1.0]), r"clip=\[1.0\]: give a number"), (dict(noise_multiplier="1"), "noise_multiplier='1': give a number"),
     (dict(seed="1"), "seed='1': give a whole number"), (dict(seed=1.5), "seed=1.5: give a whole number"),
     (dict(steps=2.0), "steps=2.0: give a whole number"), (dict(tokenizer="name"), "tokenizer='name' is a text; give tokenizer"),

@@ -216,7 +216,7 @@ def peer(model: nn.Module, optimizer: Any, backward: Callable[[Batch], None],
             return {}
         if left == "summed_grad":
             optimizer.clip_and_accumulate()
-        return collected(model, left)
+        return collected(getattr(model, "_module", model), left)
     return Contender(model, step)
 
 def opacus_hooks(model: nn.Module, loss: WatchedLoss, whole: bool = False,

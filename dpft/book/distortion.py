@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .angles import angle
 from ..clipping import clip_factor
 from ..gradients import gradients
 from ..norms import Partition
 from ..oracle import Batch, LossFunction, batch_rows, per_example_losses, trainable
+from .angles import angle
 
 # %% ../../nbs/2_methods/21_freezing_distortion.ipynb #distortion-stream
 Vector = dict[str, Tensor]  # a parameter's name -> float64 of its shape

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Settings', 'OWN', 'QUICKSTART', 'write_records', 'replace_records', 'read_records', 'book_results', 'results_file',
            'recorded', 'records_of', 'settings_in', 'versions', 'device_name', 'commit', 'provenance', 'outcome',
-           'Experiment', 'make_record', 'Job', 'pending', 'make_runs', 'standing', 'run_name', 'measured_run',
-           'arguments_of', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'split', 'prepared_task',
-           'cache_folder', 'put_in_place', 'quickstart', 'printed_digits_network']
+           'Experiment', 'make_record', 'Job', 'pending', 'begin_worker', 'make_runs', 'standing', 'run_name',
+           'measured_run', 'arguments_of', 'answers_and_scores', 'answered', 'packed', 'unpacked', 'split',
+           'prepared_task', 'cache_folder', 'put_in_place', 'quickstart', 'printed_digits_network']
 
 # %% ../../nbs/6_appendices/93_experiments.ipynb #experiments-imports
 import base64
@@ -220,6 +220,11 @@ def pending(
                 job.runs.append(run)
     return jobs, waiting
 
+def begin_worker(results: str) -> None:
+    "One thread, and records where this run's lie."
+    torch.set_num_threads(1)
+    os.environ["DPFT_RESULTS"] = results
+
 def make_runs(
     known: Mapping[str, Experiment],
     full: bool = False,
@@ -235,7 +240,8 @@ def make_runs(
         each: Callable[..., Iterable[list[Settings]]] = map
         if workers > 1:
             each = stack.enter_context(ProcessPoolExecutor(
-                workers, worker_context(__name__), torch.set_num_threads, (1,))).map
+                workers, worker_context(__name__), begin_worker,
+                (str(results_file("x").parent),))).map
         while True:
             jobs, waiting = pending(known, full, wanted)
             fresh = [job for key, job in jobs.items() if key not in tried]

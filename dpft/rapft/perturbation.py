@@ -124,7 +124,7 @@ class RapFT(Method):
              '"private", "random", or "paper"'),
             ((source == "private") != (share is not None), f"share={share}: private "
              "relevance, and no other, needs a share of epsilon, such as share=0.05"),
-            (source == "paper" and not allow_non_private, 'relevance_data="paper" takes '
+            (source == "paper" and not allow_non_private, 'relevance_data="paper" has '
              "the mask from private data without a charge, so the run has no privacy "
              "guarantee; set allow_non_private=True if you accept that"),
             (not relevance_clip > 0, f"relevance_clip={relevance_clip} must be "

@@ -31,9 +31,9 @@ from ..attacks import (
     MASK, Membership, allowed, allowed_exposure, exposure, extraction, fair_coins,
     lira, losses, made_names, membership_inference, one_of, reconstruction,
     scaled_confidence, score_attack, standard_error)
-from .language import study_model
 from ..experiments import Settings
 from ..tasks import load_data
+from .language import study_model
 
 # %% ../../../nbs/3_found/41_attack_runs.ipynb #attacks-experiment
 METHODS: dict[str, Callable[[], Method]] = {

@@ -18,10 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..experiments import Experiment, Settings, cache_folder, outcome
-from ..experiments import printed_digits_network
-from ..pretrained import efficientnet_lite0, enlarged, head_alone, vectors
-from ..tasks import load_data
 from ...data import TableData, Task, TensorData
 from ...defaults import default_learning_rate, default_sizes
 from ...loop import fine_tune
@@ -30,6 +26,10 @@ from ...privacy import noise_multiplier
 from ...registry import method_from
 from ...settings import Settings as Plain
 from ...texts import encode
+from ..experiments import Experiment, Settings, cache_folder, outcome
+from ..experiments import printed_digits_network
+from ..pretrained import efficientnet_lite0, enlarged, head_alone, vectors
+from ..tasks import load_data
 
 # %% ../../../nbs/6_appendices/109_default_runs.ipynb #default-runs-hospital
 PLAIN = (

@@ -22,8 +22,8 @@ from math import log
 from statistics import mean
 from typing import Any
 
-from ..audits import refuted
 from ...rapft.mask import AS_PUBLISHED
+from ..audits import refuted
 from ..experiments import Experiment, Settings, recorded, results_file
 from ..figures import grouped, label_of, less, paired, paired_by_seed
 from ..pretrained import measured
