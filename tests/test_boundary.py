@@ -30,7 +30,7 @@ from dpft.book.audits import Stopped, stopping
 from dpft.boundary import SETTINGS, audit_boundary, differing, files_in, given_out, influence, leaks, neighbours, toy_network, toy_pictures
 from dpft.data import Public
 from dpft.engine import Engine
-from dpft.loop import Run
+from dpft.loop import Run, print_once
 from dpft.prepared import Prepared
 from dpft.scores import NoisyAccuracy
 
@@ -225,6 +225,7 @@ def test_a_longer_text_does_not_show(method):
     lengths = [5, 7, 3, 6, 4, 8, 5, 7, 3, 6, 4, 8]
 
     def make(rows):
+        print_once.cache_clear()                                    # which columns are read is said once in a process
         return dpft.fine_tune(reader(), rows, method(), epsilon=4.0, steps=2, batch_size=6, public_size=12, clip=0.5, accountant="rdp",
                               progress=False)
 
@@ -289,7 +290,7 @@ def test_an_honest_run_keeps_the_bound_of_every_sum(method, knobs):
 
 def test_a_model_that_mixes_examples_in_later_batches_exceeds_it():
     found = influence(lambda: made(toy_pictures(), model=Late(), steps=7, batch_size=24, clip=0.1, check=False))
-    assert found[0] <= 1 + 1e-5 and found[-1] > 1.1
+    assert found[0] <= 1 + 1e-5 and max(found) > 1.1
 
 
 def test_a_unit_that_is_never_drawn_moves_nothing():
