@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DOUBTFUL', 'SPARE', 'SHORT', 'SMALL', 'STACKED', 'Partition', 'Block', 'members', 'gamma', 'plain_arithmetic',
            'Measured', 'OneParameter', 'silence', 'place_of', 'join_same_inputs', 'Stack', 'Part', 'Gradients',
-           'Layout']
+           'Layout', 'Sums']
 
 # %% ../nbs/5_notes/115_norms.ipynb #norms-imports
 import math
@@ -228,7 +228,7 @@ def place_of(values: Tensor) -> Hashable:
     "Where numbers lie in memory, and how; alike for two views of the same."
     return values.data_ptr(), values.shape, values.stride(), values.dtype
 
-def join_same_inputs(part: Sequence[OneParameter]) -> list[OneParameter]:
+def join_same_inputs(part: Sequence[OneParameter]) -> Iterator[OneParameter]:
     "The parameters of a part, with those that multiply one input as one matrix."
     groups: dict[Hashable, list[OneParameter]] = {}
     for number, one in enumerate(part):
@@ -237,8 +237,8 @@ def join_same_inputs(part: Sequence[OneParameter]) -> list[OneParameter]:
         if isinstance(use, Outer) and use.left.shape[1] == 1:
             key = place_of(use.right), use.left.dtype
         groups.setdefault(key, []).append(one)
-    return [group[0] if len(group) == 1 else _as_one_matrix(group)
-            for group in groups.values()]
+    for group in groups.values():      # one at a time, for it takes memory
+        yield group[0] if len(group) == 1 else _as_one_matrix(group)
 
 def _as_one_matrix(group: Sequence[OneParameter]) -> OneParameter:
     left = torch.cat([one.uses[0].left for one in group], -1)  # type: ignore
@@ -320,18 +320,18 @@ class Part:
         if self.table is not None:
             values.append(row_sums(self.table.square())[None])
             depth = sum_depth(self.table.shape[1]) + 2
-        found = [(stack.first, len(stack.names), *stack.measure())
-                 for stack in self.stacks]
-        for one in join_same_inputs([self.own[name] for name in self.others]):
-            value, length = one.measure()
-            found.append((one, 1, value[None], length[None]))
-        for one, count, value, length in found:
+        def note(one: OneParameter, value: Tensor, length: Tensor) -> int:
             values.append(value.to(self.zeros))
-            depth = max(depth, sum_depth(one.entries) + 2)
             if not one.plain:
                 lengths.append(length.to(self.zeros))
-                gaps += [one.gap] * count
-                slacks += [one.slack ** 2] * count
+                gaps.extend([one.gap] * len(value))
+                slacks.extend([one.slack ** 2] * len(value))
+            return sum_depth(one.entries) + 2
+        for stack in self.stacks:
+            depth = max(depth, note(stack.first, *stack.measure()))
+        for one in join_same_inputs([self.own[name] for name in self.others]):
+            value, length = one.measure()
+            depth = max(depth, note(one, value[None], length[None]))
         return self._measured(values, lengths, [gaps, slacks], depth)
 
     def _measured(self, values: list[Tensor], lengths: list[Tensor],
@@ -374,7 +374,7 @@ class Part:
                 for piece, total in zip(pieces, totals, strict=True)])
         for stack in self.stacks:
             stack.add_sums(sums, factors, silent)
-        for name in self.others:
+        for name in reversed(self.others):  # so that large tables of words come last
             self.own[name].add_sum(sums[name], factors, silent)
             if last:
                 del self.own[name]
@@ -473,8 +473,7 @@ class Gradients:
                         for name, own in each.items()}
             some = {id(own): own for own in each.values()}
             silent = bool((torch.cat([*some.values()]) == 0).any())
-            layout = Layout({name: self.parameters[name] for name in each})
-            sums = layout.views(layout.zeros())
+            sums = Sums(Layout({name: self.parameters[name] for name in each}))
             for name, own in each.items():
                 self.one(name).add_sum(sums[name], own, silent)
             return sums
@@ -501,12 +500,10 @@ class Gradients:
             if again:
                 _measure_doubtful(parts, found, doubts)
                 norms, factors = _factors(found, clips, style)
-            if into is None:
-                layout = Layout(self.parameters)
-                into = layout.views(layout.zeros())
+            into = Sums(Layout(self.parameters)) if into is None else into
             for part, own in zip(parts, factors.unbind(1), strict=True):
                 part.add_sums(into, own, again or silent, last)
-            return into, norms
+            return {name: into[name] for name in self.parameters}, norms
 
 def _factors(found: Sequence[Measured], clips: Sequence[float],
              style: str) -> tuple[Tensor, Tensor]:
@@ -543,27 +540,29 @@ class Layout:
             kind = dtype or sum_type(p), p.device
             small = p.numel() <= SMALL and not hasattr(p, "placements")  # no shard
             self.packs.setdefault((*kind, None if small else name), []).append(name)
+        self.place = {name: pack for pack in self.packs.items() for name in pack[1]}
 
-    def zeros(self) -> dict[str, Tensor]:
-        "A new tensor of zeros for each pack, by the name of its first parameter."
-        return {names[0]: torch.zeros(
-                    sum(self.shapes[name].numel() for name in names)
-                    if len(names) > 1 else self.shapes[names[0]],
-                    dtype=kind, device=device)
-                for (kind, device, _), names in self.packs.items()}
+    def zeros(self, name: str) -> dict[str, Tensor]:
+        "A new tensor of zeros for a parameter's pack, by its first parameter's name."
+        (kind, device, _), names = self.place[name]
+        shape = (self.shapes[name] if len(names) == 1 else
+                 [sum(self.shapes[each].numel() for each in names)])
+        return {names[0]: torch.zeros(shape, dtype=kind, device=device)}
 
     def views(self, packs: dict[str, Tensor]) -> dict[str, Tensor]:
         "The packs' parts of the parameters' shapes, by name."
         found: dict[str, Tensor] = {}
         for names in self.packs.values():
-            whole = packs[names[0]]
+            whole = packs.get(names[0])
+            if whole is None:
+                continue
             if len(names) == 1:
                 found[names[0]] = whole
                 continue
             pieces = whole.split([self.shapes[name].numel() for name in names])
             found |= {name: piece.view(self.shapes[name])
                       for name, piece in zip(names, pieces, strict=True)}
-        return {name: found[name] for name in self.shapes}
+        return {name: found[name] for name in self.shapes if name in found}
 
     def packed(self, values: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
         "A number for each entry of a pack, or one for all, from those by parameter."
@@ -576,3 +575,22 @@ class Layout:
                 .expand(self.shapes[name]).flatten()
                 for x, name in zip(own, names, strict=True)])
         return found
+
+class Sums(dict[str, Tensor]):
+    "Sums by parameter; room for a large one is made when it is first added to."
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout, self.packs = layout, dict[str, Tensor]()
+
+    def __missing__(self, name: str) -> Tensor:
+        made = self.layout.zeros(name)
+        self.packs |= made
+        self.update(self.layout.views(made))
+        return self[name]
+
+    def whole(self) -> dict[str, Tensor]:
+        "All packs, in the layout's order."
+        for name in self.layout.shapes:
+            self[name]
+        return {names[0]: self.packs[names[0]] for names in self.layout.packs.values()}

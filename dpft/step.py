@@ -20,6 +20,7 @@ from .forms import Groups, full
 from .gradients import gradients
 from .losses import to_device
 from .noise import SHARE, Keystream, add_normal, in_threads, perturbed_on_grid
+from .norms import Sums
 from .oracle import Batch, LossFunction, batch_rows, per_example_losses
 from .processes import Processes
 from .sampling import Part, Population, gather, parts_of
@@ -122,27 +123,28 @@ class Draws:
         return None if plain else Groups(found.numbers)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-bound
-def add_bounded(engine: Any, batch: Batch, groups: Groups | None,
-                sums: dict[str, Tensor],
+def add_bounded(step: Any, batch: Batch, groups: Groups | None,
                 ) -> tuple[Tensor, Tensor]:  # (B,) losses, (units, blocks) norms
-    """Add a batch's gradients to the sums, each unit's bounded;
+    """Add a batch's gradients to a step's sums, each unit's bounded;
     one that is not finite contributes nothing."""
+    engine = step.engine
     found = gradients(engine.model, engine.step_loss, batch, groups, engine.hooks)
-    wide = engine.settings.secure_mode
+    sums, wide = step.making_room(), engine.settings.secure_mode
     new, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True,
                                    into=None if wide else sums)
     for name, value in new.items() if wide else ():
         sums[name] += value
     return found.losses, norms
 
-def add_plain(engine: Any, batch: Batch, sums: dict[str, Tensor],
+def add_plain(step: Any, batch: Batch, groups: Groups | None,
               ) -> tuple[Tensor, Tensor]:
     "The same of gradients as they are, for epsilon = inf."
+    engine = step.engine
     losses = per_example_losses(engine.model, engine.step_loss, batch)
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     for name, value in zip(engine.trains, found, strict=True):
         if value is not None:
-            sums[name] += full(value)
+            step.making_room()[name] += full(value)
     return losses.detach(), losses.detach().new_zeros(0, 1)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-loss
@@ -236,16 +238,22 @@ class Step(Counted):
         self.t, self.batches = engine.t, 0
         self.masked = MaskedEntries(engine)
         self.left = 0       # batches drawn and not added, and 1 until the draw's end
-        self.packs: dict[str, Tensor] = {}    # the sums as they lie in memory
-        self._sums: dict[str, Tensor] = {}    # views of them, by parameter
+        self.room: Sums | None = None    # for the sums
 
     @property
     def sums(self) -> dict[str, Tensor]:
         "The bounded sums so far, private until noise is added; none after that."
-        if not self._sums and not self.privatized:
-            self.packs = self.engine.layout.zeros()
-            self._sums = self.engine.layout.views(self.packs)
-        return self._sums
+        if self.privatized:
+            return {}
+        room = self.making_room()
+        room.whole()
+        return room
+
+    def making_room(self) -> Sums:
+        "The sums so far; room for a large one is made when it is first added to."
+        if self.room is None:
+            self.room = Sums(self.engine.layout)
+        return self.room
 
     def __iter__(self) -> Iterator[Batch]:
         "2. Every unit enters with probability q; a physical batch holds whole units."
@@ -275,9 +283,8 @@ class Step(Counted):
             draw = engine.plan.sample_rate, "train", self.t
             groups = engine.draws.take(batch, *draw)
             engine.draws.added = draw
-            losses, norms = (add_bounded(engine, batch, groups, self.sums)
-                             if engine.plan.private else
-                             add_plain(engine, batch, self.sums))
+            added = add_bounded if engine.plan.private else add_plain
+            losses, norms = added(self, batch, groups)
         self.batches, self.left = self.batches + 1, self.left - 1
         self.tally.add(len(losses) // engine.population.copies, losses, norms)
 
@@ -289,8 +296,8 @@ class Step(Counted):
         if self.left and engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
         engine.processes.keep_up(engine, self.batches)
-        sums, packs = self.sums, self.packs
-        self.packs, self._sums, self.privatized = {}, {}, True
+        sums: dict[str, Tensor] = self.making_room()
+        packs, self.room, self.privatized = self.making_room().whole(), None, True
         counts = [] if engine.processes.alone else self.tally.counts
         noisy, found = engine.release("train", self.t, packs, engine.scales,
                                       [*counts, engine.told])

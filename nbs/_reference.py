@@ -129,7 +129,10 @@ def parameters(its: Any) -> list[tuple[str, str, str, str]]:
     from dpft.settings import Settings
 
     settings = {field.name: field.metadata.get("help", "") for field in fields(Settings)}
-    taken = {*inspect.signature(its).parameters, "return"}    # a class without __init__ takes none
+    try:
+        taken = {*inspect.signature(its).parameters, "return"}    # a class without __init__ takes none
+    except ValueError:    # Python's own, of an exception
+        taken = set()
     found = {name: one for name, one in docments(its, full=True, returns=True).items() if name in taken}
     rows = []
     for name, one in found.items():
