@@ -143,7 +143,7 @@ def as_dataset(
     if isinstance(data, str) or hasattr(data, "__fspath__"):
         raise ValueError(f"{str(data)!r} is a name, not a data set; "
                          "load it first with dpft.load_data")
-    if isinstance(data, Task):
+    if hasattr(data, "make_public"):               # a `Task`
         raise ValueError("a Task is several data sets; give one of them, such as "
                          "task.train, task.dev or task.test")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
