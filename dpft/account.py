@@ -96,8 +96,8 @@ class Account:
     def begin(self) -> None:
         "Record the plan, before the first claim."
         if not self.begun:
-            self.begun = True
             self.processes.first(self._begin)
+            self.begun = True
 
     def claim(
         self,
