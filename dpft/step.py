@@ -10,6 +10,7 @@ __all__ = ['WRONG_BATCH', 'TWICE_DRAWN', 'TWICE_PRIVATE', 'PART_OF_A_DRAW', 'Ope
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def add_bounded(step: Any, batch: Batch, groups: Groups | None,
     one that is not finite contributes nothing."""
     engine = step.engine
     found = gradients(engine.model, engine.step_loss, batch, groups, engine.hooks)
-    sums, wide = step.making_room(), engine.settings.secure_mode
+    sums, wide = step.room, engine.settings.secure_mode
     new, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True,
                                    into=None if wide else sums)
     for name, value in new.items() if wide else ():
@@ -144,7 +145,7 @@ def add_plain(step: Any, batch: Batch, groups: Groups | None,
     found = torch.autograd.grad(losses.sum(), engine.parameters(), allow_unused=True)
     for name, value in zip(engine.trains, found, strict=True):
         if value is not None:
-            step.making_room()[name] += full(value)
+            step.room[name] += full(value)
     return losses.detach(), losses.detach().new_zeros(0, 1)
 
 # %% ../nbs/1_start/05_step.ipynb #engine-loss
@@ -238,22 +239,19 @@ class Step(Counted):
         self.t, self.batches = engine.t, 0
         self.masked = MaskedEntries(engine)
         self.left = 0       # batches drawn and not added, and 1 until the draw's end
-        self.room: Sums | None = None    # for the sums
 
     @property
     def sums(self) -> dict[str, Tensor]:
         "The bounded sums so far, private until noise is added; none after that."
         if self.privatized:
             return {}
-        room = self.making_room()
-        room.whole()
-        return room
-
-    def making_room(self) -> Sums:
-        "The sums so far; room for a large one is made when it is first added to."
-        if self.room is None:
-            self.room = Sums(self.engine.layout)
+        self.room.whole()
         return self.room
+
+    @cached_property
+    def room(self) -> Sums:
+        "The sums so far; memory for a large one is taken when it is first added to."
+        return Sums(self.engine.layout)
 
     def __iter__(self) -> Iterator[Batch]:
         "2. Every unit enters with probability q; a physical batch holds whole units."
@@ -296,8 +294,9 @@ class Step(Counted):
         if self.left and engine.plan.private:
             raise RuntimeError(PART_OF_A_DRAW.format(self.t))
         engine.processes.keep_up(engine, self.batches)
-        sums: dict[str, Tensor] = self.making_room()
-        packs, self.room, self.privatized = self.making_room().whole(), None, True
+        sums: dict[str, Tensor] = self.room
+        packs, self.privatized = self.room.whole(), True
+        del self.room
         counts = [] if engine.processes.alone else self.tally.counts
         noisy, found = engine.release("train", self.t, packs, engine.scales,
                                       [*counts, engine.told])
