@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
 INSTALLED := $(CURDIR)/build/installed
-NOTEBOOKS := $(sort $(wildcard nbs/[0-9]*_*.ipynb nbs/*/[0-9]*_*.ipynb))
+NOTEBOOKS := $(sort $(wildcard nbs/*/*.ipynb))
 TESTS ?= tests
 # One worker for each core, two at least, and eight at most: each may need two gigabytes.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN 2> /dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 8 ? 8 : cores)))

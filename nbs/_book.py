@@ -18,6 +18,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 BIBLIOGRAPHY = ROOT / "nbs" / "references.bib"
+SOURCE = "source"  # the folder of notebooks that export a module
 MADE = "reference"  # the folder of pages that `_reference.py` makes from the package
 
 KINDS = ("lem", "thm", "def", "cor", "prp", "exm", "fig", "tbl", "eq", "sec")  # of what can be referred to
@@ -26,7 +27,6 @@ CODE = re.compile(r"(?ms)^(`{3,})[^\n]*\n.*?^\1[ \t]*$|(?<!`)`[^`\n]+`(?!`)")
 REFERENCE = re.compile(rf"(?<![\w@])@((?:{'|'.join(KINDS)})-[\w-]*\w)")
 CITATION = re.compile(rf"(?<![\w@./])@(?!(?:{'|'.join(KINDS)})-)([a-zA-Z][\w:-]*\w)")
 OPTIONS = re.compile(r"(?m)^#\| .*\n")  # of a cell, in an exported module
-HEADING = re.compile(r"^(#{1,3}) (.+?)(?:\s*\{([^{}]*)\})?\s*$")
 LABEL = re.compile(rf"\{{#((?:{'|'.join(KINDS)})-[\w-]+)")
 READ = re.compile(  # a name of records: read as such, of a file, or a quoted name with a hyphen
     r"""(?:records_of|results_file)\(["']([\w-]+)["']|(?:results/|glob\(["'])([\w*-]+)\.jsonl|["']([a-z0-9]+(?:-[a-z0-9]+)+)["']""")
@@ -142,12 +142,11 @@ def devices(chapter: Chapter) -> list[str]:
     return sorted({re.sub(r"\b1 threads$", "1 thread", entry["device"]) for entry in lines if "device" in entry})
 
 
-def header(chapter: Chapter, seconds: float, threads: int) -> str:
+def header(chapter: Chapter, seconds: float) -> str:
     "How long a chapter runs, and on what its records were made, in one line."
     known = devices(chapter)
     made = f"; its records were made on {' and on '.join(known)}" if known else ""
-    run = f"{5 * max(1, round(seconds / 5))} s on {'one CPU thread' if threads == 1 else f'{threads} CPU threads'}"
-    return f"*Runs in about {run}{made}.*"
+    return f"*Runs in about {5 * max(1, round(seconds / 5))} s on an idle core{made}.*"
 
 
 def problems() -> list[str]:
@@ -157,7 +156,7 @@ def problems() -> list[str]:
     written = [path for path in listed if path.parent.name != MADE]
     found = [f"_quarto.yml lists {path.relative_to(ROOT)}, which does not exist" for path in written if not path.exists()]
     found += [f"{path.relative_to(ROOT)} is listed twice in _quarto.yml" for path, times in Counter(listed).items() if times > 1]
-    notebooks = sorted((ROOT / "nbs").glob("**/[0-9]*_*.ipynb"))
+    notebooks = sorted((ROOT / "nbs").glob("**/*.ipynb"))
     found += [f"{path.relative_to(ROOT)} is no chapter of _quarto.yml" for path in notebooks if path not in listed]
     book = [chapter for chapter in book if chapter.path.exists()]
     labels = Counter(label for chapter in book for label in chapter.labels)
@@ -302,7 +301,7 @@ def run(path: Path, flags: set[str]) -> list[str]:
     except Exception:
         return [shell.prettytb(fname=path.name)]
     write_nb(notebook, path)
-    if not flags:
+    if not flags and path.parent.name != SOURCE:
         write_header(path, processor_time() - began)
     return []
 
@@ -314,10 +313,10 @@ def processor_time() -> float:
 
 def write_header(path: Path, seconds: float) -> None:
     "The line on time and devices into the cell below the title, which is made where there is none."
-    notebook, torch = json.loads(path.read_text(encoding="utf-8")), sys.modules.get("torch")
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["id"] != HEADER]
     if any(cell["cell_type"] == "code" for cell in cells):
-        line = header(Chapter(path), seconds, torch.get_num_threads() if torch else 1)
+        line = header(Chapter(path), seconds)
         cells.insert(1, {"cell_type": "markdown", "id": HEADER, "metadata": {}, "source": [line]})
     notebook["cells"] = cells
     path.write_text(json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,9 +1,8 @@
-"""The API reference: one page per module with signatures, parameters, docstrings and links to the source, made when the book is built.
+"""The API reference, made when the book is built: signature, parameters and docstring of each public name.
 
-Parameters are read as nbdev's `show_doc` reads them, by fastcore's docments; what is added are the links to the notebooks, the
-descriptions that parameters of one name share, and the first pages.
-`python nbs/_reference.py` writes the pages to reference/, where Quarto finds them;
-`python nbs/_reference.py lacking` lists the names and parameters that have no description yet."""
+Parameters are read as nbdev's `show_doc` reads them, by fastcore's docments; what is added are the descriptions that parameters of one
+name share. `python nbs/_reference.py` writes what stands above each exported cell to build/reference.json, where `_filter.py` finds it,
+and the first pages to reference/; `python nbs/_reference.py lacking` lists the names and parameters that have no description yet."""
 
 import importlib
 import inspect
@@ -17,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from _book import HEADING, MADE, ROOT, outside_code, source
+from _book import MADE, ROOT, outside_code
+from _filter import DOCUMENTED
 
 FOLDER = ROOT / MADE
 PACKAGE = ROOT / "dpft"
@@ -107,10 +107,9 @@ def cells(module: ModuleType) -> list[tuple[int, str]]:
     return [(line, match[2]) for line, text in enumerate(inspect.getsource(module).splitlines(), 1) if (match := CELL.match(text))]
 
 
-def title(module: ModuleType) -> str:
-    "The title of the notebook."
-    first = source(json.loads((ROOT / "nbs" / notebook(module)).read_text(encoding="utf-8"))["cells"][0])
-    return HEADING.match(first.splitlines()[0])[2]
+def address(module: ModuleType) -> str:
+    "Where the page of a module lies, as the overview links to it."
+    return f"../nbs/{notebook(module)}"
 
 
 def stem(module: ModuleType) -> str:
@@ -159,14 +158,11 @@ def _cell(text: str) -> str:
 
 
 def section(module: ModuleType, name: str, its: Any) -> str:
-    "The section of a page that describes one name."
-    line = inspect.getsourcelines(inspect.unwrap(its))[1]
-    cell = [cell for start, cell in cells(module) if start <= line][-1]
+    "What a reader needs to call one name."
     rows = parameters(its)
     call = ", ".join(f"{name}={default}" if default else name for name, _, default, _ in rows if name != "return")
-    lines = [f"{'###' if '.' in name else '##'} {name} {{#ref-{stem(module)}-{name.replace('.', '-')} .unnumbered}}", "", "```python",
-             f"{'class ' * inspect.isclass(its)}{name}({call})", "```", "",
-             f"{_plain(inspect.getdoc(its) or '')} [[source](../nbs/{notebook(module)}#{cell})]", ""]
+    lines = [f"{'####' if '.' in name else '###'} {name} {{#ref-{stem(module)}-{name.replace('.', '-')} .unnumbered}}", "", "```python",
+             f"{'class ' * inspect.isclass(its)}{name}({call})", "```", "", _plain(inspect.getdoc(its) or ""), ""]
     if any(kind or words for _, kind, _, words in rows):
         lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
         lines += [f"| {'*returns*' if name == 'return' else _code(name)} | {_code(kind)} | {_code(default)} | {_cell(words)} |"
@@ -175,24 +171,22 @@ def section(module: ModuleType, name: str, its: Any) -> str:
     return "\n".join(lines)
 
 
-def page(module: ModuleType) -> str:
-    "The page of a module: what it defines, then its constants."
-    head = [f"# {module.__name__} {{#sec-ref-{stem(module).replace('_', '-')} .unnumbered}}", "", f"> {_plain(module.__doc__ or '')}", "",
-            f"Derived in [{title(module)}](../nbs/{notebook(module)}).", ""]
-    parts = [section(module, name, its) for name, its in names(module) if described(its) and its.__module__ == module.__name__]
-    constants = [(name, repr(its)) for name, its in names(module) if not described(its) and "." not in name]
-    if constants:
-        parts.append("\n".join(["## Constants {.unnumbered}", "", "| name | value |", "|:---|:-----|", *(
-            f"| `{name}` | {_code((value if len(value) <= 60 else value[:57] + '…').replace('`', ''))} |" for name, value in constants)]))
-    return "\n".join([*head, *parts, ""])
+def sections(module: ModuleType) -> dict[str, str]:
+    "What stands above each cell of a module's notebook, by the cell's id."
+    found = dict[str, str]()
+    for name, its in names(module):
+        if described(its) and its.__module__ == module.__name__:
+            line = inspect.getsourcelines(inspect.unwrap(its))[1]
+            cell = [cell for start, cell in cells(module) if start <= line][-1]
+            found[cell] = found.get(cell, "") + section(module, name, its)
+    return found
 
 
 @cache
 def modules() -> list[ModuleType]:
-    "All modules that a notebook exports, in the order of their chapters."
+    "All modules that a notebook exports."
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in BY_HAND]
-    found = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
-    return sorted(found, key=lambda module: int(Path(notebook(module)).name.partition("_")[0]))
+    return [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
 
 
 def offered() -> list[tuple[str, str, Any]]:
@@ -209,21 +203,21 @@ def offered() -> list[tuple[str, str, Any]]:
 def overview() -> str:
     "The first page: the names that most programs need, and the modules."
     lines = ["# Overview {#sec-reference .unnumbered}", "", "> Every public name, generated from the source when the book is built.", "",
-             "Most programs need only the names below, which are grouped by the chapter that defines them.",
+             "Most programs need only the names below.",
              "Import them from `dpft`, or from the package that is named in parentheses.",
-             "The page of each module lists all of its names.",
+             "The page of each module has all of its names, with their source.",
              "A parameter without a description of its own has the description that parameters of its name share.", ""]
     for module in modules():
         own = [(package, name, its) for package, name, its in offered() if its.__module__ == module.__name__]
         if own:
-            lines += [f"## [{title(module)}]({stem(module)}.qmd) {{.unnumbered}}", "", "| name | what it is |", "|:---|:-------|"]
+            lines += [f"## [{module.__name__}]({address(module)}) {{.unnumbered}}", "", "| name | what it is |", "|:---|:-------|"]
         for package, name, its in own:
             words = _cell(" ".join((inspect.getdoc(its) or "").partition("\n\n")[0].split()))
             words += "" if package == "dpft" else f" (`{package}`)"
-            lines.append(f"| [`{name}`]({stem(module)}.qmd#ref-{stem(module)}-{name}) | {words} |")
+            lines.append(f"| [`{name}`]({address(module)}#ref-{stem(module)}-{name}) | {words} |")
         lines += [""] if own else []
     lines += ["", "## Modules {.unnumbered}", "", "| module | contents |", "|:---|:-------|"]
-    lines += [f"| [`{m.__name__}`]({stem(m)}.qmd) | {_cell(m.__doc__ or '')} |" for m in modules()]
+    lines += [f"| [`{m.__name__}`]({address(m)}) | {_cell(m.__doc__ or '')} |" for m in modules()]
     return "\n".join([*lines, ""])
 
 
@@ -247,14 +241,13 @@ def architectures() -> str:
 
 
 def write() -> None:
-    "Write all pages to reference/."
+    "Write the two pages, and what the filter puts above exported cells."
     FOLDER.mkdir(exist_ok=True)
-    pages = {"overview": overview(), "architectures": architectures()} | {stem(module): page(module) for module in modules()}
-    for name, text in pages.items():
+    for name, text in {"overview": overview(), "architectures": architectures()}.items():
         (FOLDER / f"{name}.qmd").write_text(FRONT + text, encoding="utf-8")
-    for path in FOLDER.glob("*.qmd"):
-        if path.stem not in pages:
-            path.unlink()
+    DOCUMENTED.parent.mkdir(exist_ok=True)
+    documented = {module.__name__.removeprefix("dpft."): sections(module) for module in modules()}
+    DOCUMENTED.write_text(json.dumps(documented), encoding="utf-8")
 
 
 def lacking(entries: list[tuple[str, Any]]) -> list[str]:

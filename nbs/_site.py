@@ -3,8 +3,8 @@
 `finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored
 as HTML), gives each figure the size that it was drawn in and, where it has no alternative text, its caption for one, gives the controls of
 the frame the names and roles that a screen reader needs, lets keys reach wide tables, keeps a full stop beside the formula before it and
-the bars of a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds the reference away
-in the sidebar, and leaves the search index one spelling of each formula.
+the bars of a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, and leaves the search
+index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
 Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px.
@@ -33,9 +33,10 @@ SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
 COLUMNS = 6  # of a table that may be wider than its column
 INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
-LOOKED_AT = ("index.html", "nbs/1_start/01_first.html", "nbs/1_start/03_clipping.html", "nbs/1_start/05_step.html",
-             "nbs/2_methods/15_frost_magnitude.html", "nbs/3_found/31_papers.html", "nbs/3_found/37_cost.html", "reference/engine.html",
-             "nbs/6_appendices/90_errata.html", "nbs/6_appendices/92_glossary.html")  # what axe looks at where no page is named
+LOOKED_AT = ("index.html", "nbs/1_learn/01_first.html", "nbs/1_learn/03_step.html", "nbs/1_learn/05_budget.html",
+             "nbs/2_methods/11_frost_measure.html", "nbs/3_found/20_which_method.html", "nbs/3_found/26_cost.html",
+             "nbs/3_found/29_claims.html", "nbs/4_howto/30_csv.html", "nbs/5_built/45_errata.html", "nbs/5_built/glossary.html",
+             "nbs/source/engine.html")  # what axe looks at where no page is named
 
 SCRIPTS = re.compile(r"""<script\b[^>]*\bsrc=["'](?:https?:)?//[^>]*>\s*</script>\s*"""
                      r"""|<script[^>]*>define\('jquery'.*?</script>\s*""", re.DOTALL)
@@ -52,7 +53,6 @@ TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
 ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
-SECTION = re.compile(r"(<li class=\"sidebar-item sidebar-item-section\">)(?:(?!\1).)*?</ul>", re.DOTALL)
 
 
 # ---- finish
@@ -178,19 +178,6 @@ def with_links(page: str, labels: dict[str, str], here: str, cited: set[str]) ->
     return CODE.sub(lambda code: CITATION.sub(to, REFERENCE.sub(to, code[0])), page)
 
 
-def with_reference_folded(page: str) -> str:
-    "The long list of reference pages is open in the sidebar only on one of them."
-
-    def section(match: re.Match) -> str:
-        text = match[0]
-        if not re.search(r'["/]reference/overview\.html', text) or "sidebar-link active" in text:
-            return text
-        text = re.sub(r'(<ul id="quarto-sidebar-section[^"]*" class="collapse [^"]*?)\s*show\s*"', r'\1"', text)
-        return re.sub(r'aria-expanded="true"', 'aria-expanded="false"', text)
-
-    return SECTION.sub(section, page)
-
-
 def with_terms(page: str) -> str:
     "Each term of the glossary can be led to: glossary.html#term-privacy-unit."
 
@@ -248,9 +235,9 @@ def finish(folder: Path = SITE) -> list[str]:
         if 'class="with-stop"' in page:                                            # finished before, and not rendered again
             continue
         done = with_links(with_letters(with_stops(with_low_fences(with_alt(without_scripts(page))))), labels, name, cited)
-        done = with_whole_numbers(with_marks_for_style(with_reachable_tables(with_named_controls(with_reference_folded(done)))))
+        done = with_whole_numbers(with_marks_for_style(with_reachable_tables(with_named_controls(done))))
         done = with_sizes(done, (folder / name).parent)
-        (folder / name).write_text(with_terms(done) if Path(name).stem.endswith("_glossary") else done, encoding="utf-8")
+        (folder / name).write_text(with_terms(done) if Path(name).stem == "glossary" else done, encoding="utf-8")
     return []
 
 

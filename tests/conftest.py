@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -65,10 +66,11 @@ def run(monkeypatch, capsys):
 
         monkeypatch.setattr(sys, "argv", ["dpft", *map(str, words)])
         status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code or 0
+        with patch.dict(os.environ):                # `--output` says where records lie, for its process
+            try:
+                cli.main()
+            except SystemExit as end:
+                status = end.code or 0
         out = capsys.readouterr()
         return status, out.out, out.err
     return program

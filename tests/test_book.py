@@ -29,6 +29,7 @@ def book():
 
 @pytest.fixture
 def reference(book):
+    tool("_filter")
     return tool("_reference")
 
 
@@ -51,7 +52,7 @@ def test_a_module_holds_no_options_of_cells():
 
 def test_exported_cells_hold_only_imports_definitions_and_constants(book):
     allowed = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
-    for path in (ROOT / "nbs").rglob("[0-9]*_*.ipynb"):
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             options, body = book.directives(book.source(cell)) if cell["cell_type"] == "code" else ({}, "")
             for node in ast.parse(body).body if {"export", "exports", "exporti"} & options.keys() else []:
@@ -77,7 +78,7 @@ def test_the_logo_is_what_its_script_draws(book):
 
 
 def test_the_glossary_is_in_order_refers_and_is_used(book):
-    glossary = next(chapter for chapter in book.chapters() if chapter.path.stem.endswith("_glossary"))
+    glossary = next(chapter for chapter in book.chapters() if chapter.path.stem == "glossary")
     chapters = {chapter.path.stem: "\n".join(book.prose(chapter)).lower() for chapter in book.chapters() if chapter.path.suffix == ".ipynb"}
     entries = re.findall(r"(?m)^- \[\*\*(.+?)\*\*\]((?:.|\n(?!-))*)", chapters.pop(glossary.path.stem))
     assert len(entries) > 40
@@ -92,34 +93,48 @@ def test_the_glossary_is_in_order_refers_and_is_used(book):
 # ---- what a reader finds in every chapter
 
 
-PARTS = ("1_start", "2_methods", "3_found")
-
-
 def notebooks(book):
-    "The chapters without the reference, whose pages are made with the site."
+    "Chapters and source notebooks, without the pages that are made with the site."
     return [chapter for chapter in book.chapters() if chapter.path.suffix == ".ipynb"]
 
 
-def parts_of_the_book(book):
-    return [chapter for chapter in notebooks(book) if chapter.path.parent.name in PARTS]
+def taught(book, *parts):
+    "The numbered chapters, or those of some parts."
+    return [chapter for chapter in notebooks(book) if chapter.path.name[0].isdigit() and chapter.path.parent.name in (parts or (chapter.path.parent.name,))]
 
 
-FORMULA = re.compile(r"\$\$.*?\$\$|\$[^$\n]+\$", re.DOTALL)
+def test_the_number_of_a_file_is_the_number_that_readers_see(book):
+    numbers = [int(chapter.path.name.split("_")[0]) for chapter in taught(book)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) <= 52
 
 
-def words_before(book, chapter, cell_id: str) -> int:
-    "Words of prose above a cell; a formula or a name in code is one."
-    count = 0
-    for cell in chapter.cells:
-        if cell["id"] == cell_id:
-            return count
-        if cell["cell_type"] == "markdown":
-            count += len(re.findall(r"\w[\w'’-]*", FORMULA.sub(" x ", re.sub(r"`[^`]*`", " x ", book.source(cell)))))
-    raise AssertionError(f"{chapter.path.name} has no cell {cell_id}")
+def test_chapters_teach_and_source_notebooks_export(book):
+    for chapter in notebooks(book):
+        exports = [cell["id"] for cell in chapter.cells if cell["cell_type"] == "code"
+                   and {"export", "exports"} & book.directives(book.source(cell))[0].keys()]
+        if chapter.path.parent.name == book.SOURCE:
+            assert exports and book.source(chapter.cells[0]).startswith("<!-- source -->\n\n# dpft."), chapter.path.name
+            assert not [label for label in chapter.labels if not label.startswith("sec-ref-")], chapter.path.name
+        else:
+            assert not exports, f"{chapter.path.name} exports {exports}"
+
+
+HIDDEN = ("echo", "include", "code-fold", "hide")
+
+
+def test_no_long_stretch_of_code_is_without_an_output(book):
+    for chapter in taught(book):
+        stretch = 0
+        for cell in chapter.cells:
+            if cell["cell_type"] == "code":
+                options, body = book.directives(book.source(cell))
+                stretch += 0 if {*HIDDEN} & options.keys() else len([line for line in body.splitlines() if line.strip()])
+                assert stretch <= 60, f"{chapter.path.name}, {cell['id']}: {stretch} lines of open code without an output"
+                stretch = 0 if cell["outputs"] else stretch
 
 
 def test_every_chapter_asks_and_answers_with_code_that_ran(book):
-    for chapter in parts_of_the_book(book):
+    for chapter in taught(book, "1_learn", "2_methods"):
         name = chapter.path.name
         asked = sum(len(re.findall(r"(?m)^\*\*\d+\.\*\*", book.source(cell))) for cell in chapter.cells if cell["cell_type"] == "markdown")
         answers = [cell for cell in chapter.cells if cell["cell_type"] == "code"
@@ -138,21 +153,6 @@ def test_every_figure_says_in_words_what_it_shows(book):
             if options.get("label", "").startswith("fig-"):
                 assert len(options.get("fig-alt", "")) > 20, f"{chapter.path.name}, {cell['id']}: no alternative text"
                 assert options["fig-alt"] != options["fig-cap"], f"{chapter.path.name}, {cell['id']}: the caption twice"
-
-
-# where each method first runs, so that a reader meets it before the reasons for it
-FIRST_RUNS = {"13_baselines": "baselines-one-call", "14_bitfit": "bitfit-one-call", "15_frost_magnitude": "magnitude-one-call",
-              "18_frost_entries": "entries-one-call", "19_freezing_schedule": "schedule-one-call",
-              "24_rapft_perturbation": "perturbation-one-call", "29_composition": "composition-one-call"}
-
-
-def test_each_method_runs_within_five_hundred_words(book):
-    by_name = {chapter.path.stem: chapter for chapter in notebooks(book)}
-    assert words_before(book, by_name["01_first"], "first-run") <= 600          # the first private model of the book
-    for name, cell in FIRST_RUNS.items():
-        assert words_before(book, by_name[name], cell) <= 500, name
-        (found,) = [c for c in by_name[name].cells if c["id"] == cell]
-        assert "fine_tune(" in book.source(found) and found["outputs"], f"{name}: {cell} runs no method"
 
 
 EPOCHS = re.compile(r"\b(one|two|three|four|five|ten|\d+) epochs? of (?:the )?SST-2")
@@ -186,11 +186,12 @@ def test_a_line_of_code_has_at_most_88_characters(book):
 
 
 def test_every_module_has_a_page_and_every_public_name_stands_on_it(book, reference):
-    listed = [chapter.path.stem for chapter in book.chapters() if chapter.path.parent.name == book.MADE]
-    assert listed == ["overview", "architectures", *map(reference.stem, reference.modules())]
+    listed = {chapter.path.stem for chapter in book.chapters() if chapter.path.parent.name == book.SOURCE}
+    assert listed == {reference.stem(module) for module in reference.modules()}
     for module in reference.modules():
-        page = reference.page(module)
-        assert all(name in page for name in module.__all__), module.__name__
+        text = "".join(reference.sections(module).values())
+        its = [name for name, thing in reference.names(module) if reference.described(thing) and thing.__module__ == module.__name__]
+        assert all(f" {name} {{#ref-" in text for name in its), module.__name__
 
 
 def test_every_public_function_has_a_docstring_and_whatever_a_user_meets_first_says_what_each_parameter_is(reference):
@@ -200,13 +201,18 @@ def test_every_public_function_has_a_docstring_and_whatever_a_user_meets_first_s
     assert len(first) > 50 and reference.lacking(first) == []
 
 
-def test_a_page_has_signatures_tables_docstrings_and_sources(reference):
+def test_a_source_page_has_signatures_tables_and_docstrings_above_folded_code(reference, book):
     from dpft.book import figures
 
-    page = reference.page(figures)
+    notebook = json.loads((ROOT / "nbs/source/book_figures.ipynb").read_text(encoding="utf-8"))
+    cells = tool("_filter").filtered(notebook, {"book.figures": reference.sections(figures)})["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    page = "\n".join(sources)
     assert "interval(values, examples=0)" in page and "class Drawing(shows, draw, needs, also=(), data=())" in page
     assert "| `values` | `list[float]` |  | one for each seed |" in page and "| *returns* | `tuple[float, float]` |" in page
-    assert "[[source](../nbs/6_appendices/97_figures.ipynb#figures-interval)]" in page and "| `SERIES` |" in page
+    folded = next(at for at, source in enumerate(sources) if "\ndef interval(" in source)
+    assert sources[folded].startswith("#| code-fold: true\n#| code-summary: Source\n") and "### interval {#ref-" in sources[folded - 1]
+    assert not re.search(r"(?m)^#\| *(export|exports|default_exp|hide)\b", page)
     assert reference._plain("x^2 ~ `y^2`, __len__") == r"x\^2 \~ `y^2`, \_\_len\_\_"
 
 

@@ -136,15 +136,6 @@ def section(number, *links, show=" show"):
             f'<ul id="quarto-sidebar-section-{number}" class="collapse list-unstyled sidebar-section depth1{show}">{items}</ul></li>')
 
 
-def test_only_the_reference_is_folded_away(site):
-    page = section(1, "../nbs/a.html") + section(2, "../reference/overview.html", "../reference/a.html")
-    folded = site.with_reference_folded(page)
-    assert folded == section(1, "../nbs/a.html") + section(2, "../reference/overview.html", "../reference/a.html", show="").replace(
-        'aria-expanded="true"', 'aria-expanded="false"')
-    here = re.sub(r'(reference/a.html" class="[^"]*)', r"\1 active", page)
-    assert site.with_reference_folded(here) == here
-
-
 def test_the_search_index_spells_a_formula_once(site, tmp_path):
     letter = '<math display="inline"><mi>f</mi><annotation encoding="application/x-tex">f</annotation></math>'
     math = '<math display="inline"><mi>C</mi><mo>&gt;</mo><mn>0</mn><annotation encoding="application/x-tex">C &gt; 0</annotation></math>'
