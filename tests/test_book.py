@@ -72,11 +72,6 @@ def test_the_constraints_pin_what_the_settings_ask_for():
     assert not missing, f"constraints.txt does not pin {sorted(missing)}"
 
 
-def test_the_logo_is_what_its_script_draws(book):
-    logo = tool("_logo")
-    assert logo.FILE.read_text(encoding="utf-8") == logo.logo()
-
-
 def test_the_glossary_is_in_order_refers_and_is_used(book):
     glossary = next(chapter for chapter in book.chapters() if chapter.path.stem == "glossary")
     chapters = {chapter.path.stem: "\n".join(book.prose(chapter)).lower() for chapter in book.chapters() if chapter.path.suffix == ".ipynb"}
