@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dpft.models import freeze_batchnorm, load_model
     from dpft.norms import Block, Partition
     from dpft.planning import plan_table
+    from dpft.porting import make_private
     from dpft.privacy import Request, SampledGaussian, epsilon, noise_multiplier
     from dpft.rapft import RapFT
     from dpft.sampling import Augmentation
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dpft.selection import price
     from dpft.settings import Settings
     from dpft.tasks import load_data
+    from dpft.trainer import Privacy, PrivateTrainer
     from dpft.tuning import Tuning, tune
 
 _HOMES = {  # module -> what it gives to the package
@@ -55,6 +57,7 @@ _HOMES = {  # module -> what it gives to the package
     "models": "freeze_batchnorm load_model",
     "norms": "Block Partition",
     "planning": "plan_table",
+    "porting": "make_private",
     "privacy": "Request SampledGaussian epsilon noise_multiplier",
     "rapft": "RapFT",
     "sampling": "Augmentation",
@@ -62,6 +65,7 @@ _HOMES = {  # module -> what it gives to the package
     "scores": "NoisyAccuracy",
     "settings": "Settings",
     "tasks": "load_data",
+    "trainer": "Privacy PrivateTrainer",
     "tuning": "Tuning tune",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}

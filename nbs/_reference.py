@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 

@@ -95,7 +95,7 @@ def notebooks(book):
 
 def taught(book, *parts):
     "The numbered chapters, or those of some parts."
-    return [chapter for chapter in notebooks(book) if chapter.path.name[0].isdigit() and chapter.path.parent.name in (parts or (chapter.path.parent.name,))]
+    return [chapter for chapter in notebooks(book) if chapter.path.name[0].isdigit() and (not parts or chapter.path.parent.name in parts)]
 
 
 def test_the_number_of_a_file_is_the_number_that_readers_see(book):
