@@ -26,7 +26,7 @@ from .settings import Settings
 # %% ../nbs/source/plan.ipynb #plan-class
 @dataclass(frozen=True)
 class Plan:
-    "What a run will do and spend, fixed before the first draw; @sec-plan."
+    "What a run will do and spend, fixed before the first draw; `dpft.plan`."
     size: int         # privacy units in the data set
     batch_size: int   # expected number of units in a draw
     steps: int        # training steps

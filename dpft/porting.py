@@ -46,7 +46,7 @@ def make_private(
     method: Method | None = None,         # what trains; None: everything
     **settings: Any,                      # further settings of `Engine`
 ) -> Engine:
-    "An `Engine` from what an Opacus script has; @sec-howto-opacus."
+    "An `Engine` from what an Opacus script has; @sec-howto-trainer."
     if data_loader.batch_size is None:
         raise ValueError("the loader has no batch_size; make one with the expected "
                          "batch size, without a batch_sampler")

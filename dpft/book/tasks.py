@@ -156,7 +156,7 @@ def load_data(
 def fingerprint(
     data: Any,  # a data set
 ) -> str:       # sha256, hex; of private data it must never be published
-    "Hash of a data set's content, in order; @sec-fingerprint."
+    "Hash of a data set's content, in order; `dpft.plan`."
     digest, data = hashlib.sha256(), bare(data)
     if isinstance(data, TensorData):
         _absorb(digest, data.content())
