@@ -311,8 +311,8 @@ class Ledger:
             history = history.state_dict()
         if isinstance(history, dict):
             history = history["history"]
-        mechanisms = [SampledGaussian(float(sigma), float(rate), int(steps), f"part {k}")
-                      for k, (sigma, rate, steps) in enumerate(history)]
+        mechanisms = [SampledGaussian(float(sigma), float(q), int(steps), f"part {k}")
+                      for k, (sigma, q, steps) in enumerate(history)]
         self.begin(run, {"mechanisms": [asdict(one) for one in mechanisms], **plan})
         return mechanisms
 

@@ -35,14 +35,14 @@ def losses_by(
 # %% ../nbs/source/porting.ipynb #porting-engine
 def make_private(
     *,
-    module: nn.Module,
-    data_loader: DataLoader[Any],
+    module: nn.Module,                    # the model
+    data_loader: DataLoader[Any],         # its data set, batch size and collator
     criterion: nn.Module | None = None,   # None: the model's own loss
     noise_multiplier: float | None = None,
     target_epsilon: float | None = None,  # in the place of noise_multiplier
     target_delta: float | None = None,    # None: 1 / (2 N)
     epochs: float | None = None,
-    max_grad_norm: float = 1.0,
+    max_grad_norm: float = 1.0,           # clipping norm of an example's gradient
     method: Method | None = None,         # what trains; None: everything
     **settings: Any,                      # further settings of `Engine`
 ) -> Engine:

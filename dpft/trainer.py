@@ -143,10 +143,11 @@ class PrivateTrainer(Trainer):
         *args: Any,                      # as `Trainer` takes them
         privacy: Settings,               # such as Privacy(epsilon=3.0)
         method: Method | None = None,    # what trains; None: everything
-        **named: Any,                    # as `Trainer` takes them
+        **named: Any,                    # what else `Trainer` takes by name
     ):
         super().__init__(*args, **named)
-        if self.compute_loss_func or type(self).compute_loss is not Trainer.compute_loss:
+        own = type(self).compute_loss is not Trainer.compute_loss
+        if self.compute_loss_func or own:
             raise ValueError("a loss of a whole batch can't be bounded for each "
                              "example; give Privacy(loss_fn=...), which returns one "
                              "loss for each")

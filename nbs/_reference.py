@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -69,6 +70,7 @@ SHARED = {  # descriptions of parameters by name, used where a parameter has non
     "what": "a description in words, for the report",
     "partitions": "groups of parameters (`dpft.norms.Partition`)",
     "settings": "the settings of one run",
+    "named": "further arguments, by name",
     "full": "whether to use the full grid instead of the reduced one",
     "records": "records of experiments, one dictionary per run",
     "folder": "folder of the files to read or write",
@@ -160,8 +162,11 @@ def section(module: ModuleType, name: str, its: Any) -> str:
     "What a reader needs to call one name."
     rows = parameters(its)
     call = ", ".join(f"{name}={default}" if default else name for name, _, default, _ in rows if name != "return")
+    first = f"{'class ' * inspect.isclass(its)}{name}("
+    if len(first + call) > 87:
+        call = "\n    " + "\n    ".join(textwrap.wrap(call, 84, break_long_words=False, break_on_hyphens=False))
     lines = [f"{'####' if '.' in name else '###'} {name} {{#ref-{stem(module)}-{name.replace('.', '-')} .unnumbered}}", "", "```python",
-             f"{'class ' * inspect.isclass(its)}{name}({call})", "```", "", _plain(inspect.getdoc(its) or ""), ""]
+             f"{first}{call})", "```", "", _plain(inspect.getdoc(its) or ""), ""]
     if any(kind or words for _, kind, _, words in rows):
         lines += ["::: {.parameters}", "| parameter | type | default | meaning |", "|:----|:------|:----|:----------|"]
         lines += [f"| {'*returns*' if name == 'return' else _code(name)} | {_code(kind)} | {_code(default)} | {_cell(words)} |"

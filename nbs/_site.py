@@ -7,7 +7,7 @@ the bars of a norm as low as their line, links the references in docstrings, let
 index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
-Chromium, where there is one, also code that is cut off at 1280 px and pages that scroll sideways at 390 px.
+Chromium, where there is one, also code of usual width that must be scrolled at 1280 px and pages that scroll sideways at 390 px.
 
 `axe path/to/axe.min.js [page …]` asks axe-core, which this repository does not hold (`npm install axe-core` fetches it), what keeps people
 from using the pages, in the light and in the dark theme; it fails on what axe calls critical or serious."""
@@ -325,15 +325,12 @@ LOOK
 </script>"""
 
 MEASURE = """
-const wider = (one, block) => one && one.scrollWidth > block.clientWidth + 1;
-const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length &&
-  (wider(block, block) || wider(block.querySelector("code"), block))).map((block) => block.textContent.trim().slice(0, 50));
-const wrapped = (page) => [...page.querySelectorAll("main pre.sourceCode code > span")].filter((line) => line.textContent.length <= 88 &&
-  line.getClientRects().length && line.offsetHeight > 1.5 * parseFloat(getComputedStyle(line.parentElement).lineHeight));
+const short = (block) => block.textContent.split("\\n").every((line) => line.length <= 88);
+const cut = (page) => [...page.querySelectorAll("main pre")].filter((block) => block.getClientRects().length && short(block) &&
+  [block, block.querySelector("code")].some((one) => one && one.scrollWidth > block.clientWidth + 1));
 const look = async (name, page) => {
   await pause(60);
-  if (width > 600) for (const text of cut(page)) found.push([name, "code", text]);
-  if (width > 600) for (const line of wrapped(page)) found.push([name, "line", line.textContent.trim().slice(0, 50)]);
+  if (width > 600) for (const block of cut(page)) found.push([name, "code", block.textContent.trim().slice(0, 50)]);
   const across = page.documentElement.scrollWidth;
   if (across > width + 1) {
     const all = [...page.querySelectorAll("main *, .page-navigation *, .quarto-secondary-nav *")];
@@ -406,8 +403,7 @@ def browser_problems(folder: Path, names: list[str]) -> Iterator[str]:
     if not chromium:
         print("skipped, for want of Chromium: code that is cut off, pages that scroll sideways")
         return
-    told = {"code": f"at {WIDE} px: code is cut off:", "line": f"at {WIDE} px: a line of at most 88 characters is broken:",
-            "across": f"scrolls sideways at {WIDE} px,"}
+    told = {"code": f"at {WIDE} px: code of at most 88 characters a line must be scrolled:", "across": f"scrolls sideways at {WIDE} px,"}
     for name, kind, words in measured(folder, names, WIDE, chromium):
         yield f"{name} {told[kind]} {words}"
     yield from (f"{name} scrolls sideways at {NARROW} px, {words}" for name, _, words in measured(folder, names, NARROW, chromium))

@@ -195,17 +195,11 @@ def test_code_and_addresses_may_hold_what_looks_like_a_reference(site, small):
 @pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
 def test_what_is_cut_or_too_wide_is_seen(site, tmp_path):
     head = '<!DOCTYPE html><html><head><style>main { max-width: 800px }</style></head><body><main>'
-    long = "x" * 400
-    (tmp_path / "right.html").write_text(f'{head}<pre style="white-space:pre-wrap;overflow-wrap:anywhere"><code>{long}</code></pre>')
-    (tmp_path / "cut.html").write_text(f'{head}<pre style="overflow:auto"><code>{long}</code></pre>')
+    (tmp_path / "right.html").write_text(f'{head}<pre style="overflow:auto"><code>{"x" * 400}</code></pre>')   # long code scrolls
+    (tmp_path / "cut.html").write_text(f'{head}<pre style="overflow:auto;font-size:20px"><code>{"x" * 80}</code></pre>')
     (tmp_path / "wide.html").write_text(f'{head}<table style="width:600px"><tr><td>wide</td></tr></table>')
-    block = '<pre class="sourceCode" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:20px"><code>'
-    for name, pixels in (("fits", 12), ("broken", 20)):
-        line = f'<span style="font:{pixels}px/20px monospace;display:inline-block">{"word " * 17}</span>'
-        (tmp_path / f"{name}.html").write_text(f"{head}{block}{line}</code></pre>")
-    found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html", "fits.html", "broken.html"]))
-    assert [sentence.split(":")[0] for sentence in found] == [
-        "cut.html at 1280 px", "broken.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
+    found = list(site.browser_problems(tmp_path, ["right.html", "cut.html", "wide.html"]))
+    assert [sentence.split(":")[0] for sentence in found] == ["cut.html at 1280 px", "wide.html scrolls sideways at 390 px, 608 px"]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
