@@ -30,8 +30,8 @@ def draw_run(
     for axis, (title, points) in zip(axes[0], series.items(), strict=False):
         steps, values = zip(*points, strict=True)
         axis.plot(steps, values, marker="o" if len(points) < 12 else None)
-        axis.set(title=title, xlabel="step")
-        axis.title.set_size("medium")
+        axis.set_title(title, fontsize="medium")
+        axis.set_xlabel("step")
     return figure
 
 # %% ../nbs/source/plots.ipynb #plots-plan
@@ -76,6 +76,6 @@ def draw_tuning(
         "C0" if row == best else "none" for row in rows], edgecolors="C0")
     axis.set_yticks(rows, names)
     axis.invert_yaxis()
-    axis.set(xlabel="score", title="the best setting is filled")
-    axis.title.set_size("medium")
+    axis.set_title("the best setting is filled", fontsize="medium")
+    axis.set_xlabel("score")
     return figure
