@@ -199,6 +199,9 @@ def aligned(
 ) -> tuple[Tensor, Tensor]:    # scores (B, T', classes) and their labels (B, T')
     "Scores and labels, position by position, as the model's task pairs them."
     scores, labels, task = logits(model, batch), labels_of(batch), task_of(model)
+    virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", 0)
+    if virtual and scores.ndim == 3 and scores.shape[1] == labels.shape[1] + virtual:
+        labels = F.pad(labels, (virtual, 0), value=-100)   # as peft pads them
     if task not in TOKENS or scores.ndim != 3 or scores.shape[:2] != labels.shape:
         raise unknown(model, scores, labels)
     return (scores[:, :-1], labels[:, 1:]) if task == "causal" else (scores, labels)

@@ -306,3 +306,16 @@ def test_perplexity_without_a_counted_token_is_refused():
     make, batch, _ = CASES["causal"]
     with pytest.raises(ValueError, match=r"all labels of the data are -100.*; give labels to some tokens"):
         perplexity(make(), rows_of(batch | {"labels": torch.full_like(batch["labels"], -100)}))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_virtual_tokens_have_no_labels_as_in_peft(kind):
+    import peft
+
+    more = {"encoder_hidden_size": 8} if kind == "PromptEncoderConfig" else {}
+    model = peft.get_peft_model(made(hf.GPT2LMHeadModel, hf.GPT2Config, **GPT).float(), getattr(peft, kind)(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, **more)).eval()
+    batch = text()
+    batch["labels"] = batch["input_ids"].where(batch["attention_mask"] == 1, -100)
+    alone = torch.stack([model(**{name: value[row:row + 1] for name, value in batch.items()}).loss for row in range(ROWS)])
+    assert torch.allclose(default_loss(model)(model, batch), alone, atol=1e-5)
