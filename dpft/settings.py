@@ -239,14 +239,27 @@ NONE = {  # what they have and we do not: why, or what to do
         "call model.gradient_checkpointing_enable() before the run",
     "device use_cpu no_cuda":
         "a run is on the model's device; call model.to(device) before",
+    "batch_first grad_sample_mode":
+        "nothing to set; the first axis is the batch, and each layer has its rule",
     "poisson_sampling group_by_length dataloader_num_workers":
         "nothing to set; draws are Poisson, and made here",
     "report_to": "give the integration's callback in callbacks=",
     "logging_steps": "each step is in run.history, and goes to callbacks=",
-    "load_best_model_at_end": "choosing by a score costs privacy; see dpft.tune",
+    "load_best_model_at_end metric_for_best_model": "choosing by a score costs privacy; see dpft.tune",
     "peft_config": "use the method LoRA(), or Trainable() after get_peft_model",
     "fsdp deepspeed": "shard the model by torch's fully_shard, and start with torchrun",
     "packing": "people who share a sequence cannot be clipped apart",
+    "sampling_rate": "here it follows from batch_size= and the size of the data",
+    "noise_scheduler": "the noise is the same in all steps, as the accountant knows it",
+    "per_device_eval_batch_size": "nothing to set; scores are computed batch by batch",
+    "label_smoothing_factor assistant_only_loss completion_only_loss":
+        "write it into a loss of your own, loss_fn=",
+    "torch_compile": "private gradients need the model as it is",
+    "tf32": "sums of gradients are float32; use precision='bf16' for speed",
+    "save_strategy save_total_limit":
+        "checkpoint= names a folder that keeps the last state, every "
+        "checkpoint_every= steps",
+    "run_name logging_dir": "set it in the integration's callback, in callbacks=",
     "push_to_hub": "save with output=, read the card, then upload the folder",
 }
 ELSEWHERE = {name: f"here it is {ours}=" for ours, names in OURS.items()

@@ -68,6 +68,7 @@ def notes(tmp_path):
     (["--data", "NOTES", "--unit", "patient", "--trainable", "50"], "40 patients (counted in ",
      "--data NOTES --model YOUR_MODEL --method bitfit --unit patient"),
     (["--data", "NOTES", "--unit", "patient", "--trainable", "50", "--size", "38"], "38 patients, 50 parameters", "--public-size 38"),
+    (["--data", "NOTES", "--unit", "patient", "--trainable", "50", "--label", "label"], "40 patients", "--label label"),
     (["--size", "400", "--kind", "image", "--classes", "3", "--model", "mlp"], "400 examples, ", "--data YOUR_DATA --model mlp")])
 def test_a_plan_takes_what_the_user_has(run, notes, words, said, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

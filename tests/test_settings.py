@@ -42,7 +42,9 @@ def test_only_public_names_are_listed():
 @pytest.mark.parametrize("name, said", [
     ("lr", "here it is learning_rate="), ("max_grad_norm", "here it is clip="), ("save_steps", "here it is checkpoint_every="),
     ("gradient_checkpointing", "call model.gradient_checkpointing_enable"), ("train_dataset", "here it is train="),
-    ("per_device_train_batch_size", "physical_batch_size= the number of rows"), ("epsilom", "did you mean epsilon"), ("xyzzy", "'xyzzy'")])
+    ("per_device_train_batch_size", "physical_batch_size= the number of rows"), ("epsilom", "did you mean epsilon"), ("xyzzy", "'xyzzy'"),
+    ("sampling_rate", "it follows from batch_size="), ("save_strategy", "checkpoint= names a folder"), ("run_name", "callbacks="),
+    ("torch_compile", "the model as it is"), ("grad_sample_mode", "nothing to set")])
 def test_a_name_from_elsewhere_is_answered_with_ours(name, said):
     with pytest.raises(TypeError, match="got an unexpected keyword argument") as refused:
         dpft.fine_tune(None, None, dpft.Full(), **{name: 1})

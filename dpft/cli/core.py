@@ -437,6 +437,9 @@ def plan(
     columns: Annotated[str | None, typer.Option(
         help="Columns of a file, separated by commas: the texts, then the label. "
              "(default: found by name and type)")] = None,
+    label: Annotated[str | None, typer.Option(
+        help="Column of a file that holds the label. (default: the last of --columns, "
+             "or found by name)")] = None,
     kind: Annotated[str, typer.Option(
         help="Without --data: text, causal or image.")] = "text",
     classes: Annotated[str | None, typer.Option(
@@ -463,10 +466,11 @@ def plan(
         raise ValueError("the number of parameters that train is missing; give --model "
                          "or --trainable")
     if not data or data in planning.DATA_SHAPES:
-        check_idle("without a file in --data", unit=unit, columns=columns)
+        check_idle("without a file in --data", unit=unit, columns=columns, label=label)
     chosen, _ = method_named(method)
     known = classes and (int(classes) if classes.isdecimal() else names_typed(classes))
-    shape, made, what = shape_and_model(data, model, size, kind, unit, columns, known)
+    shape, made, what = shape_and_model(data, model, size, kind, unit, columns, known,
+                                        label)
     pace = None if made is None else planning.rehearse(made, chosen, shape)
     trained = trainable or (pace.trainable if pace else 0)
     share = planning.spent_besides(chosen)
@@ -478,7 +482,7 @@ def plan(
     best = planning.recommended(cells)
     command = " ".join(f"--{name} {value}" for name, value in {
         "data": data or "YOUR_DATA", "model": model or "YOUR_MODEL", "method": method,
-        "unit": unit, "columns": columns, "classes": data and classes,
+        "unit": unit, "columns": columns, "label": label, "classes": data and classes,
         "public-size": data and size, "epsilon": f"{epsilon:.12g}",
         "delta": delta and f"{delta:.12g}",
         "batch-size": best.batch_size, "steps": best.steps}.items() if value)
@@ -503,7 +507,7 @@ def plan(
 
 def shape_and_model(
     data: str | None, model: str | None, size: int | None, kind: str,
-    unit: str | None, columns: str | None, classes: Any,
+    unit: str | None, columns: str | None, classes: Any, label: str | None,
 ) -> tuple[Any, Any, str]: # a `DataShape`, the model or None, and the size in words
     "What `plan` needs to know of a data set, and the model."
     from dpft import models, planning
@@ -512,7 +516,7 @@ def shape_and_model(
     from dpft.sampling import units_of
 
     if data and data not in planning.DATA_SHAPES:
-        task = load_data(data, unit=unit, classes=classes,
+        task = load_data(data, unit=unit, classes=classes, label=label,
                          columns=columns and names_typed(columns))
         check_learnable(task)
         units = units_of(task.train, None, None)
