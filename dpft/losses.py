@@ -199,7 +199,8 @@ def aligned(
 ) -> tuple[Tensor, Tensor]:    # scores (B, T', classes) and their labels (B, T')
     "Scores and labels, position by position, as the model's task pairs them."
     scores, labels, task = logits(model, batch), labels_of(batch), task_of(model)
-    virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", 0)
+    tuned = getattr(model, "active_peft_config", None)     # of peft, such as prompts
+    virtual = getattr(tuned, "num_virtual_tokens", 0)
     if virtual and scores.ndim == 3 and scores.shape[1] == labels.shape[1] + virtual:
         labels = F.pad(labels, (virtual, 0), value=-100)   # as peft pads them
     if task not in TOKENS or scores.ndim != 3 or scores.shape[:2] != labels.shape:

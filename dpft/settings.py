@@ -250,7 +250,7 @@ NONE = {  # what they have and we do not: why, or what to do
     "fsdp deepspeed": "shard the model by torch's fully_shard, and start with torchrun",
     "packing": "people who share a sequence cannot be clipped apart",
     "sampling_rate": "here it follows from batch_size= and the size of the data",
-    "noise_scheduler": "the noise is the same in all steps, as the accountant knows it",
+    "noise_scheduler": "noise is the same in all steps, as the accountant knows it",
     "per_device_eval_batch_size": "nothing to set; scores are computed batch by batch",
     "label_smoothing_factor assistant_only_loss completion_only_loss":
         "write it into a loss of your own, loss_fn=",

@@ -32,6 +32,7 @@ from _book import CITATION, REFERENCE, ROOT, chapters
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
 COLUMNS = 6  # of a table that may be wider than its column
+STACKED = 4  # columns of a table whose rows are lists on a telephone
 INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
 LOOKED_AT = ("index.html", "nbs/1_learn/01_first.html", "nbs/1_learn/03_step.html", "nbs/1_learn/05_budget.html",
              "nbs/2_methods/11_frost_measure.html", "nbs/3_found/20_which_method.html", "nbs/3_found/26_cost.html",
@@ -118,10 +119,19 @@ def with_named_controls(page: str) -> str:
 
 
 def with_reachable_tables(page: str) -> str:
-    "A table of many columns scrolls sideways, so keys must reach it."
+    "A table of many columns scrolls sideways, so keys must reach it; on a telephone its rows are lists, each value under its column's name."
     def reachable(table: re.Match) -> str:
-        head, _, _ = table[0].partition("</tr>")
-        return table[0].replace("<table", '<table tabindex="0"', 1) if len(re.findall(r"<th\b", head)) >= COLUMNS else table[0]
+        head, _, rows = table[0].partition("</tr>")
+        names = [html.escape(text_of(name)) for name in re.findall(r"<th\b[^>]*>(.*?)</th>", head, re.DOTALL)]
+        if len(names) < STACKED:
+            return table[0]
+
+        def named(row: re.Match) -> str:
+            columns = iter(names)
+            return re.sub(r"<td\b", lambda cell: f'<td data-name="{next(columns, "")}"', row[0])
+
+        head = head.replace("<table", '<table tabindex="0"', 1) if len(names) >= COLUMNS else head
+        return f'<div class="stacks">{head}</tr>{re.sub("<tr.*?</tr>", named, rows, flags=re.DOTALL)}</div>'
     return re.sub(r"<table\b.*?</table>", reachable, page, flags=re.DOTALL)
 
 
