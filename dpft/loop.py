@@ -34,9 +34,9 @@ from .ledger import Ledger
 from .method import Method, check_method
 from .models import description_of, load_tokenizer
 from .oracle import Batch
+from .plots import draw_run
 from .predictions import (
     Evaluation, check_not_trained_on, evaluation, predictions)
-from .plots import draw_run
 from .prepared import Prepared, prepare, save_scaling
 from .privacy import SampledGaussian
 from .processes import Processes, at_first_signal, saved_whole, speaks

@@ -112,10 +112,10 @@ class Follow:
         its, given = self.trainer, self.trainer.args
         its.state = TrainerState(
             max_steps=state.max_steps, num_train_epochs=state.num_train_epochs,
-            logging_steps=int(max(1, given.logging_steps)),
-            save_steps=int(given.save_steps), train_batch_size=state.train_batch_size,
+            train_batch_size=state.train_batch_size,
             is_local_process_zero=its.is_local_process_zero(),
             is_world_process_zero=its.is_world_process_zero())
+        its.state.compute_steps(given, state.max_steps)
         its.optimizer, its.lr_scheduler = shown["optimizer"], shown["lr_scheduler"]
         handler = its.callback_handler
         handler.model, handler.optimizer = shown["model"], its.optimizer
