@@ -119,7 +119,7 @@ def with_named_controls(page: str) -> str:
 
 
 def with_reachable_tables(page: str) -> str:
-    "A table of many columns scrolls sideways, so keys must reach it; on a telephone its rows are lists, each value under its column's name."
+    "A table of many columns scrolls sideways, so keys must reach it; on a telephone rows are lists, each value after its column's name."
     def reachable(table: re.Match) -> str:
         head, _, rows = table[0].partition("</tr>")
         names = [html.escape(text_of(name)) for name in re.findall(r"<th\b[^>]*>(.*?)</th>", head, re.DOTALL)]
