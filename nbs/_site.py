@@ -31,7 +31,6 @@ from _book import CITATION, REFERENCE, ROOT, chapters
 
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
-COLUMNS = 6  # of a table that may be wider than its column
 STACKED = 4  # columns of a table whose rows are lists on a telephone
 INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
 LOOKED_AT = ("index.html", "nbs/1_learn/01_first.html", "nbs/1_learn/03_step.html", "nbs/1_learn/05_budget.html",
@@ -110,6 +109,7 @@ def with_sizes(page: str, folder: Path) -> str:
 def with_named_controls(page: str) -> str:
     "The frame as a screen reader tells it: links are called what they show, what folds is a button, each landmark has its own name."
     page = re.sub(r'(<a\b[^>]*class="pagination-link") aria-label="[^"]*"', r"\1", page)
+    page = re.sub(r'(<div class="callout-header[^>]*data-bs-toggle="collapse")', r'\1 role="button" tabindex="0"', page)
     page = re.sub(r'<a\b[^>]*role="navigation"', lambda tag: tag[0].replace('role="navigation"', 'role="button"'), page)
     names = {r'(<a\b[^>]*class="sidebar-logo-link")>': "First page", r'(<nav id="quarto-sidebar"[^>]*)>': "Chapters",
              r'(<nav class="page-navigation")>': "Before and after", r'(<nav class="quarto-secondary-nav")>': "This page"}
@@ -119,18 +119,17 @@ def with_named_controls(page: str) -> str:
 
 
 def with_reachable_tables(page: str) -> str:
-    "A table of many columns scrolls sideways, so keys must reach it; on a telephone rows are lists, each value after its column's name."
+    "A wide table scrolls sideways, so keys must reach it; on a telephone rows are lists, each value after its column's name."
     def reachable(table: re.Match) -> str:
-        head, _, rows = table[0].partition("</tr>")
+        head, _, rows = table[0].replace("<table", '<table tabindex="0"', 1).partition("</tr>")
         names = [html.escape(text_of(name)) for name in re.findall(r"<th\b[^>]*>(.*?)</th>", head, re.DOTALL)]
         if len(names) < STACKED:
-            return table[0]
+            return f"{head}</tr>{rows}"
 
         def named(row: re.Match) -> str:
             columns = iter(names)
             return re.sub(r"<td\b", lambda cell: f'<td data-name="{next(columns, "")}"', row[0])
 
-        head = head.replace("<table", '<table tabindex="0"', 1) if len(names) >= COLUMNS else head
         return f'<div class="stacks">{head}</tr>{re.sub("<tr.*?</tr>", named, rows, flags=re.DOTALL)}</div>'
     return re.sub(r"<table\b.*?</table>", reachable, page, flags=re.DOTALL)
 
