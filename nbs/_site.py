@@ -109,7 +109,8 @@ def with_sizes(page: str, folder: Path) -> str:
 def with_named_controls(page: str) -> str:
     "The frame as a screen reader tells it: links are called what they show, what folds is a button, each landmark has its own name."
     page = re.sub(r'(<a\b[^>]*class="pagination-link") aria-label="[^"]*"', r"\1", page)
-    page = re.sub(r'(<div class="callout-header[^>]*data-bs-toggle="collapse")', r'\1 role="button" tabindex="0"', page)
+    page = re.sub(r'<div class="callout-header[^>]*data-bs-toggle="collapse"[^>]*>', lambda tag: re.sub(
+        r' aria-label="[^"]*"', "", tag[0]).replace(" data-bs-toggle", ' role="button" tabindex="0" data-bs-toggle', 1), page)
     page = re.sub(r'<a\b[^>]*role="navigation"', lambda tag: tag[0].replace('role="navigation"', 'role="button"'), page)
     names = {r'(<a\b[^>]*class="sidebar-logo-link")>': "First page", r'(<nav id="quarto-sidebar"[^>]*)>': "Chapters",
              r'(<nav class="page-navigation")>': "Before and after", r'(<nav class="quarto-secondary-nav")>': "This page"}

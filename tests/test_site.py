@@ -64,6 +64,9 @@ def test_the_controls_of_the_frame_have_names_and_roles(site):
     done = site.with_named_controls(page)
     assert 'role="navigation"' not in done and done.count('role="button"') == 2
     assert '<a href="b.html" class="pagination-link">2 B</a>' in done and 'class="sidebar-logo-link" aria-label="First page">' in done
+    folded = '<div class="callout-header" data-bs-toggle="collapse" aria-expanded="false" aria-label="Toggle callout">'
+    assert site.with_named_controls(folded) == ('<div class="callout-header" role="button" tabindex="0" data-bs-toggle="collapse" '
+                                                'aria-expanded="false">')
     landmarks = re.findall(r"<nav [^>]*>", done)
     assert len({re.search('aria-label="([^"]*)"', tag)[1] for tag in landmarks}) == len(landmarks) == 3
 
