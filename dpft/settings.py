@@ -245,7 +245,8 @@ NONE = {  # what they have and we do not: why, or what to do
         "nothing to set; draws are Poisson, and made here",
     "report_to": "give the integration's callback in callbacks=",
     "logging_steps": "each step is in run.history, and goes to callbacks=",
-    "load_best_model_at_end metric_for_best_model": "choosing by a score costs privacy; see dpft.tune",
+    "load_best_model_at_end metric_for_best_model":
+        "choosing by a score costs privacy; see dpft.tune",
     "peft_config": "use the method LoRA(), or Trainable() after get_peft_model",
     "fsdp deepspeed": "shard the model by torch's fully_shard, and start with torchrun",
     "packing": "people who share a sequence cannot be clipped apart",
