@@ -42,6 +42,7 @@ def test_every_module_comes_from_a_notebook():
         if path.name not in BY_HAND:
             text = path.read_text(encoding="utf-8")
             assert GENERATED in text, f"{path.name} was not exported from a notebook"
+            assert text.startswith('"""'), f"{path.name} says nothing of itself"
             notebook = text.split(GENERATED)[1].splitlines()[0].rstrip(".")
             assert (path.parent / notebook).exists(), f"{path.name} comes from {notebook}, which is gone"
 
@@ -108,7 +109,8 @@ def test_chapters_teach_and_source_notebooks_export(book):
         exports = [cell["id"] for cell in chapter.cells if cell["cell_type"] == "code"
                    and {"export", "exports"} & book.directives(book.source(cell))[0].keys()]
         if chapter.path.parent.name == book.SOURCE:
-            assert exports and book.source(chapter.cells[0]).startswith("<!-- source -->\n\n# dpft."), chapter.path.name
+            marked, title = (book.source(cell) for cell in chapter.cells[:2])
+            assert exports and marked == "<!-- source -->" and title.startswith("# dpft."), chapter.path.name
             assert not [label for label in chapter.labels if not label.startswith("sec-ref-")], chapter.path.name
         else:
             assert not exports, f"{chapter.path.name} exports {exports}"

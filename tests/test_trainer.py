@@ -61,6 +61,7 @@ def test_a_stock_classifier_trains_as_fine_tune_does(bert, tmp_path):
     assert math.isclose(result.metrics["epsilon"], run.epsilon, rel_tol=1e-6) and trainer.guarantee.unit == run.guarantee.unit
     for (name, ours), theirs in zip(bert.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+    assert set(trainer.private_rows(rows()["who"]).column_names) == {"input_ids", "attention_mask", "label"}   # a unit's name for each row
     assert math.isnan(result.training_loss) and not any("loss" in entry for entry in trainer.state.log_history)
 
 
@@ -181,6 +182,8 @@ def test_a_criterion_gives_one_loss_for_each_example():
     for criterion in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
         losses = losses_by(criterion)(model, (inputs, labels))
         assert torch.allclose(losses.mean(), nn.functional.cross_entropy(model(inputs), labels))
+    soft = torch.rand(len(labels), 2)
+    assert losses_by(nn.CrossEntropyLoss())(model, (inputs, soft)).shape == (len(labels),)
     pictures = torch.randn(3, 2, 5)
     assert losses_by(nn.MSELoss())(nn.Identity(), (pictures, 0 * pictures)).shape == (3,)
     with pytest.raises(ValueError, match="reduction"):
