@@ -287,15 +287,16 @@ def test_a_pretrained_network_with_batch_normalisation_is_frozen_by_an_option(ru
 
 def test_the_records_of_the_quick_start_can_be_drawn_again(run, monkeypatch, tmp_path):
     """What a figure that lacks its records advises is done as it says, and the figure is there."""
-    from dpft.book import experiments
-    from dpft.book.experiments import read_records, results_file
+    from dpft.book.evidence import EXPERIMENTS
+    from dpft.book.experiments import Experiment, read_records, results_file, settings_in
     kept = [entry for entry in read_records(results_file("quickstart")) if entry["seed"] == 0]
-    monkeypatch.setattr(experiments, "quickstart", lambda budgets, seeds: iter(kept))
+    monkeypatch.setitem(EXPERIMENTS, "quickstart", Experiment(
+        "?", lambda: map(settings_in, kept), lambda run: next({"metrics": e["metrics"]} for e in kept if settings_in(e) == run), ""))
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path / "mine"))
     draw = ("figures", "quickstart", "--output", tmp_path / "drawn")
     status, out, _ = run(*draw)
     advice = out.splitlines()[0].partition("; ")[2].removesuffix(" makes them.")
-    assert status == 0 and "skipped" in out and advice.startswith("dpft quickstart ")
-    assert run(*shlex.split(advice)[1:], "--seeds", "1")[0] == 0
+    assert status == 0 and "skipped" in out and advice == "dpft run quickstart"
+    assert run(*shlex.split(advice)[1:], "--workers", "1")[0] == 0
     status, out, _ = run(*draw)
     assert status == 0 and "skipped" not in out and (tmp_path / "drawn" / "quickstart.svg").exists()

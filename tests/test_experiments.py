@@ -1,9 +1,7 @@
 """Records, runs that are made once and continued, the quickstart, and the command `dpft run`."""
 
 import json
-import math
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,9 +47,9 @@ def seeds(name):
 # ---- records
 
 
-def test_a_record_says_all_that_is_needed_and_the_same_seed_gives_it_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "pretrain", partial(experiments.pretrain, epochs=1))
-    records, again = ([*experiments.quickstart(epsilons=[math.inf], seeds=[0], epochs=0.25)] for _ in range(2))
+def test_a_record_says_all_that_is_needed_and_the_same_seed_gives_it_again(tmp_path):
+    runs = [{**run, "epochs": 0.25, "public_epochs": 1} for run in experiments.quickstart_grid([0]) if run["target_epsilon"] == "inf"]
+    records, again = ([experiments.make_record("quickstart", experiments.measured_run, run, False) for run in runs] for _ in range(2))
     assert len(records) == 3 and {r["method"] for r in records} == {"Full", "LastLayer", "BiTFiT"}
     for entry, other in zip(records, again, strict=True):
         assert {"experiment", "data", "model", "seed", "delta", "accountant", "mechanisms", "metrics", "device", "versions", "commit",

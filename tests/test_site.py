@@ -6,11 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_book import tool
+
+from dpft.book import experiments
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -326,6 +329,15 @@ def test_the_first_page_says_what_the_records_say():
                      r"Trained as a whole at ε = 2 it reaches ([\d.]+) %", text)
     wanted = [accuracy("LastLayer", 2.0), accuracy("LastLayer", np.inf), accuracy("Full", 2.0)]
     assert [float(number) for number in told.groups()] == [round(number, 1) for number in wanted]
+
+
+def test_the_front_page_has_each_method_at_the_best_of_five_rates_of_which_none_lies_at_an_edge(monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(ROOT / "nbs/results"))
+    best = experiments.best_rates("quickstart-tuning", lambda run: (run["method"], float(run["target_epsilon"])))
+    assert {(method, epsilon): rate for method, rates in experiments.QUICKSTART_RATES.items() for epsilon, rate in rates.items()} == best
+    assert all(rate not in (experiments.TRIED[method][0], experiments.TRIED[method][-1]) for (method, _), rate in best.items())
+    counts = Counter((run["method"], run["target_epsilon"]) for run in experiments.recorded(experiments.results_file("quickstart")))
+    assert len(counts) == 12 and set(counts.values()) == {10}
 
 
 def test_the_first_page_names_the_four_papers_with_a_link_each():

@@ -442,9 +442,8 @@ def described(records: Sequence[Settings]) -> str:
 
 def made_by(experiment: str) -> str:
     "The command that makes the records of an experiment, where figures look for them."
-    command = {"costs": "bench", "quickstart": "quickstart"}.get(experiment)
-    return (f"dpft {command} --output {results_file(experiment).parent}" if command
-            else f"dpft run {experiment}")
+    return (f"dpft bench --output {results_file(experiment).parent}"
+            if experiment == "costs" else f"dpft run {experiment}")
 
 # %% ../../nbs/source/book_figures.ipynb #figures-cells
 def scored(

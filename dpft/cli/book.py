@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,9 +36,9 @@ def quickstart(
     from dpft.book import experiments, figures
     check_positive(seeds=seeds)
     torch.set_num_threads(1)
-    budgets = (0.5, 2.0, 8.0, inf)
-    records = [*tqdm(experiments.quickstart(budgets, range(seeds)), unit="run",
-                     total=len(budgets) * len(experiments.QUICKSTART) * seeds)]
+    runs = [*experiments.quickstart_grid(range(seeds))]
+    records = [experiments.make_record("quickstart", experiments.measured_run, run,
+                                       False) for run in tqdm(runs, unit="run")]
     experiments.replace_records(output / "quickstart.jsonl", records)
     table, figure = figures.text_table(records), figures.tradeoff(records)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
