@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from dpft.rapft import RapFT
     from dpft.sampling import Augmentation
     from dpft.scores import NoisyAccuracy
-    from dpft.selection import price
     from dpft.settings import Settings
     from dpft.tasks import load_data
     from dpft.trainer import Privacy, PrivateTrainer
     from dpft.tuning import Tuning, tune
+    from dpft.zeroth_order import ZerothOrder
 
 _HOMES = {  # module -> what it gives to the package
     "auditing": "audit",
@@ -61,16 +61,16 @@ _HOMES = {  # module -> what it gives to the package
     "privacy": "Request SampledGaussian epsilon noise_multiplier",
     "rapft": "RapFT",
     "sampling": "Augmentation",
-    "selection": "price",
     "scores": "NoisyAccuracy",
     "settings": "Settings",
     "tasks": "load_data",
     "trainer": "Privacy PrivateTrainer",
     "tuning": "Tuning tune",
+    "zeroth_order": "ZerothOrder",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 _RARE = {  # names that were here once: the module that has them
-    "TrialLaw": "selection", "clipped_relevance": "rapft", "relevance_map": "rapft",
+    "TrialLaw": "selection", "clipped_relevance": "rapft", "price": "selection", "relevance_map": "rapft",
     "relevance_mask": "rapft",
 }
 

@@ -39,7 +39,7 @@ from .norms import Layout
 from .oracle import Batch, LossFunction, batch_rows, trainable
 from .plan import check_secure, choice_hash, make_plan, named_apart
 from .plan import (
-    entries, noise_spread, scaled_blocks, secured_blocks, warn_of_noise)
+    entries, noise_spread, released, scaled_blocks, secured_blocks, warn_of_noise)
 from .prepared import checked_rows
 from .privacy import SampledGaussian
 from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of
@@ -196,7 +196,7 @@ class Engine:
             stated = replace(stated, hyperparameters=said(self.settings, self.by_rule))
             self.settings = replace(self.settings, statement=stated)
         if self.plan.private:
-            warn_of_noise(self.plan, sum(p.numel() for p in self.trains.values()))
+            warn_of_noise(self.plan, sum(map(released, self.blocks)))
 
     def refresh(self) -> None:
         "Take over what the method has set: what trains, in which blocks and modes."
@@ -212,10 +212,13 @@ class Engine:
         self.spread = noise_spread(self.blocks)
         self.everything = [*self.model.parameters()]
         self.processes.apart(self.trains)
-        self.layout = Layout(self.trains, torch.float64 if self.settings.secure_mode
+        self.along = self.blocks[0].along    # as `Directions`, in place of gradients
+        summed = self.along.sums(self) if self.along else self.trains
+        self.layout = Layout(summed, torch.float64 if self.settings.secure_mode
                              else None)
         self.scales = self.layout.packed({   # the same, as the sums lie in memory
-            name: self.spread[id(p)] for name, p in self.trains.items()})
+            name: self.blocks[0].noise if self.along else self.spread[id(value)]
+            for name, value in summed.items()})
         self.processes.check_alike(SAME_CHOICE, choice_of_what_trains=(
             None if self.processes.alone else choice_hash(self.trains, self.blocks)))
         self.modes = Modes(self.model, self.settings.dropout)
@@ -223,7 +226,7 @@ class Engine:
             self.features.refresh(self.trains.values())
         if self.hooks is not None:
             self.hooks.remove()
-        self.hooks = Hooks(self.model) if plan.private else None
+        self.hooks = Hooks(self.model) if plan.private and not self.along else None
         if self.account.begun or self.account.state:
             self._note()
 

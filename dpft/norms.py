@@ -9,7 +9,7 @@ __all__ = ['DOUBTFUL', 'SPARE', 'SHORT', 'SMALL', 'STACKED', 'Partition', 'Block
 
 # %% ../nbs/source/norms.ipynb #norms-imports
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -45,6 +45,7 @@ class Block:
     masks: Sequence[Tensor] | None = None
     clip: float = 1.0  # bound on an example's 2-norm, relative to the other blocks
     noise: float = 1.0 # standard deviation of the noise, relative to the other blocks
+    along: Any = None  # what is summed in place of gradients, as `Directions`
 
 def members(part: Partition | Block) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
     "The parameters of a part, each with its mask, or None for all of it."
@@ -530,7 +531,7 @@ class Layout:
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         dtype: torch.dtype | None = None,   # None: as theirs, float32 at least
     ):
         self.shapes = {name: p.shape for name, p in parameters.items()}

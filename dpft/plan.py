@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEWEST', 'LEAST_CLIP', 'Plan', 'check_sizes', 'usual_delta', 'named_apart', 'make_plan', 'check_disjoint',
-           'scaled_blocks', 'widest', 'noise_spread', 'entries', 'secured_blocks', 'check_secure', 'choice_hash',
-           'warn_of_noise']
+           'scaled_blocks', 'widest', 'noise_spread', 'entries', 'released', 'secured_blocks', 'check_secure',
+           'choice_hash', 'warn_of_noise']
 
 # %% ../nbs/source/plan.ipynb #plan-imports
 import hashlib
@@ -182,12 +182,13 @@ def scaled_blocks(
         raise ValueError(f"a block is bounded by {least:g}, and norms below "
                          f"{LEAST_CLIP:g} are inexact in float32; multiply the loss "
                          "and clip by the same number")
+    if len(blocks) > 1 and any(block.along for block in blocks):
+        raise ValueError("a block that is measured along directions must be the only "
+                         "one; return one block, or blocks without along=")
     check_disjoint(blocks, parameters)
     scale = sigma * math.sqrt(sum((block.clip / block.noise) ** 2 for block in blocks))
-    return [
-        Block(block.parameters, block.masks, clip * block.clip,
-              clip * scale * block.noise)
-        for block in blocks]
+    return [replace(block, clip=clip * block.clip, noise=clip * scale * block.noise)
+            for block in blocks]
 
 # %% ../nbs/source/plan.ipynb #plan-spread
 def widest(like: Tensor) -> torch.dtype:
@@ -210,9 +211,13 @@ def entries(block: Block) -> int:
     return sum(p.numel() if mask is None else int(mask.sum())
                for p, mask in members(block))
 
+def released(block: Block) -> int:
+    "How many numbers a step releases of a block."
+    return block.along.number if block.along else entries(block)
+
 def secured_blocks(blocks: Sequence[Block]) -> list[Block]:
     "The blocks with the noise that secure mode needs; @lem-grid."
-    return [replace(block, noise=secure_std(block.noise, block.clip, entries(block)))
+    return [replace(block, noise=secure_std(block.noise, block.clip, released(block)))
             for block in blocks]
 
 def check_secure(secure_mode: bool, private: bool, device: torch.device) -> None:
@@ -228,7 +233,7 @@ def choice_hash(trains: dict[str, nn.Parameter], blocks: Sequence[Block]) -> str
     names = {id(parameter): name for name, parameter in trains.items()}
     digest = hashlib.sha256(repr(list(trains)).encode())
     for block in blocks:
-        digest.update(repr((block.clip, block.noise)).encode())
+        digest.update(repr((block.clip, block.noise, block.along)).encode())
         for parameter, mask in members(block):
             shape = None if mask is None else tuple(mask.shape)
             digest.update(repr((names.get(id(parameter)), shape)).encode())

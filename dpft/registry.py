@@ -44,6 +44,7 @@ METHODS = {
     "lora": Known("LoRA", {}, 2e-3),
     "adapter": Known("Adapter", {}, 2e-3),
     "norm-only": Known("NormOnly", {}, 2e-3),
+    "zeroth-order": Known("ZerothOrder", {}, 1e-4),
     "random": Known("RandomPartitions", {}, 5e-4),
     "largest-weights": Known("LargestWeights", {}, 5e-4),
 }

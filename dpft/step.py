@@ -281,8 +281,9 @@ class Step(Counted):
             draw = engine.plan.sample_rate, "train", self.t
             groups = engine.draws.take(batch, *draw)
             engine.draws.added = draw
-            added = add_bounded if engine.plan.private else add_plain
-            losses, norms = added(self, batch, groups)
+            add = (engine.along.add if engine.along else
+                   add_bounded if engine.plan.private else add_plain)
+            losses, norms = add(self, batch, groups)
         self.batches, self.left = self.batches + 1, self.left - 1
         self.tally.add(len(losses) // engine.population.copies, losses, norms)
 
@@ -305,6 +306,8 @@ class Step(Counted):
         if engine.processes.shards or any(noisy[name] is not own
                                           for name, own in packs.items()):
             sums = engine.layout.views(noisy)
+        if engine.along:
+            sums = engine.along.gradients(self, sums)
         write_gradients(engine.everything, engine.trains, sums)
         engine.stops = found[-1] > 0
         if counts:

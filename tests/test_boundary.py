@@ -25,6 +25,7 @@ from dpft import (
     RandomPartitions,
     RapFT,
     Then,
+    ZerothOrder,
 )
 from dpft.book.audits import Stopped, stopping
 from dpft.boundary import SETTINGS, audit_boundary, differing, files_in, given_out, influence, leaks, neighbours, toy_network, toy_pictures
@@ -43,6 +44,7 @@ METHODS = {
     "RapFT, private": lambda: RapFT(BiTFiT(), relevance_data="private", share=0.1, relevance_rate=0.5),
     "RapFT, public": lambda: RapFT(BiTFiT(), relevance_data=PUBLIC),
     "Chain": lambda: Chain(LoRA(targets=("1",)), BiTFiT()), "Then": lambda: Then(Full(), 0.34, BiTFiT()),
+    "ZerothOrder": lambda: ZerothOrder(directions=2),
 }
 USUAL = dict(epsilon=4.0, steps=2, batch_size=8, public_size=24, clip=0.5, accountant="rdp", progress=False)
 

@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[int], dict[str, Any]]] = {  # -> options for so man
     "RapFT": lambda steps: {"method": ["BiTFiT", {}], "relevance_data": "private",
                             "share": 0.1, "relevance_rate": 1.0},
     "EntrySelection": lambda steps: {"ratio": 0.6, "sample_rate": 1.0},
+    "ZerothOrder": lambda steps: {},
 }
 
 # %% ../../nbs/source/book_audits.ipynb #audit-runs-variants
@@ -61,7 +62,7 @@ IN_FULL: dict[str, tuple[str, dict[str, Any]]] = {  # only in the full grid
 # a mask over entries makes every canary's gradient
 SLOW = ("LargestWeights", "RapFT", "EntrySelection")
 # at the end of the grid, so that the others keep their seeds
-LATE = ("EntrySelection",)
+LATE = ("EntrySelection", "ZerothOrder")
 
 # %% ../../nbs/source/book_audits.ipynb #audit-runs-entries
 def audit_grid(full: bool) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ from .mask import MASK_CHOICES, check_mask, relevance_mask
 from .propagation import attention_configs
 from .relevance import (
     Initialisation, check_started, clipped_relevance, relevance_map)
+from ..zeroth_order import ZerothOrder
 
 # %% ../../nbs/source/rapft_perturbation.ipynb #perturbation-allocate
 def optimal_noise(
@@ -111,7 +112,7 @@ class RapFT(Method):
         **options: Any,                    # of `relevance_map` and of `relevance_mask`
     ):
         check_method(method)
-        if isinstance(method, (RapFT, Then)) or method.unfreezes:
+        if isinstance(method, (RapFT, Then, ZerothOrder)) or method.unfreezes:
             raise ValueError(
                 f"{type(method).__name__} cuts blocks of its own, or lets train "
                 "later what has no relevance now; wrap each phase by itself: "
