@@ -18,10 +18,14 @@ from dpft.book.evidence.protocol import (
     Way,
     counted,
     entry,
+    growing,
     holm,
+    indifferent,
     judged,
+    lowered,
     no_better,
     off_the_rate,
+    overlaps,
     p_value,
     rate_differences,
     size_gaps,
@@ -205,6 +209,38 @@ def test_what_is_seen_along_runs_and_costs():
     assert [timed(its, 1.05, 5)[0] for its in ([inside], [outside], [inside, outside], [inside, both], [outside, both])] == [
         "held", "did not hold", "did not hold", "undecided", "did not hold"]
     assert timed([inside], 1.05, 4)[0] == timed([outside], 1.05, 4)[0] == "undecided"
+
+
+def test_a_choice_that_cannot_matter_leaves_nothing_to_judge():
+    """The control of choices: a gain that is surely below two points says so, one that may be larger or is too seldom run doesn't."""
+    small = [0.005, 0.0, 0.004, 0.002, 0.001]
+    assert indifferent(small) == "the choice without noise gains +0.2 ± 0.3 points over a random one"
+    assert indifferent(small[:4]) == indifferent(AHEAD) == indifferent(SPREAD) == ""
+    assert indifferent(BEHIND) and judged([OPEN], untestable=indifferent(small))[0] == "not testable here"
+
+
+def test_a_lead_that_grows_is_a_lead():
+    assert growing([AHEAD], [AHEAD])[0] == "held" and growing([AHEAD], [BEHIND])[0] == "did not hold"
+    assert growing([OPEN], [AHEAD])[0] == "held" and growing([OPEN], [OPEN])[0] == "undecided"
+    assert growing([BEHIND, AHEAD], [AHEAD, AHEAD]) == ("did not hold", "no lead to grow: 1 of 2 ahead, 1 behind")
+    assert growing([BEHIND], [AHEAD], lacks="never tuned")[0] == "undecided"
+
+
+def test_an_attack_is_lowered_where_it_works():
+    strong, weak = [0.75, 0.76, 0.74, 0.75, 0.77], [0.55, 0.53, 0.54, 0.52, 0.56]
+    assert lowered([strong], [AHEAD])[0] == "held" and lowered([strong], [BEHIND])[0] == "did not hold"
+    assert lowered([strong, weak], [AHEAD, BEHIND]) == ("held", "1 of 1 ahead, 0 behind; 1 cells have no attack to lower")
+    assert lowered([weak, strong[:4]], [AHEAD, AHEAD])[0] == "not testable here"
+
+
+def test_the_overlap_of_choices_counts_entries(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
+    parts = [{"name": name, "size": size} for name, size in (("a", 1), ("b", 2), ("c", 5))]
+    write_records(tmp_path / "some.jsonl", [
+        {"method": "DPFrost", "label": "MGNA", "target_epsilon": 2.0, "seed": seed, "selection": {"partitions": parts, "chosen": chosen}}
+        for seed, chosen in enumerate(([0, 1], [1, 2], [2], [2], [0]))])
+    assert overlaps("MGNA", "some") == [2 / 8, 1.0]
+    assert overlaps("MG", "some") == []
 
 
 def test_tuning_and_training_are_read_from_records():

@@ -7,11 +7,12 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
            'LORA', 'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS',
            'SHORT_WAYS', 'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE',
            'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'NEEDS', 'QUESTIONS',
-           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'Way', 'Study', 'options_at', 'entry',
-           'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere', 'tuning_grid', 'study_grid',
-           'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size', 'measure_of', 'holm',
-           'p_value', 'judged', 'each_of', 'counted', 'timed', 'untuned', 'scored_by', 'no_better', 'study_verdict',
-           'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'Way', 'Study',
+           'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
+           'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size',
+           'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed', 'indifferent', 'choice_control',
+           'overlaps', 'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict', 'size_gaps',
+           'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from typing import Any
 from ...rapft.mask import AS_PUBLISHED
 from ..audits import refuted
 from ..experiments import Experiment, Settings, recorded, results_file
-from ..figures import grouped, label_of, less, paired, paired_by_seed
+from ..figures import (
+    grouped, interval, label_of, less, paired, paired_by_seed)
 from ..pretrained import measured
 from .frost import measured as digits_measured
 from .language import (
@@ -541,6 +543,66 @@ def timed(
     return each_of(within, beyond > 0 and not few, len(intervals),
                    f"{within} of {len(intervals)} within {bound:g}, {beyond} beyond"
                    if intervals else "nothing was run", few * bool(intervals))
+
+# %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-controls
+MATTERS, ATTACKED = 0.02, 0.6  # gain of a choice; area under an attack's curve
+
+def indifferent(
+    gains: list[float],  # of the choice without noise over a random one, by seed
+) -> str:
+    "Why accuracy can't show a better choice; empty if it can, or with too few seeds."
+    if len(gains) < SEEDS:
+        return ""
+    centre, half = interval(gains)
+    return "" if centre + half >= MATTERS else (
+        f"the choice without noise gains {100 * centre:+.1f} ± {100 * half:.1f} points "
+        "over a random one")
+
+def choice_control(data: str) -> list[float]:
+    "What the choice without noise gains over a random one, by seed."
+    its = [run for run in recorded(results_file("choice-control"))
+           if run["data"] == data]
+    return paired(its, "largest", "random", "accuracy")
+
+def overlaps(
+    label: str,
+    *names: str,  # of the experiments whose choices are compared
+) -> list[float]:
+    "Entries that both of two runs chose over those that either did, in disjoint pairs."
+    runs = {run["seed"]: run["selection"] for name in names
+            for run in recorded(results_file(name))
+            if label_of(run) == label and run["target_epsilon"] == 2.0}
+    its = [runs[seed] for seed in sorted(runs)]
+    sizes = {part["name"]: part["size"] for part in its[0]["partitions"]} if its else {}
+    sets = [{found["partitions"][i]["name"] for i in found["chosen"]} for found in its]
+    def held(names: set[str]) -> int:
+        return sum(sizes[name] for name in names)
+    return [held(one & other) / held(one | other)
+            for one, other in zip(sets[::2], sets[1::2])]
+
+def growing(
+    leads: Sequence[Sequence[float]],     # over each rival at the smaller budget
+    widenings: Sequence[Sequence[float]], # by how much each is larger than at the other
+    **more: Any,                          # for `judged`
+) -> Verdict:
+    "The verdict on a lead that grows: one rival that is ahead leaves none to grow."
+    verdict, said = judged(leads, **more)
+    if verdict in ("did not hold", "not testable here"):
+        return verdict, f"no lead to grow: {said}"
+    return judged(widenings, **more)
+
+def lowered(
+    attacked: Sequence[Sequence[float]],  # areas without privacy, by seed, in each cell
+    gaps: Sequence[Sequence[float]],      # by how much they are larger than with it
+) -> Verdict:
+    "The verdict on attacks that privacy lowers, in the cells where there is one."
+    works = [len(areas) >= SEEDS and interval([*areas])[0] - interval([*areas])[1]
+             >= ATTACKED for areas in attacked]
+    silent = len(works) - sum(works)
+    if not any(works):
+        return "not testable here", f"no attack works without privacy in {silent} cells"
+    verdict, said = judged([gap for gap, its in zip(gaps, works, strict=True) if its])
+    return verdict, said + f"; {silent} cells have no attack to lower" * (silent > 0)
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-untuned
 def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
