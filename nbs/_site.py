@@ -55,8 +55,7 @@ ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
 PROOF = re.compile(r"(<div class=\"proof\">\s*)<p><span class=\"proof-title\">(.*?)</span>", re.DOTALL)
-OPTIONAL = re.compile(r"<section\b[^>]*>\s*<h([23])\b[^>]*>(?:<span[^>]*>[\d.]+</span>)?\s*Optional: .*?</h\1>"
-                      r"(?:\s*<p>.*?</p>)?", re.DOTALL)
+SECTION = re.compile(r"<section\b([^>]*)>\s*<h([23])\b[^>]*>(.*?)</h\2>(?:\s*<p>.*?</p>)?", re.DOTALL)
 
 # What is folded opens where the address or a search leads into it, and on paper.
 UNFOLD = """<script id="unfold">(() => {
@@ -229,7 +228,7 @@ def end_of(page: str, begin: int, tag: str) -> int:
 
 
 def with_folds(page: str) -> str:
-    "Long proofs are folded, and so are sections called optional, below their first paragraph; the page knows when to open them."
+    "Long proofs are folded, and so are sections of the class `folded` or called optional, below their first paragraph."
     def folded(begin: int, rest: int, end: int, summary: str, opening: str = "") -> str:
         return f'{page[:begin]}<details class="folded"><summary>{summary}</summary>\n{opening}{page[rest:end]}</details>\n{page[end:]}'
 
@@ -237,9 +236,9 @@ def with_folds(page: str) -> str:
         end = end_of(page, proof.start(), "div")
         if len(text_of(page[proof.end() : end])) > LONG:
             page = folded(proof.end(1), proof.end(), end, text_of(proof[2]).rstrip("."), "<p>")
-    for section in reversed([*OPTIONAL.finditer(page)]):
-        end = end_of(page, section.start(), "section")
-        page = folded(section.end(), section.end(), end, "Show this section")
+    for section in reversed([*SECTION.finditer(page)]):
+        if re.search(r'class="[^"]*\bfolded\b', section[1]) or re.match(r"[\d. ]*Optional: ", text_of(section[3])):
+            page = folded(section.end(), section.end(), end_of(page, section.start(), "section"), "Show this section")
     before, _, after = page.rpartition("</body>")
     return f"{before}{UNFOLD}</body>{after}"
 

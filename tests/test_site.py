@@ -143,11 +143,14 @@ HEADED = ('<section id="sec-a" class="level2">\n<h2 class="anchored"><span class
           '<section id="sec-b" class="level3"><h3>Deep</h3><p id="deep">Second.</p></section>\n</section>')
 
 
+FOLDED = '<section id="sec-c" class="level2 folded"><h2>Errata</h2><p>Last.</p></section>'
+
+
 def test_a_long_proof_and_an_optional_section_fold_and_nothing_is_lost(site):
     short, long = PROOF.format("Clear."), PROOF.format("Long. " * 60)
-    page = f"<body>{short}{long}{HEADED.format('Needed')}{HEADED.format('Optional: more')}</body>"
+    page = f"<body>{short}{long}{HEADED.format('Needed')}{HEADED.format('Optional: more')}{FOLDED}</body>"
     done = site.with_folds(page)
-    assert done.count("<details") == done.count("</details>") == 2 and done.startswith(f"<body>{short}")
+    assert done.count("<details") == done.count("</details>") == 3 and done.startswith(f"<body>{short}")
     assert '<div class="proof">\n<details class="folded"><summary>Proof</summary>\n<p>Long. ' in done
     assert HEADED.format("Needed") in done and re.search(r"more</h2>\n<p>First\.</p><details[^>]*><summary>Show", done)
     assert re.search(r"Second\.</p></section>\n</details>\n</section>", done) and done.endswith(f"{site.UNFOLD}</body>")
