@@ -3,8 +3,8 @@
 `finish` runs after each render. It takes out what asks a third party for something (the scripts that Quarto adds where a table is stored
 as HTML), gives each figure the size that it was drawn in and, where it has no alternative text, its caption for one, gives the controls of
 the frame the names and roles that a screen reader needs, lets keys reach wide tables, keeps a full stop beside the formula before it and
-the bars of a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, and leaves the search
-index one spelling of each formula.
+the bars of a norm as low as their line, links the references in docstrings, lets terms of the glossary be led to, folds long proofs and
+optional sections, and leaves the search index one spelling of each formula.
 
 `check` finds broken links, references that did not resolve, requests to third parties and pictures without alternative text; in a headless
 Chromium, where there is one, also code of usual width that must be scrolled at 1280 px and pages that scroll sideways at 390 px.
@@ -31,6 +31,7 @@ from _book import CITATION, REFERENCE, ROOT, chapters
 
 SITE = ROOT / "_docs"
 WIDE, NARROW = 1280, 390  # a small laptop and a telephone, in pixels
+LONG = 300  # letters of a proof, about three lines; what is longer folds
 STACKED = 4  # columns of a table whose rows are lists on a telephone
 INCH = 112  # pixels on the page for an inch of a figure: 9-point letters are then 14 px high beside text of 18 px
 LOOKED_AT = ("index.html", "nbs/1_learn/01_first.html", "nbs/1_learn/03_step.html", "nbs/1_learn/05_budget.html",
@@ -53,6 +54,34 @@ TALL = re.compile(r"<(?:mfrac|munder|mover|munderover|mtable|msqrt|mroot)\b")
 ANNOTATION = re.compile(r"<annotation\b[^>]*>(.*?)</annotation>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
 CODE = re.compile(r"<pre class=\"sourceCode.*?</pre>", re.DOTALL)
+PROOF = re.compile(r"(<div class=\"proof\">\s*)<p><span class=\"proof-title\">(.*?)</span>", re.DOTALL)
+SECTION = re.compile(r"<section\b([^>]*)>\s*<h([23])\b[^>]*>(.*?)</h\2>(?:\s*<p>.*?</p>)?", re.DOTALL)
+
+# What is folded opens where the address or a search leads into it, and on paper.
+UNFOLD = """<script id="unfold">(() => {
+  const open = (one) => {
+    for (let at = one; at; at = at.parentElement) {
+      if (at.tagName === "DETAILS") at.open = true;
+      if (at.matches(".callout-collapse:not(.show)")) {
+        at.classList.add("show");
+        document.querySelector(`[aria-controls="${at.id}"]`)?.setAttribute("aria-expanded", "true");
+      }
+    }
+  };
+  const follow = () => {
+    const one = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (one && one.closest("main details, main .callout-collapse")) { open(one); one.scrollIntoView(); }
+  };
+  let closed = [];
+  addEventListener("hashchange", follow);
+  addEventListener("load", () => { follow(); document.querySelectorAll("main mark").forEach(open); });
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("main details:not([open])")];
+    for (const one of closed) one.open = true;
+  });
+  addEventListener("afterprint", () => { for (const one of closed) one.open = false; });
+})();</script>
+"""
 
 
 # ---- finish
@@ -188,6 +217,32 @@ def with_links(page: str, labels: dict[str, str], here: str, cited: set[str]) ->
     return CODE.sub(lambda code: CITATION.sub(to, REFERENCE.sub(to, code[0])), page)
 
 
+def end_of(page: str, begin: int, tag: str) -> int:
+    "Where the element that begins there is closed."
+    depth = 0
+    for found in re.compile(rf"<(/?){tag}\b[^>]*>").finditer(page, begin):
+        depth += -1 if found[1] else 1
+        if not depth:
+            return found.start()
+    raise ValueError(f"a <{tag}> is not closed: {page[begin : begin + 80]}")
+
+
+def with_folds(page: str) -> str:
+    "Long proofs are folded, and so are sections of the class `folded` or called optional, below their first paragraph."
+    def folded(begin: int, rest: int, end: int, summary: str, opening: str = "") -> str:
+        return f'{page[:begin]}<details class="folded"><summary>{summary}</summary>\n{opening}{page[rest:end]}</details>\n{page[end:]}'
+
+    for proof in reversed([*PROOF.finditer(page)]):
+        end = end_of(page, proof.start(), "div")
+        if len(text_of(page[proof.end() : end])) > LONG:
+            page = folded(proof.end(1), proof.end(), end, text_of(proof[2]).rstrip("."), "<p>")
+    for section in reversed([*SECTION.finditer(page)]):
+        if re.search(r'class="[^"]*\bfolded\b', section[1]) or re.match(r"[\d. ]*Optional: ", text_of(section[3])):
+            page = folded(section.end(), section.end(), end_of(page, section.start(), "section"), "Show this section")
+    before, _, after = page.rpartition("</body>")
+    return f"{before}{UNFOLD}</body>{after}"
+
+
 def with_terms(page: str) -> str:
     "Each term of the glossary can be led to: glossary.html#term-privacy-unit."
 
@@ -242,11 +297,11 @@ def finish(folder: Path = SITE) -> list[str]:
     labels = labels_of_the_book()
     cited = set(re.findall(r'id="ref-([\w:-]+)"', pages.get("references.html", "")))
     for name, page in pages.items():
-        if 'class="with-stop"' in page:                                            # finished before, and not rendered again
+        if UNFOLD in page:                                                         # finished before, and not rendered again
             continue
         done = with_links(with_letters(with_stops(with_low_fences(with_alt(without_scripts(page))))), labels, name, cited)
         done = with_whole_numbers(with_marks_for_style(with_reachable_tables(with_named_controls(done))))
-        done = with_sizes(done, (folder / name).parent)
+        done = with_folds(with_sizes(done, (folder / name).parent))
         (folder / name).write_text(with_terms(done) if Path(name).stem == "glossary" else done, encoding="utf-8")
     return []
 

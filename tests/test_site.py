@@ -141,6 +141,58 @@ def test_a_term_of_the_glossary_can_be_led_to(site):
         "<li><strong>", '<li id="term-privacy-unit"><strong>')
 
 
+PROOF = '<div class="proof">\n<p><span class="proof-title"><em>Proof</em>. </span>{}</p>\n<div>And a list.</div>\n</div>'
+HEADED = ('<section id="sec-a" class="level2">\n<h2 class="anchored"><span class="number">1.1</span> {}</h2>\n<p>First.</p>\n'
+          '<section id="sec-b" class="level3"><h3>Deep</h3><p id="deep">Second.</p></section>\n</section>')
+
+
+FOLDED = '<section id="sec-c" class="level2 folded"><h2>Errata</h2><p>Last.</p></section>'
+
+
+def test_a_long_proof_and_an_optional_section_fold_and_nothing_is_lost(site):
+    short, long = PROOF.format("Clear."), PROOF.format("Long. " * 60)
+    page = f"<body>{short}{long}{HEADED.format('Needed')}{HEADED.format('Optional: more')}{FOLDED}</body>"
+    done = site.with_folds(page)
+    assert done.count("<details") == done.count("</details>") == 3 and done.startswith(f"<body>{short}")
+    assert '<div class="proof">\n<details class="folded"><summary>Proof</summary>\n<p>Long. ' in done
+    assert HEADED.format("Needed") in done and re.search(r"more</h2>\n<p>First\.</p><details[^>]*><summary>Show", done)
+    assert re.search(r"Second\.</p></section>\n</details>\n</section>", done) and done.endswith(f"{site.UNFOLD}</body>")
+    plain = re.sub(r"<details[^>]*><summary>.*?</summary>|</details>|<span class=\"proof-title\">.*?</span>|\n", "", done)
+    assert plain.replace(site.UNFOLD.replace("\n", ""), "") == re.sub(r"<span class=\"proof-title\">.*?</span>|\n", "", page)
+
+
+def test_a_page_is_finished_once(site, tmp_path):
+    (tmp_path / "a.html").write_text(f"<html><body><main>{PROOF.format('Long. ' * 60)}</main></body></html>")
+    site.finish(tmp_path)
+    once = (tmp_path / "a.html").read_text()
+    site.finish(tmp_path)
+    assert (tmp_path / "a.html").read_text() == once and once.count("<details") == 1
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="needs a Chromium")
+def test_what_is_folded_opens_for_an_address_a_search_and_paper(site, tmp_path):
+    callout = ('<div aria-controls="c" aria-expanded="false"></div><div id="c" class="callout-collapse collapse"><p id="in">x</p></div>')
+    pages = {"a.html": f"{HEADED.format('Optional: more')}{PROOF.format('Long. ' * 60)}{callout}",
+             "b.html": PROOF.format("<mark>Long.</mark> " * 60)}
+    for name, folds in pages.items():
+        (tmp_path / name).write_text(site.with_folds(f"<!DOCTYPE html><html><body><main>{folds}</main></body></html>"))
+    look = """const look = async (name, page) => {
+      await pause(60);
+      const its = frame.contentWindow, folds = [...page.querySelectorAll("details")];
+      const open = () => found.push([name, "open", folds.map((one) => one.open).join()]);
+      const lead = (hash) => { its.history.replaceState(null, "", hash); its.dispatchEvent(new its.Event("hashchange")); open(); };
+      open();
+      for (const event of ["beforeprint", "afterprint"]) { its.dispatchEvent(new its.Event(event)); open(); }
+      lead("#deep");
+      lead("#in");
+      found.push([name, "callout", page.querySelector(".callout-collapse.show") ? page.querySelector("[aria-controls]").ariaExpanded : ""]);
+    };"""
+    seen = site.measured(tmp_path, [*pages], 1280, site.browser(), look)
+    assert [words for name, _, words in seen if name == "a.html"] == [
+        "false,false", "true,true", "false,false", "true,false", "true,false", "true"]
+    assert next(words for name, _, words in seen if name == "b.html") == "true"
+
+
 def section(number, *links, show=" show"):
     items = "".join(f'<li class="sidebar-item"><a href="{link}" class="sidebar-item-text sidebar-link">x</a></li>' for link in links)
     return (f'<li class="sidebar-item sidebar-item-section"><a aria-expanded="true">Part</a>'
