@@ -282,6 +282,12 @@ def choose_probes(batch: Batch, alone: Callable[[list[int]], Batch]) -> Probes:
         return [*dict.fromkeys([order[0], order[size // 2], order[-1]])]
     rows = three(ends.argsort(descending=True).tolist())
     singles = {row: alone([row]) for row in rows}
+    for key, x in _items(batch).items():
+        if isinstance(x, Tensor) and x.ndim and len(x) != size and any(
+                len(_items(one)[key]) != len(x) for one in singles.values()):
+            raise Coupled(f"the batch has {len(x)} rows of {size} examples in {key!r}, "
+                          "so none can be bounded by itself; let collate_fn pad and "
+                          "stack what it packs end to end, such as graphs or texts")
     padding, why = learn_padding(batch, singles)
     if padding:
         lengths = torch.stack([pad.used(_items(batch)[key]).double().mean(1).cpu()

@@ -474,8 +474,9 @@ def read_schema(
         raise ValueError(f"no column {lost[0]!r}; the data has {_listed(names)}; "
                          "name texts and label with columns=")
     if column_of_unit in asked:
+        where = "columns=" if column_of_unit in (columns or ()) else "label="
         raise ValueError(f"column {unit!r} names the unit of privacy, so the model "
-                         "must not read it; leave it out of columns=")
+                         f"must not read it; leave it out of {where}")
     kinds = kinds_of(data)
     kind, reads, label = (_given(kinds, [*columns], label, classed) if columns
                           else _guessed(kinds, column_of_unit, label, takes))

@@ -20,12 +20,12 @@ from .oracle import evaluating
 from .sampling import gather
 
 # %% auto #0
-__all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL', 'NUMBERS', 'TOKENS', 'LOSSES', 'Collate',
-           'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs', 'logits',
-           'labels_of', 'unknown', 'problem_of', 'label_losses', 'aligned', 'token_losses', 'mean_token_losses',
-           'summed_losses', 'spans', 'span_losses', 'default_loss', 'chosen_loss', 'example_losses', 'to_device',
-           'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches', 'answers', 'accuracy', 'exact_match',
-           'r2', 'perplexity', 'Measure', 'measure_for']
+__all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL', 'NUMBERS', 'TOKENS', 'FRAMES', 'LOSSES',
+           'Collate', 'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs',
+           'logits', 'labels_of', 'unknown', 'problem_of', 'label_losses', 'aligned', 'token_losses',
+           'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'speech_losses', 'default_loss', 'chosen_loss',
+           'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches',
+           'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
 
 # %% ../nbs/source/losses.ipynb #losses-task
 TASKS = {  # end of the name of a model's class -> its task
@@ -48,6 +48,7 @@ TASKS = {  # end of the name of a model's class -> its task
     "MTModel": "generation",
     "ForQuestionAnswering": "question answering",
     "ForQuestionAnsweringSimple": "question answering",
+    "ForCTC": "speech",
 }
 ODD = ("XLNetLMHead", "XLNetForQuestionAnswering", "XLMForQuestionAnswering",
        "FlaubertForQuestionAnswering", "LxmertForQuestionAnswering", "TrOCRForCausalLM",
@@ -128,7 +129,7 @@ def logits(
                          f"{type(output).__name__}, which has no logits; {ASK}")
     return output if isinstance(output, Tensor) else output.logits
 
-ASK = "pass loss_fn=, a function (model, batch) that returns one loss per example"
+ASK = "let loss_fn be a function (model, batch) that returns one loss per example"
 
 
 def labels_of(batch: Any) -> Tensor:
@@ -194,6 +195,7 @@ def label_losses(
 
 # %% ../nbs/source/losses.ipynb #losses-tokens
 TOKENS = ("tagging", "masked", "causal", "seq2seq")
+FRAMES = "_get_feat_extract_output_lengths", "_get_subsampling_output_length"
 
 def aligned(
     model: nn.Module,
@@ -258,10 +260,32 @@ def span_losses(
     "The mean of the cross entropies of start and end."
     return token_losses(*spans(model, batch))[0] / 2
 
+def speech_losses(
+    model: nn.Module,
+    batch: Any,        # with labels (B, L), -100 beyond a clip's own
+) -> Tensor:           # (B,)
+    """Each clip's connectionist temporal classification, as its configuration says;
+    @graves2006."""
+    labels, scores = labels_of(batch), full(logits(model, batch))
+    inner: Any = unwrapped(model)
+    mask, said = batch.get("attention_mask"), labels >= 0
+    frames: Any = next((getattr(inner, name) for name in FRAMES
+                        if hasattr(inner, name)), None)
+    if scores.ndim != 3 or labels.ndim != 2 or (frames is None and mask is not None):
+        raise unknown(model, scores, labels)
+    lengths = (labels.new_full((len(labels),), scores.shape[1]) if mask is None
+               else frames(mask.sum(-1)).long())
+    losses = F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), labels[said],
+                        lengths, said.sum(1), inner.config.pad_token_id, "none",
+                        inner.config.ctc_zero_infinity)
+    mean = inner.config.ctc_loss_reduction == "mean"
+    return losses / said.sum(1).clamp(min=1) if mean else losses
+
 # %% ../nbs/source/losses.ipynb #losses-default
 LOSSES: dict[str | None, Callable[[nn.Module, Any], Tensor]] = {
     "classification": label_losses, "choice": label_losses, None: label_losses,
-    **dict.fromkeys(TOKENS, mean_token_losses), "question answering": span_losses}
+    **dict.fromkeys(TOKENS, mean_token_losses), "question answering": span_losses,
+    "speech": speech_losses}
 
 def default_loss(
     model: nn.Module,
@@ -300,8 +324,10 @@ def to_device(
     "The batch on a device."
     if isinstance(batch, dict):
         return {name: to_device(values, device) for name, values in batch.items()}
-    if not isinstance(batch, Tensor):
+    if isinstance(batch, (list, tuple)):
         return tuple(to_device(part, device) for part in batch)
+    if not isinstance(batch, Tensor):
+        return batch     # such as the names of rows
     there = batch.to(device, non_blocking=torch.device(device).type != "mps")
     if batch.device.type == "cpu" != there.device.type:
         _COPIED[there] = batch, there._version
@@ -449,12 +475,16 @@ def measure_for(
              "masked": PERPLEXITY, "causal": PERPLEXITY, "seq2seq": PERPLEXITY}
     if (task := task_of(model)) in known:
         return known[task]
-    with torch.no_grad():
-        (scores, labels), = [(logits(model, batch), labels_of(batch)) for batch in
-                             evaluation_batches(model, [data[0]], collate, 1)]
+    way_out = "give a function of the model in place of the data"
+    try:
+        with torch.no_grad():
+            (scores, labels), = [
+                (logits(model, batch), labels_of(batch)) for batch in
+                evaluation_batches(model, [data[0]], collate, 1)]
+    except ValueError as error:
+        raise ValueError(str(error).replace(ASK, way_out)) from None
     problem = problem_of(model, scores, labels)
     if problem is None:
-        raise ValueError(
-            f"there is no standard score for {type(unwrapped(model)).__name__}; give a "
-            "function of the model in place of the data")
+        raise ValueError("there is no standard score for "
+                         f"{type(unwrapped(model)).__name__}; {way_out}")
     return {SINGLE: ACCURACY, SEVERAL: EXACT, NUMBERS: R2}[problem]

@@ -57,6 +57,8 @@ class Plan:
         return epsilon([done, *self.mechanisms[1:]], self.delta, self.accountant)
 
 # %% ../nbs/source/plan.ipynb #plan-check-sizes
+FEWEST = 10 # units; with fewer a delta below 1/N would promise next to nothing
+
 def check_sizes(
     size: int, batch_size: int, steps: int, delta: float, clip: float,
 ) -> None:
@@ -69,12 +71,12 @@ def check_sizes(
     check(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
     check(delta < 1 / size, f"delta={delta} must be below 1/{size}: there, publishing "
                             "one unit at random would count as private")
+    check(delta < 1 / FEWEST, f"delta={delta} must be below 1/{FEWEST}, however few "
+                              "the units")
     check(0 < clip < math.inf, f"clip={clip} must be positive and finite; use "
                                "epsilon=inf for a run without clipping")
 
 # %% ../nbs/source/plan.ipynb #plan-defaults
-FEWEST = 10 # units; with fewer the default delta would promise next to nothing
-
 def usual_delta(
     size: int,            # privacy units
     private: bool = True, # False: for a run without noise any size will do
@@ -83,7 +85,7 @@ def usual_delta(
     check(not (private and 0 < size < FEWEST),
           f"delta: {size} units are too few for the default of 1/(2N), which would "
           f"be {0.5 / max(size, 1):.2g}; give delta=")
-    return 0.5 / max(size, 1)
+    return 0.5 / max(size, FEWEST)
 
 # %% ../nbs/source/plan.ipynb #plan-make
 def named_apart(requests: Sequence[Request]) -> list[Request]:

@@ -35,7 +35,8 @@ from .texts import MOST, EncodedData, Selected, encode, encode_tags, first_token
 from .texts import token_rows
 
 # %% auto #0
-__all__ = ['SCORED', 'SCALING', 'Prepared', 'save_scaling', 'concerning', 'prepare', 'checked_rows', 'check_causal']
+__all__ = ['SCORED', 'SCALING', 'Prepared', 'save_scaling', 'concerning', 'prepare', 'check_not_packed', 'checked_rows',
+           'check_causal']
 
 # %% ../nbs/source/prepared.ipynb #prepared-prepared
 @dataclass(repr=False)
@@ -187,6 +188,8 @@ def prepare(
             names, facts = classes_of(
                 data, schema, classes or class_names(data, schema.label or "")
                 or (None if isinstance(model, str) else own_classes(model)))
+    if schema.kind == "tokens":
+        check_not_packed(data)
     if task is not None:
         kind, names, facts = task.kind, task.classes, [*task.assumed_public]
 
@@ -232,6 +235,15 @@ def prepare(
     ready.assumed_public = [*dict.fromkeys(facts)]
     _check_classes(ready)
     return ready
+
+def check_not_packed(data: Any) -> None:
+    "ValueError for rows of several texts, as packing makes them, which share a bound."
+    for name in {"seq_lengths", "position_ids"} & {*column_names(data)}:
+        rows = map(torch.as_tensor, column(data, name))
+        if any(len(row) > 1 if name == "seq_lengths" else    # else places start anew
+               ((row.diff() < 0) & (row[:-1] > 1)).any() for row in rows):
+            raise ValueError(f"the rows are packed, as {name!r} says, and people who "
+                             "share a row cannot be bounded apart; give one text a row")
 
 def _schema(model: Any, data: Any, columns: Sequence[str] | None, unit: Any,
             label: str | None, classed: bool, collate_fn: Any, loss_fn: Any) -> Schema:

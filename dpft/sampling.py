@@ -74,6 +74,9 @@ def gather(
         return tuple(values[rows] for values in data.tensors)
     items = [data[int(index)] for index in indices]
     batch = (collate or collate_for(data))(items)
+    if not isinstance(batch, (Mapping, tuple, list, Tensor)):
+        raise ValueError(f"collate_fn returns a {type(batch).__name__}; let it return "
+                         "a dictionary or tuple of tensors with a row for each example")
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 # %% ../nbs/source/sampling.ipynb #sampling-random-state
@@ -278,8 +281,10 @@ class Population:
         "The batch of these rows; ValueError unless it has one row for each."
         batch = gather(self.data, rows, self.collate_fn)
         if (found := batch_rows(batch)) != len(rows):
-            raise ValueError(f"collate_fn made {found} rows of {len(rows)}, and each "
-                             "is bounded by itself; let it return one for each")
+            own = getattr(self.collate_fn, "__name__", type(self.collate_fn).__name__)
+            raise ValueError(f"collate_fn={own} made {found} rows of {len(rows)}, and "
+                             "each is bounded by itself; let it pad and stack what it "
+                             "packs end to end, such as graphs or texts")
         return batch
 
     def packed(self, units: Tensor, most: int,

@@ -17,6 +17,7 @@ from zoo import Items
 import dpft
 from dpft.book.tasks import fingerprint
 from dpft.data import TableData, TensorData, as_dataset, as_task, kind_of_task, read_labels, read_schema
+from dpft.gradients import clipped_sum, per_example_gradients
 from dpft.ledger import Ledger
 from dpft.models import load_model
 from dpft.prepared import prepare
@@ -412,11 +413,15 @@ def writer(name):
             "decoder": lambda: hf.BertLMHeadModel(hf.BertConfig(is_decoder=True, **TINY)),
             "encoder": lambda: hf.BertLMHeadModel(hf.BertConfig(**TINY)),
             "masked": lambda: hf.BertForMaskedLM(hf.BertConfig(**TINY)),
+            "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(
+                vocab_size=12, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+                decoder_start_token_id=1, forced_eos_token_id=1)),
             "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5))}[name]()
 
 
 @pytest.mark.parametrize("name, said", [
-    ("gpt2", None), ("decoder", None), ("t5", None), ("masked", "the head of BertForMaskedLM is for masked"),
+    ("gpt2", None), ("decoder", None), ("t5", None), ("bart", None), ("masked", "the head of BertForMaskedLM is for masked"),
     ("encoder", "BertLMHeadModel sees the tokens that it is to predict; load it as a decoder")])
 def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(tokenizer, name, said):
     data, model = [{"prompt": "a b", "completion": "c d"}] * 12, writer(name)
@@ -430,12 +435,16 @@ def test_texts_are_continued_only_by_a_model_that_does_not_see_what_it_predicts(
             run()
 
 
-def test_an_encoder_decoder_gets_prompt_and_completion_apart(tokenizer):
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_gets_prompt_and_completion_apart(tokenizer, name):
     rows = [{"prompt": "a b c", "completion": "d", "user": "p"}, {"prompt": "a", "completion": "e f", "user": "q"},
             {"prompt": "b", "completion": "g", "user": "p"}]
-    ready = prepare(writer("t5"), rows, tokenizer, unit="user")
+    model = writer(name)
+    ready = prepare(model, rows, tokenizer, unit="user")
     batch = {name: values.tolist() for name, values in gather(ready.train, [0, 1]).items() if name != "token_type_ids"}
     assert batch == {"input_ids": [[2, 3, 4], [2, 0, 0]], "attention_mask": [[1, 1, 1], [1, 0, 0]], "labels": [[5, -100], [6, 7]]}
+    collated = gather(ready.train, [0, 1], hf.DataCollatorForSeq2Seq(tokenizer, model))
+    assert all(collated[name].tolist() == batch[name] for name in batch) and "decoder_input_ids" in collated
     assert ready.kind == "seq2seq" and len(units_of(ready.train, "user")) == 2 and "the tokenizer's vocabulary" in ready.assumed_public
     with pytest.raises(ValueError, match="reads one text and writes another; name both"):
         prepare(writer("t5"), {"text": ["a", "b"]}, tokenizer)
@@ -487,6 +496,106 @@ def test_the_columns_that_a_models_forward_takes_are_read_and_the_others_named()
     assert set(ready.train[0]) == {"x", "labels"}
     ready = prepare(Graph(), GRAPHS, unit="patient", columns=("x",), label="y")
     assert ready.reading().startswith("reads: x; label: y; unit: patient") and set(ready.train[0]) == {"x", "labels"}
+
+
+class Molecules(nn.Module):
+    """A graph network over sums of neighbours: of graphs end to end, or with one dense adjacency each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x, edges=None, graph=None, adjacency=None):
+        hidden = torch.relu(self.inner(x))
+        if adjacency is not None:
+            return self.outer((adjacency.to(hidden) @ hidden).sum(1))
+        sums = hidden.new_zeros(int(graph.max()) + 1, 4).index_add(0, graph[edges[:, 0]], hidden[edges[:, 1]])
+        return self.outer(sums)
+
+
+RINGS = [{"x": [[row / 8, place, 1.0] for place in range(3 + row % 3)], "edges": [[a, (a + 1) % (3 + row % 3)] for a in range(3 + row % 3)],
+          "y": row % 2} for row in range(16)]
+
+
+def end_to_end(items):
+    starts = np.cumsum([0, *(len(item["x"]) for item in items)])
+    return {"x": torch.cat([torch.tensor(item["x"]) for item in items]), "y": torch.tensor([item["y"] for item in items]),
+            "edges": torch.cat([torch.tensor(item["edges"]) + start for item, start in zip(items, starts, strict=False)]),
+            "graph": torch.cat([torch.full((len(item["x"]),), row) for row, item in enumerate(items)])}
+
+
+def dense(items):
+    most = max(len(item["x"]) for item in items)
+    x, adjacency = torch.zeros(len(items), most, 3), torch.zeros(len(items), most, most)
+    for row, item in enumerate(items):
+        x[row, :len(item["x"])] = torch.tensor(item["x"])
+        adjacency[row, *torch.tensor(item["edges"]).T] = 1
+    return {"x": x, "adjacency": adjacency, "y": torch.tensor([item["y"] for item in items])}
+
+
+def of_each_graph(model, batch):
+    return nn.functional.cross_entropy(model(**{name: values for name, values in batch.items() if name != "y"}), batch["y"],
+                                       reduction="none")
+
+
+@pytest.mark.parametrize("first", ["x", "y"])
+def test_graphs_whose_rows_a_collator_joins_are_refused_before_a_charge(tmp_path, first):
+    def collate(items):
+        batch = end_to_end(items)
+        return {first: batch[first], **batch}
+    with pytest.raises(ValueError, match="pad and stack what it packs end to end, such as graphs"):
+        dpft.fine_tune(Molecules(), RINGS, dpft.Full(), loss_fn=of_each_graph, collate_fn=collate, ledger=tmp_path / "ledger.sqlite",
+                       progress=False, **KNOBS)
+    assert not (tmp_path / "ledger.sqlite").exists() or not dpft.Ledger(tmp_path / "ledger.sqlite").runs()
+
+
+def test_graphs_with_one_dense_adjacency_each_are_bounded_exactly():
+    model, batch = Molecules().double(), dense(RINGS[:6])
+    batch = {name: values.double() if values.is_floating_point() else values for name, values in batch.items()}
+    rows = per_example_gradients(model, of_each_graph, batch)
+    norms = torch.cat([values.flatten(1) for values in rows.values()], 1).norm(dim=1)
+    factors = (norms.median() / norms).clamp(max=1)
+    for name, value in clipped_sum(model, of_each_graph, batch, float(norms.median())).items():
+        assert torch.allclose(value, torch.tensordot(factors, rows[name], 1), rtol=1e-6)
+    assert dpft.fine_tune(Molecules(), RINGS, dpft.Full(), loss_fn=of_each_graph, collate_fn=dense, progress=False, **KNOBS).epsilon > 0
+
+
+@pytest.mark.parametrize("collate, said", [
+    (hf.DataCollatorWithFlattening(), "collate_fn=DataCollatorWithFlattening made 1 rows of"),
+    (lambda items: object(), "collate_fn returns a object; let it return a dictionary or tuple of tensors")])
+def test_a_packed_batch_and_one_of_no_tensors_are_refused_by_name(collate, said):
+    with pytest.raises(ValueError, match=said):
+        dpft.fine_tune(writer("gpt2"), [{"input_ids": [3, 4, 5][:2 + row % 2]} for row in range(16)], dpft.Full(), collate_fn=collate,
+                       progress=False, **KNOBS)
+
+
+@pytest.mark.parametrize("name, packed, single", [("position_ids", [0, 1, 2, 0], [0, 1, 2, 3]), ("seq_lengths", [3, 1], [4])])
+def test_rows_that_are_packed_are_refused_by_the_column_that_says_so(name, packed, single):
+    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6], name: single}] * 12
+    assert prepare(writer("gpt2"), rows).kind == "causal"
+    with pytest.raises(ValueError, match=f"the rows are packed, as '{name}' says"):
+        prepare(writer("gpt2"), [*rows, {**rows[0], name: packed}])
+
+
+@pytest.mark.parametrize("norm, masked, refused", [("layer", True, False), ("layer", False, True), ("group", False, True)])
+def test_clips_are_bounded_one_by_one_and_padding_that_leaks_is_refused(norm, masked, refused):
+    torch.manual_seed(0)
+    model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(
+        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8), conv_kernel=(4, 3),
+        conv_stride=(2, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, feat_extract_norm=norm,
+        do_stable_layer_norm=norm == "layer", apply_spec_augment=False, layerdrop=0.0))
+    rows = [{"input_values": np.sin(np.arange(size) * (1 + row)).tolist(), "labels": [1 + row % 5, 2][:1 + row % 2]}
+            for row, size in enumerate([90, 50, 70, 61] * 3)]
+    if masked:
+        rows = [{**row, "attention_mask": [1] * len(row["input_values"])} for row in rows]
+    def run():
+        return dpft.fine_tune(model, rows, dpft.Full(), progress=False, **KNOBS)
+    if refused:
+        with pytest.raises(ValueError, match="changes with the length of its padding"):
+            run()
+    else:
+        assert run().epsilon > 0
 
 
 # ---- missing values

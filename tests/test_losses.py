@@ -71,6 +71,20 @@ CLASSES, SETS = tensor([0, 2, 1, 1, 0]), tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 
 REALS = torch.linspace(-1, 2, 5, dtype=torch.float64)
 SPANS = {"start_positions": tensor([1, 0, 2, 3, 0]), "end_positions": tensor([3, 2, 2, 9, 6])}  # 9 lies beyond the text
 
+CLIPS = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8, 8),
+             conv_kernel=(4, 3), conv_stride=(2, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+             feat_extract_norm="layer", do_stable_layer_norm=True, apply_spec_augment=False, layerdrop=0.0, pad_token_id=0,
+             **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"), 0.0))
+
+
+def clips(size=90):
+    mask = (torch.arange(size) < tensor([90, 50, 70, 80, 61])[:, None]).long()
+    labels = numbers(ROWS, 4, high=9)
+    labels[1, 2:] = labels[3, 3:] = -100
+    sounds = torch.randn(ROWS, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {"input_values": sounds * mask, "attention_mask": mask, "labels": labels}
+
+
 CASES = {  # model, batch, task
     "classes": (lambda: made(hf.BertForSequenceClassification, hf.BertConfig, **SMALL, num_labels=3), text(labels=CLASSES),
                 "classification"),
@@ -101,6 +115,8 @@ CASES = {  # model, batch, task
     "answers": (lambda: made(hf.BertForQuestionAnswering, hf.BertConfig, **SMALL), text(**SPANS), "question answering"),
     "choices": (lambda: made(hf.BertForMultipleChoice, hf.BertConfig, **SMALL),
                 {"input_ids": numbers(ROWS, 3, TOKENS), "labels": CLASSES}, "choice"),
+    "speech": (lambda: made(hf.Wav2Vec2ForCTC, hf.Wav2Vec2Config, **CLIPS), clips(), "speech"),
+    "speech, a mean": (lambda: made(hf.Wav2Vec2ForCTC, hf.Wav2Vec2Config, **CLIPS, ctc_loss_reduction="mean"), clips(), "speech"),
     "next sentence": (lambda: made(hf.BertForNextSentencePrediction, hf.BertConfig, **SMALL), text(labels=CLASSES % 2), "choice"),
 }
 
@@ -138,7 +154,7 @@ def test_no_row_moves_anothers_loss(case):
 
 @pytest.mark.filterwarnings("ignore:.*no fast rule")
 @pytest.mark.parametrize("case", ["classes", "several labels", "a regression", "tags", "masked", "causal llama", "t5", "answers",
-                                  "choices"])
+                                  "choices", "speech"])
 def test_the_engine_bounds_each_task_as_the_oracle_does(case):
     make, batch, _ = CASES[case]
     model = make()
@@ -154,7 +170,7 @@ def test_the_engine_bounds_each_task_as_the_oracle_does(case):
 
 def test_minus_100_counts_nothing_in_every_task():
     for case, (make, batch, _) in CASES.items():
-        if "regression" in case:                                                 # there it is a number like any other
+        if "regression" in case or "speech" in case:         # a number like any other; a clip in which nothing is said
             continue
         nothing = {name: torch.full_like(values, -100) if name in ("labels", *SPANS) else values for name, values in batch.items()}
         assert example_losses(make(), nothing).tolist() == [0] * ROWS, case
@@ -186,7 +202,7 @@ def test_a_head_that_is_not_known_is_a_question(make):
     model = make()
     assert task_of(model) is None
     for score in (example_losses, summed_losses):
-        with pytest.raises(ValueError, match="pass loss_fn=, a function") as caught:
+        with pytest.raises(ValueError, match="let loss_fn be a function") as caught:
             score(model, text(labels=token_labels(40)))
         assert type(model).__name__ in str(caught.value) and "\n" not in str(caught.value)
 
@@ -196,7 +212,7 @@ def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
     model, x = nn.Linear(2, 3), torch.zeros(4, 2)
     own = tensor([0, 1, 2, -100])
     assert torch.allclose(example_losses(model, (x, own)), nn.functional.cross_entropy(model(x), own, reduction="none"), rtol=1e-6)
-    with pytest.raises(ValueError, match="pass loss_fn="):
+    with pytest.raises(ValueError, match="let loss_fn be"):
         example_losses(model, (x, labels))
     with pytest.raises(ValueError, match="there is no standard score for Linear"):
         measure_for(model, list(zip(x, labels, strict=True)))
@@ -204,7 +220,7 @@ def test_a_module_of_ones_own_is_a_classifier_or_asks(labels):
 
 def test_one_score_a_row_is_no_choice_among_classes():
     model, data = nn.Linear(2, 1), [(torch.zeros(2), 0), (torch.ones(2), 1)]
-    with pytest.raises(ValueError, match="pass loss_fn="):
+    with pytest.raises(ValueError, match="let loss_fn be"):
         example_losses(model, (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
     with pytest.raises(ValueError, match="there is no standard score for Linear"):
         measure_for(model, data)
@@ -217,7 +233,7 @@ def test_of_items_without_names_only_pairs_say_their_labels(parts):
     model = made(hf.BertForTokenClassification, hf.BertConfig, **SMALL, num_labels=3)
     batch = (text()["input_ids"], text()["attention_mask"], numbers(ROWS, TOKENS, high=3, low=0), CLASSES)[:parts]
     for measured in (default_loss(model), lambda model, batch: measure_for(model, [batch])(model, [tuple(part[0] for part in batch)])):
-        with pytest.raises(ValueError, match=f"has {parts} parts without names, .* loss_fn="):
+        with pytest.raises(ValueError, match=f"has {parts} parts without names, .* (let loss_fn be|give a function of the model)"):
             measured(model, batch)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import dp_accounting
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpft import privacy
+from dpft.plan import make_plan
 from dpft.privacy import (
     BudgetError,
     Request,
@@ -245,6 +247,23 @@ def test_a_tiny_or_a_huge_target_is_answered(target, accountant):
         assert epsilon(SampledGaussian(sigma, 0.01, 300), 1e-5, accountant) <= target
     except BudgetError as error:
         assert target == 0.001 and accountant == "rdp" and "the floor is 0.0035 even with unlimited noise" in str(error)
+
+
+@pytest.mark.parametrize("plan", [(1e-5, 1.0, 1), (1e-5, 0.01, 300), (1e-3, 0.05, 5), (1e-6, 0.001, 20000)])
+@pytest.mark.parametrize("target", [30.0, 1e3, 1e6])
+def test_a_large_target_is_solved_in_two_seconds_of_a_processor(target, plan):
+    noise_multiplier(1.0, 1e-5, 0.1, 10)                                   # what is loaded once
+    before = time.process_time()
+    assert noise_multiplier(target, *plan) > 0 and time.process_time() - before < 2
+
+
+@pytest.mark.parametrize("size, delta, words", [
+    (3, None, "3 units are too few for the default"), (1, None, "1 units are too few"), (3, 0.17, "delta=0.17 must be below 1/10"),
+    (1, 0.5, "delta=0.5 must be below 1/10"), (40, 0.17, "delta=0.17 must be below 1/40")])
+def test_a_delta_of_tiny_data_that_promises_nothing_is_refused(size, delta, words):
+    with pytest.raises(ValueError, match=words):
+        make_plan(size, 1, 1, 3.0, delta=delta)
+    assert make_plan(3, 1, 1, 3.0, delta=0.05).delta == 0.05 and not make_plan(3, 1, 1, math.inf).private
 
 
 def test_rounding_after_many_steps_makes_no_epsilon_too_small():

@@ -210,7 +210,7 @@ CALLS = [
     (dict(show_loss=1), "show_loss=1: give True or False"), (dict(progress=None), "progress=None: give True or False"),
     (dict(augment="flip"), "augment='flip' is a text; give views of each picture"),
     (dict(unit=2), "object of type 'int' has no len"),
-    (dict(loss_fn=nn.functional.mse_loss), r"loss_fn=mse_loss takes scores and labels; pass loss_fn=, a function \(model, batch\)"),
+    (dict(loss_fn=nn.functional.mse_loss), r"loss_fn=mse_loss takes scores and labels; let loss_fn be a function \(model, batch\)"),
     (dict(callbacks=[hf.EarlyStoppingCallback(2)]), "EarlyStoppingCallback requires IntervalStrategy"),
     (dict(evaluate="dev"), "evaluate='dev' is a text; give data set"), (dict(model=nn.ReLU()), "ReLU has no parameters, so nothing")]
 
