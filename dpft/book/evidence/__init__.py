@@ -9,6 +9,7 @@ from dpft.book.evidence.attacks import attack_entry, larger_attack_grid
 from dpft.book.evidence.defaults import EXPERIMENTS as DEFAULTS
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
+from dpft.book.evidence.gpu import EXPERIMENTS as GPU
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
 from dpft.book.evidence.methods import EXPERIMENTS as METHODS
 from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
@@ -16,7 +17,7 @@ from dpft.book.experiments import Experiment
 from dpft.book.figures import Drawing
 
 EXPERIMENTS = {
-    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL, **DEFAULTS,
+    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL, **DEFAULTS, **GPU,
     "attacks": Experiment("What can an attacker learn about single rows?", None, attack_entry,
                           "E2E, digits; about half an hour on one core", reduced=True),
     "attacks-larger": Experiment("Does a model of 135 million parameters memorise secrets?", larger_attack_grid, attack_entry,
