@@ -34,6 +34,16 @@ def attack(epsilon, seed):
     return entry("attacks", "Full", epsilon, seed, data="e2e", allowed={"auc": 0.9}, membership=found, calibrated=found)
 
 
+def moved(experiment, device, **more):
+    distances = {str(step): {layer: (1 - step / 4) / (2 + place) for place, layer in enumerate("ab")} for step in (1, 2, 4)}
+    return entry(experiment, "Full", 1, 0, data="fashion_mnist", distances=distances) | {"device": device, **more}
+
+
+def turned(experiment, device, clip, **more):
+    look = {when: {layer: {"strength": scale, "total": 1 / scale} for layer in "ab"} for when, scale in (("before", 1.0), ("after", 1.2))}
+    return entry(experiment, "LayerFreeze", 2.0, 0, data="cifar10", clip=clip, series=[look, look]) | {"device": device, **more}
+
+
 def cost(who, size, part="text", trains="biases"):
     return {"experiment": "cost", "part": part, "trains": trains, "who": who, "size": size, "width": size, "layers": size, "rows": 4,
             "cannot": "", "seconds": 0.1 * size, "peak_mib": 2.0 * size, "examples_per_second": 3.0, "device": "CPU",
@@ -52,6 +62,9 @@ RECORDS = {
     "methods-headline": grid("methods-headline", budgets=(2.0,)),
     "audits": [entry("audits", method, 8.0, 0, audited=3.0, claim=7.0, kind="separation", bounds={"separation": 4.0, "guesses": 1.0})
                for method in ("Full", "RapFT")],
+    "lf-pwcca": [moved("lf-pwcca", "CPU, 1 threads")],
+    "lf-angles": [turned("lf-angles", "CPU, 1 threads", clip) for clip in (1.0, 5.0)],
+    "text-short": grid("text-short", budgets=(0.5, 2.0)),
     "attacks": [attack(epsilon, seed) for epsilon in (2.0, "inf") for seed in range(2)],
     "costs": [cost(who, size, part, trains) for who in ("plain", "dpft") for size in (16, 32) for trains in ("biases", "full")
               for part in ("text", "images", "models", "depths")]}
@@ -229,3 +242,26 @@ def test_full_and_reduced_runs_are_never_in_one_picture(results):
     assert {e["reduced"] for e in standing_on(some)} == {True}
     write_records(results / "methods-text.jsonl", [{**e, "reduced": False} for e in RECORDS["methods-text"]])
     assert {e["reduced"] for e in standing_on(some)} == {False}
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["CPU", "GPU"])
+def test_a_figure_of_the_gpu_shows_what_there_is_and_says_on_what(results, tmp_path, there):
+    card = {"reduced": False, "model": "larger"}
+    if there:
+        write_records(results / "gpu-figures.jsonl", [
+            *grid("gpu-figures", budgets=(2.0,), data="cifar10", **card, device="NVIDIA H200"),
+            moved("gpu-figures", "NVIDIA H200", **card), turned("gpu-figures", "NVIDIA H200", 1.0, **card),
+            entry("gpu-figures", "Full", 8.0, 0, data="sst2", **card) | {"metrics": {}, "cannot": "RuntimeError: no memory"}])
+    names = ("pwcca", "angles", "utility")
+    said = list(redraw({name: FIGURES[name] for name in names}, tmp_path))
+    for name, sentence in zip(names, said, strict=True):
+        figure = FIGURES[name].draw(standing_on(FIGURES[name]))
+        titles = [axis.get_title().splitlines()[-1] for axis in figure.axes if axis.get_title()]
+        assert titles == (["NVIDIA H200"] if there else ["CPU" if name == "utility" else "CPU, 1 thread"])
+        assert titles[0] in sentence
+        assert all(axis.get_lines() for axis in figure.axes)
+        plt.close(figure)
+    (strength, *_), (angle, *_) = (axis.get_lines()[1:] for axis in FIGURES["angles"].draw(standing_on(FIGURES["angles"])).axes)
+    assert list(strength.get_ydata()) == pytest.approx([1.2, 1.2])
+    assert list(angle.get_ydata()) == pytest.approx([math.degrees(1 / 1.2 - 1)] * 2)
+    plt.close("all")

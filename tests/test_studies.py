@@ -1,5 +1,6 @@
 """Each way of each study goes from its tuning to its runs to a verdict, with stand-ins for data and models."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ from safetensors.torch import save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dpft.book import experiments, pretrained
-from dpft.book.evidence import language, protocol
+from dpft.book.evidence import EXPERIMENTS, gpu, language, protocol
+from dpft.book.evidence.freezing import spent
 from dpft.book.evidence.protocol import STUDIES, measure_of, study_grid, study_verdict, tuning_grid
 from dpft.book.experiments import make_record, recorded, results_file, settings_in, write_records
 from dpft.book.pretrained import EfficientNetLite0
@@ -98,7 +100,8 @@ def weights(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forgotten():
     "Data and models that are kept between runs, as those of a queue are: none from before, and none afterwards."
-    kept = (experiments.prepared_task, pretrained.feature_task, pretrained._lite, pretrained._minilm, language.development_pairs)
+    kept = (experiments.prepared_task, pretrained.feature_task, pretrained._pictures, pretrained._lite, pretrained._minilm,
+            language.development_pairs)
     for its in kept:
         its.cache_clear()
     yield
@@ -269,3 +272,38 @@ def test_the_language_model_is_shown_before_and_after_and_goes_on(world, run, tm
     (tmp_path / "llm" / "after.json").unlink()
     status, out, err = run(*words)
     assert status == 0 and "after: perplexity" in out, err                       # the state is there, so no step is paid again
+
+
+# ---- three figures on a GPU
+
+
+def test_the_runs_for_a_gpu_are_rehearsed_to_the_end_and_the_most_valuable_come_first(world, run, tmp_path, monkeypatch):
+    its = EXPERIMENTS["gpu-figures"]
+    brief = {"limit": 26, "held_out": 6, "batch_size": 8, "steps": 3, "stops": [1, 2, 3], "physical_batch_size": 64, "widest": 20}
+    def grid():
+        return [{**row, **{name: value for name, value in brief.items() if name in row}} for row in its.grid()]
+    monkeypatch.setitem(EXPERIMENTS, "gpu-figures", replace(its, grid=grid))
+    status, _, err = run("run", "gpu-figures", "--workers", "1", "--output", tmp_path)
+    records = recorded(tmp_path / "gpu-figures.jsonl")
+    assert status == 0 and not any(entry["cannot"] for entry in records), (err, [entry["cannot"] for entry in records])
+    assert [(entry["figure"], entry["data"]) for entry in records][:4] == [
+        ("utility", "cifar10"), ("pwcca", "cifar10"), ("angles", "cifar10"), ("utility", "sst2")] and len(records) == 8
+    distances = records[1]["distances"]
+    assert set(distances) == {"1", "2", "3"} and all(0 <= value <= 1 for at in distances.values() for value in at.values())
+    assert set(distances["3"].values()) <= {0.0} and min(distances["1"].values()) < max(distances["1"].values())
+    lowest = next(iter(distances["2"]))
+    assert distances["2"][lowest] == 0 < distances["1"][lowest]                    # frozen after the second step
+    assert [look["frozen"] for look in records[2]["series"]] == [False] and "1.0" in records[2]["series"][0]["groups"]
+    assert all(entry["reduced"] and "accuracy" in entry["metrics"] and entry["device"] for entry in records)
+
+
+def test_the_runs_for_a_gpu_are_whole_tasks_and_a_failure_leaves_its_reason(monkeypatch):
+    runs, reduced = EXPERIMENTS["gpu-figures"].rows("gpu-figures", full=True)
+    assert not reduced and len(runs) == 20 and not any("limit" in row for row in runs) and EXPERIMENTS["gpu-figures"].hours == 0.1
+    assert {(row["data"], row["method"], row["target_epsilon"]) for row in runs if row["figure"] == "utility"} == {
+        (data, *rest) for data in ("cifar10", "sst2") for rest in itertools.product(("Full", "BiTFiT", "LastLayer"), (0.5, 2.0, 8.0))}
+    assert spent(runs[1], runs[1]["steps"], 50_000) == pytest.approx(2.0, abs=0.1)
+    def fails(settings):
+        raise RuntimeError("CUDA out of memory")
+    monkeypatch.setitem(gpu.MEASURES, "utility", fails)
+    assert gpu.figure_entry({"figure": "utility"}) == {"metrics": {}, "cannot": "RuntimeError: CUDA out of memory"}

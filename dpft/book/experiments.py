@@ -159,6 +159,7 @@ class Experiment:
     reduced: bool = False  # whether the grid is smaller than the paper's
     full: Callable[[], Iterable[Settings]] | None = None  # the paper's own, if it ran
     group: Callable[[Settings], str] = lambda settings: ""  # of those that share
+    hours: float | None = None  # after which no run of the full grid is begun
 
     def rows(self, name: str, full: bool = False) -> tuple[list[Settings], bool]:
         "The settings of all runs, and whether they are fewer than the paper's."
@@ -274,7 +275,7 @@ def run_name(entry: Settings) -> str:
         f"{name} {entry[key]}" for name, key in (
             ("epsilon", "target_epsilon"), ("seed", "seed")) if key in entry)]
     scores = [f"{name} {value:.3f}" for name, value in entry["metrics"].items()]
-    return f"{entry['experiment']}: {', '.join(words)}: {' '.join(scores) or 'made'}"
+    return f"{entry['experiment']}: {', '.join(words)}: {' '.join(scores) or entry.get('cannot') or 'made'}"
 
 # %% ../../nbs/source/book_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",

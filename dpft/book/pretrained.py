@@ -373,11 +373,12 @@ def prepared(settings: Settings) -> tuple[nn.Module, Task]:
         head = head_alone(len(task.classes), task.train.images.shape[1])
         return head, split(task, held_out, limit)
     if settings["model"] == "efficientnet-lite0":
-        task = enlarged(load_data(data), settings.get("side", 64))
+        task = enlarged(_pictures(data), settings.get("side", 64))
         return copy.deepcopy(_lite()), split(task, held_out, limit)
     task = prepared_task(data, "minilm", limit, held_out, tokens)
     return copy.deepcopy(_minilm(settings.get("scale", 10.0))), task
 
+_pictures = cache(lambda name: load_data(name))  # decoded once for all runs
 _lite = cache(lambda: efficientnet_lite0())
 _minilm = cache(lambda scale: normalised_minilm(2, scale))
 

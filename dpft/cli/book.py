@@ -69,7 +69,7 @@ def run_named(
                                  "records and repeat them.")] = True,
     hours: Annotated[float | None, typer.Option(
         help="Begin no run after so many hours; the same command continues. "
-             "(default: no limit)")] = None,
+             "(default: no limit, or that of the experiment)")] = None,
     workers: Annotated[int | None, typer.Option(
         help="Single-threaded processes. (default: one for each core, or one on a GPU)"
     )] = None,
@@ -96,6 +96,8 @@ def run_named(
     if output is not None:
         os.environ["DPFT_RESULTS"] = str(output)
     chosen = {name: EXPERIMENTS[name] for name in names}
+    if full and hours is None:
+        hours = next((its.hours for its in chosen.values() if its.hours), None)
     def wanted(run: dict[str, Any]) -> bool:
         return data in (None, run["data"]) and method in (None, run["method"])
     tables, waits = dict[str, list[dict[str, Any]]](), dict[str, str]()

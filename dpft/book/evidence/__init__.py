@@ -9,6 +9,7 @@ from dpft.book.evidence.attacks import attack_entry, larger_attack_grid, members
 from dpft.book.evidence.defaults import EXPERIMENTS as DEFAULTS
 from dpft.book.evidence.freezing import EXPERIMENTS as FREEZING
 from dpft.book.evidence.frost import EXPERIMENTS as FROST
+from dpft.book.evidence.gpu import EXPERIMENTS as GPU
 from dpft.book.evidence.language import EXPERIMENTS as LANGUAGE
 from dpft.book.evidence.methods import EXPERIMENTS as METHODS
 from dpft.book.evidence.protocol import EXPERIMENTS as PROTOCOL
@@ -17,7 +18,7 @@ from dpft.book.experiments import Experiment, measured_run, quickstart_grid, qui
 from dpft.book.figures import Drawing
 
 EXPERIMENTS = {
-    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL, **DEFAULTS, **SIZES,
+    **FROST, **FREEZING, **METHODS, **LANGUAGE, **PROTOCOL, **DEFAULTS, **GPU, **SIZES,
     "quickstart-tuning": Experiment("Which learning rate is best for each method of the front page?", quickstart_tuning_grid,
                                     measured_run, "digits; six minutes on one core"),
     "quickstart": Experiment("How accurate are the head, the biases and everything on digits?", quickstart_grid, measured_run,

@@ -550,7 +550,7 @@ MATTERS, ATTACKED = 0.02, 0.6  # gain of a choice; area under an attack's curve
 def indifferent(
     gains: list[float],  # of the choice without noise over a random one, by seed
 ) -> str:
-    "Why accuracy can't show a better choice; empty if it can, or with too few seeds."
+    "Why accuracy can't show a better measurement; empty if it can, or with few seeds."
     if len(gains) < SEEDS:
         return ""
     centre, half = interval(gains)
