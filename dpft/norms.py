@@ -518,7 +518,8 @@ def _measure_doubtful(parts: Sequence[Part], found: Sequence[Measured],
                       doubts: Tensor) -> None:
     "Measure again the examples in doubt, a few at a time."
     for part, one, doubt in zip(parts, found, doubts, strict=True):
-        for rows in doubt.nonzero()[:, 0].split(4):
+        again = doubt.nonzero()[:, 0]
+        for rows in again.split(4) if len(again) else ():  # nothing splits into one
             better = part.measure_again(rows)
             one.depth = max(one.depth, better.depth)
             for name in ("value", "gap", "release", "length"):

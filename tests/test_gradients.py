@@ -14,6 +14,7 @@ from torch import nn, tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.forms
+import dpft.norms
 from dpft.clipping import clip_factor
 from dpft.forms import Outer, pair_squares
 from dpft.gradients import (
@@ -460,3 +461,15 @@ def test_compiled_layers_are_exact_and_no_hook_is_compiled(freeze_set):
         clipped_sum(model, loss_fn, batch, 1.0)
     agrees(model, loss_fn, batch)
     torch._dynamo.reset()
+
+
+def test_a_part_in_doubt_beside_one_that_is_not_is_measured_again(monkeypatch):
+    """A selection measures many partitions at once, of which some cancel."""
+    net = Net(first=nn.Linear(16, 16), second=nn.Linear(16, 16)).double()
+    forward = lambda model, batch: model.second(torch.tanh(model.first(batch[0]))).square().sum((1, 2))  # noqa: E731
+    inputs = (noise(5, 3, 16),)
+    parts = [Partition(name, (layer.weight,)) for name, layer in net.named_children()]
+    plain = gradients(net, forward, inputs).norms(2, parts)
+    asked = iter([torch.tensor([True] * 5), torch.tensor([False] * 5)])
+    monkeypatch.setattr(dpft.norms.Measured, "doubtful", lambda self: next(asked))
+    torch.testing.assert_close(gradients(net, forward, inputs).norms(2, parts), plain, rtol=1e-4, atol=0)
