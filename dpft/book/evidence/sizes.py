@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'BUDGETS', 'CHOOSERS', 'OPTIMIZERS', 'HEAD_STEPS',
-           'EXPERIMENTS', 'clothes', 'named', 'chosen', 'known_choice', 'control_run', 'control_settings',
+           'EXPERIMENTS', 'clothes', 'named', 'exact', 'chosen', 'known_choice', 'control_run', 'control_settings',
            'control_tuning_grid', 'control_grid', 'RandomEntries', 'size_run', 'size_settings', 'size_tuning_grid',
            'size_grid', 'Rows', 'RowSelection', 'RandomRows', 'chooser_settings', 'chooser_run', 'chooser_tuning_grid',
-           'chooser_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
+           'chooser_grid', 'labelled_texts', 'text_choice_run', 'text_choice_grid', 'phase_settings',
+           'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -21,17 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...baselines import Masked, admitted, offered, partitions
-from ...data import Task, TensorData, bare
+from ...data import TableData, Task, TensorData, bare
 from ...frost.entries import EntrySelection
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import select, take
 from ...losses import default_loss
 from ...method import Context, Method
+from ...models import load_model, load_tokenizer
 from ...oracle import evaluating, trainable
+from ...tasks import font_digits
+from ...texts import encode
 from ..experiments import (
     Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of)
-from ..tasks import load_data
-from ...tasks import font_digits
+from ..tasks import load_data, public_text
+from .defaults import hospital_notes
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-task
 SMALL: Settings = {
@@ -61,24 +65,28 @@ CHOICES = ("largest", "random", "smallest")
 CONTROL_RATES = {"digits": (1e-3, 3e-3, 1e-2, 3e-2),
                  "clothes": (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)}
 
+def exact(model: nn.Module, data: Any, rows: int = 500) -> Callable[..., Tensor]:
+    "What measures partitions on all of some data, without noise."
+    def measured(asked: Sequence[Any], bound: float = 0.0) -> Tensor:
+        starts = range(0, len(data), rows)
+        batches = (data.batch(torch.arange(start, min(start + rows, len(data))))
+                   for start in starts)
+        with evaluating(model):
+            return gradient_magnitudes(model, default_loss(model), batches, asked)
+    return measured
+
 def chosen(
     model: nn.Module, task: Task, ratio: float, choice: str, seed: int,
 ) -> list[str]:       # names of partitions
     "Partitions by the exact magnitudes of all rows, or at random; not private."
     pieces = partitions(model)
-    sizes = [piece.size for piece in pieces]
-    data = bare(font_digits()) if choice == "public" else task.train
-    def exact(asked: Sequence[Any], bound: float = 0.0) -> Tensor:
-        rows = range(0, len(data), 500)
-        batches = [data.batch(torch.arange(row, min(row + 500, len(data))))
-                   for row in rows]
-        with evaluating(model):
-            return gradient_magnitudes(model, default_loss(model), batches, asked)
     if choice in ("largest", "public"):
-        numbers = select(pieces, exact, ratio, sample_rate=1.0).numbers
+        data = bare(font_digits()) if choice == "public" else task.train
+        numbers = select(pieces, exact(model, data), ratio, sample_rate=1.0).numbers
     else:
         values = (torch.rand(len(pieces), generator=torch.Generator().manual_seed(seed))
-                  if choice == "random" else -exact(pieces))
+                  if choice == "random" else -exact(model, task.train)(pieces))
+        sizes = [piece.size for piece in pieces]
         numbers = take(values.tolist(), sizes, [-float("inf")] * len(pieces),
                        admitted(ratio, sum(sizes)))
     return [pieces[i].name for i in sorted(numbers)]
@@ -243,6 +251,40 @@ def chooser_grid() -> Iterator[Settings]:
     for seed, label in product(range(10), best):
         yield chooser_settings(label, best[label], seed)
 
+# %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-texts
+def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
+    "Private sentences, public ones with another task's labels, and by a coin."
+    if kind == "hospital":
+        table = hospital_notes()
+        return table["note"], table["outcome"]
+    if kind == "wikipedia":
+        texts = [text.partition("\n")[2].partition(". ")[0]
+                 for text in public_text()["text"][:5000]]
+        return texts, [i % 2 for i in range(len(texts))]
+    train = load_data("sst2").train
+    return train["sentence"], train["label"]
+
+def text_choice_run(settings: Settings) -> Settings:
+    "The partitions that some labelled sentences choose, without noise."
+    texts, labels = labelled_texts(settings["texts"])
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(
+        settings["seed"]))[:settings["rows"]].tolist()
+    table = TableData({"sentence": [texts[row] for row in order],
+                       "label": [int(labels[row]) for row in order]})
+    rows = encode(table, load_tokenizer("minilm"), ("sentence", "label"), 64, "text")
+    model = load_model("minilm")
+    pieces = partitions(model)
+    numbers = select(pieces, exact(model, rows, 50), settings["ratio"],
+                     sample_rate=1.0).numbers
+    return {"chosen": [pieces[i].name for i in sorted(numbers)],
+            "sizes": [pieces[i].size for i in sorted(numbers)], "metrics": {}}
+
+def text_choice_grid() -> Iterator[Settings]:
+    "Three samples of 500 sentences of each kind."
+    for seed, texts in product(range(3), ("sst2", "hospital", "wikipedia")):
+        yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
+               "texts": texts, "rows": 500, "ratio": 0.0625, "seed": seed}
+
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-phases
 OPTIMIZERS = {  # learning rates of the head and of everything
     "adamw": ((3e-3, 1e-2, 3e-2, 0.1, 0.3), (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
@@ -294,4 +336,7 @@ EXPERIMENTS = {
         ("phases", "How long should the head train before everything does?",
          size_run, "Fashion-MNIST; 20 minutes on one core",
          phase_tuning_grid, phase_grid))
-    for part, more, grid in (("-tuning", " Tuning runs.", grids[0]), ("", "", grids[1]))}
+    for part, more, grid in (("-tuning", " Tuning runs.", grids[0]), ("", "", grids[1]))
+} | {"choice-text": Experiment(
+    "Do public sentences choose what private ones choose?", text_choice_grid,
+    text_choice_run, "SST-2, Wikipedia, MiniLM; three minutes on one core")}
