@@ -403,9 +403,9 @@ class Passes:
         if weights is None:
             norms = torch.stack([_norm(one) for one in found])
             if not self.connected:
-                raise Coupled("no parameter that trains changes the loss; let loss_fn "
-                              "use the model that it is given, and let its result "
-                              "require a gradient")
+                raise Coupled("no parameter that trains changes the loss; train one "
+                              "that does, and let a loss of your own use the model "
+                              "that it is given")
             weights = (torch.tensor(SIGNS[:len(norms)])
                        / norms.clamp(min=0.01 * norms.max()))
         first, *others = weights.tolist()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from .sampling import gather
 # %% auto #0
 __all__ = ['TASKS', 'ODD', 'PLAIN_ENDING', 'LABELS', 'ASK', 'SINGLE', 'SEVERAL', 'NUMBERS', 'TOKENS', 'FRAMES', 'LOSSES',
            'Collate', 'ACCURACY', 'EXACT', 'R2', 'PERPLEXITY', 'unwrapped', 'task_of', 'answer', 'decoder_inputs',
-           'logits', 'labels_of', 'unknown', 'problem_of', 'label_losses', 'aligned', 'token_losses',
+           'logits', 'asking', 'labels_of', 'unknown', 'problem_of', 'label_losses', 'aligned', 'token_losses',
            'mean_token_losses', 'summed_losses', 'spans', 'span_losses', 'speech_losses', 'default_loss', 'chosen_loss',
            'example_losses', 'to_device', 'copied_from', 'evaluation_order', 'device_of', 'evaluation_batches',
            'answers', 'accuracy', 'exact_match', 'r2', 'perplexity', 'Measure', 'measure_for']
@@ -130,6 +131,14 @@ def logits(
     return output if isinstance(output, Tensor) else output.logits
 
 ASK = "let loss_fn be a function (model, batch) that returns one loss per example"
+
+@contextmanager
+def asking(way_out: str) -> Iterator[None]:
+    "Errors within say this way out, where a loss of one's own is none."
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace(ASK, way_out)) from error
 
 
 def labels_of(batch: Any) -> Tensor:
@@ -476,13 +485,9 @@ def measure_for(
     if (task := task_of(model)) in known:
         return known[task]
     way_out = "give a function of the model in place of the data"
-    try:
-        with torch.no_grad():
-            (scores, labels), = [
-                (logits(model, batch), labels_of(batch)) for batch in
-                evaluation_batches(model, [data[0]], collate, 1)]
-    except ValueError as error:
-        raise ValueError(str(error).replace(ASK, way_out)) from None
+    with torch.no_grad(), asking(way_out):
+        (scores, labels), = [(logits(model, batch), labels_of(batch)) for batch in
+                             evaluation_batches(model, [data[0]], collate, 1)]
     problem = problem_of(model, scores, labels)
     if problem is None:
         raise ValueError("there is no standard score for "

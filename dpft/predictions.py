@@ -15,8 +15,8 @@ from .data import (
     TableData, as_dataset, bare, check_disjoint_rows, column, column_names,
     has_batch_protocol)
 from .losses import (
-    NUMBERS, SINGLE, TOKENS, Collate, aligned, evaluation_batches, evaluation_order,
-    full, labels_of, logits, measure_for, problem_of, task_of)
+    ASK, NUMBERS, SINGLE, TOKENS, Collate, aligned, asking, evaluation_batches,
+    evaluation_order, full, labels_of, logits, measure_for, problem_of, task_of)
 from .models import positions
 from .oracle import evaluating
 from .prepared import Prepared
@@ -27,12 +27,15 @@ __all__ = ['MOST_WRITTEN', 'ONE_CLASS', 'answers_to', 'problem_in', 'without_lab
 
 # %% ../nbs/source/predictions.ipynb #predictions-scores
 @torch.no_grad()
+@asking("call run.model on the rows, and compare what it returns yourself")
 def answers_to(
     model: nn.Module,
     data: Any,                       # rows as the model reads them
     collate: Collate | None = None,  # the user's; None: that of `collate_for`
 ) -> tuple[list[Tensor], list[Tensor]]: # scores and labels of each row; no labels: []
     "Scores and labels of every row, in the order of the rows."
+    if task_of(model) == "speech":
+        raise ValueError(f"a speech model's frames need its processor's decoding; {ASK}")
     scores, labels = list[Tensor](), list[Tensor]()
     for batch in evaluation_batches(model, data, collate, 64):
         if task_of(model) in TOKENS:

@@ -77,6 +77,29 @@ def test_rows_that_were_trained_on_are_refused_and_a_repeated_text_is_not(tuned)
         check_not_trained_on(data, data)
 
 
+class Two(nn.Module):
+    """A model whose output only its own loss understands."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.line(x), 0
+
+
+def test_no_message_asks_for_the_loss_that_was_given():
+    rows, public = (TensorDataset(torch.rand(40, 3) + shift, torch.arange(40) % 2) for shift in (0, 1))
+    knobs = dict(noise_multiplier=1.0, steps=1, batch_size=8, accountant="rdp", progress=False,
+                 loss_fn=lambda model, batch: nn.functional.cross_entropy(model(batch[0])[0], batch[1], reduction="none"))
+    with pytest.raises(ValueError, match="no logits; give a function of the model in place of the data$"):
+        dpft.fine_tune(Two(), rows, dpft.Full(), evaluate=Public(public, "made up"), **knobs)
+    run = dpft.fine_tune(Two(), rows, dpft.Full(), **knobs)
+    for asked in (run.evaluate, run.predict):
+        with pytest.raises(ValueError, match="no logits; call run.model on the rows"):
+            asked(public)
+
+
 def test_scores_without_noise_are_listed_unless_the_rows_are_public(tuned):
     fact = "scores on examples, unless they are public"
     tuned.guarantee.uncharged = [one for one in tuned.guarantee.uncharged if one != fact]
