@@ -92,11 +92,11 @@ def test_no_message_asks_for_the_loss_that_was_given():
     rows, public = (TensorDataset(torch.rand(40, 3) + shift, torch.arange(40) % 2) for shift in (0, 1))
     knobs = dict(noise_multiplier=1.0, steps=1, batch_size=8, accountant="rdp", progress=False,
                  loss_fn=lambda model, batch: nn.functional.cross_entropy(model(batch[0])[0], batch[1], reduction="none"))
-    with pytest.raises(ValueError, match="no logits; give a function of the model in place of the data$"):
+    with pytest.raises(ValueError, match=r"no logits; give a function of the model in place of the data$"):
         dpft.fine_tune(Two(), rows, dpft.Full(), evaluate=Public(public, "made up"), **knobs)
     run = dpft.fine_tune(Two(), rows, dpft.Full(), **knobs)
     for asked in (run.evaluate, run.predict):
-        with pytest.raises(ValueError, match="no logits; call run.model on the rows"):
+        with pytest.raises(ValueError, match=r"no logits; call run.model on the rows"):
             asked(public)
 
 

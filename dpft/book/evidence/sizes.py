@@ -221,7 +221,10 @@ class RandomRows(Rows, RandomEntries):
 
 CHOOSERS: dict[str, tuple[str, Settings]] = {
     "public": ("Trainable", {}),
-    "private": ("DPFrost", {"ratio": 0.25, "sample_rate": 0.5}),
+    **{kind.upper() + more: ("DPFrost", {"ratio": 0.25, "sample_rate": 0.5,
+                                         "kind": kind, "rounds": rounds})
+       for kind in ("mgna", "mgn", "mg")
+       for more, rounds in (("", 5), (", one round", 1))},
     "rows": (f"{Rows.__module__}:RowSelection",
              {"ratio": 0.2, "sample_rate": 0.5, "kind": "mg", "order": 2}),
     "random rows": (f"{Rows.__module__}:RandomRows", {"ratio": 0.2})}
@@ -241,15 +244,15 @@ def chooser_run(settings: Settings) -> Settings:
     return (control_run if settings["label"] == "public" else size_run)(settings)
 
 def chooser_tuning_grid() -> Iterator[Settings]:
-    "Four rates of each chooser, on held-out rows."
-    for label, rate, seed in product(CHOOSERS, (1e-2, 3e-2, 0.1, 0.3), (100, 101)):
-        yield {**chooser_settings(label, rate, seed), **DATA["clothes"]}
+    "Three rates of rows, on held-out training data."
+    for label, rate in product(("rows", "random rows"), (1e-2, 3e-2, 0.1)):
+        yield {**chooser_settings(label, rate, 100), **DATA["clothes"]}
 
 def chooser_grid() -> Iterator[Settings]:
-    "Ten seeds of each chooser at its best rate."
+    "Ten seeds of each chooser."
     best = best_rates("choosers-tuning", lambda run: run["label"])
-    for seed, label in product(range(10), best):
-        yield chooser_settings(label, best[label], seed)
+    for seed, label in product(range(10), CHOOSERS):
+        yield chooser_settings(label, best.get(label, 3e-2), seed)
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-texts
 def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
