@@ -210,13 +210,26 @@ def test_the_questions_for_a_gpu_at_tiny_shapes(setting):
 
 
 def test_the_gpu_questions_have_the_shapes_of_the_marks():
-    *bases, large = bench.plan("gpu")
+    large, *bases = bench.plan("gpu")                                      # the largest first
     assert all((base.width, base.layers, base.size) == (768, 12, 256) for base in bases)
-    assert [base.precision for base in bases] == [None, None, "bf16", "bf16"]
+    assert [base.precision for base in bases] == ["bf16", "bf16", None, None]
+    assert sum(setting.limit for setting in (large, *bases)) <= 500
     with torch.device("meta"):
         parameters = sum(p.numel() for p in contenders.MODELS[large.model](large.width, large.layers, large.size).parameters())
         assert 6.5e9 < parameters < 7.5e9
         assert sum(p.numel() for p in contenders.encoder(768, 12, 512).parameters()) == pytest.approx(125e6, rel=0.01)
+
+
+def test_a_part_that_fails_or_is_slow_takes_nothing_from_those_after_it(run, tmp_path, monkeypatch):
+    slow, broken, right = (replace(setting, who=("plain", "dpft"), repeats=1, limit=limit)
+                           for setting, limit in zip(bench.plan("gpu", True), (0.05, 100.0, 100.0), strict=False))
+    monkeypatch.setattr(bench, "plan", lambda part, quick: [slow, replace(broken, model="no such model"), right])
+    status, said, err = run("bench", "--gpu", "--quick", "--output", tmp_path)
+    late, failed, *others = [json.loads(line) for line in (tmp_path / "costs-gpu.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert status == 0 and "not done after 0.05 s" in late["cannot"] and "no such model" in failed["cannot"] and "KeyError" in said, err
+    assert [(entry["who"], entry["cannot"]) for entry in others] == [("plain", ""), ("dpft", "")]
+    seconds = contenders.interleaved({"a": contenders.Contender(nn.Identity(), lambda batch: {})}, (), repeats=9, most=0.0)
+    assert len(seconds["a"]) == 3                                          # as few as give a median
 
 
 # Fixed time
@@ -233,9 +246,29 @@ def test_the_fixed_time_of_a_step_is_measured_on_every_shape_and_recorded(run, t
     assert all(math.isfinite(value) for value in values.values()) and len(values) == len(record["rows"])
     asked = {("full", "Engine / plain"), ("biases", "Engine / plain"), ("biases", "clipped_sum alone / plain"),
              ("biases", "first step / plain"), ("full", "making the Engine / plain"), ("8", "default physical batch / plain"),
+             ("lora", "Engine / plain"), ("lora", "Opacus / plain"), ("lora, parts", "private step: norms / plain"),
+             ("full, parts", "private step: noise / plain"), ("biases, parts", "plain step: optimizer / plain"),
              ("8", "a ledger file's commit, wall time"), ("8", "import and 1 private steps"), ("frozen", "with features / full step")}
     assert all(any(shape.endswith(end) and what == known for shape, known in values) for end, what in asked)
     assert all(row["what"] in out for row in record["rows"]) and len(scripts) == 2
+
+
+def test_each_part_of_a_step_has_its_own_time_and_afterwards_all_is_as_before(monkeypatch):
+    owner, now = types.SimpleNamespace(), [0.0]
+    def inner():
+        now[0] += 2.0
+    def outer():
+        now[0] += 1.0
+        owner.inner()
+        owner.inner()
+    owner.inner, owner.outer = inner, outer
+    monkeypatch.setattr(bench, "parts_of_a_step", lambda: [("inside", owner, "inner"), ("outside", owner, "outer")])
+    monkeypatch.setattr(bench.time, "process_time", lambda: now[0])
+    spent = {}
+    with bench.parted(spent):
+        owner.outer()
+        owner.inner()
+    assert spent == {"outside": 1.0, "inside": 6.0} and (owner.inner, owner.outer) == (inner, outer)
 
 
 def test_a_mark_of_fixed_time_is_met_or_missed_by_its_shape():

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['Record', 'TRAINS', 'Shape', 'UNITS', 'Mark', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS',
-           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'adamw', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN',
-           'OVERHEAD_MARKS', 'measure', 'measure_numbers', 'run_bench', 'plan', 'shape_of', 'shape_name', 'whole_rows',
-           'judged_peers', 'marks_table', 'bench_report', 'cost_figure', 'bars', 'ratio_ticks', 'plain_of',
-           'model_figure', 'write_bench', 'OverheadSizes', 'small_encoder', 'losses_of', 'engine_of', 'over',
-           'measure_encoder', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen', 'measure_overhead',
+           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'adamw', 'Measured', 'TRAIN_SETS', 'PLAIN_RUN', 'STEPS_RUN',
+           'PRIVATE_RUN', 'OVERHEAD_MARKS', 'measure', 'measure_numbers', 'run_bench', 'measure_apart', 'plan',
+           'shape_of', 'shape_name', 'whole_rows', 'judged_peers', 'marks_table', 'bench_report', 'cost_figure', 'bars',
+           'ratio_ticks', 'plain_of', 'model_figure', 'write_bench', 'OverheadSizes', 'small_encoder', 'losses_of',
+           'engine_of', 'over', 'measure_encoder', 'ready_encoder', 'measure_grid', 'parts_of_a_step', 'parted',
+           'measure_parts', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen', 'measure_overhead',
            'overhead_table', 'write_overhead']
 
 # %% ../../nbs/source/book_bench.ipynb #cost-imports
 import copy
+import gc
 import math
 import os
 import resource
@@ -21,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -36,17 +39,19 @@ from matplotlib.ticker import NullLocator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from .. import Engine, Full, LayerFreeze, Method, Trainable
+from .. import Engine, Full, LayerFreeze, LoRA, Method, Trainable
 from ..features import ENOUGH
 from ..gradients import clipped_sum, reuse_memory
+from ..hooks import Hooks
 from ..losses import example_losses
 from ..noise import Keystream, perturbed_on_grid
+from ..norms import Gradients, Part
 from ..step import Lowered, add_noise
 from .contenders import (
-    CONTENDERS, MIB, Contender, Setting, WatchedLoss, encoder, enter,
+    CONTENDERS, MIB, Contender, Setting, WatchedLoss, encoder, enter, fastdp,
     interleaved, library, matrix_rate, measure_memory, median_interval,
     opacus_hooks, operations, own_steps, plain_step, provenance, reason_of, seconds_of,
-    train_only, weight_bytes)
+    train_only, weight_bytes, within)
 from .experiments import read_records, write_records
 from .figures import markdown_table, names_at_lines, plain_log, style
 
@@ -77,7 +82,8 @@ def measure(
             "weights_mib": weight_bytes(model) / MIB,
             "error": error if math.isfinite(error) else None, "cannot": reason,
             **provenance(device)})
-    seconds = interleaved(able, batch, setting.repeats, warm=1)  # two steps were taken
+    seconds = interleaved(able, batch, setting.repeats, warm=1,  # two steps were taken
+                          most=setting.limit and setting.limit / 2)
     base = setting.who[0]
     work = operations(able[base], batch) if rate else 0
     for entry in entries:
@@ -130,14 +136,31 @@ def run_bench(
     for setting in settings:
         present = replace(setting, who=tuple(
             name for name in setting.who if name not in absent))
-        if setting.part == "gpu" and setting.precision not in rates:
-            rates[setting.precision] = matrix_rate(
-                device, torch.bfloat16 if setting.precision else torch.float32,
-                8192 if device.type == "cuda" else 256)
         if setting.part == "numbers":
             yield from measure_numbers(setting.size, setting.repeats, device)
+        elif setting.part == "gpu":
+            yield from measure_apart(present, device, rates)
         else:
-            yield from measure(present, device, rates.get(setting.precision))
+            yield from measure(present, device)
+
+def measure_apart(
+    setting: Setting, device: torch.device,
+    rates: dict[str | None, float],  # of the device by precision, as far as known
+) -> Iterator[Record]:
+    "A setting whose failure, or whose limit, takes nothing from those after it."
+    try:
+        with within(setting.limit):
+            if setting.precision not in rates:
+                rates[setting.precision] = matrix_rate(
+                    device, torch.bfloat16 if setting.precision else torch.float32,
+                    8192 if device.type == "cuda" else 256)
+            yield from measure(setting, device, rates[setting.precision])
+    except Exception as failure:  # of memory, mostly
+        yield {"experiment": "cost", **asdict(setting), "who": setting.who[-1],
+               "cannot": reason_of(failure), **provenance(device)}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 # %% ../../nbs/source/book_bench.ipynb #cost-settings
 TRAINS = ("biases", "full")
@@ -178,10 +201,11 @@ def plan(
         giant: Shape = ("llama", *(tiny if quick else (4096, 32, 1024, 4)))
         own, rounds = ("plain", "dpft"), 2 if quick else 15
         peers = ("plain", "opacus", "opacus-ghost", "dpft")
-        return [*both("gpu", [base], peers, rounds),
-                *both("gpu", [base], own, rounds, precision="bf16"),
-                *both("gpu", [giant], own, rounds, ("biases",),
-                      precision="bf16 weights")]
+        limit = {} if quick else {"limit": 100.0}  # five, in less than ten minutes
+        return [*both("gpu", [giant], own, rounds, ("biases",),
+                      precision="bf16 weights", **limit),
+                *both("gpu", [base], own, rounds, precision="bf16", **limit),
+                *both("gpu", [base], peers, rounds, **limit)]
     names, rows_, rounds = tuple(CONTENDERS), 2 if quick else 4, 5 if quick else 7
     widths_ = (32, 64) if quick else (64, 128, 256)
     wide = 64 if quick else 384
@@ -394,9 +418,13 @@ class OverheadSizes:
     repeats: int = 15
     engines: int = 3    # how often an Engine is made
     frozen: tuple[int, int, int] = (4, 256, 128)  # layers, width, tokens
+    # layers, width and rows of the encoders of the table of libraries
+    grid: tuple[tuple[int, int, int], ...] = (
+        (2, 32, 8), (6, 32, 8), (12, 32, 8), (24, 32, 8), (12, 128, 8), (12, 768, 8),
+        (12, 32, 1), (12, 32, 64))
 
 OVERHEAD_QUICK = OverheadSizes(layers=1, tokens=4, rows=2, batch=8, steps=1, repeats=2,
-                               engines=1, frozen=(2, 32, 4))
+                               engines=1, frozen=(2, 32, 4), grid=((1, 32, 2),))
 
 def small_encoder(
     layers: int, width: int, tokens: int, rows: int,
@@ -465,6 +493,102 @@ def measure_encoder(sizes: OverheadSizes, trains: str) -> Measured:
             {"it": them["plain"]}, batch, 5, warm=1, clock=time.process_time)["it"]))
     yield shape, "first step / plain", over(made, "first", "plain"), ""
     yield shape, "making the Engine / plain", over(made, "making", "plain"), ""
+
+# %% ../../nbs/source/book_bench.ipynb #overhead-grid
+TRAIN_SETS = ("full", "biases", "lora")
+
+def ready_encoder(layers: int, width: int, tokens: int, rows: int, trains: str,
+                  ) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    "A small encoder with what trains, its batch, and the same as rows."
+    model, batch, data = small_encoder(layers, width, tokens, rows)
+    if trains == "lora":
+        engine = engine_of(model, data, rows, LoRA())
+        assert engine.hooks is not None
+        engine.hooks.remove()
+        return engine.model, batch, data
+    train_only(model, trains)
+    return model, batch, data
+
+def measure_grid(sizes: OverheadSizes) -> Measured:
+    "Whole steps of each library over the plain step."
+    libraries = {name: make for name, package, make in (
+        ("Opacus", "opacus", opacus_hooks), ("FastDP", "fastDP", fastdp))
+        if find_spec(package)}
+    for layers, width, rows in sizes.grid:
+        for trains in TRAIN_SETS:
+            model, batch, data = ready_encoder(layers, width, sizes.tokens, rows,
+                                               trains)
+            loss = WatchedLoss(losses_of)
+            them = {"plain": plain_step(copy.deepcopy(model), loss),
+                    "Engine": own_steps(engine_of(copy.deepcopy(model), data, rows)),
+                    **{name: make(copy.deepcopy(model), loss, True)
+                       for name, make in libraries.items()}}
+            seconds = interleaved(them, batch, sizes.repeats, clock=time.process_time)
+            shape = f"encoder, {layers} × {width}, {rows} rows, {trains}"
+            for who in [who for who in them if who != "plain"]:
+                yield shape, f"{who} / plain", over(seconds, who, "plain"), ""
+
+# %% ../../nbs/source/book_bench.ipynb #overhead-parts
+def parts_of_a_step() -> list[tuple[str, Any, str]]:
+    "What a private step consists of: in words, and the function that makes it."
+    from dpft import account, step
+
+    return [("draw", step, "poisson_draw"), ("draw", step.Draws, "_read"),
+            ("ledger", account.Account, "claim"),
+            ("forward and backward pass with hooks", Hooks, "run"),
+            ("norms", Gradients, "clipped_sum"), ("sums", Part, "add_sums"),
+            ("noise", Engine, "release"), ("gradients written", step, "write_gradients"),
+            ("optimizer", torch.optim.AdamW, "step")]
+
+@contextmanager
+def parted(spent: dict[str, float]) -> Iterator[None]:
+    "Add up the processor time that each part takes itself, in seconds by its words."
+    inner = [0.0]   # of the calls within the one that is open
+    def timed(words: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(work)
+        def call(*given: Any, **named: Any) -> Any:
+            began, outer = time.process_time(), inner[0]
+            inner[0] = 0.0
+            try:
+                return work(*given, **named)
+            finally:
+                took = time.process_time() - began
+                spent[words] = spent.get(words, 0.0) + took - inner[0]
+                inner[0] = outer + took
+        return call
+    before = [(owner, name, getattr(owner, name)) for _, owner, name in
+              parts_of_a_step()]
+    try:
+        for words, owner, name in parts_of_a_step():
+            setattr(owner, name, timed(words, getattr(owner, name)))
+        yield
+    finally:
+        for owner, name, work in before:
+            setattr(owner, name, work)
+
+def measure_parts(sizes: OverheadSizes, trains: str) -> Measured:
+    "The parts of a private step, and of the plain one, over the plain step."
+    model, batch, data = ready_encoder(sizes.layers, sizes.width, sizes.tokens,
+                                       sizes.rows, trains)
+    loss, rounds = WatchedLoss(losses_of), list[dict[str, float]]()
+    plain = plain_step(copy.deepcopy(model), loss, make=adamw)
+    own = own_steps(engine_of(copy.deepcopy(model), data, sizes.rows), adamw)
+    for number in range(-2, sizes.repeats):
+        base, optimizing, found = seconds_of(plain, batch, time.process_time), {}, {}
+        with parted(optimizing):
+            whole = seconds_of(plain, batch, time.process_time)
+        with parted(found):
+            private = seconds_of(own, batch, time.process_time)
+        steps = {"plain step: optimizer": optimizing["optimizer"],
+                 "plain step: the rest": whole - optimizing["optimizer"]}
+        parts = {f"private step: {words}": took for words, took in found.items()}
+        rest = {"private step: the rest": private - sum(found.values())}
+        if number >= 0:
+            rounds.append({name: took / base
+                           for name, took in {**steps, **parts, **rest}.items()})
+    shape = f"encoder, {sizes.layers} × {sizes.width}, {trains}, parts"
+    for name in rounds[0]:
+        yield shape, f"{name} / plain", median(one.get(name, 0.0) for one in rounds), ""
 
 # %% ../../nbs/source/book_bench.ipynb #overhead-calls
 def own_calls(work: Callable[[], Any]) -> tuple[int, int]:
@@ -599,6 +723,8 @@ def measure_overhead(
         with torch.random.fork_rng():
             torch.manual_seed(0)
             found = [*measure_encoder(sizes, "full"), *measure_encoder(sizes, "biases"),
+                     *measure_grid(sizes),
+                     *(row for its in TRAIN_SETS for row in measure_parts(sizes, its)),
                      *measure_network(sizes), *measure_fresh(sizes),
                      *measure_frozen(sizes)]
         return {"experiment": "cost", "part": "overhead", "sizes": asdict(sizes),

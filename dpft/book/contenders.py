@@ -7,8 +7,8 @@ __all__ = ['MODELS', 'CLIP', 'RATE', 'Sums', 'Make', 'CONTENDERS', 'WHOLE', 'TOL
            'gpt2', 'llama', 'convolutions', 'tanh_convolutions', 'train_only', 'Setting', 'WatchedLoss', 'Contender',
            'collected', 'sgd', 'plain', 'dpft', 'peer', 'opacus_hooks', 'opacus_ghost', 'fastdp', 'plain_step',
            'OneBatch', 'own_steps', 'dpft_step', 'library', 'wanted_sum', 'relative_error', 'reason_of', 'enter',
-           'median_interval', 'interleaved', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory', 'weight_bytes', 'forget',
-           'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
+           'median_interval', 'interleaved', 'within', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory', 'weight_bytes',
+           'forget', 'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
 
 # %% ../../nbs/source/book_contenders.ipynb #contenders-imports
 import copy
@@ -17,10 +17,12 @@ import math
 import os
 import platform
 import re
+import signal
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -125,6 +127,7 @@ class Setting:
     repeats: int            # timed rounds
     # "bf16" for mixed precision, "bf16 weights" for a model that is in bf16 itself
     precision: str | None = None
+    limit: float | None = None  # seconds, after which it ends; half of them for rounds
 
     def build(self, device: torch.device) -> nn.Module:
         "The model on its device, with the same random weights each time."
@@ -406,17 +409,38 @@ def median_interval(
 def interleaved(
     them: dict[str, Contender], batch: Batch, repeats: int, warm: int = 2,
     clock: Callable[[], float] = time.perf_counter,
+    most: float | None = None,  # seconds, after which no fourth round is begun
 ) -> dict[str, list[float]]:
     """Seconds of each round, after warm-up rounds; all take turns,
     and each round begins with the next contender."""
     seconds: dict[str, list[float]] = {name: [] for name in them}
-    names = list(them)
+    names, began = list(them), time.perf_counter()
     for repeat in range(-warm, repeats):
+        if repeat > 2 and most is not None and time.perf_counter() - began > most:
+            break
         for name in names[repeat % len(names):] + names[:repeat % len(names)]:
             taken = seconds_of(them[name], batch, clock)
             if repeat >= 0:
                 seconds[name].append(taken)
     return seconds
+
+@contextmanager
+def within(
+    seconds: float | None,  # None: no limit
+) -> Iterator[None]:
+    "TimeoutError in what takes longer, where the system has timers."
+    def ends(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+    if seconds is None or not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, ends)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 def seconds_of(contender: Contender, batch: Batch,
                clock: Callable[[], float] = time.perf_counter) -> float:
