@@ -3,6 +3,7 @@
 import csv
 import io
 import random
+import re
 
 import pytest
 import torch
@@ -92,11 +93,11 @@ def test_no_message_asks_for_the_loss_that_was_given():
     rows, public = (TensorDataset(torch.rand(40, 3) + shift, torch.arange(40) % 2) for shift in (0, 1))
     knobs = dict(noise_multiplier=1.0, steps=1, batch_size=8, accountant="rdp", progress=False,
                  loss_fn=lambda model, batch: nn.functional.cross_entropy(model(batch[0])[0], batch[1], reduction="none"))
-    with pytest.raises(ValueError, match="no logits; give a function of the model in place of the data$"):
+    with pytest.raises(ValueError, match=r"no logits; give a function of the model in place of the data$"):
         dpft.fine_tune(Two(), rows, dpft.Full(), evaluate=Public(public, "made up"), **knobs)
     run = dpft.fine_tune(Two(), rows, dpft.Full(), **knobs)
     for asked in (run.evaluate, run.predict):
-        with pytest.raises(ValueError, match="no logits; call run.model on the rows"):
+        with pytest.raises(ValueError, match=r"no logits; call run.model on the rows"):
             asked(public)
 
 
@@ -183,12 +184,14 @@ def test_the_command_trains_scores_saves_and_predicts(run, tmp_path, words):
     status, out, error = run(*usual, "--test", files[1], "--output", tmp_path / "out")
     assert status == 0, error
     assert "f1-score" in out and "accuracy: " in out and "nothing was scored" not in out
+    assert re.search(r"\n +complaint \[\d+, \d+\]\n +fine \[\d+, \d+\]\n", out) and out.index("accuracy: ") < out.index("private**")
     assert "nothing was scored, for" in run(*usual)[1]
     status, _, error = run(*usual, "--test", files[0])
     assert status == 1 and "40 of the 40 scored rows are in the training data too" in error
     blank = write(tmp_path / "new.csv", without(notes(10, 500), "outcome"))
     printed = run("predict", tmp_path / "out", blank)[1]
-    run("predict", tmp_path / "out", blank, "--output", tmp_path / "found.csv")
+    said = run("predict", tmp_path / "out", blank, "--output", tmp_path / "found.csv")[1]
+    assert said == f"predictions of 10 rows are in {tmp_path / 'found.csv'}\n"
     rows = [*csv.DictReader(io.StringIO(printed))]
     assert printed.split() == (tmp_path / "found.csv").read_text().split() and len(rows) == 10
     assert list(rows[0]) == ["note_id", "patient_id", "prediction", "p(complaint)", "p(fine)"]
