@@ -168,7 +168,8 @@ def small(folder, kind, config, **sizes):
     kind(config(vocab_size=len(WORDS), pad_token_id=0, **sizes)).save_pretrained(folder / "model")
     for part, count in (("train", 60), ("validation", 20)):
         with (folder / f"{part}.csv").open("w", newline="") as out:
-            csv.writer(out).writerows([("text", "label"), *((" ".join(WORDS[3 + row % 5:5 + row % 5 + row % 3]), row % 2) for row in range(count))])
+            texts = [" ".join(WORDS[3 + row % 5:5 + row % 5 + row % 3]) for row in range(count)]
+            csv.writer(out).writerows([("text", "label"), *((text, row % 2) for row, text in enumerate(texts))])
     return {"MODEL": str(folder / "model"), "TRAIN": str(folder / "train.csv"), "VALIDATION": str(folder / "validation.csv"),
             "OUTPUT": str(folder / "out")}
 
